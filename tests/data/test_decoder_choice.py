@@ -9,8 +9,8 @@ import torchvision
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.loading import decoder_choice
-from stoker.data.loading.decoder_choice import DecoderTimings, choose_decoder, measure_and_choose_decoder
+from stoker.data.loading import device_decoder
+from stoker.data.loading.device_decoder import DecoderTimings, choose_decoder, measure_and_choose_decoder
 from stoker.hardware.device import Device
 from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
 
@@ -27,14 +27,14 @@ CPU = Device(torch.device("cpu"))
                 host_decode_s=1.5e-3, cores=15, step_s=2e-3, device_decode_s=1e-4, device_fraction=1.0, num_images=64
             ),
             "cpu",
-            "15 cores decode 10,000 images/s, steps take 500/s",
+            "the cores decode 10,000 images/s, steps take 500/s",
         ),
         (
             DecoderTimings(
                 host_decode_s=2e-3, cores=1, step_s=0.8e-3, device_decode_s=0.2e-3, device_fraction=1.0, num_images=64
             ),
             "nvjpeg",
-            "1 core decodes 500 images/s, steps take 1,250/s; nvJPEG decodes 5,000/s: with it training reaches "
+            "the cores decode 500 images/s, steps take 1,250/s; nvJPEG decodes 5,000/s: with it training reaches "
             "1,000/s or more",
         ),
         (
@@ -43,7 +43,7 @@ CPU = Device(torch.device("cpu"))
                 host_decode_s=1e-3, cores=1, step_s=0.9e-3, device_decode_s=0.2e-3, device_fraction=1.0, num_images=64
             ),
             "cpu",
-            "1 core decodes 1,000 images/s, steps take 1,111/s; nvJPEG decodes 5,000/s, which would leave 909/s: "
+            "the cores decode 1,000 images/s, steps take 1,111/s; nvJPEG decodes 5,000/s, which would leave 909/s: "
             "nothing to gain",
         ),
         (
@@ -52,13 +52,13 @@ CPU = Device(torch.device("cpu"))
                 host_decode_s=1e-3, cores=3, step_s=0.2e-3, device_decode_s=1e-3, device_fraction=1.0, num_images=64
             ),
             "cpu",
-            "3 cores decode 3,000 images/s, steps take 5,000/s; nvJPEG decodes 1,000/s, which would leave 833/s: "
+            "the cores decode 3,000 images/s, steps take 5,000/s; nvJPEG decodes 1,000/s, which would leave 833/s: "
             "nothing to gain",
         ),
         (
             DecoderTimings(host_decode_s=2e-3, cores=2, step_s=0.5e-3, num_images=20),
             "cpu",
-            "2 cores decode 1,000 images/s, steps take 2,000/s; but none of 20 images is a JPEG that nvJPEG supports",
+            "the cores decode 1,000 images/s, steps take 2,000/s; but none of 20 images is a JPEG that nvJPEG supports",
         ),
         (
             # What the host still has to decode bounds it.
@@ -66,7 +66,7 @@ CPU = Device(torch.device("cpu"))
                 host_decode_s=2e-3, cores=2, step_s=0.1e-3, device_decode_s=0.1e-3, device_fraction=0.5, num_images=64
             ),
             "nvjpeg",
-            "2 cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 50 % that it supports: "
+            "the cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 50 % that it supports: "
             "with it training reaches 2,000/s or more",
         ),
         (
@@ -74,7 +74,7 @@ CPU = Device(torch.device("cpu"))
                 host_decode_s=2e-3, cores=2, step_s=0.1e-3, device_decode_s=0.1e-3, device_fraction=0.05, num_images=64
             ),
             "cpu",
-            "2 cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 5 % that it supports, "
+            "the cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 5 % that it supports, "
             "which would leave 1,053/s: nothing to gain",
         ),
     ],
@@ -148,9 +148,9 @@ def test_both_are_measured_on_the_runs_own_images(index: SmoothIndex, monkeypatc
     index.damage(12, "truncated")
     index.path(15).unlink()
     actual: list[DecoderTimings] = []
-    monkeypatch.setattr(decoder_choice, "choose_decoder", lambda measured: (actual.append(measured), real(measured))[1])
+    monkeypatch.setattr(device_decoder, "choose_decoder", lambda measured: (actual.append(measured), real(measured))[1])
     real = choose_decoder
-    monkeypatch.setattr(decoder_choice, "host_cores", lambda: 5)
+    monkeypatch.setattr(device_decoder, "host_cores", lambda: 5)
     assert decided(index, Other(torch.device("cpu")), 100.0)[0] == "cpu"
     (measured,) = actual
     kept = COUNT - 2  # whose header can be read

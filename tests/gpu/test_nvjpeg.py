@@ -8,8 +8,7 @@ import torch
 
 from stoker.config.settings import from_fields
 from stoker.data.batch import Batch
-from stoker.data.images.decode_device import unavailable_reason
-from stoker.data.loading.decoder_choice import measure_and_choose_decoder
+from stoker.data.loading.device_decoder import measure_and_choose_decoder, unavailable_reason
 from stoker.data.loading.loader import BUFFERS_IN_USE
 from stoker.hardware.device import Device, select_device
 from stoker.runs.records import STEPS, read_lines

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stoker.data.batch import Batch
 from stoker.data.loading.buffers import HostBatchBuffer, as_batch
-from stoker.data.loading.device_batches import DeviceBatchDecoder
+from stoker.data.loading.device_decoder import DeviceBatchDecoder
 from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
 from stoker.data.loading.processes import ProcessPool, WorkerProcesses
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream, compute_max_boxes

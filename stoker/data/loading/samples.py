@@ -38,7 +38,6 @@ from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageErr
 if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor
 
-    from stoker.data.images.decode_device import EncodedImage
     from stoker.data.images.pixel_cache import PixelCache
     from stoker.data.index import Index
     from stoker.hardware.device import Device, ReadyEvent, SideStream
@@ -166,7 +165,7 @@ class BatchTask:
         self.num_missing = batch_size
         """The same, plus one while their annotations are written, plus one while the device decoder has not finished
         the batch."""
-        self.encoded: dict[int, EncodedImage] | None = None
+        self.encoded: dict[int, decode.EncodedImage] | None = None
         """What the device is to decode, whose pixels are not written; None: the host decodes all."""
         self.reloaded: list[int] = []
         """Places that were loaded again after the device decoder had finished."""
@@ -530,14 +529,12 @@ class SampleStream:
 _whole_image_geometry = functools.lru_cache(MAX_CACHED_GEOMETRIES)(geometry.compute_resize_geometry)
 
 
-def _leave_to_device(image: ReadImage, encoded: "dict[int, EncodedImage]", k: int) -> bool:
+def _leave_to_device(image: ReadImage, encoded: "dict[int, decode.EncodedImage]", k: int) -> bool:
     """Leaves the image of place k to the device, if the device can decode it."""
-    from stoker.data.images.decode_device import EncodedImage, is_device_decodable
-
     data, header, geom = image.data, image.header, image.plan.geom
-    if header is None or not isinstance(data, bytes) or not is_device_decodable(data, header):
+    if header is None or not isinstance(data, bytes) or not decode.is_device_decodable(data, header):
         return False
-    encoded[k] = EncodedImage(data, header, geom.region, geom.resized_size)
+    encoded[k] = decode.EncodedImage(data, header, geom.region, geom.resized_size)
     return True
 
 

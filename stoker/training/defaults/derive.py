@@ -26,7 +26,7 @@ from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions
 from stoker.data.images import cache_policy
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index
-from stoker.data.loading import decoder_choice
+from stoker.data.loading import device_decoder
 from stoker.data.loading.shard_order import choose_buffer
 from stoker.data.loading.stats import default_num_workers
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
@@ -505,7 +505,7 @@ def derive_jpeg_decoder(known: Known) -> Choice:
         return "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}"
     if known.config.run.cache != "none":
         return "cpu", "decoded images are cached; the CPU decodes each once"
-    return decoder_choice.measure_and_choose_decoder(
+    return device_decoder.measure_and_choose_decoder(
         known.index, known.train_indices, known.device, image_size=data.image_size, resize=data.resize,
         batch_size=device_batch_size, measure_step_s=lambda: known.step_s / device_batch_size,
     )  # fmt: skip

@@ -1,0 +1,377 @@
+"""Decoding of JPEGs on the device with nvJPEG, where cores are scarce: whole batches, and the choice whether it is used.
+
+The device decodes what the hardware supports: baseline JPEGs of one scan, gray or YCbCr, with an end marker after their
+pixels (`decode.is_device_decodable`); it crops, resizes and rotates them, too. The CPU (`images/decode.py`) decodes
+everything else, and alone decides about damage: a file that looks truncated or is refused here is loaded again by the
+CPU, strictly, and is quarantined only if that fails. nvJPEG may not notice that coded pixels in the middle of a file
+were overwritten.
+
+nvJPEG is called through torchvision's `decode_jpeg` (deprecated since 0.29 in favor of TorchCodec, still available).
+It makes its thread wait for the device, so it has a thread of its own (`worker_pool.py`), never the training thread. It
+writes its outputs without regard to what the stream still reads from that memory (pytorch/vision#9606,
+meta-pytorch/torchcodec#1634). So the stream must be used for nothing else, and is synchronized before each call.
+
+`measure_and_choose_decoder` measures both decoders on a sample of the run's own images, once, before a run begins;
+`choose_decoder` is a pure function of the timings. The choice is a setting like any other (`--jpeg-decoder`), so a
+resumed run measures nothing. With a cache of decoded images the CPU fills the cache, and nothing is decoded twice.
+"""
+
+import dataclasses
+import io
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
+from stoker.data.batch import PAD_COLOR
+from stoker.data.images import decode
+from stoker.data.images.decode import EXIF_TRANSFORMS, EncodedImage, is_device_decodable, to_stored_region
+from stoker.data.loading.samples import (
+    BatchTask,
+    LoaderSpec,
+    SampleResult,
+    SampleStream,
+    compute_max_boxes,
+)
+from stoker.data.loading.stats import Counters
+from stoker.errors import DataError, ObjectMissing, PreflightError
+from stoker.hardware.cgroup import host_cores
+from stoker.hardware.device import Device, SideStream
+
+if TYPE_CHECKING:
+    from stoker.data.index import Index
+
+MAX_PIXELS_PER_CALL = 2**26
+"""Limit for the images of one call, 192 MiB: they must fit into what `training/defaults/auto_batch.py` leaves free."""
+NUM_SAMPLE_IMAGES = 64
+"""Images that are tried, evenly spread over the training split."""
+HOST_TIME_LIMIT_S = 5.0
+"""Seconds after which no further image is decoded on the CPU."""
+MIN_SPEEDUP = 1.1
+"""Minimum speedup of training for which the device decodes: measurements at the start of a run are no more exact, and
+only the CPU notices a file whose coded pixels are damaged."""
+
+JpegDecoder = Literal["cpu", "nvjpeg"]
+
+
+class DeviceBatchDecoder:
+    """Decodes on the device what the workers have left in `BatchTask.encoded`, batch by batch; what they have decoded is
+    copied into the same tensor. on_message is called once, when the device refuses an image that the host decodes.
+
+    Takes as much memory on the device as the batch buffers take on the host. Raises PreflightError where the device
+    cannot decode.
+    """
+
+    def __init__(self, samples: SampleStream, device: Device, on_message: Callable[[str], None] | None) -> None:
+        require_device_decoder(device)
+        self._samples, self._on_message = samples, on_message
+        self._stream = device.make_stream()
+        self._padding = torch.tensor(PAD_COLOR, dtype=torch.uint8, device=device.torch_device)
+
+    def decode(self, batch_task: BatchTask, counters: Counters) -> None:
+        """Sets `batch_task.device_images`. All samples of the batch are loaded; no other thread uses it meanwhile."""
+        start_s = time.perf_counter()
+        encoded, batch_task.encoded = batch_task.encoded or {}, None  # what is loaded again, the host decodes
+        host_images = batch_task.buffer.tensors[0]
+        with self._stream.activate():
+            images = self._padding.expand(host_images.shape).contiguous()
+            refused = decode_into_batch(images, encoded, self._stream)
+            for k, reason in refused.items():
+                previous = batch_task.results[k]
+                self._samples.reload(batch_task, k, Counters())
+                result = batch_task.results[k]
+                if isinstance(result, SampleResult) and result == previous:
+                    self._report_refusal(result.image_index, reason)
+            for k in range(len(host_images)):
+                if k not in encoded or k in refused:
+                    images[k].copy_(host_images[k], non_blocking=True)
+        batch_task.device_images = images, self._stream.record_ready()
+        counters.device_decode_s += time.perf_counter() - start_s
+
+    def _report_refusal(self, image_index: int, reason: str) -> None:
+        on_message, self._on_message = self._on_message, None
+        if on_message is not None:
+            name = self._samples.index.display_source(image_index)
+            on_message(f"loader: nvJPEG refuses {name} ({reason}); the CPU decodes such images")
+
+
+def decode_into_batch(images: Tensor, encoded: Mapping[int, EncodedImage], stream: SideStream) -> dict[int, str]:
+    """Writes decoded images into their places of `images`, uint8 [B, H, W, 3], and nothing else.
+
+    encoded: place → image. Resized bilinearly with antialiasing, as in Pillow. Returns what the decoder refused:
+    place → its message. Call it inside `stream.activate()`; the calling thread waits for the stream.
+    """
+    refused: dict[int, str] = {}
+    for batch_indices in _group_for_calls(encoded):
+        _decode_group(images, encoded, batch_indices, stream, refused)
+    return refused
+
+
+def _group_for_calls(encoded: Mapping[int, EncodedImage]) -> Iterator[list[int]]:
+    """The places in groups of at most MAX_PIXELS_PER_CALL pixels."""
+    batch_indices: list[int] = []
+    num_pixels = 0
+    for k, image in encoded.items():
+        image_pixels = image.header.stored_size[0] * image.header.stored_size[1]
+        if batch_indices and num_pixels + image_pixels > MAX_PIXELS_PER_CALL:
+            yield batch_indices
+            batch_indices, num_pixels = [], 0
+        batch_indices.append(k)
+        num_pixels += image_pixels
+    if batch_indices:
+        yield batch_indices
+
+
+def _decode_group(
+    images: Tensor,
+    encoded: Mapping[int, EncodedImage],
+    batch_indices: list[int],
+    stream: SideStream,
+    refused: dict[int, str],
+) -> None:
+    """One call of the decoder; where it fails, which does not say for which image, one for each half."""
+    try:
+        decoded = _decode([encoded[k].data for k in batch_indices], images.device, stream)
+    except RuntimeError as error:
+        if len(batch_indices) == 1:
+            refused[batch_indices[0]] = str(error).partition("\n")[0]
+            return
+        half = len(batch_indices) // 2
+        for part in (batch_indices[:half], batch_indices[half:]):
+            _decode_group(images, encoded, part, stream, refused)
+        return
+    for k, pixels in zip(batch_indices, decoded, strict=True):
+        image = encoded[k]
+        if tuple(pixels.shape) != (3, *image.header.stored_size):
+            refused[k] = f"it decodes to {tuple(pixels.shape)}, its header says {image.header.stored_size}"
+            continue
+        height, width = image.resized_size
+        images[k, :height, :width] = _crop_resize_orient(pixels, image).permute(1, 2, 0)
+
+
+def _decode(encoded: list[bytes], device: torch.device, stream: SideStream) -> list[Tensor]:
+    """RGB, uint8 [3, h, w] each, as stored, on the device. Raises RuntimeError when it cannot decode one of them."""
+    import torchvision  # not at the top: everything that loads images imports this module
+
+    inputs = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in encoded]
+    stream.synchronize()
+    decoded: list[Tensor] = torchvision.io.decode_jpeg(inputs, torchvision.io.ImageReadMode.RGB, device)
+    return decoded
+
+
+def _crop_resize_orient(pixels: Tensor, image: EncodedImage) -> Tensor:
+    """The stored pixels uint8 [3, h, w] → the upright region in its final size."""
+    is_transposed, flip_vertical, flip_horizontal = EXIF_TRANSFORMS[image.header.orientation]
+    x0, y0, x1, y1 = to_stored_region(image.region, image.header)
+    size = image.resized_size[::-1] if is_transposed else image.resized_size
+    cropped = pixels[None, :, y0:y1, x0:x1]
+    if (y1 - y0, x1 - x0) != size:
+        resized = functional.interpolate(cropped.float(), size, mode="bilinear", antialias=True)
+        cropped = resized.round_().clamp_(0, 255).to(torch.uint8)
+    oriented = cropped[0].flip([axis for axis, enabled in ((1, flip_vertical), (2, flip_horizontal)) if enabled])
+    return oriented.transpose(1, 2) if is_transposed else oriented
+
+
+def unavailable_reason(device: Device) -> str | None:
+    """Why a device cannot decode images; None where it has just decoded one."""
+    import torchvision
+
+    if device.kind not in ("cpu", "cuda") or torch.version.hip is not None:
+        return "nvJPEG needs an NVIDIA GPU"
+    if not hasattr(torchvision.io, "decode_jpeg"):
+        return f"torchvision {torchvision.__version__} no longer has decode_jpeg"
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(file, "JPEG")
+    stream = device.make_stream()
+    try:
+        with stream.activate():
+            _decode([file.getvalue()], device.torch_device, stream)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def require_device_decoder(device: Device) -> None:
+    """Raises PreflightError where a device cannot decode images."""
+    if (cause := unavailable_reason(device)) is not None:
+        raise PreflightError(
+            f"--jpeg-decoder nvjpeg: {device.name} cannot decode images.",
+            cause=cause,
+            choices=("cpu",),
+            fix="--jpeg-decoder cpu in a new run; a run that began with nvjpeg continues where nvJPEG is available",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderTimings:
+    """Seconds are per image, on average."""
+
+    host_decode_s: float
+    """Of one core, decoding and resizing."""
+    cores: int
+    """Cores that can decode in addition to the thread that issues the steps."""
+    step_s: float
+    """Of the device, training."""
+    device_decode_s: float | None = None
+    """Of the device, decoding and resizing the images that it supports; None: it supports none."""
+    device_fraction: float = 0.0
+    """Fraction of the images that the device supports."""
+    num_images: int = 0
+    """Images that were measured."""
+
+
+def choose_decoder(timings: DecoderTimings) -> tuple[JpegDecoder, str]:
+    """The decoder and the reason.
+
+    The device decodes where the cores cannot keep up with the steps and training becomes faster by it, even if decoding
+    and steps take turns on the device (its JPEG engines, where it has some, work in parallel).
+    """
+    host_per_s, step_per_s = timings.cores / timings.host_decode_s, 1 / timings.step_s
+    summary = f"the cores decode {host_per_s:,.0f} images/s, steps take {step_per_s:,.0f}/s"
+    if host_per_s >= step_per_s:
+        return "cpu", summary
+    if timings.device_decode_s is None or timings.device_fraction == 0:
+        return "cpu", f"{summary}; but none of {timings.num_images} images is a JPEG that nvJPEG supports"
+    device_limit_per_s = 1 / (timings.step_s + timings.device_fraction * timings.device_decode_s)
+    host_limit_per_s = host_per_s / (1 - timings.device_fraction) if timings.device_fraction < 1 else device_limit_per_s
+    reached_per_s = min(device_limit_per_s, host_limit_per_s)
+    summary += f"; nvJPEG decodes {1 / timings.device_decode_s:,.0f}/s"
+    if timings.device_fraction < 1:
+        summary += f" of the {100 * timings.device_fraction:.0f} % that it supports"
+    if reached_per_s < MIN_SPEEDUP * host_per_s:
+        return "cpu", f"{summary}, which would leave {reached_per_s:,.0f}/s: nothing to gain"
+    return "nvjpeg", f"{summary}: with it training reaches {reached_per_s:,.0f}/s or more"
+
+
+def measure_and_choose_decoder(
+    index: "Index",
+    image_indices: NDArray[np.int64],
+    device: Device,
+    *,
+    image_size: tuple[int, int],
+    resize: str,
+    batch_size: int,
+    measure_step_s: Callable[[], float],
+) -> tuple[JpegDecoder, str]:
+    """`choose_decoder` for a data set and a device. measure_step_s: measures a step, in seconds per image; called only
+    where it matters.
+
+    Raises StorageError where a bucket cannot be read.
+    """
+    if device.is_cpu:
+        return "cpu", "training is on the CPU"
+    if (reason := unavailable_reason(device)) is not None:
+        return "cpu", f"nvJPEG is not available: {reason}"
+    images = _sample_images(index, image_indices, image_size, resize)
+    host_decode_s = _time_host_decode(images, image_size)
+    if host_decode_s is None:
+        return "cpu", "no image could be measured"
+    device_images = [image for image in images if is_device_decodable(image.data, image.header)]
+    device_decode_s, num_decoded = _time_device_decode(device_images, device, image_size, batch_size)
+    return choose_decoder(
+        DecoderTimings(
+            host_decode_s=host_decode_s,
+            cores=max(1, host_cores() - 1),
+            step_s=measure_step_s(),
+            device_decode_s=device_decode_s,
+            device_fraction=num_decoded / len(images),
+            num_images=len(images),
+        )
+    )
+
+
+class HostDecode(NamedTuple):
+    """What loading an image costs a core."""
+
+    seconds: float
+    """To decode and resize it."""
+    encoded_bytes: float
+    images: int
+    """That were measured."""
+
+
+def measure_host_decode(
+    index: "Index", image_indices: NDArray[np.int64], *, image_size: tuple[int, int], resize: str
+) -> HostDecode | None:
+    """Measured on a sample of the images; None where none can be decoded. Raises StorageError."""
+    images = _sample_images(index, image_indices, image_size, resize)
+    seconds = _time_host_decode(images, image_size)
+    if seconds is None:
+        return None
+    return HostDecode(seconds, sum(len(image.data) for image in images) / len(images), len(images))
+
+
+def _sample_images(
+    index: "Index", image_indices: NDArray[np.int64], image_size: tuple[int, int], resize: str
+) -> list[EncodedImage]:
+    """Images evenly spread over `image_indices`, as an evaluation reads them. Bad ones are left out; training will
+    report them."""
+    count = min(NUM_SAMPLE_IMAGES, len(image_indices))
+    chosen = image_indices[np.linspace(0, len(image_indices) - 1, count).astype(np.int64)]
+    spec = LoaderSpec(
+        device=Device(torch.device("cpu")),
+        batch_size=count,
+        image_size=image_size,
+        resize=resize,
+        max_boxes=compute_max_boxes(index, chosen),
+        seed=0,
+        train=False,
+    )
+    samples, images = SampleStream(index, chosen, spec), []
+    for plan in filter(None, samples.plan(0, count)):
+        try:
+            image = samples.read(plan, Counters())
+        except (DataError, ObjectMissing, OSError):
+            continue
+        assert isinstance(image.data, bytes)
+        assert image.header is not None
+        geom = image.plan.geom
+        images.append(EncodedImage(image.data, image.header, geom.region, geom.resized_size))
+    return images
+
+
+def _time_host_decode(images: Sequence[EncodedImage], image_size: tuple[int, int]) -> float | None:
+    """Seconds of a core per image; None where none can be decoded."""
+    out = np.empty((*image_size, 3), np.uint8)
+    durations_s: list[float] = []
+    loop_start_s = time.perf_counter()
+    for image in [*images[:1], *images]:
+        start_s = time.thread_time()
+        height, width = image.resized_size
+        try:
+            decode.decode_into(image.data, "", region=image.region, out=out[:height, :width], header=image.header)
+        except DataError:
+            continue
+        durations_s.append(time.thread_time() - start_s)
+        if time.perf_counter() - loop_start_s > HOST_TIME_LIMIT_S:
+            break
+    timed_s = durations_s[1:] or durations_s  # the first is a warm-up
+    return sum(timed_s) / len(timed_s) if timed_s else None
+
+
+def _time_device_decode(
+    encoded: Sequence[EncodedImage], device: Device, image_size: tuple[int, int], batch_size: int
+) -> tuple[float | None, int]:
+    """(seconds of the device per image, in batches; None where it supports none; how many images it supports)."""
+    stream = device.make_stream()
+    batches = [dict(enumerate(encoded[start : start + batch_size])) for start in range(0, len(encoded), batch_size)]
+    num_decoded = len(encoded)
+    with stream.activate():
+        images = torch.empty(
+            (min(batch_size, NUM_SAMPLE_IMAGES), *image_size, 3), dtype=torch.uint8, device=device.torch_device
+        )
+        for encoded_batch in batches[:1]:
+            decode_into_batch(images, encoded_batch, stream)  # warm-up
+        stream.synchronize()
+        start_s = time.perf_counter()
+        for encoded_batch in batches:
+            num_decoded -= len(decode_into_batch(images, encoded_batch, stream))
+        stream.synchronize()
+        duration_s = time.perf_counter() - start_s
+    return (duration_s / num_decoded if num_decoded else None), num_decoded
