@@ -65,7 +65,7 @@ class Index:
     """R images with K boxes. The arrays are read-only views into the mapped file, which they keep open."""
 
     root: Path
-    """Absolute; paths are relative to it. For a data set in a bucket, its local mirror (`remote/bucket.py`)."""
+    """Absolute; paths are relative to it. For a data set in a bucket, its local mirror (`remote.py`)."""
     format: str
     """A key of `formats.finder.FORMATS`: "coco", "voc", …"""
     class_names: tuple[str, ...]
@@ -260,10 +260,10 @@ def open_index(
         location = expand_variables(os.fspath(data))
         if not is_uri(location):
             return open_path(Path(location))
-        from stoker.data.remote import resolve  # imports what is only needed for buckets
+        from stoker.data import remote  # imports what is only needed for buckets
 
-        resolved = resolve.resolve_dataset(parse_uri(location), data_file_suffixes(format))
-        with resolve.uris_in_errors(resolved.root):
+        resolved = remote.resolve_dataset(parse_uri(location), data_file_suffixes(format))
+        with remote.uris_in_errors(resolved.root):
             index = open_path(resolved.path)
         return _with_uris(index, resolved.root, resolved.notes)
     except OSError as error:

@@ -66,16 +66,16 @@ CPU = Device(torch.device("cpu"))
                 host_decode_s=2e-3, cores=2, step_s=0.1e-3, device_decode_s=0.1e-3, device_fraction=0.5, num_images=64
             ),
             "nvjpeg",
-            "the cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 50 % that it supports: "
-            "with it training reaches 2,000/s or more",
+            "the cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 50 % that it "
+            "supports: with it training reaches 2,000/s or more",
         ),
         (
             DecoderTimings(
                 host_decode_s=2e-3, cores=2, step_s=0.1e-3, device_decode_s=0.1e-3, device_fraction=0.05, num_images=64
             ),
             "cpu",
-            "the cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 5 % that it supports, "
-            "which would leave 1,053/s: nothing to gain",
+            "the cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 5 % that it "
+            "supports, which would leave 1,053/s: nothing to gain",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Decoding of JPEGs on the device with nvJPEG, where cores are scarce: whole batches, and the choice whether it is used.
+"""Decodes whole batches of JPEGs on the device with nvJPEG, where cores are scarce, and chooses whether it is used.
 
 The device decodes what the hardware supports: baseline JPEGs of one scan, gray or YCbCr, with an end marker after their
 pixels (`decode.is_device_decodable`); it crops, resizes and rotates them, too. The CPU (`images/decode.py`) decodes
@@ -61,8 +61,8 @@ JpegDecoder = Literal["cpu", "nvjpeg"]
 
 
 class DeviceBatchDecoder:
-    """Decodes on the device what the workers have left in `BatchTask.encoded`, batch by batch; what they have decoded is
-    copied into the same tensor. on_message is called once, when the device refuses an image that the host decodes.
+    """Decodes on the device what the workers have left in `BatchTask.encoded`, batch by batch; what they have decoded
+    is copied into the same tensor. on_message is called once, when the device refuses an image that the host decodes.
 
     Takes as much memory on the device as the batch buffers take on the host. Raises PreflightError where the device
     cannot decode.

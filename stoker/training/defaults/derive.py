@@ -23,7 +23,7 @@ from stoker.config.durations import Duration, parse_duration
 from stoker.config.recipes import read_recipes
 from stoker.config.settings import SECTION_OF, Config, check, setting_rows
 from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
-from stoker.data.images import cache_policy
+from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index
 from stoker.data.loading import device_decoder
@@ -484,15 +484,14 @@ def derive_cache(known: Known) -> Choice:
         data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
     )
     steps = known.total_steps
-    inputs = cache_policy.collect_cache_inputs(
+    inputs = pixel_cache.collect_cache_inputs(
         known.index,
         known.train_indices,
         spec,
         max_scale=data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0,
         epochs=None if steps is None else steps * run.batch_size / known.num_images,
-        workers=run.num_workers or default_num_workers(host_cores(), is_cpu=run.device == "cpu"),
     )
-    kind, reason = cache_policy.choose_cache(inputs)
+    kind, reason = pixel_cache.choose_cache(inputs)
     if kind == "ram" and known.devices.on_host > 1:
         return "none", f"in memory, each of the {known.devices.on_host} devices would keep all images"
     return kind, reason
