@@ -9,7 +9,7 @@ making splits (`validation/clean.py`), the file (`index_cache.py`), the content 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +22,7 @@ from stoker.data import index_cache
 from stoker.data.formats import finder, images
 from stoker.data.formats.finder import FORMATS, data_file_suffixes
 from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_SUFFIXES
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles, group_by_folder
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, group_by_folder
 from stoker.data.formats.yolo import MAX_CLASSES
 from stoker.data.images import source as image_source
 from stoker.data.validation import clean
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["ImageRanges", "Index", "Problem", "missing_images", "open_index", "require_images", "unlisted_images"]
 
 DEFAULT_VAL_FRACTION = 0.1
-MAX_PARTS_ALONE = 8
-"""Parts of a data set up to which a check reads the others where one cannot be read."""
 
 
 class ImageRanges(NamedTuple):
@@ -236,19 +234,9 @@ def open_index(
 
     def open_path(path: Path) -> Index:
         layout = finder.layout_of_files(path, splits.files) if splits.files else finder.detect_layout(path, format)
-        open_it = partial(
-            open_layout, data=path, options=splits, classes=tuple(classes), allow_outside=bool(allow_outside)
+        return open_layout(
+            layout, path, splits, classes=tuple(classes), allow_outside=bool(allow_outside), problems=problems
         )
-        if problems is None or not 1 < len(layout.parts) <= MAX_PARTS_ALONE:
-            return open_it(layout, problems=problems)
-        try:
-            return open_it(layout, problems=problems)
-        except DataError as error:
-            problems.clear()
-            readable, errors = _readable_parts(layout, error)
-            for part_error in errors:
-                problems.add("unreadable-set", str(part_error))
-            return open_it(readable, problems=problems)
 
     if not os.fspath(data):
         raise DataError("The name of the data set is empty.", fix='name a folder or a file; "." is this folder')
@@ -273,21 +261,6 @@ def open_index(
             cause=error.strerror or str(error),
             fix="check the permissions of the folder and that its disk is there",
         ) from error
-
-
-def _readable_parts(layout: DatasetLayout, error: DataError) -> tuple[DatasetLayout, list[DataError]]:
-    """The layout without the parts that cannot be read, and their errors. Raises `error` if no part can be read."""
-    kept: list[SplitFiles] = []
-    errors: list[DataError] = []
-    for part in layout.parts:
-        try:
-            FORMATS[layout.format].read(replace(layout, parts=(*kept, part)), ProblemCollector())
-            kept.append(part)
-        except DataError as part_error:
-            errors.append(part_error)
-    if not kept or not errors:
-        raise error
-    return replace(layout, parts=tuple(kept)), errors
 
 
 def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:

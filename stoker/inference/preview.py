@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from stoker.config.settings import DataSettings
-from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch, jitter_factor
+from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch, jitter_factor
 from stoker.data.batch import Batch, RandSlot
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.errors import UsageError

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from stoker.config.settings import Config
-from stoker.data.augment.device import MOSAIC_GROUP_SIZE
+from stoker.data.augment import MOSAIC_GROUP_SIZE
 from stoker.data.index import Index
 from stoker.data.loading.device_decoder import measure_host_decode
 from stoker.data.loading.loader import compute_max_boxes

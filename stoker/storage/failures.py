@@ -4,11 +4,9 @@ obstore gives an exception class, and everything else as text: the status, the s
 failure. Only this module parses that text. It does not include headers such as Retry-After. Codes and messages are in
 `knowledge/storage_failures.toml`.
 
-Waits have full jitter (AWS Architecture Blog, "Exponential Backoff and Jitter", 2015). The budget is a fraction of the
-requests plus a minimum rate (Google, "Site Reliability Engineering", chapter 21), so a bucket that is down does not get
-more requests because it is down. An empty budget delays a retry; only the total time ends a request. obstore's own
-retries are used for parts of uploads only (`clients.py`): they have no budget, do not retry damaged bodies, and repeat
-conditional writes.
+Waits have full jitter (AWS Architecture Blog, "Exponential Backoff and Jitter", 2015); only the total time ends a
+request. obstore's own retries are used for parts of uploads only (`clients.py`): they do not retry damaged bodies, and
+repeat conditional writes.
 """
 
 import functools
@@ -16,9 +14,8 @@ import os
 import random
 import re
 import shlex
-import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -43,11 +40,6 @@ _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]+)'|<Region>([a-z0-9-]+)</R
 
 BACKOFF_BASE_S, BACKOFF_MAX_S = 0.1, 20.0
 """The n-th wait is uniform between 0 and min(BACKOFF_MAX_S, BACKOFF_BASE_S · 2ⁿ)."""
-BUDGET_FRACTION = 0.1
-"""Retries per request, in the long run."""
-BUDGET_BURST = 20.0
-BUDGET_PER_S = 10.0
-"""The minimum rate of retries, for a store with few requests: one upload, or the end of an outage."""
 CONNECT_TIMEOUT_DIVISOR = 6
 """If a store has never responded, failures to connect are reported after 1/6 of the time: a typo in an endpoint should
 not take two minutes to be reported."""
@@ -247,68 +239,46 @@ class Timeouts:
         return cls(total_s)
 
 
-class RetryBudget:
-    """The retries that are left for a store, and what was counted. Thread-safe."""
+@dataclass
+class RequestCounters:
+    """What was asked of a store, about: threads do not wait for each other to count."""
 
-    def __init__(self) -> None:
-        self.requests = self.retries = 0
-        """Requests include retries and hedges."""
-        self.failures: dict[str, int] = {}
-        """By name: "503 SlowDown", "timeout", …; includes failures that a retry solved."""
-        self.has_responded = False
-        """Whether the store ever responded, even with an error."""
-        self._lock = threading.Lock()
-        self._tokens = BUDGET_BURST
-        self._refilled_s = time.monotonic()
-
-    def count_request(self, *, is_retry: bool = False) -> None:
-        with self._lock:
-            self.requests += 1
-            self.retries += is_retry
-            self._tokens = min(BUDGET_BURST, self._tokens + BUDGET_FRACTION)
-
-    def count_failure(self, failure: Failure) -> None:
-        with self._lock:
-            self.has_responded = self.has_responded or failure.status is not None
-            self.failures[failure.name] = self.failures.get(failure.name, 0) + 1
-
-    def take_retry(self, now_s: float) -> float:
-        """Takes a retry from the budget; returns the seconds until it is available."""
-        with self._lock:
-            self._tokens = min(BUDGET_BURST, self._tokens + (now_s - self._refilled_s) * BUDGET_PER_S) - 1.0
-            self._refilled_s = now_s
-            return max(0.0, -self._tokens / BUDGET_PER_S)
+    requests: int = 0
+    """With retries and hedges."""
+    retries: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    """By name: "503 SlowDown", "timeout", …; includes failures that a retry solved."""
+    has_responded: bool = False
+    """Whether the store ever responded, even with an error."""
 
 
 class RetryState:
     """One request and its retries."""
 
-    def __init__(self, timeouts: Timeouts, budget: RetryBudget) -> None:
-        self._timeouts, self._budget = timeouts, budget
+    def __init__(self, timeouts: Timeouts, counters: RequestCounters) -> None:
+        self._timeouts, self._counters = timeouts, counters
         self._start_s = time.monotonic()
         self.failures: list[Failure] = []
-        budget.count_request()
+        counters.requests += 1
 
     def next_wait_s(self, failure: Failure) -> float | None:
         """Seconds to wait before the next attempt; None: give up."""
         self.failures.append(failure)
-        budget = self._budget
-        budget.count_failure(failure)
+        counters = self._counters
+        counters.has_responded = counters.has_responded or failure.status is not None
+        counters.failures[failure.name] = counters.failures.get(failure.name, 0) + 1
         if not failure.is_retryable:
             return None
-        now_s = time.monotonic()
         total_s = self._timeouts.total_s
-        if failure.connection_failed and not budget.has_responded:
+        if failure.connection_failed and not counters.has_responded:
             total_s /= CONNECT_TIMEOUT_DIVISOR
-        remaining_s = self._start_s + total_s - now_s
+        remaining_s = self._start_s + total_s - time.monotonic()
         # Not the global generator of `random`, whose numbers a training may use.
-        jitter = _RANDOM.uniform(0.0, min(BACKOFF_MAX_S, BACKOFF_BASE_S * 2.0 ** (len(self.failures) - 1)))
-        if jitter >= remaining_s:
-            return None
-        wait_s = max(jitter, budget.take_retry(now_s))
+        wait_s = _RANDOM.uniform(0.0, min(BACKOFF_MAX_S, BACKOFF_BASE_S * 2.0 ** (len(self.failures) - 1)))
         if wait_s >= remaining_s:
             return None
-        budget.count_request(is_retry=True)
+        counters.requests += 1
+        counters.retries += 1
         return wait_s
 
     def describe(self) -> str:

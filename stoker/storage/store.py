@@ -26,7 +26,7 @@ from stoker.storage.failures import (
     Action,
     CorruptResponse,
     ObjectTooShort,
-    RetryBudget,
+    RequestCounters,
     RetryState,
     Timeouts,
     caused_by,
@@ -80,7 +80,7 @@ class Store:
         self.uri = replace(uri, key="")
         self.timeouts = timeouts or Timeouts.from_environment()
         self.credentials: Credentials = find_credentials(uri.scheme)
-        self.counters = RetryBudget()
+        self.counters = RequestCounters()
         self._clients = clients.make_clients(self.uri, self.credentials, stall_s=self.timeouts.stall_s)
         self._bucket_exists = False
         self._supports_ranges = True
@@ -229,14 +229,7 @@ class Store:
         def attempt() -> "PutResult":
             nonlocal may_be_written
             try:
-                if isinstance(data, bytes):
-                    return obstore.put(
-                        client, key, data, mode=mode, use_multipart=multipart, chunk_size=clients.PART_BYTES
-                    )
-                with data.open("rb") as file:
-                    return obstore.put(
-                        client, key, file, mode=mode, use_multipart=multipart, chunk_size=clients.PART_BYTES
-                    )
+                return obstore.put(client, key, data, mode=mode, use_multipart=multipart, chunk_size=clients.PART_BYTES)
             except BaseError as error:
                 failure = classify_failure(error)
                 if failure.kind == "conflict" and may_be_written and (own_result := self._own_write_result(key, data)):

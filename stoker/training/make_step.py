@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from stoker.config.sync_method import parse_sync
-from stoker.data.augment.device import makes_mosaics
+from stoker.data.augment import makes_mosaics
 from stoker.data.batch import Batch
 from stoker.errors import CaptureFailed
 from stoker.runs.records import EVENTS, read_lines

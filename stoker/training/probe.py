@@ -22,7 +22,7 @@ import torch
 from cyclopts import App, Parameter
 
 from stoker.config.settings import Config, from_run
-from stoker.data.augment.device import augment_batch
+from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index_of
 from stoker.data.loading.loader import Loader, compute_max_boxes

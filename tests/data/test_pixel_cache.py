@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.data.augment import geometry
+from stoker.data import geometry
 from stoker.data.images import pixel_cache
 from stoker.data.images.decode import decode
 from stoker.data.images.pixel_cache import (

@@ -5,7 +5,7 @@ simplejpeg decodes JPEG; libjpeg scales by 1/2, 1/4 or 1/8 inside the DCT, so th
 GIL, so threads suffice. Images become upright by their EXIF orientation, unless the caller's header says otherwise; the
 small result is rotated. A file that is empty, truncated, damaged or not an image raises a `DataError` with its path. A
 flipped bit in a JPEG that still decodes is not detected, as JPEG has no checksum. Headers: `headers.py`. The region to
-show: `augment/geometry.py`; the caller: `loading/samples.py`. Which JPEGs the device can decode instead
+show: `data/geometry.py`; the caller: `loading/samples.py`. Which JPEGs the device can decode instead
 (`loading/device_decoder.py`) is decided here, without torch. Transparency, 16 bits and special cases:
 `docs/image-files.md`.
 """

@@ -19,7 +19,7 @@ resumed run measures nothing. With a cache of decoded images the CPU fills the c
 import dataclasses
 import io
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -105,54 +105,31 @@ def decode_into_batch(images: Tensor, encoded: Mapping[int, EncodedImage], strea
     """Writes decoded images into their places of `images`, uint8 [B, H, W, 3], and nothing else.
 
     encoded: place → image. Resized bilinearly with antialiasing, as in Pillow. Returns what the decoder refused:
-    place → its message. Call it inside `stream.activate()`; the calling thread waits for the stream.
+    place → its message. Call it inside `stream.activate()`; the calling thread waits for the stream. A call of the
+    decoder that is too large or fails, which does not say for which image, is made again for each half of the images.
     """
-    refused: dict[int, str] = {}
-    for batch_indices in _group_for_calls(encoded):
-        _decode_group(images, encoded, batch_indices, stream, refused)
-    return refused
-
-
-def _group_for_calls(encoded: Mapping[int, EncodedImage]) -> Iterator[list[int]]:
-    """The places in groups of at most MAX_PIXELS_PER_CALL pixels."""
-    batch_indices: list[int] = []
-    num_pixels = 0
-    for k, image in encoded.items():
-        image_pixels = image.header.stored_size[0] * image.header.stored_size[1]
-        if batch_indices and num_pixels + image_pixels > MAX_PIXELS_PER_CALL:
-            yield batch_indices
-            batch_indices, num_pixels = [], 0
-        batch_indices.append(k)
-        num_pixels += image_pixels
-    if batch_indices:
-        yield batch_indices
-
-
-def _decode_group(
-    images: Tensor,
-    encoded: Mapping[int, EncodedImage],
-    batch_indices: list[int],
-    stream: SideStream,
-    refused: dict[int, str],
-) -> None:
-    """One call of the decoder; where it fails, which does not say for which image, one for each half."""
+    if not encoded:
+        return {}
     try:
-        decoded = _decode([encoded[k].data for k in batch_indices], images.device, stream)
+        num_pixels = sum(image.header.stored_size[0] * image.header.stored_size[1] for image in encoded.values())
+        if len(encoded) > 1 and num_pixels > MAX_PIXELS_PER_CALL:
+            raise RuntimeError("too many pixels for one call")
+        decoded = _decode([image.data for image in encoded.values()], images.device, stream)
     except RuntimeError as error:
-        if len(batch_indices) == 1:
-            refused[batch_indices[0]] = str(error).partition("\n")[0]
-            return
-        half = len(batch_indices) // 2
-        for part in (batch_indices[:half], batch_indices[half:]):
-            _decode_group(images, encoded, part, stream, refused)
-        return
-    for k, pixels in zip(batch_indices, decoded, strict=True):
-        image = encoded[k]
+        if len(encoded) == 1:
+            return dict.fromkeys(encoded, str(error).partition("\n")[0])
+        places = list(encoded)
+        halves = places[: len(places) // 2], places[len(places) // 2 :]
+        first, second = (decode_into_batch(images, {k: encoded[k] for k in half}, stream) for half in halves)
+        return first | second
+    refused: dict[int, str] = {}
+    for (k, image), pixels in zip(encoded.items(), decoded, strict=True):
         if tuple(pixels.shape) != (3, *image.header.stored_size):
             refused[k] = f"it decodes to {tuple(pixels.shape)}, its header says {image.header.stored_size}"
             continue
         height, width = image.resized_size
         images[k, :height, :width] = _crop_resize_orient(pixels, image).permute(1, 2, 0)
+    return refused
 
 
 def _decode(encoded: list[bytes], device: torch.device, stream: SideStream) -> list[Tensor]:

@@ -337,8 +337,6 @@ class Loader:
         if before <= 1 or self._spec.prefetch_depth is not None or self._process_pool is not None:
             return None  # the user chose it, or the memory has a fixed size
         self._prefetch_depth = 1
-        if self._prefetcher is not None:
-            self._prefetcher.release()
         return f"loader: {before} → 1 batches ahead"
 
     def release_cache(self) -> str | None:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 MEMORY_FRACTION = 1 / 16
 """Fraction of the free host memory for bytes that arrive before a batch buffer is free."""
-RELEASED_FRACTION = 1 / 8
-"""Of the budget that stays when memory is short."""
 DEFAULT_IMAGE_BYTES = 2**18
 """Assumed size of an image until one has arrived."""
 
@@ -65,12 +63,6 @@ class Prefetcher:
         """Requests for images of shards."""
         limit, used = host_memory()
         self._memory_budget_bytes = MEMORY_FRACTION * max(0, limit - used)
-        self._is_released = False
-
-    def release(self) -> None:
-        """Requests fewer images ahead from now on."""
-        self._memory_budget_bytes *= RELEASED_FRACTION
-        self._is_released = True
 
     def take(self, position: int) -> PendingRead | None:
         """The request for a position's image; None where its bytes are local."""
@@ -90,7 +82,7 @@ class Prefetcher:
         affordable = int(self._memory_budget_bytes / mean_bytes)
         if not self._samples.reads_ranges:
             return min(self._fetcher.target_in_flight, affordable)
-        if self._samples.train and not self._is_released:
+        if self._samples.train:
             return self._samples.buffer_images  # what the order needs, derived from the memory at the start of the run
         return affordable
 

@@ -261,7 +261,6 @@ class ProcessPool:
         """Slot → the batch in it."""
         self._backlog: deque[bytes] = deque()
         """Groups for which the pipe has no room yet."""
-        self._quarantined: dict[int, int] = {}
         self._lock = threading.Lock()
         groups_read, self._groups_fd = os.pipe()
         os.set_blocking(self._groups_fd, False)
@@ -286,10 +285,11 @@ class ProcessPool:
             their_reports.close()
 
     def start(self, workers: int) -> None:
-        """Takes batches from now on. The pool is stopped, and none of its batches is used any more."""
+        """Takes batches from now on. The pool is stopped, and none of its batches is used any more. The processes try
+        an image again that is put into quarantine later; `BatchFinalizer` corrects the result."""
         self.stopped = self._has_failed = False
         self._num_stopped = self._num_idle = 0
-        self._workers, self._quarantined = workers, dict(self._samples.quarantined)
+        self._workers = workers
         self._pending.clear()
         self._backlog.clear()
         self._generation += 1
@@ -297,7 +297,7 @@ class ProcessPool:
         for process, count in enumerate(self._threads_per_process(workers)):
             self._processes.send(
                 process, "start", self._number,
-                self._generation, count, self._group_size, self._fair_share, self._quarantined,
+                self._generation, count, self._group_size, self._fair_share, self._samples.quarantined,
             )  # fmt: skip
 
     def _send_all(self, request: str, *arguments: Any) -> None:
@@ -322,20 +322,11 @@ class ProcessPool:
     def submit_batch(self, batch_task: BatchTask) -> None:
         """Gives the samples of a batch, whose buffer is one of the stream's, to the processes."""
         slot, batch_size = self._slot_numbers[id(batch_task.buffer)], len(batch_task.results)
-        self._exclude_new()
         self._pending[slot] = batch_task
         for first in range(0, batch_size, self._group_size):
             count = min(self._group_size, batch_size - first)
             self._backlog.append(GROUP.pack(self._generation, batch_task.start + first, slot, first, count, 0))
         self._send_groups()
-
-    def _exclude_new(self) -> None:
-        """Tells the processes of images that were put into quarantine. Until they know, they try such an image again
-        and the result is corrected (`BatchFinalizer`)."""
-        if len(self._quarantined) != len(self._samples.quarantined):
-            for image_index in self._samples.quarantined.keys() - self._quarantined.keys():
-                position = self._quarantined[image_index] = self._samples.quarantined[image_index]
-                self._send_all("exclude", image_index, position)
 
     def _send_groups(self) -> None:
         try:

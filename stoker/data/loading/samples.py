@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.augment import geometry
+from stoker.data import geometry
 from stoker.data.batch import NUM_RAND
 from stoker.data.images import decode
 from stoker.data.images.headers import Header, parse_header

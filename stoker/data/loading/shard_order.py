@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.augment import geometry
+from stoker.data import geometry
 
 if TYPE_CHECKING:
     from stoker.data.index import ImageRanges

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from stoker.config.settings import Config
-from stoker.data.augment.device import MOSAIC_GROUP_SIZE
+from stoker.data.augment import MOSAIC_GROUP_SIZE
 from stoker.data.index import Index
 from stoker.data.loading.loader import compute_max_boxes
 from stoker.errors import ConfigError, OutOfMemoryError

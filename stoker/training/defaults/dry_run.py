@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.config.settings import Config
-from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch
+from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
 from stoker.models import build
