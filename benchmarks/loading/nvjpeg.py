@@ -53,7 +53,6 @@ def run(arguments: argparse.Namespace) -> Report:
                 device,
                 image_size=image_size,
                 resize="squash",
-                batch_size=BATCH,
                 measure_step_s=lambda: 1e-9,
             )
             report.rows.append({"what": f"{kind.name}, chosen", "jpeg_decoder": decoder, "reason": reason})

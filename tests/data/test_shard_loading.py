@@ -14,7 +14,6 @@ import pytest
 
 from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
 from stoker.data.loading.samples import LoaderSpec, SampleStream
-from stoker.data.loading.stats import PrefetchCounters
 from stoker.errors import CheckpointError
 from stoker.storage import fetcher as fetcher_module
 from stoker.storage.store import Store, open_store
@@ -90,7 +89,6 @@ def read_all(
     prefetcher = Prefetcher(
         samples,
         fetcher,
-        PrefetchCounters(),
         itertools.chain(own, itertools.count(10**6)),  # type: ignore[arg-type]
     )
     images = []
@@ -132,7 +130,7 @@ def test_images_that_are_not_needed_are_not_requested(index: ShardIndex) -> None
     samples, fetcher = make_stream(index), RecordingFetcher(index)
     cached = {int(k) for k in np.random.default_rng(0).permutation(COUNT)[: COUNT // 2]}
     samples.is_cached = cached.__contains__  # type: ignore[method-assign]
-    prefetcher = Prefetcher(samples, fetcher, PrefetchCounters(), iter_rank_positions(0, BATCH, BATCH))  # type: ignore[arg-type]
+    prefetcher = Prefetcher(samples, fetcher, iter_rank_positions(0, BATCH, BATCH))  # type: ignore[arg-type]
     requested = {p: prefetcher.take(p) for p in range(COUNT)}
     assert {p for p, request in requested.items() if request is None} == {
         p for p in range(COUNT) if samples.image_index_at(p) in cached
@@ -146,7 +144,7 @@ def test_images_that_are_not_needed_are_not_requested(index: ShardIndex) -> None
 def test_a_bounded_number_of_images_is_held(index: ShardIndex) -> None:
     index.store = object()  # type: ignore[assignment]
     samples, fetcher = make_stream(index), RecordingFetcher(index)
-    prefetcher = Prefetcher(samples, fetcher, PrefetchCounters(), iter_rank_positions(0, BATCH, BATCH))  # type: ignore[arg-type]
+    prefetcher = Prefetcher(samples, fetcher, iter_rank_positions(0, BATCH, BATCH))  # type: ignore[arg-type]
     held = []
     for position in range(10 * COUNT):
         prefetcher.take(position)

@@ -111,12 +111,12 @@ def test_nothing_is_written_into_memory_that_is_still_read(images: SmoothIndex, 
 
 
 def test_it_is_chosen_by_what_was_measured(images: SmoothIndex, device: Device) -> None:
-    options = {"image_size": (64, 96), "resize": "letterbox", "batch_size": 8}
+    options = {"image_size": (64, 96), "resize": "letterbox"}
     decoder, why = measure_and_choose_decoder(images, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e3)
     assert decoder == "cpu"
     assert "nvJPEG cannot" not in why
     _, why = measure_and_choose_decoder(images, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e-9)
-    assert "nvJPEG decodes" in why
+    assert "nvJPEG supports" in why
 
 
 def test_a_training_with_it(tmp_path: Path) -> None:

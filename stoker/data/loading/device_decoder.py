@@ -11,12 +11,11 @@ It makes its thread wait for the device, so it has a thread of its own (`worker_
 writes its outputs without regard to what the stream still reads from that memory (pytorch/vision#9606,
 meta-pytorch/torchcodec#1634). So the stream must be used for nothing else, and is synchronized before each call.
 
-`measure_and_choose_decoder` measures both decoders on a sample of the run's own images, once, before a run begins;
-`choose_decoder` is a pure function of the timings. The choice is a setting like any other (`--jpeg-decoder`), so a
+`measure_and_choose_decoder` measures the CPU on a sample of the run's own images, and a step, once, before a run;
+`choose_decoder` is a pure function of the rates. The choice is a setting like any other (`--jpeg-decoder`), so a
 resumed run measures nothing. With a cache of decoded images the CPU fills the cache, and nothing is decoded twice.
 """
 
-import dataclasses
 import io
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +55,8 @@ HOST_TIME_LIMIT_S = 5.0
 MIN_SPEEDUP = 1.1
 """Minimum speedup of training for which the device decodes: measurements at the start of a run are no more exact, and
 only the CPU notices a file whose coded pixels are damaged."""
+MIN_DEVICE_FRACTION = 0.5
+"""Fraction of the images that the device must support: below, the cores decode most of them anyway."""
 
 JpegDecoder = Literal["cpu", "nvjpeg"]
 
@@ -185,45 +186,19 @@ def require_device_decoder(device: Device) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderTimings:
-    """Seconds are per image, on average."""
+def choose_decoder(host_per_s: float, step_per_s: float, device_fraction: float) -> tuple[JpegDecoder, str]:
+    """The decoder and the reason. Images per second: that the cores decode, and that the steps take. device_fraction:
+    of the images, that the device can decode.
 
-    host_decode_s: float
-    """Of one core, decoding and resizing."""
-    cores: int
-    """Cores that can decode in addition to the thread that issues the steps."""
-    step_s: float
-    """Of the device, training."""
-    device_decode_s: float | None = None
-    """Of the device, decoding and resizing the images that it supports; None: it supports none."""
-    device_fraction: float = 0.0
-    """Fraction of the images that the device supports."""
-    num_images: int = 0
-    """Images that were measured."""
-
-
-def choose_decoder(timings: DecoderTimings) -> tuple[JpegDecoder, str]:
-    """The decoder and the reason.
-
-    The device decodes where the cores cannot keep up with the steps and training becomes faster by it, even if decoding
-    and steps take turns on the device (its JPEG engines, where it has some, work in parallel).
+    The device decodes where the cores cannot keep up with the steps. Devices with such fast steps have JPEG engines,
+    which work in parallel to them.
     """
-    host_per_s, step_per_s = timings.cores / timings.host_decode_s, 1 / timings.step_s
     summary = f"the cores decode {host_per_s:,.0f} images/s, steps take {step_per_s:,.0f}/s"
-    if host_per_s >= step_per_s:
+    if MIN_SPEEDUP * host_per_s >= step_per_s:
         return "cpu", summary
-    if timings.device_decode_s is None or timings.device_fraction == 0:
-        return "cpu", f"{summary}; but none of {timings.num_images} images is a JPEG that nvJPEG supports"
-    device_limit_per_s = 1 / (timings.step_s + timings.device_fraction * timings.device_decode_s)
-    host_limit_per_s = host_per_s / (1 - timings.device_fraction) if timings.device_fraction < 1 else device_limit_per_s
-    reached_per_s = min(device_limit_per_s, host_limit_per_s)
-    summary += f"; nvJPEG decodes {1 / timings.device_decode_s:,.0f}/s"
-    if timings.device_fraction < 1:
-        summary += f" of the {100 * timings.device_fraction:.0f} % that it supports"
-    if reached_per_s < MIN_SPEEDUP * host_per_s:
-        return "cpu", f"{summary}, which would leave {reached_per_s:,.0f}/s: nothing to gain"
-    return "nvjpeg", f"{summary}: with it training reaches {reached_per_s:,.0f}/s or more"
+    if device_fraction < MIN_DEVICE_FRACTION:
+        return "cpu", f"{summary}; but nvJPEG supports only {100 * device_fraction:.0f} % of the images"
+    return "nvjpeg", f"{summary}; nvJPEG supports {100 * device_fraction:.0f} % of the images"
 
 
 def measure_and_choose_decoder(
@@ -233,7 +208,6 @@ def measure_and_choose_decoder(
     *,
     image_size: tuple[int, int],
     resize: str,
-    batch_size: int,
     measure_step_s: Callable[[], float],
 ) -> tuple[JpegDecoder, str]:
     """`choose_decoder` for a data set and a device. measure_step_s: measures a step, in seconds per image; called only
@@ -249,18 +223,9 @@ def measure_and_choose_decoder(
     host_decode_s = _time_host_decode(images, image_size)
     if host_decode_s is None:
         return "cpu", "no image could be measured"
-    device_images = [image for image in images if is_device_decodable(image.data, image.header)]
-    device_decode_s, num_decoded = _time_device_decode(device_images, device, image_size, batch_size)
-    return choose_decoder(
-        DecoderTimings(
-            host_decode_s=host_decode_s,
-            cores=max(1, host_cores() - 1),
-            step_s=measure_step_s(),
-            device_decode_s=device_decode_s,
-            device_fraction=num_decoded / len(images),
-            num_images=len(images),
-        )
-    )
+    num_device = sum(is_device_decodable(image.data, image.header) for image in images)
+    cores = max(1, host_cores() - 1)  # besides the thread that issues the steps
+    return choose_decoder(cores / host_decode_s, 1 / measure_step_s(), num_device / len(images))
 
 
 class HostDecode(NamedTuple):
@@ -330,25 +295,3 @@ def _time_host_decode(images: Sequence[EncodedImage], image_size: tuple[int, int
             break
     timed_s = durations_s[1:] or durations_s  # the first is a warm-up
     return sum(timed_s) / len(timed_s) if timed_s else None
-
-
-def _time_device_decode(
-    encoded: Sequence[EncodedImage], device: Device, image_size: tuple[int, int], batch_size: int
-) -> tuple[float | None, int]:
-    """(seconds of the device per image, in batches; None where it supports none; how many images it supports)."""
-    stream = device.make_stream()
-    batches = [dict(enumerate(encoded[start : start + batch_size])) for start in range(0, len(encoded), batch_size)]
-    num_decoded = len(encoded)
-    with stream.activate():
-        images = torch.empty(
-            (min(batch_size, NUM_SAMPLE_IMAGES), *image_size, 3), dtype=torch.uint8, device=device.torch_device
-        )
-        for encoded_batch in batches[:1]:
-            decode_into_batch(images, encoded_batch, stream)  # warm-up
-        stream.synchronize()
-        start_s = time.perf_counter()
-        for encoded_batch in batches:
-            num_decoded -= len(decode_into_batch(images, encoded_batch, stream))
-        stream.synchronize()
-        duration_s = time.perf_counter() - start_s
-    return (duration_s / num_decoded if num_decoded else None), num_decoded

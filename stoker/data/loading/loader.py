@@ -9,7 +9,6 @@ number of workers (`stats.py`, also where waiting time went). So nothing that a 
 workers or on their speed. One sample, and the options: `samples.py`.
 """
 
-import dataclasses
 import time
 import weakref
 from collections import deque
@@ -35,8 +34,6 @@ from stoker.data.loading.stats import (
     LoaderAutotuner,
     LoaderRateMeter,
     LoaderStats,
-    PrefetchCounters,
-    WaitBreakdown,
     default_num_workers,
     split_wait,
 )
@@ -226,7 +223,10 @@ class Loader:
         self.on_copy_awaited: Callable[[], None] | None = None
         """Called in `__next__` where the training stream has to wait for the copy of the batch, before it waits."""
         self._rate_meter: LoaderRateMeter | None = None
-        self._counters, self._prefetch_counters, self._wait_breakdown = Counters(), PrefetchCounters(), WaitBreakdown()
+        self._counters = Counters()
+        self.last_wait: Intervals = []
+        """What the newest `__next__` spent its time on: (end in seconds of `time.perf_counter`, stage), ascending; the
+        first interval begins with the call. Nearly all of it is waiting where the loader is slower than training."""
         self._wait_s = 0.0
         self._batch_finalizer = BatchFinalizer(self._samples, spec.max_bad_fraction, on_quarantine, self._counters)
         self._pool: WorkerPool | ProcessPool | None = None
@@ -248,12 +248,6 @@ class Loader:
     def position(self) -> int:
         """Samples handed out so far by all ranks together: the position in the stream where the next batch begins."""
         return self._position
-
-    @property
-    def last_wait(self) -> Intervals:
-        """What the newest `__next__` spent its time on: (end in seconds of `time.perf_counter`, stage), ascending; the
-        first interval begins with the call. Nearly all of it is waiting where the loader is slower than training."""
-        return self._wait_breakdown.last
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch handed out. Batches decoded ahead are not part of it."""
@@ -321,13 +315,11 @@ class Loader:
         total.add(self._counters)
         return LoaderStats(
             total=total,
-            prefetched=dataclasses.replace(self._prefetch_counters),
             loading=num_missing,
             ready=self._batch_size * (len(pending_batches) + (self._copied_batch is not None)) - num_missing,
             workers=self._autotuner.workers,
             prefetch_depth=self._prefetch_depth,
             wait_s=self._wait_s,
-            wait_s_by_stage=dict(self._wait_breakdown.total_s),
             processes_cpu_s=self._process_pool.ring.cpu_s if self._process_pool else 0.0,
         )
 
@@ -409,7 +401,7 @@ class Loader:
                 weakref.finalize(self, self._fetcher.close)
             first = self._scheduled_position + self._spec.rank * self._batch_size
             sample_positions = iter_rank_positions(first, self._batch_size, self._batch_size * self._world_size)
-            self._prefetcher = Prefetcher(self._samples, self._fetcher, self._prefetch_counters, sample_positions)
+            self._prefetcher = Prefetcher(self._samples, self._fetcher, sample_positions)
         pool = self._pool = WorkerPool(
             self._samples,
             self._autotuner.workers,
@@ -435,13 +427,13 @@ class Loader:
     def _hand_out(self) -> Batch:
         if self._closed:
             raise RuntimeError("this loader is closed")
-        self._wait_breakdown.start()
+        self.last_wait = []
         pool = self._pool or self._start_pool()
         pool.collect()
         self._reclaim_buffers()
         self._schedule(pool)
         if self._copied_batch is None:
-            self._wait_breakdown.attribute_elapsed(QUEUE)
+            self._end_interval(QUEUE)
             batch_task = self._wait_for_next(pool)
             self._batch_finalizer.finalize(batch_task)
             self._copied_batch = self._copy_to_device(batch_task)
@@ -460,11 +452,15 @@ class Loader:
         ):
             self._copied_batch = self._copy_to_device(self._pending_batches.popleft())
         self._autotune(pool)
-        self._wait_breakdown.attribute_elapsed(QUEUE)
+        self._end_interval(QUEUE)
         if self.on_copy_awaited is not None and not ready.done():
             self.on_copy_awaited()
         ready.block_main_stream()
         return as_batch(tensors)
+
+    def _end_interval(self, stage: str) -> None:
+        """What was done since the last interval was `stage`."""
+        self.last_wait.append((time.perf_counter(), stage))
 
     def _reclaim_buffers(self) -> None:
         """Frees the buffers that are no longer read, and drops those beyond the prefetch depth."""
@@ -499,10 +495,10 @@ class Loader:
                 if not self._samples.train and self._scheduled_position >= len(self._samples):
                     raise StopIteration
                 self._handed_out[0][1].synchronize()
-                self._wait_breakdown.attribute_elapsed(COPY)
+                self._end_interval(COPY)
                 self._reclaim_buffers()
                 self._schedule(pool)
-                self._wait_breakdown.attribute_elapsed(QUEUE)
+                self._end_interval(QUEUE)
             if self._pending_batches[0].num_missing:
                 self._wait_for(self._pending_batches[0], pool)
             if pool.stopped:
@@ -516,12 +512,12 @@ class Loader:
         pool.wait(batch_task)
         end_s, after = time.perf_counter(), pool.total()
         workers, is_remote = self._autotuner.workers, self._prefetcher is not None
-        self._wait_breakdown.add(split_wait(start_s, end_s, before, after, workers=workers, is_remote=is_remote))
+        self.last_wait += split_wait(start_s, end_s, before, after, workers=workers, is_remote=is_remote)
 
     def _copy_to_device(self, batch_task: BatchTask) -> tuple[BatchTask, list[Tensor], ReadyEvent]:
-        self._wait_breakdown.attribute_elapsed(QUEUE)
+        self._end_interval(QUEUE)
         tensors, ready = batch_task.to_device(self._copy_stream)
-        self._wait_breakdown.attribute_elapsed(COPY)
+        self._end_interval(COPY)
         return batch_task, tensors, ready
 
     def _autotune(self, pool: WorkerPool | ProcessPool) -> None:

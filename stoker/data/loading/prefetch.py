@@ -8,14 +8,12 @@ prefetching changes when bytes arrive, never what a run sees. Number of requests
 """
 
 import itertools
-import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.data.loading.samples import PendingRead, SampleStream
 from stoker.data.loading.shard_order import MAX_BLOCK_BYTES, MAX_GAP_BYTES
-from stoker.data.loading.stats import PrefetchCounters
 from stoker.hardware.cgroup import host_memory
 
 if TYPE_CHECKING:
@@ -51,11 +49,10 @@ class _Read(NamedTuple):
 class Prefetcher:
     """The requests of a loader from one position on. It holds no loader, because its callbacks may outlive one."""
 
-    def __init__(
-        self, samples: SampleStream, fetcher: "Fetcher", counters: PrefetchCounters, positions: Iterator[int]
-    ) -> None:
+    def __init__(self, samples: SampleStream, fetcher: "Fetcher", positions: Iterator[int]) -> None:
         """positions: those that this rank loads, in order, endless."""
-        self._samples, self._fetcher, self._counters, self._positions = samples, fetcher, counters, positions
+        self._samples, self._fetcher, self._positions = samples, fetcher, positions
+        self._num_fetched = self._fetched_bytes = 0
         self._next_position = next(positions)
         self._requests: dict[int, PendingRead | None] = {}
         """Position → its request; None where there is nothing to request."""
@@ -77,8 +74,7 @@ class Prefetcher:
     @property
     def max_in_flight(self) -> int:
         """For how many samples beyond the batch buffers bytes should be requested."""
-        counters = self._counters
-        mean_bytes = counters.bytes / counters.completed if counters.bytes else DEFAULT_IMAGE_BYTES
+        mean_bytes = self._fetched_bytes / self._num_fetched if self._fetched_bytes else DEFAULT_IMAGE_BYTES
         affordable = int(self._memory_budget_bytes / mean_bytes)
         if not self._samples.reads_ranges:
             return min(self._fetcher.target_in_flight, affordable)
@@ -120,13 +116,11 @@ class Prefetcher:
 
     def _request_range(self, reads: list[_Read]) -> None:
         """One request for all of `reads`, which are sorted and of one object."""
-        counters, in_flight, start_s = self._counters, self._in_flight, time.perf_counter()
         first, is_range = reads[0].start, reads[0].length is not None
 
         def on_done(future: "Future[bytes]") -> None:
-            counters.seconds += time.perf_counter() - start_s
-            counters.completed += len(reads)
-            in_flight.discard(future)
+            self._num_fetched += len(reads)
+            self._in_flight.discard(future)
             error = CancelledError() if future.cancelled() else future.exception()
             data = b"" if error is not None else future.result()
             for read in reads:
@@ -135,13 +129,13 @@ class Prefetcher:
                     continue
                 # Parts are copied when they are used: long-lived copies of many sizes would fragment the memory.
                 part: Any = memoryview(data)[read.start - first : read.end - first] if is_range else data
-                counters.bytes += len(part)
+                self._fetched_bytes += len(part)
                 read.future.set_result(part)
 
         length = max(read.end for read in reads) - first if is_range else None
         future = self._fetcher.submit(reads[0].store, reads[0].key, start=first, length=length)
         if is_range:
-            in_flight.add(future)
+            self._in_flight.add(future)
         future.add_done_callback(on_done)
 
 

@@ -37,7 +37,7 @@ class Counters:
 
     num_images: int = 0
     read_s: float = 0.0
-    """Reading files. Requests in flight, which block no worker, are in `PrefetchCounters.seconds`."""
+    """Reading files. Requests in flight block no worker and do not count."""
     cache_hits: int = 0
     """Reads that the cache of decoded images served."""
     cache_misses: int = 0
@@ -78,22 +78,11 @@ def sum_counters(per_worker: Iterable[Counters]) -> Counters:
 
 
 @dataclasses.dataclass
-class PrefetchCounters:
-    """Images that were fetched since the loader was made. Written by the fetcher's thread."""
-
-    completed: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    """Summed over the fetches, which run in parallel."""
-
-
-@dataclasses.dataclass
 class LoaderStats:
     """What a loader has done since it was made, and what it is doing."""
 
     total: Counters
     """The sum over the workers."""
-    prefetched: PrefetchCounters
     loading: int
     """Samples of batch buffers that are not loaded yet."""
     ready: int
@@ -103,8 +92,6 @@ class LoaderStats:
     """Batches that are decoded ahead."""
     wait_s: float
     """The caller waiting in `__next__`: training is faster than the loader."""
-    wait_s_by_stage: dict[str, float]
-    """The same by stage, as in `Loader.last_wait`."""
     processes_cpu_s: float = 0.0
     """CPU-seconds of the worker processes since they were started."""
 
@@ -129,28 +116,6 @@ def split_wait(
         return [(end_s, QUEUE)]
     fetched_s = start_s + (end_s - start_s) * fetch_s / (fetch_s + decode_s)
     return [(min(end_s, fetched_s), FETCH), (end_s, DECODE)]
-
-
-class WaitBreakdown:
-    """What the calls of `Loader.__next__` spend their time on: intervals of the newest call, and sums over all."""
-
-    def __init__(self) -> None:
-        self.last: Intervals = []
-        self.total_s = dict.fromkeys(INPUT_STAGES, 0.0)
-        self._last_end_s = 0.0
-
-    def start(self) -> None:
-        self.last, self._last_end_s = [], time.perf_counter()
-
-    def attribute_elapsed(self, stage: str) -> None:
-        """Attributes the time since the last interval to `stage`."""
-        self.add([(time.perf_counter(), stage)])
-
-    def add(self, intervals: Intervals) -> None:
-        for end_s, stage in intervals:
-            self.total_s[stage] += end_s - self._last_end_s
-            self._last_end_s = end_s
-        self.last += intervals
 
 
 def default_num_workers(cores: int, *, is_cpu: bool) -> int:

@@ -498,7 +498,7 @@ def derive_cache(known: Known) -> Choice:
 
 
 def derive_jpeg_decoder(known: Known) -> Choice:
-    """The faster one; on a GPU both are tried, with a step of the chosen batch size."""
+    """nvJPEG where the cores decode fewer images than the GPU trains on, with a step of the chosen batch size."""
     data, device_batch_size = known.config.data, known.config.run.batch_size // known.devices.count
     if known.divided_by:
         return "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}"
@@ -506,7 +506,7 @@ def derive_jpeg_decoder(known: Known) -> Choice:
         return "cpu", "decoded images are cached; the CPU decodes each once"
     return device_decoder.measure_and_choose_decoder(
         known.index, known.train_indices, known.device, image_size=data.image_size, resize=data.resize,
-        batch_size=device_batch_size, measure_step_s=lambda: known.step_s / device_batch_size,
+        measure_step_s=lambda: known.step_s / device_batch_size,
     )  # fmt: skip
 
 
