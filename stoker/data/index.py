@@ -479,31 +479,32 @@ def require_images(
 
 
 def _require_annotations(index: Index, allowed_fraction: float) -> None:
-    dropping_problems = [problem for problem in index.problems if problem.is_bad_image]
-    num_dropped = sum(problem.count for problem in dropping_problems)
+    problems = [problem for problem in index.problems if problem.is_bad_image]
+    num_dropped = sum(problem.count for problem in problems)
     if num_dropped > max_bad_images(allowed_fraction, len(index) + num_dropped):
-        raise DataError(
-            f"{count_of_all(num_dropped, len(index) + num_dropped, 'images')} are left out because of their"
-            " annotations.",
-            location=index.source,
-            cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in dropping_problems),
-            fix=f"`stoker data check {index.source}` names all of them: correct them, or allow more than"
-            f" {100 * allowed_fraction:.3g} % of the images with --max-bad-fraction",
-        )
+        allow = f"allow more than {100 * allowed_fraction:.3g} % of the images with --max-bad-fraction"
+        count = count_of_all(num_dropped, len(index) + num_dropped, "images")
+        raise _left_out_error(index, f"{count} are left out because of their annotations.", problems, allow)
 
 
 def _require_boxes(index: Index, splits: Sequence[str], allowed_fraction: float) -> None:
     problems = [problem for problem in index.problems if problem.drops_boxes]
-    excess = excess_bad_boxes(index, problems, splits, allowed_fraction)
-    if excess:
-        raise DataError(
-            f"{excess[0]} are left out.",
-            location=index.source,
-            cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in problems),
-            fix=f"{PROBLEM_KINDS[max(problems, key=lambda problem: problem.count).kind].fix}; `stoker data check"
-            f" {index.source}` names all of them. --max-bad-boxes allows more than {100 * allowed_fraction:.3g} % of"
-            " the boxes; images that lose all of theirs are then left out",
+    if excess := excess_bad_boxes(index, problems, splits, allowed_fraction):
+        allow = (
+            f"allow more than {100 * allowed_fraction:.3g} % of the boxes with --max-bad-boxes; images that lose all of"
+            " theirs are then left out"
         )
+        raise _left_out_error(index, f"{excess[0]} are left out.", problems, allow)
+
+
+def _left_out_error(index: Index, what: str, problems: list[Problem], allow: str) -> DataError:
+    most = max(problems, key=lambda problem: problem.count)
+    return DataError(
+        what,
+        location=index.source,
+        cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in problems),
+        fix=f"{PROBLEM_KINDS[most.kind].fix}; `stoker data check {index.source}` names all of them; or {allow}",
+    )
 
 
 def excess_bad_boxes(

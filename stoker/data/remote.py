@@ -32,9 +32,8 @@ from stoker.data.formats.tfrecord import strip_shard_number
 from stoker.data.images.source import MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, StokerError, StorageError, nearest, writing
-from stoker.storage.download import download
 from stoker.storage.local_files import atomic_path, cache_folder, safe_name, write_atomic
-from stoker.storage.store import ObjectInfo, Store, open_store
+from stoker.storage.store import ObjectInfo, Store, download, open_store
 from stoker.storage.uri import StorageUri
 
 COPY_THREADS = 64

@@ -291,19 +291,19 @@ def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
 
     Raises UsageError, StorageError.
     """
-    from stoker.storage import download  # imports obstore, which local runs do not need
+    from stoker.storage import store  # needed for runs in a bucket only
 
     working_dir = working_copy(uri)
     with contextlib.suppress(OSError), locked(working_dir) as free:  # OSError: there is no working copy
         if free is False and (working_dir / EVENTS).exists():
             return working_dir
     if weights:
-        return download.fetch_files(
+        return store.fetch_files(
             uri, (CONFIG,), events_file=EVENTS, first_existing_of=(BEST, FINAL), fallback_checkpoints=CHECKPOINTS
         )
     names = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE,
              LEASE_FILE)  # fmt: skip
-    return download.fetch_files(uri, names, events_file=EVENTS, subfolder=RANKS)
+    return store.fetch_files(uri, names, events_file=EVENTS, subfolder=RANKS)
 
 
 def is_finished(run: Path) -> bool:

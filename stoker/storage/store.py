@@ -5,21 +5,26 @@ the ETag is one (objects of one part without KMS keys). obstore does not give ac
 x-amz-checksum-…). Images are read by `read_async` without MD5, which costs as much as the whole request; TLS protects
 the transfer, and decoding is strict. Not here: many concurrent reads (`fetcher.py`), credentials (`clients.py`), kinds
 of failures and the time between retries (`failures.py`).
+
+Downloads are objects as files, and the files of a run that a command needs: a command reads the working copy of a run
+(`uri.py`) if that is at least as new as the bucket, else it downloads into the reading copy. Objects that are removed
+or replaced meanwhile are not an error: the run may be live.
 """
 
 import asyncio
 import functools
 import hashlib
+import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported, needs_package
+from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported, UsageError, needs_package
 from stoker.storage import clients
 from stoker.storage.clients import Credentials, find_credentials
 from stoker.storage.failures import (
@@ -33,7 +38,8 @@ from stoker.storage.failures import (
     classify_failure,
     to_storage_error,
 )
-from stoker.storage.uri import StorageUri
+from stoker.storage.local_files import atomic_path, write_atomic
+from stoker.storage.uri import URI_FILE, StorageUri, reading_copy, working_copy
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, GetResult, ObjectMeta, PutMode, PutResult
@@ -44,6 +50,12 @@ LIST_CHUNK_SIZE = 250
 """A listing that fails is resumed after the last chunk; a page of the stores has 1,000 objects."""
 UNBOUNDED = 2**40
 """Length of a range up to the end of the object."""
+ETAGS_FILE = ".fetched.json"
+"""In a reading copy: name → ETag of the downloaded object."""
+DOWNLOAD_PART_BYTES = 64 * 2**20
+MAX_ATTEMPTS = 5
+MAX_RUNS_SHOWN = 8
+"""Runs that an error message lists."""
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _T = TypeVar("_T")
 
@@ -326,3 +338,117 @@ def open_store(uri: StorageUri) -> Store:
         if key not in _STORES:
             _STORES[key] = Store(uri)
         return _STORES[key]
+
+
+def list_keys(store: Store, uri: StorageUri) -> dict[str, str]:
+    """The keys of all objects below a URI, by their names relative to it."""
+    prefix = f"{uri.key}/" if uri.key else ""
+    return {info.key.removeprefix(prefix): info.key for info in store.list(uri.key)}
+
+
+def has_all_events(folder: Path, events_file: str, remote_events: bytes) -> bool:
+    """Whether a local copy is at least as new as the bucket. Events are only appended, so a newer copy begins with the
+    events of the bucket, unless another machine has continued the run."""
+    path = folder / events_file
+    return path.is_file() and path.read_bytes().startswith(remote_events)
+
+
+def fetch_files(
+    uri: StorageUri,
+    names: Iterable[str],
+    *,
+    events_file: str,
+    subfolder: str = "",
+    first_existing_of: Iterable[str] = (),
+    fallback_checkpoints: str = "",
+) -> Path:
+    """A local folder with these files of the run, if it has them; with all files of its folder `subfolder`; and with
+    the first of `first_existing_of` that it has, else the newest weights in its folder `fallback_checkpoints`. Files
+    that have not changed since the last download are not downloaded again.
+
+    events_file: the file that every run has. Raises UsageError when there is no run, StorageError.
+    """
+    store = open_store(uri)
+    try:
+        remote_events = store.read(uri.child(events_file).key)
+    except ObjectMissing as error:
+        raise not_a_run_error(uri, events_file) from error
+    working_dir = working_copy(uri)
+    if has_all_events(working_dir, events_file, remote_events):
+        return working_dir
+    folder = reading_copy(uri)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / URI_FILE, str(uri).encode())
+    etags_path = folder / ETAGS_FILE
+    etags: dict[str, str | None] = json.loads(etags_path.read_bytes()) if etags_path.exists() else {}
+    subfolder_names = [f"{subfolder}/{name}" for name in list_keys(store, uri.child(subfolder))] if subfolder else []
+    fetched_before = [name for name in etags if subfolder and name.startswith(f"{subfolder}/")]
+    for name in dict.fromkeys([*names, *subfolder_names, *fetched_before]):
+        _update_file(store, uri, folder, name, etags)
+    keys_by_name = list_keys(store, uri) if fallback_checkpoints else {}
+    weight_files = (
+        name
+        for name in keys_by_name
+        if name.startswith(f"{fallback_checkpoints}/step-") and name.endswith(".safetensors")
+    )
+    for name in (*first_existing_of, *sorted(weight_files, reverse=True)):
+        if _update_file(store, uri, folder, name, etags):
+            break
+    write_atomic(etags_path, json.dumps(etags).encode())
+    return folder
+
+
+def not_a_run_error(uri: StorageUri, events_file: str) -> UsageError:
+    """The error for a URI without a run."""
+    parent = uri.parent
+    try:
+        siblings = [str(parent.child(name)) for name in open_store(uri).list_folders(parent.key)]
+    except StorageError:  # permission to read does not include permission to list
+        siblings = []
+    cause, fix = f"it has no {events_file}", "name the URI that was given to training as --run-dir"
+    return UsageError(f"{str(uri)!r} is not a run.", cause=cause, choices=siblings[-MAX_RUNS_SHOWN:], fix=fix)
+
+
+def _update_file(store: Store, uri: StorageUri, folder: Path, name: str, etags: dict[str, str | None]) -> bool:
+    """Updates folder/name from the bucket; removes it if the bucket does not have it. Returns whether it does."""
+    target, key = folder / name, uri.child(name).key
+    info = store.stat(key)
+    if info is not None and target.is_file() and info.etag is not None and etags.get(name) == info.etag:
+        return True
+    try:
+        if info is None:
+            raise ObjectMissing("There is no such object.", location=uri.child(name))
+        etags[name] = download(store, key, target).etag
+    except ObjectMissing:  # also when it was removed after `stat`
+        target.unlink(missing_ok=True)
+        etags.pop(name, None)
+        return False
+    return True
+
+
+def download(store: Store, key: str, target: Path) -> ObjectInfo:
+    """Downloads an object to a file, which appears as a whole and gets the object's time. Raises ObjectMissing when it
+    does not exist, StorageError when it is replaced again and again during the download."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(target) as temporary:
+        for _ in range(MAX_ATTEMPTS):
+            info = _stat_existing(store, key)
+            with temporary.open("wb") as file:
+                if info.size_bytes <= DOWNLOAD_PART_BYTES:
+                    file.write(store.read(key))  # compared with its ETag, where that is an MD5
+                else:
+                    for start in range(0, info.size_bytes, DOWNLOAD_PART_BYTES):
+                        length = min(DOWNLOAD_PART_BYTES, info.size_bytes - start)
+                        file.write(store.read(key, start=start, length=length))
+                file.flush()
+                os.fsync(file.fileno())
+            if _stat_existing(store, key) == info:
+                os.utime(temporary, (info.modified_s, info.modified_s))
+                return info
+        raise StorageError("The object is replaced faster than it can be downloaded.", location=key)
+
+
+def _stat_existing(store: Store, key: str) -> ObjectInfo:
+    if (info := store.stat(key)) is None:
+        raise ObjectMissing("There is no such object.", location=store.uri.child(key))
+    return info

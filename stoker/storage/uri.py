@@ -4,7 +4,7 @@ A URI is never a `pathlib.Path`, which drops one of its slashes. Only text is ha
 
 A run in a bucket has two copies in the cache folder. Training writes the *working copy* and uploads it
 (`training/bucket_run.py`). Commands that only read download the files that they need into the *reading copy*
-(`download.py`).
+(`store.py`).
 """
 
 import hashlib

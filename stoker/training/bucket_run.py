@@ -30,10 +30,9 @@ from stoker.runs.records import (
     is_finished,
     locked,
 )
-from stoker.storage.download import download, has_all_events, list_keys, not_a_run_error
 from stoker.storage.lease import Lease, LeaseLost, acquire
 from stoker.storage.local_files import write_atomic
-from stoker.storage.store import Store, open_store
+from stoker.storage.store import Store, download, has_all_events, list_keys, not_a_run_error, open_store
 from stoker.storage.uri import LEASE_FILE, URI_FILE, WRITABLE_SCHEMES, StorageUri, to_run_uri, working_copy
 from stoker.training.checkpoint import MANIFEST, is_complete, list_checkpoints
 from stoker.training.run_selection import refuse_finished

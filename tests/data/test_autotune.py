@@ -25,7 +25,6 @@ def rates(**changes):
         "wait_fraction": 0.0,
         "idle_fraction": 0.4,
         "read_fraction": 0.5,
-        "cpu_utilization": 0.5,
         "decoded_per_s": 100.0,
     }
     return LoaderRates(**usual | changes)
@@ -49,7 +48,6 @@ class LoaderModel:
             wait_fraction=1 - rate / self.demand,
             idle_fraction=idle_fraction,
             read_fraction=self.read_s / (self.read_s + self.decode_s),
-            cpu_utilization=min(1.0, rate * self.decode_s / self.cores),
             decoded_per_s=rate,
         )
 
@@ -113,16 +111,6 @@ def test_no_decoding_worker_is_added_where_the_cpu_trains():
     assert autotuner.workers == first == 2
 
 
-def test_saturated_cores_are_reported_once():
-    autotuner = make_tuner(4)
-    full = STARVED | {"read_fraction": 0.1, "cpu_utilization": 0.99}
-    messages = [message for _ in range(50) if (message := autotuner.update(rates(**full)))]
-    assert messages == [
-        "all 4 cores are busy, and training waits 31 % of the time; more cores, a cache or smaller images would help"
-    ]
-    assert autotuner.workers == 4
-
-
 def test_workers_that_do_not_help_are_removed_again():
     autotuner = make_tuner(4)
     messages = [message for _ in range(10) if (message := autotuner.update(rates(**STARVED)))]
@@ -141,7 +129,6 @@ polls = st.builds(
     wait_fraction=fractions,
     idle_fraction=fractions,
     read_fraction=fractions,
-    cpu_utilization=fractions,
     decoded_per_s=st.floats(0, 1e4),
 )
 

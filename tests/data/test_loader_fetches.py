@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from stoker.data.loading.prefetch import iter_rank_positions
+from stoker.data.loading.worker_pool import iter_rank_positions
 from stoker.errors import DataError, ObjectMissing, StorageError
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
@@ -96,9 +96,9 @@ def test_more_is_requested_than_there_are_free_buffers(bucket):
 
 
 def test_low_memory_limits_the_requests(bucket, monkeypatch):
-    from stoker.data.loading import prefetch
+    from stoker.data.loading import worker_pool
 
-    monkeypatch.setattr(prefetch, "host_memory", lambda: (16 * 3 * prefetch.DEFAULT_IMAGE_BYTES, 0))
+    monkeypatch.setattr(worker_pool, "host_memory", lambda: (16 * 3 * worker_pool.DEFAULT_IMAGE_BYTES, 0))
     with make(bucket, prefetch_depth=1) as loader:
         take(loader, 1)
         assert len(MADE[0].submitted) <= 3 * 4 + 3 + 4 * 16

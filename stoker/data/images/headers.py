@@ -143,8 +143,6 @@ def _parse_header(head: bytes, read: ReadAt, total: int, path: Path | str) -> He
             try:
                 height, width, orientation, channels = _parse_jpeg(head, path)
             except IndexError:
-                if len(head) == total:
-                    raise
                 height, width, orientation, channels = _parse_jpeg_reading_more(head, read, total, path)
         else:
             image_format, parse = _detect_format(head[:32], read, path)

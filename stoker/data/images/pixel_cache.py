@@ -21,7 +21,7 @@ import shutil
 import struct
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -441,8 +441,7 @@ def evict_cache_files(path: Path, required_bytes: int) -> list[Path]:
     """Removes cache files that no process uses, the least recently used first, until `path` may take so many bytes."""
     others, removed = _other_cache_files(path), []
     excess_bytes = required_bytes - _free_bytes(path, others)
-    for other in sorted(others, key=lambda file: _stat_cache_file(file)[1]):
-        disk_bytes = _stat_cache_file(other)[0]
+    for other, (disk_bytes, _) in sorted(others.items(), key=lambda item: item[1][1]):
         if excess_bytes > 0 and is_unused(other, remove=True):
             excess_bytes -= disk_bytes
             removed.append(other)
@@ -451,15 +450,38 @@ def evict_cache_files(path: Path, required_bytes: int) -> list[Path]:
 
 def compute_free_disk_bytes(path: Path) -> int:
     """Bytes that the cache file `path` may take, after all unused cache files are removed."""
-    return max(0, _free_bytes(path, [other for other in _other_cache_files(path) if not is_unused(other)]))
+    used = {other: stat for other, stat in _other_cache_files(path).items() if not is_unused(other)}
+    return max(0, _free_bytes(path, used))
 
 
-def _free_bytes(path: Path, others: list[Path]) -> int:
+def _other_cache_files(path: Path) -> dict[Path, tuple[int, int]]:
+    """The cache files besides `path`: bytes on the disk, and the time of the last use (ns)."""
+    others: dict[Path, tuple[int, int]] = {}
+    for other in path.parent.glob("*.pixels"):
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            if other != path:
+                stat = other.stat()
+                others[other] = stat.st_blocks * 512, stat.st_mtime_ns
+    return others
+
+
+def _free_bytes(path: Path, others: Mapping[Path, tuple[int, int]]) -> int:
     """Bytes that `path` may take besides the cache files `others`; negative where they exceed the limit."""
     directory = path.parent
     while not directory.exists():
         directory = directory.parent
-    return _cache_limit_bytes(directory) - sum(_stat_cache_file(file)[0] for file in others)
+    if value := os.environ.get(LIMIT_ENV_VAR):
+        limit_gib = -1.0
+        with contextlib.suppress(ValueError):
+            limit_gib = float(value)
+        if not 0 <= limit_gib < 2**40:
+            fix = "set it to 0 or more, or unset it"
+            raise ConfigError(f"{LIMIT_ENV_VAR}={value!r} is not a number of GiB.", fix=fix)
+        limit_bytes = int(limit_gib * 2**30)
+    else:
+        taken = sum(disk_bytes for disk_bytes, _ in _other_cache_files(directory / "none").values())
+        limit_bytes = (shutil.disk_usage(directory).free + taken) // 2
+    return limit_bytes - sum(disk_bytes for disk_bytes, _ in others.values())
 
 
 def find_network_file_system(path: Path) -> str | None:
@@ -468,30 +490,6 @@ def find_network_file_system(path: Path) -> str | None:
     real_path = Path(os.path.realpath(path))
     fs_type = next((mounts[str(parent)] for parent in real_path.parents if str(parent) in mounts), "")
     return fs_type if fs_type.partition(".")[0] in NETWORK_FILE_SYSTEMS else None
-
-
-def _cache_limit_bytes(directory: Path) -> int:
-    """Bytes that all cache files together may take of the disk of a directory."""
-    if value := os.environ.get(LIMIT_ENV_VAR):
-        with contextlib.suppress(ValueError):
-            if 0 <= (limit_gib := float(value)) < 2**40:
-                return int(limit_gib * 2**30)
-        raise ConfigError(f"{LIMIT_ENV_VAR}={value!r} is not a number of GiB.", fix="set it to 0 or more, or unset it")
-    taken = sum(_stat_cache_file(file)[0] for file in directory.glob("*.pixels"))
-    return (shutil.disk_usage(directory).free + taken) // 2
-
-
-def _other_cache_files(path: Path) -> list[Path]:
-    return [file for file in path.parent.glob("*.pixels") if file != path]
-
-
-def _stat_cache_file(file: Path) -> tuple[int, int]:
-    """Bytes on the disk, and the time of its last use (ns); zeros if another process removed it."""
-    try:
-        stat = file.stat()
-    except FileNotFoundError:
-        return 0, 0
-    return stat.st_blocks * 512, stat.st_mtime_ns
 
 
 def is_unused(file: Path, *, remove: bool = False) -> bool:

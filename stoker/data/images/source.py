@@ -2,7 +2,7 @@
 
 A data set in a bucket has a mirror on the local disk (`remote.py`), in which an image is a stub: a file with the
 object's size and no content. The path alone shows that a file is in a mirror. Not here: making the mirror, prefetching
-(`loading/prefetch.py`).
+(`loading/worker_pool.py`).
 """
 
 import errno

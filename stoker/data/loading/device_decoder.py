@@ -87,19 +87,15 @@ class DeviceBatchDecoder:
                 previous = batch_task.results[k]
                 self._samples.reload(batch_task, k, Counters())
                 result = batch_task.results[k]
-                if isinstance(result, SampleResult) and result == previous:
-                    self._report_refusal(result.image_index, reason)
+                if isinstance(result, SampleResult) and result == previous and self._on_message is not None:
+                    name = self._samples.index.display_source(result.image_index)
+                    self._on_message(f"loader: nvJPEG refuses {name} ({reason}); the CPU decodes such images")
+                    self._on_message = None
             for k in range(len(host_images)):
                 if k not in encoded or k in refused:
                     images[k].copy_(host_images[k], non_blocking=True)
         batch_task.device_images = images, self._stream.record_ready()
         counters.device_decode_s += time.perf_counter() - start_s
-
-    def _report_refusal(self, image_index: int, reason: str) -> None:
-        on_message, self._on_message = self._on_message, None
-        if on_message is not None:
-            name = self._samples.index.display_source(image_index)
-            on_message(f"loader: nvJPEG refuses {name} ({reason}); the CPU decodes such images")
 
 
 def decode_into_batch(images: Tensor, encoded: Mapping[int, EncodedImage], stream: SideStream) -> dict[int, str]:

@@ -1,7 +1,7 @@
 """`Loader`: the stream of batches. Threads decode into host buffers, copies run in the background, the state is exact.
 
 Stages: fetch, decode (with crop and resize, into a buffer), copy to the device. Local files are read by the worker that
-decodes them; images of a bucket are requested earlier (`prefetch.py`) and reach a worker when their bytes have arrived.
+decodes them; images of a bucket are requested earlier (`Prefetcher`) and reach a worker when their bytes have arrived.
 Any number of workers takes samples in the order of the stream: threads (`worker_pool.py`), which may be spread over
 processes (`processes.py`). The thread that asks for batches does everything else, in that order too: it schedules tasks
 when a buffer is free, finalizes their results (`BatchFinalizer`), starts copies, and once a second considers another
@@ -12,7 +12,7 @@ workers or on their speed. One sample, and the options: `samples.py`.
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -22,7 +22,6 @@ from torch import Tensor
 from stoker.data.batch import Batch
 from stoker.data.loading.buffers import HostBatchBuffer, as_batch
 from stoker.data.loading.device_decoder import DeviceBatchDecoder
-from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
 from stoker.data.loading.processes import ProcessPool, WorkerProcesses
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream, compute_max_boxes
 from stoker.data.loading.stats import (
@@ -37,7 +36,7 @@ from stoker.data.loading.stats import (
     default_num_workers,
     split_wait,
 )
-from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
+from stoker.data.loading.worker_pool import MAX_READ_AHEAD, Prefetcher, WorkerPool, iter_rank_positions
 from stoker.data.validation.problems import max_bad_images
 from stoker.errors import CheckpointError, DataError, StorageError
 from stoker.hardware.cgroup import host_cores
@@ -266,21 +265,18 @@ class Loader:
         before it was killed): the image is used up to there. Raises CheckpointError when the state is of another
         stream.
         """
-        for name, expected in (("count", len(self._samples)), ("seed", self._samples.seed)):
-            if state.get(name, expected) != expected:
-                description = {"count": "number of training images", "seed": "seed"}[name]
+        samples = self._samples
+        for what, saved, expected in (
+            ("number of training images", state.get("count", len(samples)), len(samples)),
+            ("seed", state.get("seed", samples.seed), samples.seed),
+            ("[--shuffle-buffer, --batch-size] of shards", state.get("shards"), samples.shard_mixing),
+        ):
+            if saved != expected:
                 raise CheckpointError(
-                    f"The {description} is {expected}, the saved state was made with {state[name]}.",
+                    f"The {what} is {expected}, the saved state was made with {saved}.",
                     cause="the saved position means other images now",
                     fix="restore the data set or the setting, or start a new run",
                 )
-        if (saved := state.get("shards")) != (mixing := self._samples.shard_mixing):
-            raise CheckpointError(
-                f"The order of the images is that of {_describe_mixing(mixing)}, the saved state was made with"
-                f" {_describe_mixing(saved)}.",
-                cause="the saved position means other images now",
-                fix="restore --shuffle-buffer and --batch-size, or start a new run",
-            )
         self._seek(int(state["position"]))
         self._samples.quarantined.clear()
         self._samples.quarantined.update(
@@ -536,10 +532,3 @@ class Loader:
 def choose_prefetch_depth(batch_size: int, workers: int) -> int:
     """Batches ahead of training with which `workers` read ahead."""
     return min(MAX_PREFETCH_DEPTH, max(MIN_PREFETCH_DEPTH, -(-(1 + MAX_READ_AHEAD) * workers // batch_size)))
-
-
-def _describe_mixing(mixing: Sequence[int] | None) -> str:
-    """`SampleStream.shard_mixing` in words."""
-    if mixing is None:
-        return "--shuffle-buffer 0"
-    return f"--shuffle-buffer {mixing[0]} --batch-size {mixing[1]}"

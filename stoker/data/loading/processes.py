@@ -165,23 +165,19 @@ class WorkerProcesses:
             code = child.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return StokerError("A worker process of the loader closed its connection.", location=location)
-        if code >= 0:
-            what, cause = f"ended with exit code {code}", "its own message is above, on stderr"
-        else:
-            what, cause = f"was killed by {signal.Signals(-code).name}", "a signal from outside, or a bug in a library"
-        if code == -signal.SIGKILL:
-            oom_kills = Cgroup().oom_kills()
-            if oom_kills is not None and oom_kills > (self._oom_kills or 0):
-                return OutOfMemoryError(
-                    "The kernel killed a worker process of the loader, as memory ran out.",
-                    location=location,
-                    fix="--workers or --batch-size with a smaller number; --worker-processes 0 takes less memory",
-                )
-            cause = "the kernel does that when memory runs out (`dmesg` names the process), or somebody did"
+        killed = code == -signal.SIGKILL
+        oom_kills = Cgroup().oom_kills()
+        if killed and oom_kills is not None and oom_kills > (self._oom_kills or 0):
+            return OutOfMemoryError(
+                "The kernel killed a worker process of the loader, as memory ran out.",
+                location=location,
+                fix="--workers or --batch-size with a smaller number; --worker-processes 0 takes less memory",
+            )
+        what = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         return StokerError(
             f"A worker process of the loader {what}.",
             location=location,
-            cause=cause,
+            cause="memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr",
             fix="the same command continues the run; --worker-processes 0 loads with threads only",
         )
 

@@ -9,7 +9,6 @@ import dataclasses
 import time
 from collections.abc import Iterable
 
-from stoker.hardware.cgroup import host_cores
 from stoker.runs.records import INPUT_STAGES
 
 FETCH, DECODE, COPY, QUEUE = INPUT_STAGES
@@ -25,8 +24,6 @@ MIN_SPEEDUP = 1.03
 """More workers have to load this many times as much, or they are stopped again."""
 GROW_AFTER, RETRY_AFTER = 2, 60
 """Polls in a row that ask for more workers; polls until growth that did not help is tried again."""
-CPU_SATURATED_FRACTION = 0.95
-"""CPU utilization from which on no worker can add anything."""
 MAX_WORKERS, WORKERS_PER_CORE = 32, 4
 """Workers that wait for a disk need no core; more than this per core only take turns (and the interpreter's lock)."""
 
@@ -134,8 +131,6 @@ class LoaderRates:
     """Of the workers' time, they had nothing to do."""
     read_fraction: float
     """Of the rest, they read; else they decoded."""
-    cpu_utilization: float
-    """Of the cores' time, this process and its worker processes used."""
     decoded_per_s: float
     """Images decoded per second."""
 
@@ -153,12 +148,12 @@ class LoaderAutotuner:
         """Workers and images per second before the newest growth, until it is known whether it helped."""
         self._growth_cooldown = 0
         """Polls for which growth is not tried again."""
-        self._reported_saturation = False
 
     def update(self, rates: LoaderRates) -> str | None:
-        """Takes one poll into account. Returns a sentence for a change, and once for a limit that is reached."""
+        """Takes one poll into account. Returns a sentence for a change."""
         self._growth_cooldown = max(0, self._growth_cooldown - 1)
-        if rates.wait_fraction < INPUT_BOUND_FRACTION or rates.idle_fraction > GROW_IDLE_FRACTION:
+        is_starved = rates.wait_fraction >= INPUT_BOUND_FRACTION and rates.idle_fraction <= GROW_IDLE_FRACTION
+        if not is_starved or not self._is_tuned:
             self._starved_polls, self._before_growth = 0, None
             return None
         self._starved_polls += 1
@@ -168,14 +163,6 @@ class LoaderAutotuner:
         return self._add_workers(rates)
 
     def _add_workers(self, rates: LoaderRates) -> str | None:
-        waits = f"training waits {100 * rates.wait_fraction:.0f} % of the time"
-        if rates.cpu_utilization >= CPU_SATURATED_FRACTION:
-            if self._reported_saturation or self._is_cpu:
-                return None
-            self._reported_saturation = True
-            return f"all {self._cores} cores are busy, and {waits}; more cores, a cache or smaller images would help"
-        if not self._is_tuned:
-            return None
         before = self.workers
         if self._before_growth is not None and rates.decoded_per_s < MIN_SPEEDUP * self._before_growth[1]:
             self.workers, self._before_growth = self._before_growth[0], None
@@ -189,7 +176,10 @@ class LoaderAutotuner:
             return None
         self.workers = min(max_workers, before + max(1, before // 2))
         self._before_growth = before, rates.decoded_per_s
-        return f"{before} → {self.workers} workers: {waits}, workers read {100 * rates.read_fraction:.0f} % of theirs"
+        return (
+            f"{before} → {self.workers} workers: training waits {100 * rates.wait_fraction:.0f} % of the time, workers"
+            f" read {100 * rates.read_fraction:.0f} % of theirs"
+        )
 
 
 class LoaderRateMeter:
@@ -197,20 +187,19 @@ class LoaderRateMeter:
 
     def __init__(self, stats: LoaderStats) -> None:
         self._last_stats = stats
-        self.last_poll_s, self._cpu_s = time.perf_counter(), time.process_time() + stats.processes_cpu_s
+        self.last_poll_s = time.perf_counter()
 
     def poll(self, stats: LoaderStats) -> LoaderRates:
         """The rates since the last poll."""
-        now_s, cpu_s = time.perf_counter(), time.process_time() + stats.processes_cpu_s
-        duration_s, last = max(1e-9, now_s - self.last_poll_s), self._last_stats
+        now_s, last = time.perf_counter(), self._last_stats
+        duration_s = max(1e-9, now_s - self.last_poll_s)
         read_s = max(0.0, stats.total.read_s - last.total.read_s)
         busy_s = read_s + max(0.0, stats.total.decode_s - last.total.decode_s)
         rates = LoaderRates(
             wait_fraction=min(1.0, (stats.wait_s - last.wait_s) / duration_s),
             idle_fraction=min(1.0, max(0.0, 1 - busy_s / (duration_s * max(1, stats.workers)))),
             read_fraction=read_s / busy_s if busy_s > 0 else 0.0,
-            cpu_utilization=min(1.0, (cpu_s - self._cpu_s) / (duration_s * host_cores())),
             decoded_per_s=(stats.total.num_images - last.total.num_images) / duration_s,
         )
-        self._last_stats, self.last_poll_s, self._cpu_s = stats, now_s, cpu_s
+        self._last_stats, self.last_poll_s = stats, now_s
         return rates
