@@ -9,7 +9,6 @@ GOOGLE_SKIP_SIGNATURE=true send unsigned requests.
 """
 
 import configparser
-import importlib.util
 import json
 import os
 import urllib.error
@@ -20,7 +19,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.errors import StorageError
+from stoker.errors import StorageError, needs_package
 from stoker.storage.uri import StorageUri
 
 if TYPE_CHECKING:
@@ -112,15 +111,8 @@ def _aws_profile() -> Credentials | None:
         return Credentials(f"access key {_abbreviate_key(key)} (profile {name or 'default'} of ~/.aws)", options)
     if name is None:
         return None
-    if importlib.util.find_spec("boto3") is None:
-        raise StorageError(
-            f"The AWS profile {name} has no access key.",
-            location="AWS_PROFILE",
-            cause="profiles with SSO, roles or programs need boto3, which is not installed",
-            fix=f"pip install boto3, or: eval $(aws configure export-credentials --profile {name} --format env)",
-        )
-    from obstore.auth.boto3 import Boto3CredentialProvider
-
+    with needs_package("boto3", f"The AWS profile {name}, which has no access key (SSO, a role or a program),"):
+        from obstore.auth.boto3 import Boto3CredentialProvider
     try:
         options["credential_provider"] = Boto3CredentialProvider()
     except Exception as error:  # botocore has no common base for what a profile can lack
@@ -203,15 +195,8 @@ def _parse_key_file(text: str, source: str) -> Credentials:
         return Credentials(f"service account {email} ({source})", iam_member=f"serviceAccount:{email}")
     if credential_type == "authorized_user":
         return Credentials(f"user {data.get('account') or 'of gcloud'} ({source})")
-    if importlib.util.find_spec("google.auth") is None:
-        raise StorageError(
-            f"Google credentials of type {credential_type} need the package google-auth.",
-            location=source,
-            cause="obstore supports service_account and authorized_user",
-            fix="pip install google-auth requests",
-        )
-    from obstore.auth.google import GoogleCredentialProvider
-
+    with needs_package("google-auth", f"Google credentials of type {credential_type} ({source})"):
+        from obstore.auth.google import GoogleCredentialProvider
     account = data.get("service_account_impersonation_url", "").rpartition("/")[2].partition(":")[0]
     return Credentials(f"{account or credential_type} ({source})", {"credential_provider": GoogleCredentialProvider()})
 
