@@ -202,7 +202,8 @@ class Loader:
             workers = spec.workers
         if processes is not None:
             workers = max(workers, processes.count)
-        self._prefetch_depth = spec.prefetch_depth or choose_prefetch_depth(spec.batch_size, workers)
+        depth = spec.prefetch_depth
+        self._prefetch_depth = choose_prefetch_depth(spec.batch_size, workers) if depth is None else depth
         num_buffers = self._prefetch_depth + BUFFERS_IN_USE
         self._process_pool: ProcessPool | None = None
         if processes is None:
