@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
-from stoker.data.augment.device import augment_batch, clear_cached_constants
+from stoker.data.augment import augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
 from stoker.models import MODELS, build

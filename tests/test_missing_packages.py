@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from stoker.data.formats import tfrecord_bytes
-from stoker.data.images.cache_policy import open_cache
-from stoker.data.images.pixel_cache import CachedImageSpec
+from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
 from stoker.data.index import open_index
 from stoker.errors import PreflightError
 from stoker.report.tensorboard import Board

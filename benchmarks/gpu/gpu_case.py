@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu import gpu_results
 from benchmarks.processes import record
 from stoker.config.settings import Config, DataSettings, ModelSettings, OptimSettings
-from stoker.data.augment.device import augment_batch
+from stoker.data.augment import augment_batch
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device, ReadyEvent, select_device
 from stoker.models import MODELS, Detector, build

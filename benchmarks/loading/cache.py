@@ -51,12 +51,10 @@ def measure(folder: Path, side: int, turns: int) -> dict[str, Any]:
     """Epochs of the work of the loader's workers, the modes in turn: for each, CPU ms per image and images/s."""
     import numpy as np
 
-    from stoker.data.images.cache_policy import cache_file_path, open_cache
-    from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
+    from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache, cache_file_path, open_cache
     from stoker.data.index import open_index
     from stoker.data.loading.buffers import HostBatchBuffer
-    from stoker.data.loading.samples import BatchTask, SampleStream
-    from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
+    from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleStream, compute_max_boxes
     from stoker.data.loading.stats import Counters
     from stoker.hardware.device import configure_malloc, select_device
 

@@ -1,7 +1,7 @@
 """Throughput of the loader with the CPU and with the device decoding (--jpeg-decoder nvjpeg), and which is chosen.
 
 Loads the images of loader.py into batches on the device, and does nothing with them. The two decoders take turns, each
-with its own loader. The last row of each size is `decoder_choice.measure_and_choose_decoder` for a step that takes no
+with its own loader. The last row of each size is `device_decoder.measure_and_choose_decoder` for a step that takes no
 time, with its reason. `--device cpu` tests the benchmark: the same code then runs on the CPU, and the numbers mean
 nothing.
 """
@@ -15,9 +15,8 @@ from typing import Any
 
 from benchmarks.loading.loader import KINDS, draw
 from benchmarks.report import Report, options, publish
-from stoker.data.images.decode_device import unavailable_reason
 from stoker.data.index import Index, open_index
-from stoker.data.loading.decoder_choice import measure_and_choose_decoder
+from stoker.data.loading.device_decoder import measure_and_choose_decoder, unavailable_reason
 from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
 from stoker.hardware.device import Device, select_device
 
@@ -54,7 +53,6 @@ def run(arguments: argparse.Namespace) -> Report:
                 device,
                 image_size=image_size,
                 resize="squash",
-                batch_size=BATCH,
                 measure_step_s=lambda: 1e-9,
             )
             report.rows.append({"what": f"{kind.name}, chosen", "jpeg_decoder": decoder, "reason": reason})

@@ -2,7 +2,7 @@
 
 The server (`object_server.py`) and each run of a client (`storage_child.py`) are separate processes. The rows without
 a link show that the server is many times faster than the link. Bars: the fraction of a link of 50 MB/s with 20 ms of
-latency, at the concurrency that the fetcher finds; CPU per object on that link, where each response arrives alone and
+latency, at the fetcher's own concurrency; CPU per object on that link, where each response arrives alone and
 wakes its reader, which costs more than at full speed; p99 when 2 % of the requests take 500 ms, without and with
 hedging. Compared with plain obstore, and with s3fs if the peers are installed (`peers.py`), both at concurrency 32.
 """

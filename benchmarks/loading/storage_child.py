@@ -3,7 +3,7 @@
     python storage_child.py {stoker,obstore,s3fs} PORT COUNT SIZE_BYTES [--concurrency N] [--no-hedge]
 
 stoker: through `Fetcher`, by a consumer that takes batches of 16 and always waits, as a loader does; without
---concurrency at the value that the fetcher finds. obstore: as in its documentation, the minimum cost of reads from
+--concurrency at the fetcher's own. obstore: as in its documentation, the minimum cost of reads from
 Python. s3fs: by a Python that has it. Both with N requests in flight. CPU is user and system time of all threads of the
 process, from the first request to the last byte.
 """
@@ -80,7 +80,6 @@ def stoker(arguments: argparse.Namespace) -> dict[str, float]:
             if any(len(future.result()) != arguments.size_bytes for future in futures):
                 raise RuntimeError("an object was too short")
             taken += len(futures)
-            fetcher.report_demand(starved=True)
         took_s, cpu = time.perf_counter() - began, cpu_s() - cpu
         extra = (store.counters.requests - requests) / arguments.count - 1
         concurrency = arguments.concurrency or fetcher.target_in_flight

@@ -129,7 +129,7 @@ def train(
 
     from stoker.printable import print_text
     from stoker.report.terminal import print_metrics
-    from stoker.storage.run_uri import display_path
+    from stoker.storage.uri import display_path
 
     print_metrics(result.metrics)
     run = display_path(result.run)

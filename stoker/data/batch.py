@@ -18,7 +18,7 @@ NUM_RAND = 16
 
 
 class RandSlot(enum.IntEnum):
-    """Which of the P numbers decides what, in `data/augment/device.py` unless it says otherwise. The rest are spare."""
+    """Which of the P numbers decides what, in `data/augment.py` unless it says otherwise. The rest are spare."""
 
     FLIP = 0
     BRIGHTNESS = 1

@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from stoker.storage.local_files import cache_folder, fsync_folder, write_atomic
 
 VERSION = 1
-"""Of the images: a folder of another version is generated again."""
+"""Of the images: increase it when they change, so that they are generated again."""
 CLASSES = ("circle", "square", "triangle", "star", "cross", "ring")
 IMAGE_SIDE = 128
 """Pixels."""
@@ -35,15 +35,7 @@ MIN_VISIBLE_FRACTION = 0.15
 NOISE_STD = 8.0
 """Standard deviation of the pixel noise, in 0 … 255."""
 JPEG_QUALITY = 90
-MARKER_FILE = "complete.json"
 RESAMPLING_MODES = (Image.Resampling.NEAREST, Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
-
-
-class Marker(msgspec.Struct, frozen=True):
-    """The content of MARKER_FILE, which is written last."""
-
-    version: int
-    seed: int
 
 
 class Shape(NamedTuple):
@@ -57,43 +49,23 @@ class Shape(NamedTuple):
 
 def ensure_demo() -> Path:
     """The folder of the demo data set in the cache; generates it if it does not exist. Safe if killed, and in several
-    processes: it is generated in a temporary folder and renamed, so it is never incomplete. A folder that is not a
-    complete demo of this version is replaced."""
+    processes: it is generated in a temporary folder and renamed, so it is never incomplete."""
     target = cache_folder() / f"demo-v{VERSION}"
-    if _is_complete(target):
+    if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     staging_dir = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         for split, count in IMAGES_PER_SPLIT.items():
             _draw_split(staging_dir / split, split, count)
-        write_atomic(staging_dir / MARKER_FILE, msgspec.json.encode(Marker(version=VERSION, seed=SEED)))
-        _move_into_place(staging_dir, target)
+        staging_dir.rename(target)
+        fsync_folder(target.parent)
+    except OSError:
+        if not target.is_dir():  # else another process was faster
+            raise
     finally:
         shutil.rmtree(staging_dir, ignore_errors=True)
     return target
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        marker = msgspec.json.decode((folder / MARKER_FILE).read_bytes(), type=Marker)
-    except (OSError, msgspec.DecodeError):
-        return False
-    return marker == Marker(version=VERSION, seed=SEED)
-
-
-def _move_into_place(staging_dir: Path, target: Path) -> None:
-    """Renames into place, unless another process was faster. Replaces an incomplete folder."""
-    try:
-        staging_dir.rename(target)
-    except OSError:
-        if _is_complete(target):
-            return
-        old_dir = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-        target.rename(old_dir / target.name)
-        staging_dir.rename(target)
-        shutil.rmtree(old_dir)
-    fsync_folder(target.parent)
 
 
 def _draw_split(folder: Path, split: str, count: int) -> None:

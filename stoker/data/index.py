@@ -9,7 +9,7 @@ making splits (`validation/clean.py`), the file (`index_cache.py`), the content 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +22,7 @@ from stoker.data import index_cache
 from stoker.data.formats import finder, images
 from stoker.data.formats.finder import FORMATS, data_file_suffixes
 from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_SUFFIXES
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles, group_by_folder
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, group_by_folder
 from stoker.data.formats.yolo import MAX_CLASSES
 from stoker.data.images import source as image_source
 from stoker.data.validation import clean
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["ImageRanges", "Index", "Problem", "missing_images", "open_index", "require_images", "unlisted_images"]
 
 DEFAULT_VAL_FRACTION = 0.1
-MAX_PARTS_ALONE = 8
-"""Parts of a data set up to which a check reads the others where one cannot be read."""
 
 
 class ImageRanges(NamedTuple):
@@ -65,7 +63,7 @@ class Index:
     """R images with K boxes. The arrays are read-only views into the mapped file, which they keep open."""
 
     root: Path
-    """Absolute; paths are relative to it. For a data set in a bucket, its local mirror (`remote/bucket.py`)."""
+    """Absolute; paths are relative to it. For a data set in a bucket, its local mirror (`remote.py`)."""
     format: str
     """A key of `formats.finder.FORMATS`: "coco", "voc", …"""
     class_names: tuple[str, ...]
@@ -236,19 +234,9 @@ def open_index(
 
     def open_path(path: Path) -> Index:
         layout = finder.layout_of_files(path, splits.files) if splits.files else finder.detect_layout(path, format)
-        open_it = partial(
-            open_layout, data=path, options=splits, classes=tuple(classes), allow_outside=bool(allow_outside)
+        return open_layout(
+            layout, path, splits, classes=tuple(classes), allow_outside=bool(allow_outside), problems=problems
         )
-        if problems is None or not 1 < len(layout.parts) <= MAX_PARTS_ALONE:
-            return open_it(layout, problems=problems)
-        try:
-            return open_it(layout, problems=problems)
-        except DataError as error:
-            problems.clear()
-            readable, errors = _readable_parts(layout, error)
-            for part_error in errors:
-                problems.add("unreadable-set", str(part_error))
-            return open_it(readable, problems=problems)
 
     if not os.fspath(data):
         raise DataError("The name of the data set is empty.", fix='name a folder or a file; "." is this folder')
@@ -260,10 +248,10 @@ def open_index(
         location = expand_variables(os.fspath(data))
         if not is_uri(location):
             return open_path(Path(location))
-        from stoker.data.remote import resolve  # imports what is only needed for buckets
+        from stoker.data import remote  # imports what is only needed for buckets
 
-        resolved = resolve.resolve_dataset(parse_uri(location), data_file_suffixes(format))
-        with resolve.uris_in_errors(resolved.root):
+        resolved = remote.resolve_dataset(parse_uri(location), data_file_suffixes(format))
+        with remote.uris_in_errors(resolved.root):
             index = open_path(resolved.path)
         return _with_uris(index, resolved.root, resolved.notes)
     except OSError as error:
@@ -273,21 +261,6 @@ def open_index(
             cause=error.strerror or str(error),
             fix="check the permissions of the folder and that its disk is there",
         ) from error
-
-
-def _readable_parts(layout: DatasetLayout, error: DataError) -> tuple[DatasetLayout, list[DataError]]:
-    """The layout without the parts that cannot be read, and their errors. Raises `error` if no part can be read."""
-    kept: list[SplitFiles] = []
-    errors: list[DataError] = []
-    for part in layout.parts:
-        try:
-            FORMATS[layout.format].read(replace(layout, parts=(*kept, part)), ProblemCollector())
-            kept.append(part)
-        except DataError as part_error:
-            errors.append(part_error)
-    if not kept or not errors:
-        raise error
-    return replace(layout, parts=tuple(kept)), errors
 
 
 def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
@@ -506,31 +479,32 @@ def require_images(
 
 
 def _require_annotations(index: Index, allowed_fraction: float) -> None:
-    dropping_problems = [problem for problem in index.problems if problem.is_bad_image]
-    num_dropped = sum(problem.count for problem in dropping_problems)
+    problems = [problem for problem in index.problems if problem.is_bad_image]
+    num_dropped = sum(problem.count for problem in problems)
     if num_dropped > max_bad_images(allowed_fraction, len(index) + num_dropped):
-        raise DataError(
-            f"{count_of_all(num_dropped, len(index) + num_dropped, 'images')} are left out because of their"
-            " annotations.",
-            location=index.source,
-            cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in dropping_problems),
-            fix=f"`stoker data check {index.source}` names all of them: correct them, or allow more than"
-            f" {100 * allowed_fraction:.3g} % of the images with --max-bad-fraction",
-        )
+        allow = f"allow more than {100 * allowed_fraction:.3g} % of the images with --max-bad-fraction"
+        count = count_of_all(num_dropped, len(index) + num_dropped, "images")
+        raise _left_out_error(index, f"{count} are left out because of their annotations.", problems, allow)
 
 
 def _require_boxes(index: Index, splits: Sequence[str], allowed_fraction: float) -> None:
     problems = [problem for problem in index.problems if problem.drops_boxes]
-    excess = excess_bad_boxes(index, problems, splits, allowed_fraction)
-    if excess:
-        raise DataError(
-            f"{excess[0]} are left out.",
-            location=index.source,
-            cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in problems),
-            fix=f"{PROBLEM_KINDS[max(problems, key=lambda problem: problem.count).kind].fix}; `stoker data check"
-            f" {index.source}` names all of them. --max-bad-boxes allows more than {100 * allowed_fraction:.3g} % of"
-            " the boxes; images that lose all of theirs are then left out",
+    if excess := excess_bad_boxes(index, problems, splits, allowed_fraction):
+        allow = (
+            f"allow more than {100 * allowed_fraction:.3g} % of the boxes with --max-bad-boxes; images that lose all of"
+            " theirs are then left out"
         )
+        raise _left_out_error(index, f"{excess[0]} are left out.", problems, allow)
+
+
+def _left_out_error(index: Index, what: str, problems: list[Problem], allow: str) -> DataError:
+    most = max(problems, key=lambda problem: problem.count)
+    return DataError(
+        what,
+        location=index.source,
+        cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in problems),
+        fix=f"{PROBLEM_KINDS[most.kind].fix}; `stoker data check {index.source}` names all of them; or {allow}",
+    )
 
 
 def excess_bad_boxes(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.diagnosis.run_data import EventSummary, HangInfo, LogLine, Mean, Termination
 from stoker.runs.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS, locked
 from stoker.runs.schemas import DeviceSample, Event, StackWindow, StepWindow
-from stoker.storage.run_uri import LEASE_FILE
+from stoker.storage.uri import LEASE_FILE
 
 if TYPE_CHECKING:
     from stoker.storage.lease import LeaseHolder

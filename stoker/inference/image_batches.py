@@ -1,7 +1,7 @@
 """Batches of images without annotations, from files or pixels, for prediction; tiles of large images.
 
 An entry of a batch is a window: a whole image, or a tile of a large one. Threads decode, resize and pad windows ahead
-of the device, as in an evaluation (`data/images/decode.py`, `data/augment/geometry.py`), upright by EXIF. `predict.py`
+of the device, as in an evaluation (`data/images/decode.py`, `data/geometry.py`), upright by EXIF. `predict.py`
 runs the model. Annotated images are loaded by `data/loading/loader.py`.
 
 An object of 20 pixels in an image of 4,000 has 3 pixels in a model input of 640, too few to be detected. So the image
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.augment import geometry
+from stoker.data import geometry
 from stoker.data.batch import Batch
 from stoker.data.images import decode
 from stoker.data.images import source as places

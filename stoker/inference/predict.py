@@ -19,7 +19,7 @@ from PIL import Image
 
 from stoker.data.images import decode
 from stoker.data.images.source import display_path
-from stoker.data.remote.resolve import resolve_images
+from stoker.data.remote import resolve_images
 from stoker.errors import DataError, UsageError, writing
 from stoker.evaluation.draw import IMAGE_SUFFIXES as OUTPUT_SUFFIXES
 from stoker.evaluation.draw import draw_boxes, save_image

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from stoker.config.settings import DataSettings
-from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch
+from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.errors import UsageError

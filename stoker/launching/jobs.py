@@ -15,7 +15,7 @@ from stoker.launching.spec import Job, JobStatus
 from stoker.runs.records import EVENTS, LAUNCH, read_lines
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import write_atomic
-from stoker.storage.run_uri import to_run_uri, working_copy
+from stoker.storage.uri import to_run_uri, working_copy
 
 KEPT_JOBS = 100
 POLL_S = 0.5

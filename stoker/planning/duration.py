@@ -15,7 +15,7 @@ import msgspec
 
 from stoker.config.durations import Duration
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
-from stoker.data.images.cache_policy import CachePolicyInputs, choose_cache
+from stoker.data.images.pixel_cache import CachePolicyInputs, choose_cache
 from stoker.hardware.exchange_cost import Link, Workload, expected_maximum, step_cost
 from stoker.planning.estimate import CASES, UNCERTAIN, Case, Estimate, around, exactly, over_cases
 from stoker.planning.machines import GIB, Machine, links
@@ -363,7 +363,6 @@ class _Model:
                 inputs,
                 free_memory_bytes=int(FREE_MEMORY_FRACTION * machine.memory_gib * GIB),
                 free_disk_bytes=int(max(machine.ssd_gb, BOOT_DISK_GB) * 1e9 / 2),
-                workers=max(1, int(machine.vcpus) - machine.gpus),
                 network_file_system=None,
             )
         return choose_cache(inputs)[0]

@@ -17,7 +17,7 @@ import torch
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.settings import Config, check
 from stoker.config.sync_method import PLAIN, parse_sync
-from stoker.data.images import cache_policy
+from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index_of
 from stoker.errors import ConfigError, DataError, UsageError
@@ -169,7 +169,7 @@ def _job(config: Config, index: Index) -> TrainingJob:
     counted = every.unit != "minutes" and interval > 0
     data = config.data
     images_seen = steps * batch_size
-    inputs = cache_policy.collect_cache_inputs(
+    inputs = pixel_cache.collect_cache_inputs(
         index,
         train_indices,
         CachedImageSpec.for_augmentation(
@@ -177,7 +177,6 @@ def _job(config: Config, index: Index) -> TrainingJob:
         ),
         max_scale=data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0,
         epochs=images_seen / len(train_indices),
-        workers=1,
     )
     return TrainingJob(
         num_images=len(train_indices),

@@ -16,9 +16,9 @@ import msgspec
 import torch
 
 from stoker.config.settings import Config
-from stoker.data.augment.device import MOSAIC_GROUP_SIZE
+from stoker.data.augment import MOSAIC_GROUP_SIZE
 from stoker.data.index import Index
-from stoker.data.loading.decoder_choice import measure_host_decode
+from stoker.data.loading.device_decoder import measure_host_decode
 from stoker.data.loading.loader import compute_max_boxes
 from stoker.errors import DataError, StokerError
 from stoker.hardware import calibration

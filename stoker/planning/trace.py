@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from stoker.config.settings import Config
-from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch, clear_cached_constants
+from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
 from stoker.models import build

@@ -20,11 +20,9 @@ from stoker.errors import Conflict, StokerError, StorageError, Unsupported
 from stoker.findings.finding import Finding, Severity
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe
-from stoker.storage.failures import caused_by
-from stoker.storage.retry import Timeouts
-from stoker.storage.run_uri import WRITABLE_SCHEMES
+from stoker.storage.failures import Timeouts, caused_by
 from stoker.storage.store import Store
-from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
+from stoker.storage.uri import WRITABLE_SCHEMES, StorageUri, expand_variables, is_uri, parse_uri
 
 TIMEOUT_S = 4.0
 """Of a request with its retries; a store that never responded is given up after a sixth of it."""

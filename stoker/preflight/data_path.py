@@ -28,7 +28,7 @@ import numpy as np
 from stoker import regular_files
 from stoker.data.images.decode import thumbnail
 from stoker.data.index import Index
-from stoker.data.loading.autotune import MAX_WORKERS, WORKERS_PER_CORE
+from stoker.data.loading.stats import MAX_WORKERS, WORKERS_PER_CORE
 from stoker.errors import DataError, ObjectMissing, StokerError
 from stoker.findings.finding import Finding
 from stoker.hardware.cgroup import host_cores
@@ -195,7 +195,7 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
         return dataclasses.replace(rate, cold=_all_cold(index, files.cold)), encoded
     store = remote[0]
     throttled = _throttled(store)
-    with Fetcher() as fetcher:  # the loader's, which chooses by itself how many requests are in flight
+    with Fetcher() as fetcher:  # the loader's
 
         def submit(image: int) -> "Future[bytes]":
             location = index.remote_object(image)
@@ -203,10 +203,7 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
             of_image, key, start, length = location
             return fetcher.submit(of_image, key, start=start, length=length)
 
-        def report() -> None:
-            fetcher.report_demand(starved=True)
-
-        rate, encoded = _measure(images, seconds, submit, lambda: fetcher.target_in_flight, report)
+        rate, encoded = _measure(images, seconds, submit, lambda: fetcher.target_in_flight, lambda: None)
     return dataclasses.replace(rate, throttled=_throttled(store) - throttled), encoded
 
 

@@ -25,8 +25,7 @@ from stoker.knowledge import read_toml
 from stoker.preflight.access import check_readable, check_writable
 from stoker.preflight.catalog import describe
 from stoker.secrets import mask_secrets
-from stoker.storage.run_uri import WRITABLE_SCHEMES
-from stoker.storage.uri import is_uri, parse_uri
+from stoker.storage.uri import WRITABLE_SCHEMES, is_uri, parse_uri
 
 MAX_SHOWN = 200
 """Characters of a value."""

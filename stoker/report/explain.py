@@ -36,8 +36,7 @@ from stoker.report.sizing import advise_sizing, read_environment, resource_usage
 from stoker.runs import records
 from stoker.runs.schemas import Event, Probe
 from stoker.runs.totals import Totals
-from stoker.storage.run_uri import display_path
-from stoker.storage.uri import is_uri
+from stoker.storage.uri import display_path, is_uri
 
 State = Literal["running", "finished", "preempted", "failed", "killed", "unknown"]
 

@@ -24,7 +24,7 @@ from stoker.report.sizing import read_environment
 from stoker.runs import records
 from stoker.runs.schemas import Event, Quarantined
 from stoker.secrets import mask_secrets
-from stoker.storage.run_uri import display_path
+from stoker.storage.uri import display_path
 
 MAX_EVENTS, MAX_QUARANTINED = 300, 100
 """Longer lists are truncated in the middle; the number of omitted items is kept."""

@@ -190,11 +190,10 @@ def find_runs(folder: str | Path, runs_summary: RunsSummary) -> Iterator[str]:
 
 
 def _find_runs_in_bucket(text: str) -> Iterator[str]:
-    from stoker.storage import download  # imports obstore, which local folders do not need
-    from stoker.storage.store import open_store
+    from stoker.storage.store import list_keys, open_store  # needed for buckets only
 
     uri = parse_uri(text)
-    for name in download.list_keys(open_store(uri), uri):
+    for name in list_keys(open_store(uri), uri):
         run, _, file = name.rpartition("/")
         if file == records.EVENTS:
             yield str(uri.child(run)) if run else str(uri)

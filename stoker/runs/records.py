@@ -24,8 +24,7 @@ from stoker.errors import UsageError, writing
 from stoker.printable import printable
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import write_atomic
-from stoker.storage.run_uri import LEASE_FILE, working_copy
-from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
+from stoker.storage.uri import LEASE_FILE, StorageUri, expand_variables, is_uri, parse_uri, working_copy
 
 if os.name == "posix":
     import fcntl
@@ -292,19 +291,19 @@ def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
 
     Raises UsageError, StorageError.
     """
-    from stoker.storage import download  # imports obstore, which local runs do not need
+    from stoker.storage import store  # needed for runs in a bucket only
 
     working_dir = working_copy(uri)
     with contextlib.suppress(OSError), locked(working_dir) as free:  # OSError: there is no working copy
         if free is False and (working_dir / EVENTS).exists():
             return working_dir
     if weights:
-        return download.fetch_files(
+        return store.fetch_files(
             uri, (CONFIG,), events_file=EVENTS, first_existing_of=(BEST, FINAL), fallback_checkpoints=CHECKPOINTS
         )
     names = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE,
              LEASE_FILE)  # fmt: skip
-    return download.fetch_files(uri, names, events_file=EVENTS, subfolder=RANKS)
+    return store.fetch_files(uri, names, events_file=EVENTS, subfolder=RANKS)
 
 
 def is_finished(run: Path) -> bool:

@@ -1,21 +1,28 @@
-"""Failures of requests to a bucket: the kind of failure, whether a retry may help, and the message for the user.
+"""Failures of requests to a bucket: the kind of failure, whether and when to retry, and the message for the user.
 
 obstore gives an exception class, and everything else as text: the status, the store's XML, the kind of a network
 failure. Only this module parses that text. It does not include headers such as Retry-After. Codes and messages are in
 `knowledge/storage_failures.toml`.
+
+Waits have full jitter (AWS Architecture Blog, "Exponential Backoff and Jitter", 2015); only the total time ends a
+request. obstore's own retries are used for parts of uploads only (`clients.py`): they do not retry damaged bodies, and
+repeat conditional writes.
 """
 
 import functools
+import os
+import random
 import re
 import shlex
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported
+from stoker.errors import ConfigError, Conflict, ObjectMissing, StorageError, Unsupported
 from stoker.knowledge import read_toml
-from stoker.storage.credentials import Credentials
+from stoker.storage.clients import Credentials
 from stoker.storage.uri import StorageUri
 
 Action = Literal["read", "list", "write", "delete"]
@@ -30,6 +37,12 @@ _MESSAGE = re.compile(r"<(?:Details|Message)>([^<]*)</(?:Details|Message)>")
 _NETWORK = re.compile(r"kind: (Connect|Timeout|Interrupted|Request|Decode)\b")
 _INVALID_KEY = re.compile(r'invalid path: .*?Path "(.*?)" contained|Path "(.*?)" contained')
 _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]+)'|<Region>([a-z0-9-]+)</Region>")
+
+BACKOFF_BASE_S, BACKOFF_MAX_S = 0.1, 20.0
+"""The n-th wait is uniform between 0 and min(BACKOFF_MAX_S, BACKOFF_BASE_S · 2ⁿ)."""
+CONNECT_TIMEOUT_DIVISOR = 6
+"""If a store has never responded, failures to connect are reported after 1/6 of the time: a typo in an endpoint should
+not take two minutes to be reported."""
 
 _DONE = {"read": "read", "list": "listed", "write": "written", "delete": "deleted"}
 
@@ -195,3 +208,85 @@ _ERRORS: dict[FailureKind, type[StorageError]] = {
     "conflict": Conflict,
     "unsupported": Unsupported,
 }
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Times in seconds. total_s: of a request with all its retries (STOKER_STORAGE_TIMEOUT_S)."""
+
+    total_s: float = 120.0
+
+    @property
+    def stall_s(self) -> float:
+        """Time without a byte after which a connection is closed and the request retried."""
+        return self.total_s / 8
+
+    @classmethod
+    def from_environment(cls) -> "Timeouts":
+        text = os.environ.get("STOKER_STORAGE_TIMEOUT_S")
+        if not text:
+            return cls()
+        try:
+            total_s = float(text)
+        except ValueError:
+            total_s = 0.0
+        if not 0.0 < total_s < 86400.0:
+            raise ConfigError(
+                f"STOKER_STORAGE_TIMEOUT_S is {text!r}.",
+                choices=["seconds, above 0 and below 86400"],
+                fix=f"Unset it for the default, {cls.total_s:g}.",
+            )
+        return cls(total_s)
+
+
+@dataclass
+class RequestCounters:
+    """What was asked of a store, about: threads do not wait for each other to count."""
+
+    requests: int = 0
+    """With retries and hedges."""
+    retries: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    """By name: "503 SlowDown", "timeout", …; includes failures that a retry solved."""
+    has_responded: bool = False
+    """Whether the store ever responded, even with an error."""
+
+
+class RetryState:
+    """One request and its retries."""
+
+    def __init__(self, timeouts: Timeouts, counters: RequestCounters) -> None:
+        self._timeouts, self._counters = timeouts, counters
+        self._start_s = time.monotonic()
+        self.failures: list[Failure] = []
+        counters.requests += 1
+
+    def next_wait_s(self, failure: Failure) -> float | None:
+        """Seconds to wait before the next attempt; None: give up."""
+        self.failures.append(failure)
+        counters = self._counters
+        counters.has_responded = counters.has_responded or failure.status is not None
+        counters.failures[failure.name] = counters.failures.get(failure.name, 0) + 1
+        if not failure.is_retryable:
+            return None
+        total_s = self._timeouts.total_s
+        if failure.connection_failed and not counters.has_responded:
+            total_s /= CONNECT_TIMEOUT_DIVISOR
+        remaining_s = self._start_s + total_s - time.monotonic()
+        # Not the global generator of `random`, whose numbers a training may use.
+        wait_s = _RANDOM.uniform(0.0, min(BACKOFF_MAX_S, BACKOFF_BASE_S * 2.0 ** (len(self.failures) - 1)))
+        if wait_s >= remaining_s:
+            return None
+        counters.requests += 1
+        counters.retries += 1
+        return wait_s
+
+    def describe(self) -> str:
+        """The attempts, for the message."""
+        elapsed_s = time.monotonic() - self._start_s
+        names = [failure.name for failure in self.failures]
+        kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+        return f"tried {len(names)} times in {elapsed_s:.0f} s: {kinds}"
+
+
+_RANDOM = random.Random()

@@ -1,13 +1,11 @@
 """Many concurrent reads: one thread with an event loop, on which obstore's requests run.
 
-A read is one asyncio task, and a second one if the first is late (`_Hedging`); the first complete response is used. How
-many reads the caller should have in flight is measured (`_Concurrency`). Retries and checks are in
-`store.Store.read_async`. The thread keeps its `Fetcher` alive, so a fetcher has to be closed.
+A read is one asyncio task, and a second one if the first is late (`_Hedging`); the first complete response is used.
+Retries and checks are in `store.Store.read_async`. The thread keeps its `Fetcher` alive, so a fetcher has to be closed.
 """
 
 import asyncio
 import atexit
-import math
 import os
 import sys
 import threading
@@ -18,7 +16,9 @@ from concurrent.futures import Future
 from stoker.errors import StorageError
 from stoker.storage.store import Store
 
-MAX_IN_FLIGHT = 256
+MAX_IN_FLIGHT = 64
+"""With a latency of 30 ms it reads 2,000 images per second. Twice as many cost half as much CPU again on a thin link
+(`benchmarks/loading/storage.py`)."""
 BUDGET_BYTES = 512 * 2**20
 """Default for the bytes in flight. One request is always allowed, even if it is larger."""
 TYPICAL_BYTES = 128 * 1024
@@ -26,12 +26,6 @@ TYPICAL_BYTES = 128 * 1024
 JOIN_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S, CANCEL_GRACE_S = 1.0, 0.05
 """Time for obstore's threads to leave Python: maximum for those with a response; for those of a cancelled read."""
-
-INITIAL_CONCURRENCY, GROWTH_FACTOR = 16, 2.0
-MIN_GAIN = 1.05
-"""Growth that raises the throughput by less is undone: the network or the store is the limit."""
-COOLDOWN_ROUNDS = 8
-"""Rounds until growth is tried again after it did not help."""
 
 HEDGE_QUANTILE, HEDGE_FACTOR, HEDGE_MIN_S = 0.95, 1.5, 0.01
 """A read is late after this factor times this quantile of the recent latencies: when the network is the limit all
@@ -50,7 +44,6 @@ class Fetcher:
     def __init__(
         self, max_in_flight: int = MAX_IN_FLIGHT, *, budget_bytes: int = BUDGET_BYTES, hedge: bool = True
     ) -> None:
-        self._concurrency = _Concurrency(max_in_flight)
         self._hedging = _Hedging() if hedge else None
         self._max_in_flight, self._budget_bytes = max_in_flight, budget_bytes
         self._submitted: deque[_Read] = deque()
@@ -83,16 +76,10 @@ class Fetcher:
                 self._loop.call_soon_threadsafe(self._drain_submitted)
         return read.future
 
-    def report_demand(self, *, starved: bool) -> None:
-        """Whether the consumer has waited for an object since the last report."""
-        with self._lock:
-            if not self._closed:
-                self._loop.call_soon_threadsafe(lambda: self._concurrency.update(starved, self._loop.time()))
-
     @property
     def target_in_flight(self) -> int:
         """How many objects the caller should keep in flight."""
-        return max(1, min(self._concurrency.value, self._budget_bytes // self._mean_bytes()))
+        return max(1, min(self._max_in_flight, self._budget_bytes // self._mean_bytes()))
 
     def close(self) -> None:
         """Cancels all reads: their futures fail. Waits for the thread."""
@@ -177,7 +164,6 @@ class Fetcher:
         self._num_finished += 1
         self._finished_bytes += len(data)
         self._finish_read(read)
-        self._concurrency.record_response(len(data))
         if self._hedging is not None:
             self._hedging.record_response(self._loop.time() - read.started_s)
         for task in read.tasks:
@@ -210,44 +196,6 @@ class _Read:
     def closed_error(self) -> StorageError:
         location = self.store.uri.child(self.key)
         return StorageError("The object was not read: its fetcher is closed.", location=location)
-
-
-class _Concurrency:
-    """How many requests should be in flight: twice as many as long as the consumer waits and that raises the
-    throughput. limit: the maximum."""
-
-    def __init__(self, limit: int) -> None:
-        self.value, self._limit = min(INITIAL_CONCURRENCY, limit), limit
-        self._num_completed = self._completed_bytes = self._cooldown_rounds = 0
-        self._round_start_s: float | None = None
-        self._before_growth: tuple[int, float] | None = None
-        """Concurrency and bytes per second before the newest growth, until it is known whether it helped."""
-
-    def record_response(self, size_bytes: int) -> None:
-        self._num_completed += 1
-        self._completed_bytes += size_bytes
-
-    def update(self, starved: bool, now_s: float) -> None:
-        """starved: the consumer has waited. A round ends when as many requests ended as are in flight."""
-        if not starved:  # it may wait again in this round; how much is read says little about the newest growth
-            self._before_growth = None
-            return
-        if self._round_start_s is not None:
-            if self._num_completed < self.value or now_s <= self._round_start_s:
-                return
-            self._adapt(self._completed_bytes / (now_s - self._round_start_s))
-        self._round_start_s = now_s
-        self._num_completed = self._completed_bytes = 0
-
-    def _adapt(self, bytes_per_s: float) -> None:
-        before, self._before_growth = self._before_growth, None
-        if before is not None and bytes_per_s < before[1] * MIN_GAIN:
-            self.value, self._cooldown_rounds = before[0], COOLDOWN_ROUNDS
-        elif self._cooldown_rounds:
-            self._cooldown_rounds -= 1
-        elif self.value < self._limit:
-            self._before_growth = self.value, bytes_per_s
-            self.value = min(self._limit, math.ceil(self.value * GROWTH_FACTOR))
 
 
 class _Hedging:

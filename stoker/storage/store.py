@@ -3,35 +3,43 @@
 Every read is checked against the length in the headers. Whole objects that `read` returns are also checked by MD5 where
 the ETag is one (objects of one part without KMS keys). obstore does not give access to other checksums (x-goog-hash,
 x-amz-checksum-…). Images are read by `read_async` without MD5, which costs as much as the whole request; TLS protects
-the transfer, and decoding is strict. Not here: many concurrent reads (`fetcher.py`), credentials (`credentials.py`),
-the time between retries (`retry.py`), kinds of failures (`failures.py`).
+the transfer, and decoding is strict. Not here: many concurrent reads (`fetcher.py`), credentials (`clients.py`), kinds
+of failures and the time between retries (`failures.py`).
+
+Downloads are objects as files, and the files of a run that a command needs: a command reads the working copy of a run
+(`uri.py`) if that is at least as new as the bucket, else it downloads into the reading copy. Objects that are removed
+or replaced meanwhile are not an error: the run may be live.
 """
 
 import asyncio
 import functools
 import hashlib
+import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported, needs_package
+from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported, UsageError, needs_package
 from stoker.storage import clients
-from stoker.storage.credentials import Credentials, find_credentials
+from stoker.storage.clients import Credentials, find_credentials
 from stoker.storage.failures import (
     Action,
     CorruptResponse,
     ObjectTooShort,
+    RequestCounters,
+    RetryState,
+    Timeouts,
     caused_by,
     classify_failure,
     to_storage_error,
 )
-from stoker.storage.retry import RequestCounters, RetryBudget, RetryState, Timeouts
-from stoker.storage.uri import StorageUri
+from stoker.storage.local_files import atomic_path, write_atomic
+from stoker.storage.uri import URI_FILE, StorageUri, reading_copy, working_copy
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, GetResult, ObjectMeta, PutMode, PutResult
@@ -42,6 +50,12 @@ LIST_CHUNK_SIZE = 250
 """A listing that fails is resumed after the last chunk; a page of the stores has 1,000 objects."""
 UNBOUNDED = 2**40
 """Length of a range up to the end of the object."""
+ETAGS_FILE = ".fetched.json"
+"""In a reading copy: name → ETag of the downloaded object."""
+DOWNLOAD_PART_BYTES = 64 * 2**20
+MAX_ATTEMPTS = 5
+MAX_RUNS_SHOWN = 8
+"""Runs that an error message lists."""
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _T = TypeVar("_T")
 
@@ -78,14 +92,10 @@ class Store:
         self.uri = replace(uri, key="")
         self.timeouts = timeouts or Timeouts.from_environment()
         self.credentials: Credentials = find_credentials(uri.scheme)
-        self.budget = RetryBudget()
-        self._clients = clients.make_clients(self.uri, self.credentials, self.timeouts)
+        self.counters = RequestCounters()
+        self._clients = clients.make_clients(self.uri, self.credentials, stall_s=self.timeouts.stall_s)
         self._bucket_exists = False
         self._supports_ranges = True
-
-    @property
-    def counters(self) -> RequestCounters:
-        return self.budget.counters
 
     def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
         """The object, or `length` bytes of it from `start`. Raises ObjectMissing, StorageError."""
@@ -105,21 +115,21 @@ class Store:
             return data
 
         data = self._with_retries("read", key, attempt)
-        self.budget.count_response(len(data))
+        self.counters.has_responded = True
         return data
 
     async def read_async(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
         """`read` on an event loop, without the MD5."""
         if length == 0:
             return b""
-        retry_state = RetryState(self.timeouts, self.budget)
+        retry_state = RetryState(self.timeouts, self.counters)
         while True:
             try:
                 data = await self._attempt_async(key, start, length)
             except _request_exceptions() as error:
                 await asyncio.sleep(self._retry_wait_s(retry_state, error, "read", key))
             else:
-                self.budget.count_response(len(data))
+                self.counters.has_responded = True
                 return data
 
     async def _attempt_async(self, key: str, start: int, length: int | None) -> bytes:
@@ -182,7 +192,7 @@ class Store:
         import obstore
 
         last_key: str | None = None
-        retry_state = RetryState(self.timeouts, self.budget)
+        retry_state = RetryState(self.timeouts, self.counters)
         while True:
             try:
                 stream = obstore.list(self._clients.reads, prefix or None, offset=last_key, chunk_size=LIST_CHUNK_SIZE)
@@ -190,8 +200,8 @@ class Store:
                     for meta in metas:
                         yield self._object_info(meta)
                         last_key = meta["path"]
-                    retry_state = RetryState(self.timeouts, self.budget)
-                self.budget.count_response()
+                    retry_state = RetryState(self.timeouts, self.counters)
+                self.counters.has_responded = True
                 return
             except _request_exceptions() as error:
                 time.sleep(self._retry_wait_s(retry_state, error, "list", prefix))
@@ -203,7 +213,7 @@ class Store:
         listing = self._with_retries(
             "list", prefix, lambda: obstore.list_with_delimiter(self._clients.reads, prefix or None)
         )
-        self.budget.count_response()
+        self.counters.has_responded = True
         return tuple(sorted(path.rpartition("/")[2] for path in listing["common_prefixes"]))
 
     def write(
@@ -231,14 +241,7 @@ class Store:
         def attempt() -> "PutResult":
             nonlocal may_be_written
             try:
-                if isinstance(data, bytes):
-                    return obstore.put(
-                        client, key, data, mode=mode, use_multipart=multipart, chunk_size=clients.PART_BYTES
-                    )
-                with data.open("rb") as file:
-                    return obstore.put(
-                        client, key, file, mode=mode, use_multipart=multipart, chunk_size=clients.PART_BYTES
-                    )
+                return obstore.put(client, key, data, mode=mode, use_multipart=multipart, chunk_size=clients.PART_BYTES)
             except BaseError as error:
                 failure = classify_failure(error)
                 if failure.kind == "conflict" and may_be_written and (own_result := self._own_write_result(key, data)):
@@ -247,7 +250,7 @@ class Store:
                 raise
 
         result = self._with_retries("write", key, attempt)
-        self.budget.count_response()
+        self.counters.has_responded = True
         etag = result["version"] if self.uri.scheme == "gs" else result["e_tag"]
         return ObjectInfo(key, size, etag, time.time())
 
@@ -262,7 +265,7 @@ class Store:
                 return
 
         self._with_retries("delete", key, attempt)
-        self.budget.count_response()
+        self.counters.has_responded = True
 
     def _own_write_result(self, key: str, data: bytes | Path) -> "PutResult | None":
         """After an attempt without a response, a conflict may be with our own write: then the object has our bytes."""
@@ -275,7 +278,7 @@ class Store:
         return {"e_tag": result.meta["e_tag"], "version": result.meta["version"]}
 
     def _with_retries(self, action: Action, key: str, attempt: Callable[[], _T]) -> _T:
-        retry_state = RetryState(self.timeouts, self.budget)
+        retry_state = RetryState(self.timeouts, self.counters)
         while True:
             try:
                 return attempt()
@@ -335,3 +338,117 @@ def open_store(uri: StorageUri) -> Store:
         if key not in _STORES:
             _STORES[key] = Store(uri)
         return _STORES[key]
+
+
+def list_keys(store: Store, uri: StorageUri) -> dict[str, str]:
+    """The keys of all objects below a URI, by their names relative to it."""
+    prefix = f"{uri.key}/" if uri.key else ""
+    return {info.key.removeprefix(prefix): info.key for info in store.list(uri.key)}
+
+
+def has_all_events(folder: Path, events_file: str, remote_events: bytes) -> bool:
+    """Whether a local copy is at least as new as the bucket. Events are only appended, so a newer copy begins with the
+    events of the bucket, unless another machine has continued the run."""
+    path = folder / events_file
+    return path.is_file() and path.read_bytes().startswith(remote_events)
+
+
+def fetch_files(
+    uri: StorageUri,
+    names: Iterable[str],
+    *,
+    events_file: str,
+    subfolder: str = "",
+    first_existing_of: Iterable[str] = (),
+    fallback_checkpoints: str = "",
+) -> Path:
+    """A local folder with these files of the run, if it has them; with all files of its folder `subfolder`; and with
+    the first of `first_existing_of` that it has, else the newest weights in its folder `fallback_checkpoints`. Files
+    that have not changed since the last download are not downloaded again.
+
+    events_file: the file that every run has. Raises UsageError when there is no run, StorageError.
+    """
+    store = open_store(uri)
+    try:
+        remote_events = store.read(uri.child(events_file).key)
+    except ObjectMissing as error:
+        raise not_a_run_error(uri, events_file) from error
+    working_dir = working_copy(uri)
+    if has_all_events(working_dir, events_file, remote_events):
+        return working_dir
+    folder = reading_copy(uri)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / URI_FILE, str(uri).encode())
+    etags_path = folder / ETAGS_FILE
+    etags: dict[str, str | None] = json.loads(etags_path.read_bytes()) if etags_path.exists() else {}
+    subfolder_names = [f"{subfolder}/{name}" for name in list_keys(store, uri.child(subfolder))] if subfolder else []
+    fetched_before = [name for name in etags if subfolder and name.startswith(f"{subfolder}/")]
+    for name in dict.fromkeys([*names, *subfolder_names, *fetched_before]):
+        _update_file(store, uri, folder, name, etags)
+    keys_by_name = list_keys(store, uri) if fallback_checkpoints else {}
+    weight_files = (
+        name
+        for name in keys_by_name
+        if name.startswith(f"{fallback_checkpoints}/step-") and name.endswith(".safetensors")
+    )
+    for name in (*first_existing_of, *sorted(weight_files, reverse=True)):
+        if _update_file(store, uri, folder, name, etags):
+            break
+    write_atomic(etags_path, json.dumps(etags).encode())
+    return folder
+
+
+def not_a_run_error(uri: StorageUri, events_file: str) -> UsageError:
+    """The error for a URI without a run."""
+    parent = uri.parent
+    try:
+        siblings = [str(parent.child(name)) for name in open_store(uri).list_folders(parent.key)]
+    except StorageError:  # permission to read does not include permission to list
+        siblings = []
+    cause, fix = f"it has no {events_file}", "name the URI that was given to training as --run-dir"
+    return UsageError(f"{str(uri)!r} is not a run.", cause=cause, choices=siblings[-MAX_RUNS_SHOWN:], fix=fix)
+
+
+def _update_file(store: Store, uri: StorageUri, folder: Path, name: str, etags: dict[str, str | None]) -> bool:
+    """Updates folder/name from the bucket; removes it if the bucket does not have it. Returns whether it does."""
+    target, key = folder / name, uri.child(name).key
+    info = store.stat(key)
+    if info is not None and target.is_file() and info.etag is not None and etags.get(name) == info.etag:
+        return True
+    try:
+        if info is None:
+            raise ObjectMissing("There is no such object.", location=uri.child(name))
+        etags[name] = download(store, key, target).etag
+    except ObjectMissing:  # also when it was removed after `stat`
+        target.unlink(missing_ok=True)
+        etags.pop(name, None)
+        return False
+    return True
+
+
+def download(store: Store, key: str, target: Path) -> ObjectInfo:
+    """Downloads an object to a file, which appears as a whole and gets the object's time. Raises ObjectMissing when it
+    does not exist, StorageError when it is replaced again and again during the download."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(target) as temporary:
+        for _ in range(MAX_ATTEMPTS):
+            info = _stat_existing(store, key)
+            with temporary.open("wb") as file:
+                if info.size_bytes <= DOWNLOAD_PART_BYTES:
+                    file.write(store.read(key))  # compared with its ETag, where that is an MD5
+                else:
+                    for start in range(0, info.size_bytes, DOWNLOAD_PART_BYTES):
+                        length = min(DOWNLOAD_PART_BYTES, info.size_bytes - start)
+                        file.write(store.read(key, start=start, length=length))
+                file.flush()
+                os.fsync(file.fileno())
+            if _stat_existing(store, key) == info:
+                os.utime(temporary, (info.modified_s, info.modified_s))
+                return info
+        raise StorageError("The object is replaced faster than it can be downloaded.", location=key)
+
+
+def _stat_existing(store: Store, key: str) -> ObjectInfo:
+    if (info := store.stat(key)) is None:
+        raise ObjectMissing("There is no such object.", location=store.uri.child(key))
+    return info

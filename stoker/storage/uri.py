@@ -1,8 +1,13 @@
 """URIs of objects: `gs://bucket/key`, `s3://bucket/key`, `https://host/key`; and environment variables in paths.
 
 A URI is never a `pathlib.Path`, which drops one of its slashes. Only text is handled here; `store.py` reads objects.
+
+A run in a bucket has two copies in the cache folder. Training writes the *working copy* and uploads it
+(`training/bucket_run.py`). Commands that only read download the files that they need into the *reading copy*
+(`store.py`).
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -12,8 +17,13 @@ from typing import NoReturn
 from urllib.parse import quote, unquote
 
 from stoker.errors import ConfigError, nearest
+from stoker.storage.local_files import cache_folder, safe_name
 
 SCHEMES = ("gs", "s3", "https", "http")
+URI_FILE = ".address"
+"""In both copies: the URI of the run. If the user names the copy as the run, training continues with this URI."""
+LEASE_FILE = "lease.json"
+WRITABLE_SCHEMES = ("gs", "s3")
 
 _URI_PATTERN = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]+://|(?:{'|'.join(SCHEMES)}):/")
 """Includes unknown schemes, and the one slash that `pathlib` leaves: `parse_uri` reports what is wrong."""
@@ -98,14 +108,7 @@ def expand_variables(text: str) -> str:
     expanded = _VARIABLE_PATTERN.sub(
         lambda match: _variable_value(match[1] if match[1] is not None else match[2], text), text
     )
-    if expanded.startswith("~"):
-        try:
-            return str(Path(expanded).expanduser())
-        except RuntimeError as error:
-            raise ConfigError(
-                "The home folder is not known.", location=text, cause=str(error), fix="Write the absolute path."
-            ) from error
-    return expanded
+    return os.path.expanduser(expanded)
 
 
 def _variable_value(name: str, text: str) -> str:
@@ -126,3 +129,29 @@ def _raise_config_error(
     fix: str = "For example s3://my-bucket/data or gs://my-bucket/data.",
 ) -> NoReturn:
     raise ConfigError(message, location=text, cause=cause, choices=choices, fix=fix)
+
+
+def to_run_uri(text: str) -> StorageUri | None:
+    """The URI of a run that the user named; None: it is a local folder. Raises ConfigError."""
+    text = expand_variables(text)
+    if is_uri(text):
+        return parse_uri(text)
+    uri_file = Path(text) / URI_FILE
+    return parse_uri(uri_file.read_text(encoding="utf-8")) if uri_file.is_file() else None
+
+
+def display_path(folder: Path) -> str:
+    """The name of a run in messages: its URI, if the folder is a copy of a run in a bucket."""
+    uri_file = folder / URI_FILE
+    return uri_file.read_text(encoding="utf-8") if uri_file.is_file() else str(folder)
+
+
+def working_copy(uri: StorageUri) -> Path:
+    """The local folder in which training writes a run of a bucket."""
+    return cache_folder() / "runs" / f"{safe_name(uri.name)}-{hashlib.sha256(str(uri).encode()).hexdigest()[:12]}"
+
+
+def reading_copy(uri: StorageUri) -> Path:
+    """The local folder into which files of a run in a bucket are downloaded for reading."""
+    folder = working_copy(uri)
+    return folder.with_name(f"{folder.name}-read")

@@ -48,12 +48,19 @@ from stoker.runs.records import (
     is_finished,
     locked,
 )
-from stoker.storage.download import download, has_all_events, list_keys, not_a_run_error
 from stoker.storage.lease import Lease, LeaseLost, acquire
 from stoker.storage.local_files import write_atomic
-from stoker.storage.run_uri import LEASE_FILE, URI_FILE, WRITABLE_SCHEMES, to_run_uri, working_copy
-from stoker.storage.store import Store, open_store
-from stoker.storage.uri import StorageUri, is_uri, parse_uri
+from stoker.storage.store import Store, download, has_all_events, list_keys, not_a_run_error, open_store
+from stoker.storage.uri import (
+    LEASE_FILE,
+    URI_FILE,
+    WRITABLE_SCHEMES,
+    StorageUri,
+    is_uri,
+    parse_uri,
+    to_run_uri,
+    working_copy,
+)
 from stoker.training.checkpoint import MANIFEST, STATE, WEIGHTS, is_complete, list_checkpoints
 from stoker.training.run_selection import refuse_finished
 from stoker.training.state import EventLogger

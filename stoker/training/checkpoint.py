@@ -33,7 +33,7 @@ from stoker.hardware.device import Device, HostArenas, Lease, ReadyEvent, SideSt
 from stoker.runs.records import CHECKPOINTS, EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import fsync_folder, write_atomic
-from stoker.storage.run_uri import display_path
+from stoker.storage.uri import display_path
 
 WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20

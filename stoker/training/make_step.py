@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.config.sync_method import parse_sync
-from stoker.data.augment.device import makes_mosaics
+from stoker.data.augment import makes_mosaics
 from stoker.data.batch import Batch
 from stoker.errors import CaptureFailed
 from stoker.hardware.device import Device, is_out_of_memory

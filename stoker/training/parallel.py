@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import nn
 
-from stoker.data.augment.device import augment_batch
+from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
 from stoker.hardware.device import HostArenas, ReadyEvent

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from stoker.config.settings import Config, from_run
-from stoker.data.augment.device import augment_batch
+from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index_of
 from stoker.data.loading.loader import Loader

@@ -25,7 +25,7 @@ from stoker.errors import CheckpointError, DivergedError
 from stoker.hardware.device import Device
 from stoker.runs.records import QUARANTINE, STEPS, read_lines
 from stoker.runs.schemas import Quarantined, StepWindow
-from stoker.storage.run_uri import display_path
+from stoker.storage.uri import display_path
 from stoker.training import checkpoint
 from stoker.training.checkpoint import read_rollbacks
 from stoker.training.optim import OptimizerStep, lr_at

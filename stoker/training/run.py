@@ -24,8 +24,7 @@ from stoker.monitor.options import MonitoringOptions
 from stoker.report.format import count, duration, plural
 from stoker.report.terminal import Screen
 from stoker.runs.records import WARNING_KINDS
-from stoker.storage.run_uri import display_path
-from stoker.storage.uri import is_uri
+from stoker.storage.uri import display_path, is_uri
 from stoker.training import bucket_run, run_selection, start
 from stoker.training.bucket_run import VertexFolders, copying_results, vertex_folders
 from stoker.training.cluster import Devices, find_place

@@ -33,8 +33,7 @@ from stoker.runs.records import (
 )
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import write_atomic
-from stoker.storage.run_uri import display_path
-from stoker.storage.uri import expand_variables, is_uri, parse_uri
+from stoker.storage.uri import display_path, expand_variables, is_uri, parse_uri
 from stoker.training.supervisor import read_restart
 
 RUNS_DIR = Path("runs")

@@ -18,8 +18,7 @@ from stoker import models
 from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, check, from_run
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
-from stoker.data.images.cache_policy import open_cache
-from stoker.data.images.pixel_cache import CachedImageSpec
+from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
 from stoker.data.index import Index, open_index_of, require_images
 from stoker.data.index_digest import digest_images
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes

@@ -25,7 +25,7 @@ from typing import Literal, Self
 
 from stoker.errors import ConfigError, HungError
 from stoker.runs.records import HANG, RANKS, RunFolder
-from stoker.storage.retry import Timeouts
+from stoker.storage.failures import Timeouts
 from stoker.training.ranks import Failure, Ranks, write_report
 
 MIN_LIMIT_S = 60.0

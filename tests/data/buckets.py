@@ -3,10 +3,11 @@
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
+import pytest
 
 from stoker.data.index import Index
 from stoker.storage.store import Store
@@ -19,6 +20,26 @@ DRAWN = [
     Drawn("train-2.jpg", "train", 33, 44, [(2, 4, 4, 20, 30)]),
     Drawn("val-0.jpg", "val", 50, 50, [(0, 1, 1, 20, 20), (1, 2, 8, 20, 20), (2, 9, 9, 30, 30)]),
 ]
+
+
+def count_read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each read of a store from now on."""
+    sizes: list[int] = []
+    read, read_async = Store.read, Store.read_async
+
+    def counted(self: Store, key: str, **part: Any) -> bytes:
+        data = read(self, key, **part)
+        sizes.append(len(data))
+        return data
+
+    async def counted_async(self: Store, key: str, **part: Any) -> bytes:
+        data = await read_async(self, key, **part)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(Store, "read", counted)
+    monkeypatch.setattr(Store, "read_async", counted_async)
+    return sizes
 
 
 class Bucket(NamedTuple):

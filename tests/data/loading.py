@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from stoker.data.batch import PAD_COLOR, Batch
-from stoker.data.loading.loader import BUFFERS_IN_USE, PREFETCH_DEPTH, Loader, LoaderSpec, compute_max_boxes
+from stoker.data.loading.loader import BUFFERS_IN_USE, Loader, LoaderSpec, compute_max_boxes
 from stoker.hardware.device import Device
 from tests.data.memory_index import InMemoryIndex as InMemoryIndex
 
@@ -16,6 +16,9 @@ default_processes = None
 """Worker processes of all loaders that `make` makes; None: threads (`test_loader_processes.py`)."""
 IMAGE_SIZE = (32, 64)
 PADDING = torch.tensor([PAD_COLOR], dtype=torch.uint8)
+
+
+PREFETCH_DEPTH = 3
 
 
 def loader_threads():
@@ -36,6 +39,7 @@ def make(index, *, image_indices=None, cache=None, processes=None, on_quarantine
         "max_boxes": compute_max_boxes(index, image_indices),
         "seed": 3,
         "workers": 2,
+        "prefetch_depth": PREFETCH_DEPTH,
     }
     return Loader(
         index,

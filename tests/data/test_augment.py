@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.augment import geometry
-from stoker.data.augment.device import horizontal_flip
-from stoker.data.augment.geometry import RandomStream, compute_resize_geometry, sample_resize_geometry, transform_boxes
+from stoker.data import geometry
+from stoker.data.augment import horizontal_flip
+from stoker.data.geometry import RandomStream, compute_resize_geometry, sample_resize_geometry, transform_boxes
 from stoker.data.images.decode import decode_into
 from tests.batches import batch_of
 

@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.config.settings import DataSettings
-from stoker.data.augment import device
-from stoker.data.augment.device import (
+from stoker.data import augment
+from stoker.data.augment import (
     MOSAIC_END_FRACTION,
     AtOnce,
     augment_batch,
@@ -191,8 +191,8 @@ def test_nothing_in_it_waits(count, at_once):
 
 def test_accelerators_process_the_whole_batch_at_once():
     shape = (32, 3, 8, 8)
-    assert device.default_at_once(torch.empty(shape, device="meta")) == (32, 3)
-    assert device.default_at_once(torch.empty(shape)) == (4, 1)
+    assert augment.default_at_once(torch.empty(shape, device="meta")) == (32, 3)
+    assert augment.default_at_once(torch.empty(shape)) == (4, 1)
 
 
 @settings(max_examples=15, deadline=None)
@@ -248,7 +248,7 @@ def test_the_whole_batch_at_once_is_one_graph():
 
 
 def yiq(pixels):
-    return pixels @ np.array(device.RGB_TO_YIQ).T
+    return pixels @ np.array(augment.RGB_TO_YIQ).T
 
 
 def colored(batch, k, strengths):
@@ -257,13 +257,13 @@ def colored(batch, k, strengths):
     pixels = batch.images[k, :, :height, :width].permute(1, 2, 0).numpy().astype(np.float64)
     draws = batch.rand[k, RandSlot.BRIGHTNESS : RandSlot.HUE + 1].numpy().astype(np.float64)
     brightness, contrast, saturation = 1 + np.array(strengths[:3]) * (2 * draws[:3] - 1)
-    mean = (brightness * pixels[::4, ::4] @ device.LUMA_WEIGHTS).mean()
+    mean = (brightness * pixels[::4, ::4] @ augment.LUMA_WEIGHTS).mean()
     pixels = mean + contrast * (brightness * pixels - mean)
-    gray = (pixels @ device.LUMA_WEIGHTS)[..., None]
+    gray = (pixels @ augment.LUMA_WEIGHTS)[..., None]
     luma, i, q = np.moveaxis(yiq(gray + saturation * (pixels - gray)), -1, 0)
     angle = 2 * np.pi * strengths[3] * (2 * draws[3] - 1)
     turned = np.stack([luma, np.cos(angle) * i - np.sin(angle) * q, np.sin(angle) * i + np.cos(angle) * q], -1)
-    return np.clip(turned @ np.linalg.inv(device.RGB_TO_YIQ).T, 0, 255)
+    return np.clip(turned @ np.linalg.inv(augment.RGB_TO_YIQ).T, 0, 255)
 
 
 STRENGTHS = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.5))

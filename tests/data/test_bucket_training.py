@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stoker.config.settings import Config, from_fields, from_toml
 from stoker.data.index import Index, open_index
 from stoker.data.loading.loader import Loader, LoaderSpec
-from stoker.data.remote.bucket import mirror_dir_for
+from stoker.data.remote import mirror_dir_for
 from stoker.evaluation.metrics import read_evaluation
 from stoker.hardware.device import select_device
 from stoker.report.html import write_report
@@ -21,6 +21,7 @@ from stoker.storage import fetcher
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from stoker.training.run import train
+from tests.data.buckets import count_read_bytes
 from tests.drawn import draw
 from tests.storage.proxy import Fault
 from tests.storage.servers import Conditions, Proxy, ServedBucket, apply, s3_server
@@ -97,13 +98,13 @@ AHEAD = 4
 def bytes_read(uri: str, ranks: int) -> int:
     """By all ranks together, until each has its fraction of the epochs."""
     index = open_index(uri)
-    store = open_store(parse_uri(uri))
-    before = store.counters.read_bytes
-    for rank in range(ranks):
-        with contextlib.closing(loader(index, rank=rank, ranks=ranks, batch=2)) as batches:
-            for _, _batch in zip(range(EPOCHS * NUM_IMAGES // ranks // 2), batches, strict=False):
-                pass
-    return store.counters.read_bytes - before
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        sizes = count_read_bytes(monkeypatch)
+        for rank in range(ranks):
+            with contextlib.closing(loader(index, rank=rank, ranks=ranks, batch=2)) as batches:
+                for _, _batch in zip(range(EPOCHS * NUM_IMAGES // ranks // 2), batches, strict=False):
+                    pass
+    return sum(sizes)
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from stoker.data.batch import Batch
-from stoker.data.images.cache_policy import cache_file_path, open_cache
-from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
+from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache, cache_file_path, open_cache
 from stoker.data.index import Index, open_index
 from stoker.data.loading.loader import Loader
 from stoker.hardware.device import Device

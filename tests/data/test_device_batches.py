@@ -11,10 +11,9 @@ import torchvision
 from PIL import Image, ImageOps
 
 from stoker.data.batch import PAD_COLOR, Batch
-from stoker.data.images import decode_device
-from stoker.data.images.decode_device import is_device_decodable
 from stoker.data.images.headers import parse_header
-from stoker.data.loading import device_batches
+from stoker.data.loading import device_decoder
+from stoker.data.loading.device_decoder import is_device_decodable
 from stoker.errors import DataError, PreflightError
 from stoker.hardware.device import Device, ReadyEvent, SideStream
 from tests.data.loading import InMemoryIndex, assert_same, image_indices_of, make, take, wait_until_full
@@ -94,8 +93,8 @@ def test_it_shrinks_as_pillow_does(tmp_path: Path) -> None:
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (120, 160, 3), np.uint8)).save(path, "JPEG", quality=95)
     data = path.read_bytes()
     images = torch.zeros(1, 30, 32, 3, dtype=torch.uint8)
-    image = decode_device.EncodedImage(data, parse_header(data, path), (0, 0, 160, 120), (30, 32))
-    assert not decode_device.decode_into_batch(images, {0: image}, Device(torch.device("cpu")).make_stream())
+    image = device_decoder.EncodedImage(data, parse_header(data, path), (0, 0, 160, 120), (30, 32))
+    assert not device_decoder.decode_into_batch(images, {0: image}, Device(torch.device("cpu")).make_stream())
     expected = np.asarray(Image.open(path).resize((32, 30), Image.Resampling.BILINEAR), np.float32)
     assert np.abs(images[0].numpy() - expected).mean() < 0.5
 
@@ -149,7 +148,7 @@ def test_nothing_depends_on_the_number_of_threads(index: SmoothIndex) -> None:
 
 def test_large_images_are_decoded_a_few_at_a_time(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = stream(index, 4, jpeg_decoder="nvjpeg")
-    monkeypatch.setattr(decode_device, "MAX_PIXELS_PER_CALL", 1)
+    monkeypatch.setattr(device_decoder, "MAX_PIXELS_PER_CALL", 1)
     assert_same(stream(index, 4, jpeg_decoder="nvjpeg"), expected)
 
 
@@ -270,7 +269,7 @@ def test_too_many_bad_images_end_it(index: SmoothIndex) -> None:
 
 
 def test_what_goes_wrong_on_its_thread_is_raised(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_batches, "decode_into_batch", lambda *_: 1 / 0)
+    monkeypatch.setattr(device_decoder, "decode_into_batch", lambda *_: 1 / 0)
     with make(index, jpeg_decoder="nvjpeg") as loader:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
@@ -402,6 +401,6 @@ def test_images_are_rotated_as_in_the_header(tmp_path: Path) -> None:
         expected = np.asarray(ImageOps.exif_transpose(Image.open(path)))
         height, width = header.size
         images = torch.zeros(1, 48, 48, 3, dtype=torch.uint8)
-        image = decode_device.EncodedImage(data, header, (2, 1, width, height - 3), (height - 4, width - 2))
-        assert not decode_device.decode_into_batch(images, {0: image}, Device(torch.device("cpu")).make_stream())
+        image = device_decoder.EncodedImage(data, header, (2, 1, width, height - 3), (height - 4, width - 2))
+        assert not device_decoder.decode_into_batch(images, {0: image}, Device(torch.device("cpu")).make_stream())
         assert np.array_equal(images[0, : height - 4, : width - 2].numpy(), expected[1 : height - 3, 2:width])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stoker.cli.app import main
 from stoker.data.index import open_index
 from stoker.data.loading.loader import Loader, compute_max_boxes
-from stoker.data.loading.spec import LoaderSpec
+from stoker.data.loading.samples import LoaderSpec
 from stoker.data.validation.check import check_dataset
 from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.errors import StokerError

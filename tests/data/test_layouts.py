@@ -333,20 +333,6 @@ def test_data_that_is_not_used_has_one_line(tmp_path: Path) -> None:
 # Several problems at once
 
 
-def test_check_continues_past_the_first_fatal_problem(tmp_path: Path) -> None:
-    folder = draw(tmp_path / "set", side=32)
-    (folder / "valid" / "_annotations.coco.json").write_text('{"images": [,')
-    (folder / "train" / "train-3.jpg").write_bytes(b"")
-    (folder / "test").mkdir()
-    (folder / "test" / "_annotations.coco.json").write_text('{"images": 3}')
-    report = check_dataset(folder)
-    assert (kinds(report)["unreadable-set"], kinds(report)["empty-image"]) == (2, 1)
-    assert len(report.refusals) == 2
-    assert "not valid JSON" in report.refusals[0]
-    assert "not COCO JSON" in report.refusals[1]
-    assert report.num_images == 24
-
-
 def test_check_names_all_errors_of_a_description(tmp_path: Path) -> None:
     (tmp_path / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [cat]\n")
     report = check_dataset(tmp_path)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from stoker.data.loading import samples
-from stoker.data.loading.loader import BUFFERS_IN_USE, PREFETCH_DEPTH
+from stoker.data.loading.loader import BUFFERS_IN_USE
 from stoker.errors import OutOfMemoryError
 from tests.data.loading import (
+    PREFETCH_DEPTH,
     InMemoryIndex,
     LateDevice,
     assert_same,

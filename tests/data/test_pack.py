@@ -26,7 +26,7 @@ from stoker.data.convert.packing import PackOptions, PackResult, in_threads, pac
 from stoker.data.formats.shard_index import INDEX_FILE, PLAN_FILE, WORK_DIR, read_info
 from stoker.data.index import Index, open_index, require_images
 from stoker.data.loading.loader import Loader, compute_max_boxes
-from stoker.data.loading.spec import LoaderSpec
+from stoker.data.loading.samples import LoaderSpec
 from stoker.errors import DataError, UsageError
 from stoker.hardware.device import select_device
 from stoker.storage.store import open_store

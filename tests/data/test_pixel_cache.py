@@ -14,11 +14,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.data.augment import geometry
+from stoker.data import geometry
 from stoker.data.images import pixel_cache
-from stoker.data.images.cache_policy import cache_file_path, open_cache, open_cache_file
 from stoker.data.images.decode import decode
-from stoker.data.images.pixel_cache import BLOCK_BYTES, HEADER_BYTES, CachedImageSpec, PixelCache, compute_entry_offsets
+from stoker.data.images.pixel_cache import (
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    CachedImageSpec,
+    PixelCache,
+    cache_file_path,
+    compute_entry_offsets,
+    open_cache,
+    open_cache_file,
+)
 from stoker.data.index import Index, open_index
 from tests.data import tfrecords
 from tests.fixtures.data_pixel_cache import PLENTY, SIDES, SPEC, cache_of, draw, fill, make

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from stoker.data.loading.buffers import HostBatchBuffer
-from stoker.data.loading.samples import BatchTask, Plan, SampleStream
-from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
+from stoker.data.loading.samples import BatchTask, LoaderSpec, Plan, SampleStream, compute_max_boxes
 from stoker.data.loading.stats import Counters
 from tests.data.loading import CPU, IMAGE_SIZE, InMemoryIndex
 

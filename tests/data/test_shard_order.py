@@ -148,14 +148,14 @@ def test_the_buffer_is_derived_from_the_memory() -> None:
     images, reason = buffer_of(ranges)
     assert images == 2**14
     assert reason == (
-        "shards of a bucket are read in parts of some MiB; 16,384 of 100,000 images are mixed, 2,048 MiB"
-        " (at most 2 GiB and 1/8 of the free memory)"
+        "shards of a bucket are read in parts of some MiB; 16,384 of 100,000 images are mixed, 2,048 MiB per"
+        " device (at most 2 GiB and 1/8 of the free memory)"
     )
     assert buffer_of(ranges, memory_bytes=2**30)[0] == 2**10
     images, reason = buffer_of(ranges, num_ranks=4)
     assert images == 2**16
-    assert "2,048 MiB on each device" in reason
-    assert "all images are mixed, 125 MiB" in buffer_of(make_ranges([[2**17] * 1000]))[1]
+    assert "2,048 MiB per device" in reason
+    assert "1,000 of 1,000 images are mixed, 125 MiB" in buffer_of(make_ranges([[2**17] * 1000]))[1]
 
 
 def test_where_the_order_is_random() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from stoker.data.loading.loader import Loader, LoaderSpec
-from stoker.data.loading.spec import compute_max_boxes
+from stoker.data.loading.samples import compute_max_boxes
 from stoker.evaluation.evaluate import sample_images
 from stoker.evaluation.metrics import empty_detections
 from stoker.hardware.device import Device

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.loading.stats import COPY, DECODE, FETCH, QUEUE, Counters, WaitBreakdown, split_wait
+from stoker.data.loading.stats import DECODE, FETCH, QUEUE, Counters, split_wait
 
 seconds = st.floats(0, 100)
 
@@ -40,14 +40,3 @@ def test_the_parts_add_up_to_the_wait(start, length, work, workers, is_remote):
 def test_a_wait_of_two_seconds_with_four_workers(read_s, decode_s, is_remote, expected):
     before, after = Counters(read_s=7.0, decode_s=5.0), Counters(read_s=7.0 + read_s, decode_s=5.0 + decode_s)
     assert stages(1.0, split_wait(1.0, 3.0, before, after, workers=4, is_remote=is_remote)) == expected
-
-
-def test_waits_are_summed_and_the_newest_one_is_kept():
-    waits = WaitBreakdown()
-    for _ in range(3):
-        waits.start()
-        waits.attribute_elapsed(COPY)
-        waits.add([(waits.last[-1][0] + 2.0, FETCH), (waits.last[-1][0] + 3.0, QUEUE)])
-    assert waits.total_s[FETCH] == 6.0
-    assert waits.total_s[QUEUE] == 3.0
-    assert [stage for _, stage in waits.last] == [COPY, FETCH, QUEUE]

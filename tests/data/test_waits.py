@@ -9,7 +9,7 @@ import time
 import pytest
 
 from stoker.data.loading import samples
-from stoker.data.loading.finalize import BatchFinalizer
+from stoker.data.loading.loader import BatchFinalizer
 from stoker.profiling.ledger import Ledger
 from stoker.runs.records import INPUT_STAGES
 from tests.data.loading import InMemoryIndex, LateDevice, make

@@ -8,7 +8,7 @@ import pytest
 
 from stoker.data.formats.finder import data_file_suffixes
 from stoker.data.index import open_index
-from stoker.data.remote.resolve import resolve_dataset
+from stoker.data.remote import resolve_dataset
 from stoker.errors import DataError, StokerError
 from stoker.storage.uri import parse_uri
 from tests.data.buckets import DRAWN, same

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stoker.config.settings import OptimSettings
-from stoker.data.augment.device import augment_batch
+from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device, select_device
 from stoker.models import MODELS, build

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torchvision.ops import nms
 
-from stoker.data.augment.device import augment_batch
+from stoker.data.augment import augment_batch
 from stoker.hardware.device import allow_host_sync, allowed_host_syncs
 from stoker.models import MODELS, build
 from stoker.models.layers import postprocess

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import StorageError
-from stoker.storage.credentials import find_credentials
+from stoker.storage.clients import find_credentials
 from stoker.storage.store import Store
 from stoker.storage.uri import parse_uri
 from tests.storage.servers import Server, apply

@@ -8,9 +8,8 @@ from threading import Thread
 import pytest
 
 from stoker.errors import Conflict, ObjectMissing, StorageError
-from stoker.storage.credentials import Credentials
-from stoker.storage.failures import Failure, FailureKind, to_storage_error
-from stoker.storage.retry import Timeouts
+from stoker.storage.clients import Credentials
+from stoker.storage.failures import Failure, FailureKind, Timeouts, to_storage_error
 from stoker.storage.store import Store
 from stoker.storage.uri import parse_uri
 from tests.storage.servers import KEYS, NO_CREDENTIALS, Server, apply

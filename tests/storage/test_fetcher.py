@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from stoker.errors import ObjectMissing, StorageError
 from stoker.storage import fetcher as fetcher_module
+from stoker.storage.failures import Timeouts
 from stoker.storage.fetcher import Fetcher
-from stoker.storage.retry import Timeouts
 from stoker.storage.store import Store
 from stoker.storage.uri import parse_uri
 from tests.storage.proxy import Fault
@@ -148,7 +148,6 @@ def test_close_fails_pending_reads(served: ServedBucket, monkeypatch: pytest.Mon
                 future.result()
         with pytest.raises(StorageError, match="its fetcher is closed"):
             fetcher.submit(store, "k0")
-        fetcher.report_demand(starved=True)
         fetcher.close()
 
 
@@ -209,54 +208,6 @@ def test_sixteen_threads_submit_at_once(store: Store) -> None:
         for thread in threads:
             thread.join()
     assert wrong == []
-
-
-def test_concurrency_grows_while_the_consumer_waits(store: Store) -> None:
-    with Fetcher(max_in_flight=64) as fetcher:
-        before = fetcher.target_in_flight
-        for _ in range(2):  # a round, then the first growth
-            for future in [fetcher.submit(store, key) for key in DATA]:
-                future.result()
-            fetcher.report_demand(starved=True)
-        fetcher.submit(store, "k0").result()  # the reports before it were processed
-        assert before < fetcher.target_in_flight <= 64
-
-
-def grow(limit: int, *, latency_s: float, link_per_s: float, rounds: int) -> tuple[int, float]:
-    """The concurrency that a store of that latency and a link of that many objects a second give to a consumer that
-    always waits, and the throughput of the last round."""
-    concurrency, now_s, rate = fetcher_module._Concurrency(limit), 0.0, 0.0
-    for _ in range(rounds):
-        took_s = max(latency_s, concurrency.value / link_per_s)
-        rate = concurrency.value / took_s
-        for _ in range(concurrency.value):
-            concurrency.record_response(1000)
-        now_s += took_s
-        concurrency.update(True, now_s)
-        assert 1 <= concurrency.value <= limit
-    return concurrency.value, rate
-
-
-@given(st.floats(0.002, 0.5))
-def test_concurrency_grows_to_its_limit_where_that_helps(latency_s: float) -> None:
-    assert grow(256, latency_s=latency_s, link_per_s=1e9, rounds=20)[0] == 256
-
-
-@given(st.floats(0.005, 0.1), st.floats(200, 2000))
-def test_a_saturated_link_is_filled_without_excess_concurrency(latency_s: float, link_per_s: float) -> None:
-    value, rate = grow(4096, latency_s=latency_s, link_per_s=link_per_s, rounds=200)
-    assert rate >= 0.95 * link_per_s
-    growth = fetcher_module.GROWTH_FACTOR**2  # one that overshot, and a trial of one round
-    assert value <= max(fetcher_module.INITIAL_CONCURRENCY, latency_s * link_per_s) * growth + 1
-
-
-def test_concurrency_grows_while_the_consumer_waits_now_and_then() -> None:
-    concurrency = fetcher_module._Concurrency(256)
-    for poll in range(200):
-        for _ in range(concurrency.value // 2):
-            concurrency.record_response(1000)
-        concurrency.update(poll % 2 == 0, float(poll))
-    assert concurrency.value == 256
 
 
 @given(st.integers(1, 4000))

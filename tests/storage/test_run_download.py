@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import stoker.storage.download
+import stoker.storage.store
 from stoker.errors import UsageError
 from stoker.report.explain import explain_run
 from stoker.report.html import write_report
@@ -27,18 +27,18 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event, StepWindow
-from stoker.storage.download import download
 from stoker.storage.lease import acquire
-from stoker.storage.run_uri import (
+from stoker.storage.store import download, open_store
+from stoker.storage.uri import (
     LEASE_FILE,
     URI_FILE,
+    StorageUri,
     display_path,
+    parse_uri,
     reading_copy,
     to_run_uri,
     working_copy,
 )
-from stoker.storage.store import open_store
-from stoker.storage.uri import StorageUri, parse_uri
 from tests.storage.servers import Conditions, Server, apply
 
 
@@ -167,7 +167,7 @@ def test_file_replaced_during_download_is_downloaded_again(
     google: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """It is larger than a part: the second part would belong to another version."""
-    monkeypatch.setattr(stoker.storage.download, "PART_BYTES", 1000)
+    monkeypatch.setattr(stoker.storage.store, "DOWNLOAD_PART_BYTES", 1000)
     size = 1500
     with google.bucket().through() as (served, proxy):
         apply(monkeypatch, served.environment)

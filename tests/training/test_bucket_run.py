@@ -28,11 +28,9 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event, StepWindow
-from stoker.storage.download import list_keys
 from stoker.storage.lease import LeaseHolder
-from stoker.storage.run_uri import LEASE_FILE, reading_copy, working_copy
-from stoker.storage.store import open_store
-from stoker.storage.uri import StorageUri, parse_uri
+from stoker.storage.store import list_keys, open_store
+from stoker.storage.uri import LEASE_FILE, StorageUri, parse_uri, reading_copy, working_copy
 from stoker.training import bucket_run
 from stoker.training.bucket_run import BucketRun, join_bucket_run
 from stoker.training.run import train

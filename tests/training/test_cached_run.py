@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.config.settings import from_toml
-from stoker.data.images.cache_policy import cache_file_path
-from stoker.data.images.pixel_cache import CachedImageSpec
+from stoker.data.images.pixel_cache import CachedImageSpec, cache_file_path
 from stoker.data.index import open_index
 from stoker.runs.records import CONFIG, EVENTS, read_lines
 from stoker.runs.schemas import Event

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
-from stoker.data.loading import decoder_choice
+from stoker.data.loading import device_decoder
 from stoker.errors import ConfigError, WeightsError
 from stoker.hardware.device import Device, DeviceMemory
 from stoker.models import MODELS, build, load_weights, unset_fields
@@ -268,14 +268,14 @@ def test_the_decoder_is_chosen_with_a_step_of_the_chosen_batch_size(index: Index
 
     steps: list[float] = []
 
-    def decide(*_, batch_size: int, measure_step_s, **__) -> tuple[str, str]:
+    def decide(*_, measure_step_s, **__) -> tuple[str, str]:
         steps.append(measure_step_s())
-        return "nvjpeg", f"measured with {batch_size}"
+        return "nvjpeg", "measured"
 
-    monkeypatch.setattr(decoder_choice, "measure_and_choose_decoder", decide)
+    monkeypatch.setattr(device_decoder, "measure_and_choose_decoder", decide)
     asked = {"model": "retinanet_tiny_fpn", "batch_size": 4, "grad_accum_steps": 2, "cache": "none"}
     config, reasons = derive_with_trial(from_fields(asked), index, Other(CPU.torch_device))
-    assert (config.run.jpeg_decoder, reasons["jpeg_decoder"]) == ("nvjpeg", "measured with 4")
+    assert (config.run.jpeg_decoder, reasons["jpeg_decoder"]) == ("nvjpeg", "measured")
     assert steps[0] > 0
 
 

@@ -9,9 +9,8 @@ import torch
 
 from stoker.hardware.device import Device
 from stoker.runs.records import EVENTS, STEPS, RunFolder
-from stoker.storage.download import list_keys
 from stoker.storage.lease import LeaseLost, acquire
-from stoker.storage.store import open_store
+from stoker.storage.store import list_keys, open_store
 from stoker.storage.uri import StorageUri, parse_uri
 from stoker.training.bucket_run import BackgroundUploader
 from stoker.training.checkpoint import MANIFEST, CheckpointWriter, snapshot

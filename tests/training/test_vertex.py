@@ -8,8 +8,7 @@ import pytest
 from stoker.config.settings import from_fields
 from stoker.errors import UsageError
 from stoker.runs.records import BEST, CONFIG, EVENTS
-from stoker.storage.download import list_keys
-from stoker.storage.store import open_store
+from stoker.storage.store import list_keys, open_store
 from stoker.storage.uri import parse_uri
 from stoker.training.bucket_run import VertexFolders, copying_results, vertex_folders
 from stoker.training.run import train

@@ -23,6 +23,9 @@ MAX_PIXELS = 2**29
 header of 60 bytes can claim 2^62. Pillow's own limit is a third of this, OpenCV's twice as much."""
 HEAD_BYTES = 1 << 16
 """What `read_header` reads at once; it has the size of nearly every JPEG, even after EXIF with a thumbnail."""
+FIRST_READ_BYTES = 1 << 12
+"""What is read at once of an image in a bucket: a JPEG without EXIF has its size in its first kilobyte. Next are
+HEAD_BYTES, then all of it."""
 IMAGE_FORMATS = ("jpeg", "png", "webp", "bmp", "tiff", "gif", "pnm", "jpeg 2000")
 """The formats that are read."""
 CONVERT_HINT = "convert it to JPEG or PNG and correct its name in the annotations"
@@ -70,8 +73,7 @@ def read_header(path: Path) -> Header:
     it is missing; StorageError where its bucket cannot be read."""
     try:
         if (remote_object := source.find_remote(path)) is not None:
-            reader = source.RangeReader(remote_object, path)
-            return _parse_header(reader.head, reader.read, reader.total_bytes, path)
+            return _read_remote_header(remote_object, path)
         with regular_files.open_file(path, max_bytes=regular_files.MAX_BYTES) as file:
             fd, total = file.fileno(), os.fstat(file.fileno()).st_size
             head = os.pread(fd, HEAD_BYTES, 0)
@@ -87,6 +89,22 @@ def read_header(path: Path) -> Header:
         ) from error
 
 
+def _read_remote_header(remote_object: source.RemoteObject, stub: Path) -> Header:
+    total = stub.stat().st_size
+    if remote_object.store.uri.scheme in ("https", "http"):  # stubs of web servers have no size
+        info = remote_object.store.stat(remote_object.key)
+        total = 0 if info is None else info.size_bytes
+    data = source.read_object(remote_object, 0, min(total, FIRST_READ_BYTES))
+
+    def read(offset: int, count: int) -> bytes:
+        nonlocal data
+        if (end := min(offset + count, total)) > len(data):
+            data = source.read_object(remote_object, 0, min(total, HEAD_BYTES) if end <= HEAD_BYTES else total)
+        return data[offset : offset + count]
+
+    return _parse_header(data, read, total, stub)
+
+
 def parse_header(data: bytes, path: Path | str) -> Header:
     """The header of an encoded image; `path` is for messages. Raises DataError with the path."""
     return _parse_header(data, lambda offset, count: data[offset : offset + count], len(data), path)
@@ -99,7 +117,7 @@ def parse_header_within(read: ReadAt, start: int, length: int, path: Path | str)
     def read_image(offset: int, count: int) -> bytes:
         return read(start + offset, max(0, min(count, length - offset)))
 
-    return _parse_header(read_image(0, min(length, source.FIRST_READ_BYTES)), read_image, length, path)
+    return _parse_header(read_image(0, min(length, FIRST_READ_BYTES)), read_image, length, path)
 
 
 def decode_error(path: Path | str, cause: str, fix: str | None = None) -> DataError:
@@ -125,8 +143,6 @@ def _parse_header(head: bytes, read: ReadAt, total: int, path: Path | str) -> He
             try:
                 height, width, orientation, channels = _parse_jpeg(head, path)
             except IndexError:
-                if len(head) == total:
-                    raise
                 height, width, orientation, channels = _parse_jpeg_reading_more(head, read, total, path)
         else:
             image_format, parse = _detect_format(head[:32], read, path)

@@ -1,8 +1,8 @@
 """Reads the bytes of images, local ones and objects of a bucket. All code that opens images uses this module.
 
-A data set in a bucket has a mirror on the local disk (`remote/bucket.py`), in which an image is a stub: a file with the
+A data set in a bucket has a mirror on the local disk (`remote.py`), in which an image is a stub: a file with the
 object's size and no content. The path alone shows that a file is in a mirror. Not here: making the mirror, prefetching
-(`loading/prefetch.py`).
+(`loading/worker_pool.py`).
 """
 
 import errno
@@ -34,10 +34,6 @@ _TFRECORD_NAME = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])|-\d{3,7}
 """Names of TFRecord shards, as in `formats/tfrecord.py`: annotations and images in one file."""
 _OTHER_NAME = re.compile(r"\.(jpe?g|png|bmp|webp|tiff?|gif|jp2|tar|mds|parquet)$", re.IGNORECASE)
 """Names of images and of other shards, which may be numbered in the same way."""
-FIRST_READ_BYTES = 1 << 12
-"""Bytes that are read first for the size of a remote image: a JPEG without EXIF has it in its first kilobyte."""
-MAX_RANGES = 3
-"""Ranges of a remote image that are read one by one; then the whole image is read."""
 
 
 class RemoteObject(NamedTuple):
@@ -158,34 +154,3 @@ def read_object(remote_object: RemoteObject, start: int = 0, length: int | None 
         return remote_object.store.read(remote_object.key, start=start, length=length)
     except ObjectMissing as error:
         raise FileNotFoundError(errno.ENOENT, "No such object", error.location or remote_object.key) from error
-
-
-class RangeReader:
-    """Reads parts of a remote image: `read` is a `headers.ReadAt`."""
-
-    def __init__(self, remote_object: RemoteObject, stub: Path) -> None:
-        self._remote_object, self.total_bytes = remote_object, stub.stat().st_size
-        if remote_object.store.uri.scheme in ("https", "http"):  # stubs of web servers have no size
-            info = remote_object.store.stat(remote_object.key)
-            self.total_bytes = 0 if info is None else info.size_bytes
-        self.head = self._fetch_range(0, min(self.total_bytes, FIRST_READ_BYTES))
-        self._ranges: list[tuple[int, bytes]] = [(0, self.head)]
-
-    def _fetch_range(self, start: int, count: int) -> bytes:
-        return read_object(self._remote_object, start, count) if count > 0 else b""
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Like reading a file: fewer bytes at its end. After MAX_RANGES ranges the whole object is read, once."""
-        count = min(count, self.total_bytes - offset)
-        if count <= 0:
-            return b""
-        for start, data in self._ranges:
-            if start <= offset and offset + count <= start + len(data):
-                return data[offset - start : offset - start + count]
-        if len(self._ranges) > MAX_RANGES:
-            start, length = 0, self.total_bytes
-        else:
-            start, length = offset, min(max(count, FIRST_READ_BYTES), self.total_bytes - offset)
-        data = self._fetch_range(start, length)
-        self._ranges.append((start, data))
-        return data[offset - start : offset - start + count]

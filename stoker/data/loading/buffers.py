@@ -82,9 +82,6 @@ class HostBatchBuffer:
             )
         if arrays is None:
             arrays = [tensor.numpy() for tensor in self.tensors]
-            self._is_torch_pinned = device is not None and not device.is_cpu
-        else:
-            self._is_torch_pinned = False
         (
             self.pixels,
             self.boxes,
@@ -97,19 +94,6 @@ class HostBatchBuffer:
             self.rand,
         ) = arrays
         self._padding = _padding(image_size)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that the buffer takes from the host's memory."""
-        if not self._is_torch_pinned:
-            return self.nbytes
-        from stoker.hardware.device import pinned_bytes
-
-        return sum(pinned_bytes(tensor.nbytes) for tensor in self.tensors)
 
     def pad(self, k: int, resized_size: tuple[int, int]) -> None:
         """Pads image k outside `resized_size` (height, width). Copies, as NumPy repeats 3 bytes 60 × slower."""

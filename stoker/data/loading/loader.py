@@ -1,47 +1,45 @@
 """`Loader`: the stream of batches. Threads decode into host buffers, copies run in the background, the state is exact.
 
 Stages: fetch, decode (with crop and resize, into a buffer), copy to the device. Local files are read by the worker that
-decodes them; images of a bucket are requested earlier (`prefetch.py`) and reach a worker when their bytes have arrived.
+decodes them; images of a bucket are requested earlier (`Prefetcher`) and reach a worker when their bytes have arrived.
 Any number of workers takes samples in the order of the stream: threads (`worker_pool.py`), which may be spread over
 processes (`processes.py`). The thread that asks for batches does everything else, in that order too: it schedules tasks
-when a buffer is free, finalizes their results (`finalize.py`), starts copies, and once a second considers other numbers
-of workers and buffers (`autotune.py`). So nothing that a run sees depends on the number of workers or on their speed.
-One sample: `samples.py`; where waiting time went: `stats.py`; the options: `spec.py`.
+when a buffer is free, finalizes their results (`BatchFinalizer`), starts copies, and once a second considers another
+number of workers (`stats.py`, also where waiting time went). So nothing that a run sees depends on the number of
+workers or on their speed. One sample, and the options: `samples.py`.
 """
 
-import dataclasses
-import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.data.batch import Batch
-from stoker.data.loading.autotune import INPUT_BOUND_FRACTION, POLL_INTERVAL_S, LoaderRateMeter, make_autotuner
 from stoker.data.loading.buffers import HostBatchBuffer, as_batch
-from stoker.data.loading.device_batches import DeviceBatchDecoder
-from stoker.data.loading.finalize import BatchFinalizer, QuarantinedImage
-from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
+from stoker.data.loading.device_decoder import DeviceBatchDecoder
 from stoker.data.loading.processes import ProcessPool, WorkerProcesses
-from stoker.data.loading.samples import BatchTask, SampleStream
-from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
+from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream, compute_max_boxes
 from stoker.data.loading.stats import (
     COPY,
+    POLL_INTERVAL_S,
     QUEUE,
     Counters,
     Intervals,
+    LoaderAutotuner,
+    LoaderRateMeter,
     LoaderStats,
-    PrefetchCounters,
-    WaitBreakdown,
+    default_num_workers,
     split_wait,
 )
-from stoker.data.loading.worker_pool import WorkerPool
-from stoker.errors import CheckpointError, DataError
+from stoker.data.loading.worker_pool import MAX_READ_AHEAD, Prefetcher, WorkerPool, iter_rank_positions
+from stoker.data.validation.problems import max_bad_images
+from stoker.errors import CheckpointError, DataError, StorageError
+from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import ReadyEvent
 
 if TYPE_CHECKING:
@@ -49,19 +47,129 @@ if TYPE_CHECKING:
     from stoker.data.index import Index
     from stoker.storage.fetcher import Fetcher
 
-__all__ = ["PREFETCH_DEPTH", "Loader", "LoaderSpec", "LoaderStats", "QuarantinedImage", "compute_max_boxes"]
+__all__ = ["Loader", "LoaderSpec", "LoaderStats", "QuarantinedImage", "compute_max_boxes"]
 
-PREFETCH_DEPTH = 3
-"""Initial number of batches ahead of training: one complete, one nearly complete, one begun by the free workers."""
+MIN_PREFETCH_DEPTH, MAX_PREFETCH_DEPTH = 3, 16
+"""Batches ahead of training. At least one complete, one nearly complete, one begun by the free workers; more of small
+batches, so that each worker has samples to read ahead."""
 BUFFERS_IN_USE = 2
 """Further buffers: that of the batch in use, and of the one before it (CPU) or of the next one's copy (device)."""
+
+
+class QuarantinedImage(NamedTuple):
+    """An image that could not be used, and its replacement: the content of a `schemas.Quarantined`."""
+
+    image_index: int
+    source: str
+    """Path or URI of the image."""
+    error: str
+    sample_position: int
+    """Position in the stream from which on the image is not used."""
+    replaced_by: int
+    """Index of the image used there instead; -1 in an evaluation, which leaves it out."""
+
+
+class BatchFinalizer:
+    """Applies the results of the workers in the order of the stream: failures, quarantine, replacements. Runs in the
+    thread that asks for batches, so nothing depends on which worker was first.
+
+    max_bad_fraction: fraction of the images that may be in quarantine; on_quarantine is called for each new one."""
+
+    def __init__(
+        self,
+        samples: SampleStream,
+        max_bad_fraction: float,
+        on_quarantine: Callable[[QuarantinedImage], None] | None,
+        counters: Counters,
+    ) -> None:
+        self._index, self._samples, self._max_bad_fraction = samples.index, samples, max_bad_fraction
+        self._on_quarantine, self._counters = on_quarantine, counters
+        self._errors: dict[int, str] = {}
+
+    def is_noop(self, batch_task: BatchTask) -> bool:
+        """Whether `finalize` would change nothing. All samples of the batch are loaded."""
+        return all(
+            isinstance(result, SampleResult)
+            and not result.failures
+            and (
+                self._samples.is_usable(result.image_index, batch_task.start + k)
+                if result.image_index >= 0
+                else not self._samples.train
+            )
+            for k, result in enumerate(batch_task.results)
+        )
+
+    def finalize(self, batch_task: BatchTask) -> None:
+        """Applies the results of a batch whose samples are all loaded.
+
+        Workers run ahead, so one may have used an image that an earlier position has put into quarantine meanwhile (it
+        failed once, then not again). That sample is loaded again here. So the stream is the one that a single worker
+        would have made. Raises what a worker raised, and DataError when too many images cannot be used.
+        """
+        samples = self._samples
+        for k, result in enumerate(batch_task.results):
+            position = batch_task.start + k
+            if isinstance(result, BaseException):
+                raise result
+            assert result is not None
+            if result.image_index >= 0 and not samples.is_usable(result.image_index, position):
+                samples.reload(batch_task, k, self._counters)
+                batch_task.reloaded.append(k)
+                result = batch_task.results[k]
+                assert isinstance(result, SampleResult)
+            for image_index, error in result.failures:
+                if samples.is_usable(image_index, position):
+                    self._quarantine(image_index, error, position, result.image_index)
+            if samples.train and result.image_index < 0:
+                raise self._make_data_error(f"None of the {len(samples.quarantined):,} images tried can be used.")
+            self.check_limit(samples.quarantined)
+
+    def check_limit(self, quarantined: Collection[int]) -> None:
+        """Raises DataError if there are too many of these images."""
+        samples = self._samples
+        if len(quarantined) > max_bad_images(self._max_bad_fraction, len(samples)):
+            raise self._make_data_error(
+                f"{len(quarantined):,} of {len(samples):,} images cannot be used; "
+                f"up to {100 * self._max_bad_fraction:.3g} % of them may be bad.",
+                quarantined,
+            )
+
+    def _quarantine(self, image_index: int, error: Exception, position: int, replaced_by: int) -> None:
+        message = _one_line_message(error)
+        self._samples.quarantined[image_index] = position
+        self._errors[image_index] = message
+        if self._on_quarantine is not None:
+            self._on_quarantine(
+                QuarantinedImage(image_index, self._index.display_source(image_index), message, position, replaced_by)
+            )
+
+    def _make_data_error(self, message: str, quarantined: Collection[int] = ()) -> DataError:
+        bad_indices = list(quarantined or self._samples.quarantined)
+        examples = [
+            f"{self._index.display_source(k)}: {self._errors.get(k, 'failed in an earlier attempt')}"
+            for k in bad_indices[:5]
+        ]
+        more = [f"and {len(bad_indices) - len(examples):,} more"] if len(bad_indices) > len(examples) else []
+        return DataError(
+            message,
+            location=self._index.source,
+            cause="\n          ".join(examples + more),
+            fix=f"`stoker data check {self._index.source}` lists all of them: repair them, remove them from the"
+            " annotations, or allow more with --max-bad-fraction; if all are gone, check the path and the mount",
+        )
+
+
+def _one_line_message(error: Exception) -> str:
+    if isinstance(error, DataError | StorageError):
+        return error.what if error.cause is None else f"{error.what} {error.cause}"
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 
 class Loader:
     """An iterator of device-ready batches: endless in training, one pass in order in evaluation.
 
     image_indices: int64 [N], images of the index. on_quarantine is called by `__next__`, in the order of the stream,
-    for each image that is excluded. on_tuned is called with a sentence for each change of workers or buffers.
+    for each image that is excluded. on_tuned is called with a sentence for each change of the number of workers.
     cache: samples are made from what it keeps; a run has one from its beginning to its end, or none.
     processes: load the samples, instead of threads of this process; not where `choose_worker_processes` forbids it.
 
@@ -88,35 +196,37 @@ class Loader:
         self._device_decoder = (
             DeviceBatchDecoder(self._samples, spec.device, on_tuned) if spec.jpeg_decoder == "nvjpeg" else None
         )
-        self._make_buffer = functools.partial(
-            HostBatchBuffer, spec.device, spec.batch_size, spec.image_size, spec.max_boxes
-        )
-        prefetch_depth = PREFETCH_DEPTH if spec.prefetch_depth is None else spec.prefetch_depth
+        cores, is_cpu = host_cores(), spec.device.is_cpu
+        workers = max(default_num_workers(cores, is_cpu=is_cpu), spec.initial_workers)
+        if spec.workers != "auto":
+            workers = spec.workers
         if processes is not None:
-            if spec.jpeg_decoder != "cpu" or self._samples.is_remote:
-                raise ValueError("worker processes load no images of a bucket and leave none to the device")
-            if spec.prefetch_depth is None:
-                prefetch_depth = processes.prefetch_depth(spec.batch_size, prefetch_depth)
-        num_buffers = prefetch_depth + BUFFERS_IN_USE
+            workers = max(workers, processes.count)
+        depth = spec.prefetch_depth
+        self._prefetch_depth = choose_prefetch_depth(spec.batch_size, workers) if depth is None else depth
+        num_buffers = self._prefetch_depth + BUFFERS_IN_USE
         self._process_pool: ProcessPool | None = None
         if processes is None:
-            self._buffers = [self._make_buffer() for _ in range(num_buffers)]
+            self._buffers = [
+                HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes)
+                for _ in range(num_buffers)
+            ]
         else:
+            if spec.jpeg_decoder != "cpu" or self._samples.is_remote:
+                raise ValueError("worker processes load no images of a bucket and leave none to the device")
             self._process_pool = processes.open_pool(self._samples, spec, cache, num_buffers)
             self._buffers = list(self._process_pool.buffers)
             if processes.pin_failure is not None and on_tuned is not None:
                 on_tuned(f"loader: batches are not in pinned memory: {processes.pin_failure}")
-        self._autotuner = make_autotuner(
-            spec,
-            prefetch_depth=prefetch_depth,
-            buffer_bytes=self._buffers[0].allocated_bytes,
-            num_processes=0 if processes is None else processes.count,
-        )
+        self._autotuner = LoaderAutotuner(cores=cores, is_cpu=is_cpu, workers=workers, is_tuned=spec.workers == "auto")
         self._on_tuned = on_tuned
         self.on_copy_awaited: Callable[[], None] | None = None
         """Called in `__next__` where the training stream has to wait for the copy of the batch, before it waits."""
         self._rate_meter: LoaderRateMeter | None = None
-        self._counters, self._prefetch_counters, self._wait_breakdown = Counters(), PrefetchCounters(), WaitBreakdown()
+        self._counters = Counters()
+        self.last_wait: Intervals = []
+        """What the newest `__next__` spent its time on: (end in seconds of `time.perf_counter`, stage), ascending; the
+        first interval begins with the call. Nearly all of it is waiting where the loader is slower than training."""
         self._wait_s = 0.0
         self._batch_finalizer = BatchFinalizer(self._samples, spec.max_bad_fraction, on_quarantine, self._counters)
         self._pool: WorkerPool | ProcessPool | None = None
@@ -139,12 +249,6 @@ class Loader:
         """Samples handed out so far by all ranks together: the position in the stream where the next batch begins."""
         return self._position
 
-    @property
-    def last_wait(self) -> Intervals:
-        """What the newest `__next__` spent its time on: (end in seconds of `time.perf_counter`, stage), ascending; the
-        first interval begins with the call. Nearly all of it is waiting where the loader is slower than training."""
-        return self._wait_breakdown.last
-
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch handed out. Batches decoded ahead are not part of it."""
         return {
@@ -162,21 +266,18 @@ class Loader:
         before it was killed): the image is used up to there. Raises CheckpointError when the state is of another
         stream.
         """
-        for name, expected in (("count", len(self._samples)), ("seed", self._samples.seed)):
-            if state.get(name, expected) != expected:
-                description = {"count": "number of training images", "seed": "seed"}[name]
+        samples = self._samples
+        for what, saved, expected in (
+            ("number of training images", state.get("count", len(samples)), len(samples)),
+            ("seed", state.get("seed", samples.seed), samples.seed),
+            ("[--shuffle-buffer, --batch-size] of shards", state.get("shards"), samples.shard_mixing),
+        ):
+            if saved != expected:
                 raise CheckpointError(
-                    f"The {description} is {expected}, the saved state was made with {state[name]}.",
+                    f"The {what} is {expected}, the saved state was made with {saved}.",
                     cause="the saved position means other images now",
                     fix="restore the data set or the setting, or start a new run",
                 )
-        if (saved := state.get("shards")) != (mixing := self._samples.shard_mixing):
-            raise CheckpointError(
-                f"The order of the images is that of {_describe_mixing(mixing)}, the saved state was made with"
-                f" {_describe_mixing(saved)}.",
-                cause="the saved position means other images now",
-                fix="restore --shuffle-buffer and --batch-size, or start a new run",
-            )
         self._seek(int(state["position"]))
         self._samples.quarantined.clear()
         self._samples.quarantined.update(
@@ -211,23 +312,20 @@ class Loader:
         total.add(self._counters)
         return LoaderStats(
             total=total,
-            prefetched=dataclasses.replace(self._prefetch_counters),
             loading=num_missing,
             ready=self._batch_size * (len(pending_batches) + (self._copied_batch is not None)) - num_missing,
             workers=self._autotuner.workers,
-            prefetch_depth=self._autotuner.prefetch_depth,
+            prefetch_depth=self._prefetch_depth,
             wait_s=self._wait_s,
-            wait_s_by_stage=dict(self._wait_breakdown.total_s),
             processes_cpu_s=self._process_pool.ring.cpu_s if self._process_pool else 0.0,
         )
 
     def release_batches(self) -> str | None:
         """Keeps only one batch ahead from now on. Returns a description; None if nothing changes."""
-        before = self._autotuner.prefetch_depth
-        if not self._autotuner.limit_depth(1):
-            return None
-        if self._prefetcher is not None:
-            self._prefetcher.release()
+        before = self._prefetch_depth
+        if before <= 1 or self._spec.prefetch_depth is not None or self._process_pool is not None:
+            return None  # the user chose it, or the memory has a fixed size
+        self._prefetch_depth = 1
         return f"loader: {before} → 1 batches ahead"
 
     def release_cache(self) -> str | None:
@@ -300,7 +398,7 @@ class Loader:
                 weakref.finalize(self, self._fetcher.close)
             first = self._scheduled_position + self._spec.rank * self._batch_size
             sample_positions = iter_rank_positions(first, self._batch_size, self._batch_size * self._world_size)
-            self._prefetcher = Prefetcher(self._samples, self._fetcher, self._prefetch_counters, sample_positions)
+            self._prefetcher = Prefetcher(self._samples, self._fetcher, sample_positions)
         pool = self._pool = WorkerPool(
             self._samples,
             self._autotuner.workers,
@@ -326,13 +424,13 @@ class Loader:
     def _hand_out(self) -> Batch:
         if self._closed:
             raise RuntimeError("this loader is closed")
-        self._wait_breakdown.start()
+        self.last_wait = []
         pool = self._pool or self._start_pool()
         pool.collect()
         self._reclaim_buffers()
         self._schedule(pool)
         if self._copied_batch is None:
-            self._wait_breakdown.attribute_elapsed(QUEUE)
+            self._end_interval(QUEUE)
             batch_task = self._wait_for_next(pool)
             self._batch_finalizer.finalize(batch_task)
             self._copied_batch = self._copy_to_device(batch_task)
@@ -351,11 +449,15 @@ class Loader:
         ):
             self._copied_batch = self._copy_to_device(self._pending_batches.popleft())
         self._autotune(pool)
-        self._wait_breakdown.attribute_elapsed(QUEUE)
+        self._end_interval(QUEUE)
         if self.on_copy_awaited is not None and not ready.done():
             self.on_copy_awaited()
         ready.block_main_stream()
         return as_batch(tensors)
+
+    def _end_interval(self, stage: str) -> None:
+        """What was done since the last interval was `stage`."""
+        self.last_wait.append((time.perf_counter(), stage))
 
     def _reclaim_buffers(self) -> None:
         """Frees the buffers that are no longer read, and drops those beyond the prefetch depth."""
@@ -364,7 +466,7 @@ class Loader:
                 self._free_buffers.append(self._handed_out.popleft()[0])
         while self._handed_out and not self._device.is_cpu and self._handed_out[0][1].done():
             self._free_buffers.append(self._handed_out.popleft()[0])
-        while len(self._buffers) > self._autotuner.prefetch_depth + BUFFERS_IN_USE and self._free_buffers:
+        while len(self._buffers) > self._prefetch_depth + BUFFERS_IN_USE and self._free_buffers:
             self._buffers.remove(self._free_buffers.popleft())
 
     def _schedule(self, pool: WorkerPool | ProcessPool) -> None:
@@ -390,10 +492,10 @@ class Loader:
                 if not self._samples.train and self._scheduled_position >= len(self._samples):
                     raise StopIteration
                 self._handed_out[0][1].synchronize()
-                self._wait_breakdown.attribute_elapsed(COPY)
+                self._end_interval(COPY)
                 self._reclaim_buffers()
                 self._schedule(pool)
-                self._wait_breakdown.attribute_elapsed(QUEUE)
+                self._end_interval(QUEUE)
             if self._pending_batches[0].num_missing:
                 self._wait_for(self._pending_batches[0], pool)
             if pool.stopped:
@@ -407,12 +509,12 @@ class Loader:
         pool.wait(batch_task)
         end_s, after = time.perf_counter(), pool.total()
         workers, is_remote = self._autotuner.workers, self._prefetcher is not None
-        self._wait_breakdown.add(split_wait(start_s, end_s, before, after, workers=workers, is_remote=is_remote))
+        self.last_wait += split_wait(start_s, end_s, before, after, workers=workers, is_remote=is_remote)
 
     def _copy_to_device(self, batch_task: BatchTask) -> tuple[BatchTask, list[Tensor], ReadyEvent]:
-        self._wait_breakdown.attribute_elapsed(QUEUE)
+        self._end_interval(QUEUE)
         tensors, ready = batch_task.to_device(self._copy_stream)
-        self._wait_breakdown.attribute_elapsed(COPY)
+        self._end_interval(COPY)
         return batch_task, tensors, ready
 
     def _autotune(self, pool: WorkerPool | ProcessPool) -> None:
@@ -422,21 +524,12 @@ class Loader:
             return
         if time.perf_counter() - self._rate_meter.last_poll_s < POLL_INTERVAL_S:
             return
-        rates = self._rate_meter.poll(self.stats())
-        if self._fetcher is not None:
-            self._fetcher.report_demand(starved=rates.wait_fraction * rates.in_flight_fraction >= INPUT_BOUND_FRACTION)
-        for message in self._autotuner.update(rates):
-            if self._on_tuned is not None:
-                self._on_tuned(f"loader: {message}")
+        message = self._autotuner.update(self._rate_meter.poll(self.stats()))
+        if message is not None and self._on_tuned is not None:
+            self._on_tuned(f"loader: {message}")
         pool.resize(self._autotuner.workers)
-        while len(self._buffers) < self._autotuner.prefetch_depth + BUFFERS_IN_USE:
-            buffer = self._make_buffer()
-            self._buffers.append(buffer)
-            self._free_buffers.append(buffer)
 
 
-def _describe_mixing(mixing: Sequence[int] | None) -> str:
-    """`SampleStream.shard_mixing` in words."""
-    if mixing is None:
-        return "--shuffle-buffer 0"
-    return f"--shuffle-buffer {mixing[0]} --batch-size {mixing[1]}"
+def choose_prefetch_depth(batch_size: int, workers: int) -> int:
+    """Batches ahead of training with which `workers` read ahead."""
+    return min(MAX_PREFETCH_DEPTH, max(MIN_PREFETCH_DEPTH, -(-(1 + MAX_READ_AHEAD) * workers // batch_size)))

@@ -106,10 +106,6 @@ class _Stream:
         self._max_outstanding = max(1, min(wanted, self._fair_share) // self._group_size)
         self._changed.notify_all()
 
-    def exclude(self, image_index: int, position: int) -> None:
-        """An image that the training process has put into quarantine: later samples need not try it."""
-        self._samples.quarantined[image_index] = position
-
     def stop(self) -> None:
         """Drops the groups that are not begun, waits for the others, and reports it."""
         with self._changed:

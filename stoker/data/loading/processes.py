@@ -4,7 +4,7 @@ With threads alone, the loader holds the interpreter's lock for about 0.46 ms pe
 so one process cannot feed a device that trains 2,000 images per second. Worker processes run the same worker threads on
 the same code (`process_main.py`) and write pixels and boxes into memory that the training process shares with them
 (`buffers.py`); between processes there is one short message per group of samples. A batch is the same, bit for bit:
-what a sample is depends on its position only, and results are applied in the order of the stream (`finalize.py`).
+what a sample is depends on its position only, and results are applied in the order of the stream (`loader.py`).
 
 Not for images in a bucket, whose bytes the training process requests ahead, nor for JPEGs that the device decodes.
 """
@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from stoker.data.loading.autotune import MAX_PREFETCH_DEPTH, default_num_workers
 from stoker.data.loading.buffers import (
     CACHE_FULL,
     FAILED,
@@ -42,12 +41,11 @@ from stoker.data.loading.buffers import (
     RingLayout,
     create_memory,
 )
-from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
-from stoker.data.loading.spec import LoaderSpec
+from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
-from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S, MAX_READ_AHEAD
+from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
-from stoker.hardware.cgroup import Cgroup, host_cores
+from stoker.hardware.cgroup import Cgroup
 
 if TYPE_CHECKING:
     from stoker.data.images.pixel_cache import PixelCache
@@ -167,34 +165,24 @@ class WorkerProcesses:
             code = child.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return StokerError("A worker process of the loader closed its connection.", location=location)
-        if code >= 0:
-            what, cause = f"ended with exit code {code}", "its own message is above, on stderr"
-        else:
-            what, cause = f"was killed by {signal.Signals(-code).name}", "a signal from outside, or a bug in a library"
-        if code == -signal.SIGKILL:
-            oom_kills = Cgroup().oom_kills()
-            if oom_kills is not None and oom_kills > (self._oom_kills or 0):
-                return OutOfMemoryError(
-                    "The kernel killed a worker process of the loader, as memory ran out.",
-                    location=location,
-                    fix="--workers or --batch-size with a smaller number; --worker-processes 0 takes less memory",
-                )
-            cause = "the kernel does that when memory runs out (`dmesg` names the process), or somebody did"
+        killed = code == -signal.SIGKILL
+        oom_kills = Cgroup().oom_kills()
+        if killed and oom_kills is not None and oom_kills > (self._oom_kills or 0):
+            return OutOfMemoryError(
+                "The kernel killed a worker process of the loader, as memory ran out.",
+                location=location,
+                fix="--workers or --batch-size with a smaller number; --worker-processes 0 takes less memory",
+            )
+        what = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         return StokerError(
             f"A worker process of the loader {what}.",
             location=location,
-            cause=cause,
+            cause="memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr",
             fix="the same command continues the run; --worker-processes 0 loads with threads only",
         )
 
     def control_fds(self) -> list[int]:
         return [control_socket.fileno() for control_socket, _ in self._controls]
-
-    def prefetch_depth(self, batch_size: int, least: int) -> int:
-        """Batches ahead of training, as their number is fixed: enough samples that each worker reads ahead. Small
-        batches need more of them."""
-        max_workers = max(self.count, default_num_workers(host_cores(), is_cpu=False))
-        return min(MAX_PREFETCH_DEPTH, max(least, -(-(1 + MAX_READ_AHEAD) * max_workers // batch_size)))
 
     def open_pool(
         self, samples: SampleStream, spec: LoaderSpec, cache: "PixelCache | None", num_slots: int
@@ -269,7 +257,6 @@ class ProcessPool:
         """Slot → the batch in it."""
         self._backlog: deque[bytes] = deque()
         """Groups for which the pipe has no room yet."""
-        self._quarantined: dict[int, int] = {}
         self._lock = threading.Lock()
         groups_read, self._groups_fd = os.pipe()
         os.set_blocking(self._groups_fd, False)
@@ -294,10 +281,11 @@ class ProcessPool:
             their_reports.close()
 
     def start(self, workers: int) -> None:
-        """Takes batches from now on. The pool is stopped, and none of its batches is used any more."""
+        """Takes batches from now on. The pool is stopped, and none of its batches is used any more. The processes try
+        an image again that is put into quarantine later; `BatchFinalizer` corrects the result."""
         self.stopped = self._has_failed = False
         self._num_stopped = self._num_idle = 0
-        self._workers, self._quarantined = workers, dict(self._samples.quarantined)
+        self._workers = workers
         self._pending.clear()
         self._backlog.clear()
         self._generation += 1
@@ -305,7 +293,7 @@ class ProcessPool:
         for process, count in enumerate(self._threads_per_process(workers)):
             self._processes.send(
                 process, "start", self._number,
-                self._generation, count, self._group_size, self._fair_share, self._quarantined,
+                self._generation, count, self._group_size, self._fair_share, self._samples.quarantined,
             )  # fmt: skip
 
     def _send_all(self, request: str, *arguments: Any) -> None:
@@ -330,20 +318,11 @@ class ProcessPool:
     def submit_batch(self, batch_task: BatchTask) -> None:
         """Gives the samples of a batch, whose buffer is one of the stream's, to the processes."""
         slot, batch_size = self._slot_numbers[id(batch_task.buffer)], len(batch_task.results)
-        self._exclude_new()
         self._pending[slot] = batch_task
         for first in range(0, batch_size, self._group_size):
             count = min(self._group_size, batch_size - first)
             self._backlog.append(GROUP.pack(self._generation, batch_task.start + first, slot, first, count, 0))
         self._send_groups()
-
-    def _exclude_new(self) -> None:
-        """Tells the processes of images that were put into quarantine. Until they know, they try such an image again
-        and the result is corrected (`BatchFinalizer`)."""
-        if len(self._quarantined) != len(self._samples.quarantined):
-            for image_index in self._samples.quarantined.keys() - self._quarantined.keys():
-                position = self._quarantined[image_index] = self._samples.quarantined[image_index]
-                self._send_all("exclude", image_index, position)
 
     def _send_groups(self) -> None:
         try:

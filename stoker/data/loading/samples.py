@@ -1,16 +1,18 @@
-"""What happens to sample p of the stream: `plan` → `read` → `decode` → `annotate`, in `SampleStream`.
+"""What a loader loads (`LoaderSpec`), and what happens to sample p of its stream: `plan` → `read` → `decode` →
+`annotate`, in `SampleStream`.
 
 Position p of the endless training stream is (epoch, index) = divmod(p, N); its image is the index-th of the epoch's
 order, which is random, or for shards that of `shard_order.py`. Everything about a sample is a pure function of (seed,
 epoch, index) and of the quarantine: the images that cannot be used, each with the position from which on it is
 replaced. `load` takes a sample from its plan to its pixels, and tries replacements where an image is bad. The worker
-threads and the worker processes (`worker_pool.py`) call the four, and so does `reload`, for a sample that `finalize.py`
+threads and the worker processes (`worker_pool.py`) call the four, and so does `reload`, for a sample that `loader.py`
 or the device decoder needs once more. Batches and the device: `loader.py`.
 
 While Python runs, the other threads do not (the GIL), so `plan` and `annotate` do for many samples at once what can be
 done so. `benchmarks/loading/gil.py` measures it.
 """
 
+import dataclasses
 import errno
 import functools
 import itertools
@@ -18,28 +20,27 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.augment import geometry
+from stoker.data import geometry
 from stoker.data.batch import NUM_RAND
 from stoker.data.images import decode
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
-from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import DECODING, READ, Counters
+from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError
 
 if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor
 
-    from stoker.data.images.decode_device import EncodedImage
     from stoker.data.images.pixel_cache import PixelCache
     from stoker.data.index import Index
-    from stoker.hardware.device import ReadyEvent, SideStream
+    from stoker.hardware.device import Device, ReadyEvent, SideStream
 
 MAX_REPLACEMENTS = 64
 """Replacements that are drawn for an image. If all of them are bad too, the data set is gone."""
@@ -51,6 +52,57 @@ MAX_CACHED_GEOMETRIES = 4096
 """Sizes of images whose geometry without crops is kept: most images of a data set have one of a few sizes."""
 RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Read errors that say nothing about the file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderSpec:
+    """The fixed choices of a `Loader`. Settings of the same names are described in `stoker/config/settings.py`."""
+
+    device: "Device"
+    batch_size: int
+    """B, images per batch of this rank."""
+    image_size: tuple[int, int]
+    """Height and width of the model input."""
+    resize: str
+    """letterbox or squash; see `geometry.compute_resize_geometry`."""
+    max_boxes: int
+    """M; see `compute_max_boxes`."""
+    seed: int
+    train: bool = True
+    """An endless shuffled stream; else one pass in order, whose last batch is filled up with image_index -1."""
+    shuffle_buffer: int = 0
+    """Images that all ranks together hold so that the images of shards are mixed (`shard_order.py`); 0: random order.
+    In training only, as the next three."""
+    scale_jitter_prob: float = 0.0
+    """See `geometry.sample_resize_geometry`, also for the next two."""
+    scale_range: tuple[float, float] = (1.0, 1.0)
+    min_object_covered: float = 0.0
+    workers: int | Literal["auto"] = "auto"
+    """Threads that read and decode; "auto": tuned while the loader runs."""
+    initial_workers: int = 0
+    """With how many threads a tuned loader begins, where that is more than the usual number."""
+    prefetch_depth: int | None = None
+    """Batches decoded ahead; None: see `loader.choose_prefetch_depth`. They take (prefetch_depth + 2) · B · H · W · 3
+    bytes of host memory."""
+    max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION
+    """Fraction of the images that may be in quarantine before the loader raises DataError."""
+    rank: int = 0
+    world_size: int = 1
+    """A global batch is B · world_size positions of the stream, of which rank r takes the r-th B. Each rank knows its
+    own failures only. Replacements are drawn by position, so ranks agree on lasting failures without communication."""
+    jpeg_decoder: Literal["cpu", "nvjpeg"] = "cpu"
+    """nvjpeg: the device decodes the JPEGs that it supports. Not together with a cache."""
+
+
+def compute_max_boxes(index: "Index", image_indices: NDArray[np.int64], *, mosaic: float = 0.0) -> int:
+    """M: the largest number of boxes of an image (with crowd boxes), at least 1, rounded up to a multiple of 8.
+
+    With mosaics twice as many, because a mosaic shows a good half of each of four images. On BCCD a mosaic has up to 36
+    boxes where an image has 14. All mosaics fit then; with room for the boxes of one image only 37 % would.
+    """
+    counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
+    max_count = max(1, int(counts.max(initial=0))) * (2 if mosaic > 0 else 1)
+    return -(-max_count // 8) * 8
 
 
 UNKNOWN_GEOMETRY = geometry.ResizeGeometry((0, 0), (0, 0, 0, 0), (0, 0))
@@ -113,7 +165,7 @@ class BatchTask:
         self.num_missing = batch_size
         """The same, plus one while their annotations are written, plus one while the device decoder has not finished
         the batch."""
-        self.encoded: dict[int, EncodedImage] | None = None
+        self.encoded: dict[int, decode.EncodedImage] | None = None
         """What the device is to decode, whose pixels are not written; None: the host decodes all."""
         self.reloaded: list[int] = []
         """Places that were loaded again after the device decoder had finished."""
@@ -477,14 +529,12 @@ class SampleStream:
 _whole_image_geometry = functools.lru_cache(MAX_CACHED_GEOMETRIES)(geometry.compute_resize_geometry)
 
 
-def _leave_to_device(image: ReadImage, encoded: "dict[int, EncodedImage]", k: int) -> bool:
+def _leave_to_device(image: ReadImage, encoded: "dict[int, decode.EncodedImage]", k: int) -> bool:
     """Leaves the image of place k to the device, if the device can decode it."""
-    from stoker.data.images.decode_device import EncodedImage, is_device_decodable
-
     data, header, geom = image.data, image.header, image.plan.geom
-    if header is None or not isinstance(data, bytes) or not is_device_decodable(data, header):
+    if header is None or not isinstance(data, bytes) or not decode.is_device_decodable(data, header):
         return False
-    encoded[k] = EncodedImage(data, header, geom.region, geom.resized_size)
+    encoded[k] = decode.EncodedImage(data, header, geom.region, geom.resized_size)
     return True
 
 

@@ -5,7 +5,7 @@ a random order, and cuts that sequence into as many sections as a batch has plac
 own section, block by block, and mixes the images within a window. So a rank, which has certain places of every batch,
 reads its blocks alone, and the order is that of any number of ranks. It is a pure function of (seed, epoch, index) and
 of the four numbers of `ShardOrder`, as the random order of `geometry.epoch_order` is of (seed, epoch, index)
-(docs/decisions/0015-order-of-shards.md). Not here: the requests (`prefetch.py`).
+(docs/decisions/0015-order-of-shards.md). Not here: the requests (`worker_pool.py`).
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.augment import geometry
+from stoker.data import geometry
 
 if TYPE_CHECKING:
     from stoker.data.index import ImageRanges
@@ -131,11 +131,6 @@ def choose_buffer(
     images = min(count, num_ranks * rank_bytes // mean_bytes)
     if images < min(count, MIN_IMAGES_PER_PLACE * batch_size):
         return 0, f"the free memory has room for {images:,} images, too few to mix: the order is random"
-    which = "all" if images == count else f"{images:,} of {count:,}"
-    part = f"{images * mean_bytes // num_ranks / 2**20:,.0f} MiB{' on each device' if num_ranks > 1 else ''}"
-    limit = f"at most {_format_gib(MAX_BUFFER_BYTES)} and 1/{1 / MEMORY_FRACTION:.0f} of the free memory"
-    return images, f"shards of a bucket are read in parts of some MiB; {which} images are mixed, {part} ({limit})"
-
-
-def _format_gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:,.3g} GiB"
+    part = f"{images:,} of {count:,} images are mixed, {images * mean_bytes // num_ranks / 2**20:,.0f} MiB per device"
+    limit = f"at most {MAX_BUFFER_BYTES / 2**30:.3g} GiB and 1/{1 / MEMORY_FRACTION:.0f} of the free memory"
+    return images, f"shards of a bucket are read in parts of some MiB; {part} ({limit})"

@@ -1,7 +1,8 @@
-"""What a loader has done and is doing: the work of its workers, and where the time went that training waited.
+"""What a loader has done, where the time went that training waited, and the number of workers that follows from it.
 
 Each worker counts in a `Counters` of its own, so that none waits for another; `Loader.stats` adds them up. What the
-stages of a wait mean for a run: docs/run-folder.md.
+stages of a wait mean for a run: docs/run-folder.md. Once a second, `LoaderRateMeter` derives rates from two snapshots,
+and `LoaderAutotuner`, a pure function of these, decides the number of workers. Nothing that a run sees depends on it.
 """
 
 import dataclasses
@@ -14,6 +15,18 @@ FETCH, DECODE, COPY, QUEUE = INPUT_STAGES
 READ, DECODING = "read", "decoding"
 """What a worker is doing."""
 
+POLL_INTERVAL_S = 1.0
+"""Seconds of training between two polls."""
+INPUT_BOUND_FRACTION, GROW_IDLE_FRACTION = 0.05, 0.15
+"""More workers are started where training waits at least this fraction of the time (TensorFlow Profiler's "moderately
+input-bound") while the workers are idle at most this fraction of theirs."""
+MIN_SPEEDUP = 1.03
+"""More workers have to load this many times as much, or they are stopped again."""
+GROW_AFTER, RETRY_AFTER = 2, 60
+"""Polls in a row that ask for more workers; polls until growth that did not help is tried again."""
+MAX_WORKERS, WORKERS_PER_CORE = 32, 4
+"""Workers that wait for a disk need no core; more than this per core only take turns (and the interpreter's lock)."""
+
 
 @dataclasses.dataclass
 class Counters:
@@ -21,7 +34,7 @@ class Counters:
 
     num_images: int = 0
     read_s: float = 0.0
-    """Reading files. Requests in flight, which block no worker, are in `PrefetchCounters.seconds`."""
+    """Reading files. Requests in flight block no worker and do not count."""
     cache_hits: int = 0
     """Reads that the cache of decoded images served."""
     cache_misses: int = 0
@@ -62,33 +75,20 @@ def sum_counters(per_worker: Iterable[Counters]) -> Counters:
 
 
 @dataclasses.dataclass
-class PrefetchCounters:
-    """Images that were fetched since the loader was made. Written by the fetcher's thread."""
-
-    completed: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    """Summed over the fetches, which run in parallel."""
-
-
-@dataclasses.dataclass
 class LoaderStats:
     """What a loader has done since it was made, and what it is doing."""
 
     total: Counters
     """The sum over the workers."""
-    prefetched: PrefetchCounters
     loading: int
     """Samples of batch buffers that are not loaded yet."""
     ready: int
     """Samples that wait for the caller, including those of an incomplete batch."""
     workers: int
     prefetch_depth: int
-    """Batches that may be decoded ahead."""
+    """Batches that are decoded ahead."""
     wait_s: float
     """The caller waiting in `__next__`: training is faster than the loader."""
-    wait_s_by_stage: dict[str, float]
-    """The same by stage, as in `Loader.last_wait`."""
     processes_cpu_s: float = 0.0
     """CPU-seconds of the worker processes since they were started."""
 
@@ -115,23 +115,91 @@ def split_wait(
     return [(min(end_s, fetched_s), FETCH), (end_s, DECODE)]
 
 
-class WaitBreakdown:
-    """What the calls of `Loader.__next__` spend their time on: intervals of the newest call, and sums over all."""
+def default_num_workers(cores: int, *, is_cpu: bool) -> int:
+    """The initial number of workers of an autotuned loader; as many may decode at a time. is_cpu: training needs the
+    cores, too."""
+    return max(1, min(2 if is_cpu else MAX_WORKERS, cores))
 
-    def __init__(self) -> None:
-        self.last: Intervals = []
-        self.total_s = dict.fromkeys(INPUT_STAGES, 0.0)
-        self._last_end_s = 0.0
 
-    def start(self) -> None:
-        self.last, self._last_end_s = [], time.perf_counter()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderRates:
+    """A second or more of training. Fractions are 0 … 1."""
 
-    def attribute_elapsed(self, stage: str) -> None:
-        """Attributes the time since the last interval to `stage`."""
-        self.add([(time.perf_counter(), stage)])
+    wait_fraction: float
+    """Of the time, training waited."""
+    idle_fraction: float
+    """Of the workers' time, they had nothing to do."""
+    read_fraction: float
+    """Of the rest, they read; else they decoded."""
+    decoded_per_s: float
+    """Images decoded per second."""
 
-    def add(self, intervals: Intervals) -> None:
-        for end_s, stage in intervals:
-            self.total_s[stage] += end_s - self._last_end_s
-            self._last_end_s = end_s
-        self.last += intervals
+
+class LoaderAutotuner:
+    """Decides `workers`. A change needs several polls in a row that ask for it, and growth that does not help is
+    undone. Idle workers cost nothing and stay."""
+
+    def __init__(self, *, cores: int, is_cpu: bool, workers: int, is_tuned: bool = True) -> None:
+        """is_cpu: training runs on the same cores. is_tuned: false where the user gave the number."""
+        self.workers = workers
+        self._cores, self._is_cpu, self._is_tuned = cores, is_cpu, is_tuned
+        self._starved_polls = 0
+        self._before_growth: tuple[int, float] | None = None
+        """Workers and images per second before the newest growth, until it is known whether it helped."""
+        self._growth_cooldown = 0
+        """Polls for which growth is not tried again."""
+
+    def update(self, rates: LoaderRates) -> str | None:
+        """Takes one poll into account. Returns a sentence for a change."""
+        self._growth_cooldown = max(0, self._growth_cooldown - 1)
+        is_starved = rates.wait_fraction >= INPUT_BOUND_FRACTION and rates.idle_fraction <= GROW_IDLE_FRACTION
+        if not is_starved or not self._is_tuned:
+            self._starved_polls, self._before_growth = 0, None
+            return None
+        self._starved_polls += 1
+        if self._starved_polls < GROW_AFTER:
+            return None
+        self._starved_polls = 0
+        return self._add_workers(rates)
+
+    def _add_workers(self, rates: LoaderRates) -> str | None:
+        before = self.workers
+        if self._before_growth is not None and rates.decoded_per_s < MIN_SPEEDUP * self._before_growth[1]:
+            self.workers, self._before_growth = self._before_growth[0], None
+            self._growth_cooldown = RETRY_AFTER
+            return f"{before} → {self.workers} workers: more of them did not load more"
+        max_workers = min(MAX_WORKERS, WORKERS_PER_CORE * self._cores)
+        if rates.read_fraction < 1:  # so many that no more of them decode at a time than may
+            may_decode = default_num_workers(self._cores, is_cpu=self._is_cpu)
+            max_workers = min(max_workers, int(may_decode / (1 - rates.read_fraction)))
+        if self._growth_cooldown or max_workers <= before:
+            return None
+        self.workers = min(max_workers, before + max(1, before // 2))
+        self._before_growth = before, rates.decoded_per_s
+        return (
+            f"{before} → {self.workers} workers: training waits {100 * rates.wait_fraction:.0f} % of the time, workers"
+            f" read {100 * rates.read_fraction:.0f} % of theirs"
+        )
+
+
+class LoaderRateMeter:
+    """Measures the rates from one poll to the next."""
+
+    def __init__(self, stats: LoaderStats) -> None:
+        self._last_stats = stats
+        self.last_poll_s = time.perf_counter()
+
+    def poll(self, stats: LoaderStats) -> LoaderRates:
+        """The rates since the last poll."""
+        now_s, last = time.perf_counter(), self._last_stats
+        duration_s = max(1e-9, now_s - self.last_poll_s)
+        read_s = max(0.0, stats.total.read_s - last.total.read_s)
+        busy_s = read_s + max(0.0, stats.total.decode_s - last.total.decode_s)
+        rates = LoaderRates(
+            wait_fraction=min(1.0, (stats.wait_s - last.wait_s) / duration_s),
+            idle_fraction=min(1.0, max(0.0, 1 - busy_s / (duration_s * max(1, stats.workers)))),
+            read_fraction=read_s / busy_s if busy_s > 0 else 0.0,
+            decoded_per_s=(stats.total.num_images - last.total.num_images) / duration_s,
+        )
+        self._last_stats, self.last_poll_s = stats, now_s
+        return rates

@@ -272,9 +272,9 @@ def packed_folder(data: str | Path) -> Path | None:
     location = expand_variables(os.fspath(data))
     path = Path(location)
     if is_uri(location):
-        from stoker.data.remote import resolve  # imports what is only needed for buckets
+        from stoker.data import remote  # imports what is only needed for buckets
 
-        path = resolve.resolve_dataset(parse_uri(location), ()).path
+        path = remote.resolve_dataset(parse_uri(location), ()).path
     return path if (path / INDEX_FILE).is_file() else None
 
 

@@ -106,11 +106,6 @@ class ProblemCollector:
             # a file name may have bytes that are not Unicode, which neither the index nor JSON can hold
             examples.append(example.encode(errors="backslashreplace").decode())
 
-    def clear(self) -> None:
-        """Forgets everything, before the data set is read again."""
-        self._counts.clear()
-        self._examples.clear()
-
     def summarize(self, max_examples: int | None = None) -> tuple[Problem, ...]:
         """In the order of the table, each with at most `max_examples` examples."""
         return tuple(

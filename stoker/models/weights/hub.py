@@ -60,8 +60,10 @@ def local_path(location: str) -> Path:
     location = expand_variables(location)
     if not is_uri(location):
         return Path(location)
-    from stoker.storage.download import download  # only needed for a URI
-    from stoker.storage.store import open_store
+    from stoker.storage.store import (
+        download,  # only needed for a URI
+        open_store,
+    )
 
     uri = parse_uri(location)
     store = open_store(uri)

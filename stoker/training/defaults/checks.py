@@ -12,7 +12,7 @@ import msgspec
 from stoker.config.settings import Config, ModelSettings
 from stoker.config.sync_method import parse_sync
 from stoker.data.anchor_fit import box_dimensions
-from stoker.data.augment.device import MOSAIC_GROUP_SIZE
+from stoker.data.augment import MOSAIC_GROUP_SIZE
 from stoker.data.index import Index
 from stoker.errors import ConfigError
 from stoker.hardware.device import Device

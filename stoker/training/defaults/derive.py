@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.settings import SECTION_OF, Config, check, read_recipes, setting_rows
 from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
-from stoker.data.images import cache_policy
+from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index
-from stoker.data.loading import decoder_choice
-from stoker.data.loading.autotune import default_num_workers
+from stoker.data.loading import device_decoder
 from stoker.data.loading.shard_order import choose_buffer
+from stoker.data.loading.stats import default_num_workers
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
 from stoker.data.validation.stats import ModelInput
 from stoker.hardware.cgroup import host_cores, host_memory
@@ -484,30 +484,29 @@ def derive_cache(known: Known) -> Choice:
         data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
     )
     steps = known.total_steps
-    inputs = cache_policy.collect_cache_inputs(
+    inputs = pixel_cache.collect_cache_inputs(
         known.index,
         known.train_indices,
         spec,
         max_scale=data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0,
         epochs=None if steps is None else steps * run.batch_size / known.num_images,
-        workers=run.num_workers or default_num_workers(host_cores(), is_cpu=run.device == "cpu"),
     )
-    kind, reason = cache_policy.choose_cache(inputs)
+    kind, reason = pixel_cache.choose_cache(inputs)
     if kind == "ram" and known.devices.on_host > 1:
         return "none", f"in memory, each of the {known.devices.on_host} devices would keep all images"
     return kind, reason
 
 
 def derive_jpeg_decoder(known: Known) -> Choice:
-    """The faster one; on a GPU both are tried, with a step of the chosen batch size."""
+    """nvJPEG where the cores decode fewer images than the GPU trains on, with a step of the chosen batch size."""
     data, device_batch_size = known.config.data, known.config.run.batch_size // known.devices.count
     if known.divided_by:
         return "cpu", f"not tried: {NO_TRIAL_OF_SHARDS}"
     if known.config.run.cache != "none":
         return "cpu", "decoded images are cached; the CPU decodes each once"
-    return decoder_choice.measure_and_choose_decoder(
+    return device_decoder.measure_and_choose_decoder(
         known.index, known.train_indices, known.device, image_size=data.image_size, resize=data.resize,
-        batch_size=device_batch_size, measure_step_s=lambda: known.step_s / device_batch_size,
+        measure_step_s=lambda: known.step_s / device_batch_size,
     )  # fmt: skip
 
 

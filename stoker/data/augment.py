@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from stoker.config.settings import DataSettings
-from stoker.data.augment.geometry import MIN_AREA_FRACTION, MIN_SIDE_PIXELS
 from stoker.data.batch import PAD_COLOR, Batch, RandSlot
+from stoker.data.geometry import MIN_AREA_FRACTION, MIN_SIDE_PIXELS
 from stoker.errors import ConfigError
 
 MOSAIC_GROUP_SIZE = 4

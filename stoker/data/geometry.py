@@ -1,7 +1,7 @@
 """Resize geometry: where an image's pixels and boxes go in the model input. Random numbers of all augmentation.
 
 Crop and scale are drawn here, on the host, as a `ResizeGeometry` for the single resize of the loader. Flip, color and
-mosaic are applied on the device to whole batches: `device.py`. Every random number is a pure function of (seed, epoch,
+mosaic are applied on the device to whole batches: `augment.py`. Every random number is a pure function of (seed, epoch,
 index in the epoch, stream), not of threads, ranks or devices.
 """
 
