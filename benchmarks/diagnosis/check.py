@@ -67,7 +67,7 @@ def measure_loader(folder: Path) -> dict[str, Any]:
 
 def measure_check(folder: Path) -> dict[str, Any]:
     from stoker.data.index import open_index
-    from stoker.data.validation.check_images import check_image_files
+    from stoker.data.validation.check import check_image_files
     from stoker.data.validation.problems import ProblemCollector
 
     data, problems = open_index(folder), ProblemCollector()

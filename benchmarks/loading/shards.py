@@ -124,8 +124,9 @@ def read_batches(folder: Path) -> Iterator[int]:
 
 def generate_packed(folder: Path, images: int, boxes: int) -> None:
     """An index like that of COCO, with shards that are sparse files."""
-    from stoker.data.formats import shard_index
-    from stoker.data.formats.shard_index import PackedImages, PackedInfo, Shard
+    from stoker.data.formats import webdataset
+    from stoker.data.formats.tables import AnnotationTable
+    from stoker.data.formats.webdataset import PackedInfo, Shard
 
     rng = np.random.default_rng(0)
     per_shard, length = 400, 150_000
@@ -141,21 +142,26 @@ def generate_packed(folder: Path, images: int, boxes: int) -> None:
         with (folder / shard.name).open("wb") as file:
             file.truncate(size_bytes)
     numbers = np.arange(images)
-    content = PackedImages(
-        names=[f"{n:012d}.jpg" for n in range(images)],
+    content = AnnotationTable(
+        class_names=[],
+        category_ids=[],
+        folders=[],
+        file_names=[f"{n:012d}.jpg" for n in range(images)],
         split=(numbers % 20 == 0).astype(np.int8),
         image_id=numbers,
-        shard=(numbers // per_shard).astype(np.int32),
+        folder_index=(numbers // per_shard).astype(np.int32),
         byte_range=np.stack((numbers % per_shard * (length + 2048), np.full(images, length)), axis=1),
-        size=np.full((images, 2), (480, 640), np.int32),
-        offsets=np.searchsorted(owner, np.arange(images + 1)).astype(np.int64),
-        boxes=corners.astype(np.float32),
+        original_size=np.full((images, 2), (480, 640), np.int32),
+        image_index=owner,
+        boxes=corners,
         labels=rng.integers(0, 80, boxes).astype(np.int32),
         crowd=np.zeros(boxes, np.bool_),
         area=rng.random(boxes) * 9000,
+        box_id=np.arange(boxes),
+        box_id_kind="object",
     )
     info = PackedInfo(
-        version=shard_index.VERSION,
+        version=webdataset.VERSION,
         plan="",
         class_names=tuple(f"class {n}" for n in range(80)),
         category_ids=tuple(range(1, 81)),
@@ -163,7 +169,7 @@ def generate_packed(folder: Path, images: int, boxes: int) -> None:
         num_skipped=0,
         source_bytes=0,
     )
-    (folder / shard_index.INDEX_FILE).write_bytes(shard_index.encode(info, content))
+    (folder / webdataset.INDEX_FILE).write_bytes(webdataset.encode_index(info, content))
 
 
 def open_packed(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import msgspec
 
 from stoker.config.settings import DataSettings
 from stoker.data.convert import packing
-from stoker.data.convert.pack_destination import Destination, open_destination
+from stoker.data.convert.packing import Destination, open_destination
 from stoker.data.convert.packing import Plan, PlannedShard, RunShards, ShardRecord
 from stoker.data.index import Index, open_index_of
 from stoker.errors import DataError, PreflightError, needs_package

@@ -10,11 +10,11 @@ from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path, PurePosixPath
 
-from stoker.data.formats import label_map
 from stoker.data.formats.finder import detect_layout
 from stoker.data.formats.folders import split_from_name
 from stoker.data.formats.tables import DatasetLayout, SplitFiles
 from stoker.data.formats.tfrecord import recognize
+from stoker.data.formats.tfrecord_bytes import read_label_map
 from stoker.errors import DataError
 from stoker.migration.fields import FieldAccount
 from stoker.migration.text_format import Message
@@ -202,7 +202,7 @@ def _read_label_map(
         "`stoker data check` lists the boxes (label-disagrees)"
     )
     account.trap("text-over-label", reader.lines.get("label_map_path"), text)
-    count = len(label_map.read(found).names) if found is not None else num_classes
+    count = len(read_label_map(found).names) if found is not None else num_classes
     if count != num_classes:
         text = f"num_classes is {num_classes}, and {found} has {count} classes: {count} are trained"
         account.trap("number-of-classes", None, text)

@@ -9,7 +9,7 @@ import pytest
 from stoker.cli.app import main
 from stoker.data.convert import packing
 from stoker.data.convert.packing import PackOptions, in_threads, pack
-from stoker.data.formats.shard_index import INDEX_FILE
+from stoker.data.formats.webdataset import INDEX_FILE
 from stoker.data.index import Index, open_index
 from stoker.data.validation.check import CheckReport, check_dataset
 from stoker.storage.store import open_store

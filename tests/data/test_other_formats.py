@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stoker.data.formats.others import other_formats
+from stoker.data.formats.folders import other_formats
 from stoker.data.index import open_index
 from stoker.errors import DataError
 from tests.data.exports import save_images

@@ -23,7 +23,7 @@ from PIL import Image
 from stoker.cli.app import main
 from stoker.data.convert import packing
 from stoker.data.convert.packing import PackOptions, PackResult, in_threads, pack
-from stoker.data.formats.shard_index import INDEX_FILE, PLAN_FILE, WORK_DIR, read_info
+from stoker.data.formats.webdataset import INDEX_FILE, PLAN_FILE, WORK_DIR, read_info
 from stoker.data.index import Index, open_index, require_images
 from stoker.data.loading.loader import Loader, compute_max_boxes
 from stoker.data.loading.spec import LoaderSpec

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from stoker.data.formats.finder import FORMATS
 from stoker.data.formats.folders import IMAGE_SUFFIXES
-from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, UnsupportedImage, apply_orientation
+from stoker.data.formats.tables import AnnotatedImage, DatasetWriter, Target, UnsupportedImage, apply_orientation
 from stoker.data.images import source as image_source
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index

@@ -38,6 +38,7 @@ from stoker.data.formats.folders import (
     list_image_dirs,
     named_subdirs,
     read_head,
+    recognize_file,
     root_of,
     several_files,
     split_from_name,
@@ -46,9 +47,17 @@ from stoker.data.formats.folders import (
 from stoker.data.formats.images import count_matching_files, is_usable_name
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
-from stoker.data.formats.others import recognize_file
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable, SplitFiles
-from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, exact_extent, shortest_decimal
+from stoker.data.formats.tables import (
+    AnnotatedImage,
+    AnnotationTable,
+    DatasetLayout,
+    DatasetWriter,
+    FolderTable,
+    SplitFiles,
+    Target,
+    exact_extent,
+    shortest_decimal,
+)
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 

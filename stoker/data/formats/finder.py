@@ -20,9 +20,7 @@ from stoker.data.formats import (
     labelme,
     mds,
     openimages,
-    others,
     parquet,
-    shard_index,
     tfrecord,
     voc,
     webdataset,
@@ -36,9 +34,9 @@ from stoker.data.formats.folders import (
     is_image_name,
     list_image_dirs,
     list_subdirs,
+    recognize_unread,
 )
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout
-from stoker.data.formats.writer import DatasetWriter
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, DatasetWriter
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
 from stoker.data.validation.problems import ProblemCollector
@@ -115,7 +113,7 @@ FORMATS = {
         webdataset.recognize,
         webdataset.read,
         "WebDataset (*.tar with an image and a .json per sample; stoker-index.arrow)",
-        (*webdataset.SUFFIXES, shard_index.INDEX_FILE),
+        webdataset.SUFFIXES,
     ),
     "mds": Format(mds.recognize, mds.read, "MDS (index.json with *.mds)", (".json",)),
     "parquet": Format(
@@ -327,7 +325,7 @@ def _no_annotations_found(data: Path, format: str | None) -> DataError:
 
 def _refuse_other_format(data: Path) -> None:
     """Raises DataError if a file or folder has a format that is known and not read."""
-    if (found := others.recognize(data)) is not None:
+    if (found := recognize_unread(data)) is not None:
         name, file, fix = found
         raise DataError(f"The data set has the format {name}, which is not read.", location=file, fix=fix)
 

@@ -8,8 +8,8 @@ Every checksum is verified; damaged records are reported with their byte offset 
 table has the byte range of each in its file. Keys are those of object_detection/data_decoders/tf_example_decoder.py;
 image/object/difficult is an ordinary box, as in Pascal VOC; a box around a group (image/object/group_of) counts as
 COCO's crowd. As in the API, the text decides the class of a box if the label map has it, else the label; of several
-label maps, the one that agrees with the records is used. Not here: the bytes of records (`tfrecord_bytes.py`), the text
-of a label map (`label_map.py`).
+label maps, the one that agrees with the records is used. Not here: the bytes of records (`tfrecord_bytes.py`), the
+text of a label map (`tfrecord_bytes.py`).
 """
 
 import hashlib
@@ -28,24 +28,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.formats import label_map
 from stoker.data.formats.folders import file_part, list_subdirs
-from stoker.data.formats.label_map import BACKGROUND, LabelMap
 from stoker.data.formats.shards import find_shards, layout_of_shards
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable, SplitFiles
+from stoker.data.formats.tables import (
+    AnnotatedImage,
+    AnnotationTable,
+    DatasetLayout,
+    DatasetWriter,
+    FolderTable,
+    SplitFiles,
+    Target,
+    UnsupportedImage,
+    clip_normalized,
+)
 from stoker.data.formats.tfrecord_bytes import (
+    BACKGROUND,
     HEADER_BYTES,
     Example,
     Frame,
+    LabelMap,
     MalformedExample,
     Values,
     encode_example,
     is_record_header,
     iter_frames,
+    label_map_text,
+    looks_like_label_map,
+    read_label_map,
     unpack,
     write_record,
 )
-from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, UnsupportedImage, clip_normalized
 from stoker.data.images.headers import parse_header
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
@@ -148,7 +160,7 @@ def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
         (sibling_dirs, "*.pbtxt"),
     ):
         files = (path for directory in dict.fromkeys(directories) for path in sorted(directory.glob(pattern)))
-        if nearest := [path for path in files if path.is_file() and label_map.looks_like_label_map(path)]:
+        if nearest := [path for path in files if path.is_file() and looks_like_label_map(path)]:
             return nearest
     return []
 
@@ -454,7 +466,7 @@ def _choose_label_map(
     distinct: dict[tuple[object, ...], LabelMap] = {}
     for path in paths:
         try:
-            candidate = label_map.read(path)
+            candidate = read_label_map(path)
         except DataError:
             if is_sibling:  # perhaps of another data set; a note tells which map is used
                 continue
@@ -614,4 +626,4 @@ class TfRecordWriter(DatasetWriter):
             for path in files:  # the number of shards is known only now, because images may have been left out
                 is_single = self._target.shards == 1
                 path.rename(self.folder / f"{split}.record" if is_single else Path(f"{path}-of-{len(files):05d}"))
-        (self.folder / "label_map.pbtxt").write_text(label_map.to_text(self.class_names), encoding="utf-8")
+        (self.folder / "label_map.pbtxt").write_text(label_map_text(self.class_names), encoding="utf-8")

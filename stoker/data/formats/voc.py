@@ -38,8 +38,16 @@ from stoker.data.formats.folders import (
     read_head,
 )
 from stoker.data.formats.images import ImageLocator
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, shortest_decimal
+from stoker.data.formats.tables import (
+    SPLITS,
+    AnnotatedImage,
+    AnnotationTable,
+    DatasetLayout,
+    DatasetWriter,
+    SplitFiles,
+    Target,
+    shortest_decimal,
+)
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 

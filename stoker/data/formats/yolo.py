@@ -37,8 +37,17 @@ from stoker.data.formats.folders import (
     unique,
 )
 from stoker.data.formats.images import map_in_threads, resolve_names
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DataErrors, DatasetLayout, SplitFiles, display_path
-from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, clip_normalized
+from stoker.data.formats.tables import (
+    SPLITS,
+    AnnotatedImage,
+    AnnotationTable,
+    DataErrors,
+    DatasetLayout,
+    DatasetWriter,
+    SplitFiles,
+    clip_normalized,
+    display_path,
+)
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 from stoker.data.formats.tables import SPLITS
 from stoker.data.index import Index
-from stoker.data.validation.stratify import stratify
+from stoker.data.validation.clean import stratify
 from stoker.errors import UsageError
 from stoker.storage.local_files import write_atomic
 
