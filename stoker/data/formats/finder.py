@@ -28,9 +28,9 @@ from stoker.data.formats import (
 )
 from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
-    IMAGE_DIRS,
     MAX_SEARCHED_DIRS,
     SPLIT_BY_NAME,
+    format_texts,
     is_image_name,
     list_image_dirs,
     list_subdirs,
@@ -48,77 +48,30 @@ ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".
 
 
 class Format(NamedTuple):
-    """A row of the table of formats."""
+    """A row of the table of formats. What `recognize` looks for is in `formats.toml`, under the same name."""
 
     recognize: Callable[[Path], DatasetLayout | None]
     """The data set in a folder (not in subfolders), or of a file with one of `suffixes`; None if there is none."""
     read: Callable[[DatasetLayout, ProblemCollector], AnnotationTable]
-    expected_files: str
-    """What `recognize` looks for, for the message that nothing was found."""
     suffixes: tuple[str, ...] = ()
     """The suffixes, in lower case, of files that can be a data set by themselves."""
-    problems: Callable[[Path], Iterable[str]] = lambda _folder: ()
-    """Why files in a folder that look like this format are not read, for the same message."""
     write: type[DatasetWriter] | None = None
     """What `stoker data convert` writes it with."""
 
 
 FORMATS = {
-    "coco": Format(
-        coco.recognize,
-        coco.read,
-        "COCO JSON (train/_annotations.coco.json, annotations/instances_*.json, *.json with images/)",
-        (".json",),
-        write=coco.CocoWriter,
-    ),
-    "voc": Format(
-        voc.recognize,
-        voc.read,
-        "Pascal VOC (Annotations/*.xml with JPEGImages/, *.xml with the images)",
-        write=voc.VocWriter,
-    ),
-    "yolo": Format(
-        yolo.recognize,
-        yolo.read,
-        "YOLO (data.yaml, images/ with labels/, *.txt with the images)",
-        (".yaml", ".yml", ".data"),
-        write=yolo.YoloWriter,
-    ),
-    "tfrecord": Format(
-        tfrecord.recognize,
-        tfrecord.read,
-        "TFRecord (*.record, *.tfrecord, train.record-00000-of-00010)",
-        (*tfrecord.SUFFIXES, *(f"{ending}.gz" for ending in tfrecord.SUFFIXES)),
-        write=tfrecord.TfRecordWriter,
-    ),
-    "openimages": Format(
-        openimages.recognize,
-        openimages.read,
-        "Open Images (*-annotations-bbox.csv with class-descriptions-boxable.csv)",
-        (".csv",),
-    ),
-    "csv": Format(
-        csv.recognize,
-        csv.read,
-        "CSV (tables with columns such as filename, class, xmin, ymin, xmax, ymax)",
-        (".csv",),
-        csv.problems,
-    ),
-    "cvat": Format(cvat.recognize, cvat.read, "CVAT XML (annotations.xml with images/)", (".xml",)),
-    "labelme": Format(labelme.recognize, labelme.read, "LabelMe JSON (*.json with the images)"),
-    "label-studio": Format(
-        label_studio.recognize, label_studio.read, "Label Studio JSON (*.json with images/)", (".json",)
-    ),
-    "webdataset": Format(
-        webdataset.recognize,
-        webdataset.read,
-        "WebDataset (*.tar with an image and a .json per sample; stoker-index.arrow)",
-        webdataset.SUFFIXES,
-    ),
-    "mds": Format(mds.recognize, mds.read, "MDS (index.json with *.mds)", (".json",)),
-    "parquet": Format(
-        parquet.recognize, parquet.read, "Parquet (*.parquet with columns image and objects)", parquet.SUFFIXES
-    ),
+    "coco": Format(coco.recognize, coco.read, (".json",), coco.CocoWriter),
+    "voc": Format(voc.recognize, voc.read, (), voc.VocWriter),
+    "yolo": Format(yolo.recognize, yolo.read, (".yaml", ".yml", ".data"), yolo.YoloWriter),
+    "tfrecord": Format(tfrecord.recognize, tfrecord.read, tfrecord.SUFFIXES, tfrecord.TfRecordWriter),
+    "openimages": Format(openimages.recognize, openimages.read, (".csv",)),
+    "csv": Format(csv.recognize, csv.read, (".csv",)),
+    "cvat": Format(cvat.recognize, cvat.read, (".xml",)),
+    "labelme": Format(labelme.recognize, labelme.read),
+    "label-studio": Format(label_studio.recognize, label_studio.read, (".json",)),
+    "webdataset": Format(webdataset.recognize, webdataset.read, webdataset.SUFFIXES),
+    "mds": Format(mds.recognize, mds.read, (".json",)),
+    "parquet": Format(parquet.recognize, parquet.read, parquet.SUFFIXES),
 }
 """In order of preference."""
 
@@ -295,31 +248,24 @@ def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
 
 
 def _path_not_found(data: Path) -> DataError:
-    parent = data.parent
-    while not parent.exists():
-        parent = parent.parent
-    closest = nearest(data.name, sorted(os.listdir(parent))) if parent == data.parent and parent.is_dir() else None
+    parent = next(folder for folder in data.absolute().parents if folder.exists())
+    closest = nearest(data.name, sorted(os.listdir(parent))) if parent == data.absolute().parent else None
     return DataError(
         f"{str(data)!r} does not exist.",
         location=data.absolute(),
-        cause=f"of its folders, {parent.absolute()} exists",
+        cause=f"of its folders, {parent} exists",
         fix=f"did you mean {parent / closest}?" if closest else 'check the path; "demo" generates a small data set',
     )
 
 
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
-    is_inside = _is_inside_dataset(data)
-    if not is_inside:
-        _refuse_other_format(data)
-    specs = [spec for name, spec in FORMATS.items() if format in (None, name)]
-    expected = "; ".join(spec.expected_files for spec in specs)
-    near_misses = [text for spec in specs for text in spec.problems(data)]
-    fix = "name the folder or the file with the annotations"
+    _refuse_other_format(data)
+    expected = "; ".join(text for name, text in format_texts().expected.items() if format in (None, name))
     return DataError(
         "No annotations found" + (f" in the format {format!r}." if format else "."),
         location=data,
-        cause="; ".join([_describe_contents(data), *near_misses, f"expected, there or one folder below: {expected}"]),
-        fix=f"name the parent folder, {data.parent}, which has annotations" if is_inside else fix,
+        cause=f"{_describe_contents(data)}; expected, there or one folder below: {expected}",
+        fix="name the folder or the file with the annotations",
     )
 
 
@@ -328,16 +274,6 @@ def _refuse_other_format(data: Path) -> None:
     if (found := recognize_unread(data)) is not None:
         name, file, fix = found
         raise DataError(f"The data set has the format {name}, which is not read.", location=file, fix=fix)
-
-
-def _is_inside_dataset(data: Path) -> bool:
-    """Whether a folder belongs to the data set in its parent folder."""
-    if data.name.lower() not in (*SPLIT_BY_NAME, *ANNOTATION_DIRS, *(name.lower() for name in IMAGE_DIRS)):
-        return False
-    try:
-        return _detect_in_folder(data.parent, None) is not None
-    except (DataError, OSError):  # an error in the parent folder is not relevant here
-        return False
 
 
 def _describe_contents(folder: Path) -> str:

@@ -310,8 +310,8 @@ def recognize_files(path: Path, format: str, title: str, suffix: str, has_format
     return layout_of_files(format, title, path, find_annotation_files(path, suffix, has_format))
 
 
-class OtherFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of `others.toml`, which says what the fields mean."""
+class UnreadFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of `formats.toml`, which says what the fields mean."""
 
     name: str
     pattern: str
@@ -319,21 +319,24 @@ class OtherFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_bytes: str | None = None
 
 
-class _Rows(msgspec.Struct):
-    format: tuple[OtherFormat, ...]
+class FormatTexts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `formats.toml`."""
+
+    expected: dict[str, str]
+    format: tuple[UnreadFormat, ...]
+    """In the order in which they are tried on a file."""
 
 
 @functools.cache
-def other_formats() -> tuple[OtherFormat, ...]:
-    """In the order in which they are tried on a file."""
-    text = (resources.files("stoker.data.formats") / "others.toml").read_text(encoding="utf-8")
-    return msgspec.toml.decode(text, type=_Rows).format
+def format_texts() -> FormatTexts:
+    text = (resources.files("stoker.data.formats") / "formats.toml").read_text(encoding="utf-8")
+    return msgspec.toml.decode(text, type=FormatTexts)
 
 
-def recognize_file(file: Path, head: bytes) -> OtherFormat | None:
+def recognize_file(file: Path, head: bytes) -> UnreadFormat | None:
     """The format of a file, from its name and its first bytes."""
     name = f"{file.parent.name}/{file.name}".lower()
-    candidates = (row for row in other_formats() if fnmatch(name, row.pattern))
+    candidates = (row for row in format_texts().format if fnmatch(name, row.pattern))
     return next((row for row in candidates if re.search((row.first_bytes or "").encode(), head, re.DOTALL)), None)
 
 

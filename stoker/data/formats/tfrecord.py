@@ -64,7 +64,8 @@ from stoker.errors import DataError
 
 GZIP_MAGIC = b"\x1f\x8b"
 _SUFFIX = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])", re.IGNORECASE)
-SUFFIXES = (".record", ".records", ".tfrecord", ".tfrecords", ".tf_record", ".tfrec")
+_ENDINGS = (".record", ".records", ".tfrecord", ".tfrecords", ".tf_record", ".tfrec")
+SUFFIXES = (*_ENDINGS, *(f"{ending}.gz" for ending in _ENDINGS))
 SIBLING_DIRS = (
     "annotations", "labels", "label_map", "label_maps", "labelmap", "labelmaps", "data", "training", "configs",
 )  # fmt: skip
