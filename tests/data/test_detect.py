@@ -229,7 +229,7 @@ def test_the_error_describes_a_folder_without_annotations(tmp_path: Path) -> Non
     assert "it contains only 12 images;" in error_message(tmp_path)
     (tmp_path / "boxes.csv").write_bytes("filename;class;xmin;ymin;xmax;ymax\na.jpg;Bär;1;2;3;4\n".encode("cp1252"))
     assert "it contains boxes.csv, 12 images; expected" in error_message(tmp_path)
-    assert "it is not UTF-8" in error_message(tmp_path / "boxes.csv")
+    assert "A table is not UTF-8" in error_message(tmp_path / "boxes.csv")
     (tmp_path / "boxes.csv").write_text("Datei;Klasse;links;oben\n")
     assert "its first row, 'Datei;Klasse;links;oben', has no" in error_message(tmp_path / "boxes.csv")
 

@@ -14,7 +14,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from math import nan
 from operator import attrgetter
 from pathlib import Path
@@ -30,21 +30,20 @@ from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
     MAX_PROBES,
     check_unannotated_splits,
-    choose_only_file,
     file_part,
     files_by_split,
-    iter_dirs_below,
     iter_split_dirs,
+    list_dirs_below,
     list_image_dirs,
     named_subdirs,
     read_head,
     recognize_file,
     root_of,
-    several_files,
+    several_files_error,
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import count_matching_files, is_usable_name
+from stoker.data.formats.images import is_usable_name
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
 from stoker.data.formats.tables import (
@@ -174,20 +173,21 @@ def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
 
 
 def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
-    """The file of each split, preferring those for boxes to those for other tasks; notes on the files not read."""
+    """The files of each split, preferring those for boxes to those for other tasks; and notes. Several files of a split
+    are read together. Raises DataError if they are about the same images: which boxes are meant is then unknown."""
     box_files = [path for path in files if path.stem.lower().startswith("instances")] or [
         path for path in files if not any(task in path.stem.lower() for task in OTHER_TASKS)
     ]
     chosen: list[tuple[str | None, Path]] = []
     notes: list[str] = []
-    for split, kept in files_by_split(box_files or files):
-        if len(kept) > 1:
-            kept, reasons = _choose_of_several(folder, kept, split)
-            notes += reasons
-        chosen += [(split, path) for path in kept]
-    explained = " ".join(notes)
+    for split, own in files_by_split(box_files or files):
+        if len(own) > 1:
+            if not _have_different_images(own):
+                raise several_files_error(folder, own, split, fix="name the files: --train FILE --val FILE")
+            notes.append(f"read together, as their images differ: {', '.join(path.name for path in own)}")
+        chosen += [(split, path) for path in own]
     used = {path for _, path in chosen}
-    ignored = [path.name for path in files if path not in used and path.name not in explained]
+    ignored = [path.name for path in files if path not in used]
     return chosen, [*notes, *([f"not read: {', '.join(ignored)}"] if ignored else [])]
 
 
@@ -195,107 +195,54 @@ class _ImageName(msgspec.Struct, gc=False):
     file_name: str
 
 
-class _ClassName(msgspec.Struct, gc=False):
-    name: str
-
-
-class _OutlineFile(msgspec.Struct):
-    """The parts of a COCO file that an outline needs; a wrong value elsewhere is reported when the file is read."""
+class _ImageNames(msgspec.Struct):
+    """The names in a COCO file; a wrong value elsewhere is reported when the file is read."""
 
     images: list[_ImageName]
-    categories: list[_ClassName] = []
-    annotations: list[msgspec.Raw] = []
 
 
-class _Outline(NamedTuple):
-    """What tells which images and classes a file is about."""
-
-    images: frozenset[str]
-    classes: frozenset[str]
-    num_boxes: int
-
-
-def _read_outline(path: Path) -> _Outline:
-    file = msgspec.json.decode(regular_files.read_bytes(path), type=_OutlineFile)
-    images, classes = (entry.file_name for entry in file.images), (entry.name for entry in file.categories)
-    return _Outline(frozenset(images), frozenset(classes), len(file.annotations))
-
-
-def _choose_of_several(folder: Path, files: list[Path], split: str | None) -> tuple[list[Path], list[str]]:
-    """Of several files of a split, those to read together, and notes.
-
-    A file is left out if another has all of its images, the same classes, and at least as many boxes. Raises DataError
-    if other files are about the same images: it is then unknown which boxes are meant.
-    """
-    try:
-        outlines = {path: _read_outline(path) for path in files}
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        choose_only_file(folder, files, split)  # raises the error that names all
-        raise
-    kept: list[Path] = []
-    notes: list[str] = []
-    for path in sorted(files, key=lambda file: (-len(outlines[file].images), -outlines[file].num_boxes, file)):
-        images, classes, num_boxes = outlines[path]
-        overlapping = [other for other in kept if images & outlines[other].images]
-        for other in overlapping:
-            larger = outlines[other]
-            if images <= larger.images and classes <= larger.classes and num_boxes <= larger.num_boxes:
-                text = f"its {len(images):,} images, with {num_boxes:,} boxes"
-                notes.append(f"not read: {path.name}: {text}, are among those of {other.name}")
-                break
-        else:
-            if overlapping:
-                raise DataError(
-                    several_files(files, split),
-                    location=folder,
-                    cause=f"{path.name} and {overlapping[0].name} are about the same images with different boxes",
-                    choices=[f"{f.name} ({len(outlines[f].images)} images)" for f in files],
-                    fix="name the files: --train FILE --val FILE; or move the others away",
-                )
-            kept.append(path)
-    if len(kept) > 1:
-        notes.append(f"read together, as their images differ: {', '.join(path.name for path in sorted(kept))}")
-    return sorted(kept), notes
+def _have_different_images(files: Iterable[Path]) -> bool:
+    """Whether no image is in two of the files. False if one of them cannot be read."""
+    seen: set[str] = set()
+    for path in files:
+        try:
+            entries = msgspec.json.decode(regular_files.read_bytes(path), type=_ImageNames).images
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return False
+        names = {entry.file_name for entry in entries}
+        if names & seen:
+            return False
+        seen |= names
+    return True
 
 
 def _locate_images(
     part: SplitFiles, file_names: Sequence[str], folders: FolderTable
 ) -> tuple[NDArray[np.int32], list[str], list[str]]:
     """Index into `folders` [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R]
-    are relative, by searching for a few of the images: in the usual folders, there in another case or Unicode form
-    (`images.resolve_names`), then in those below the root. If there is none, the most likely folder is used, and the
-    check for missing images reports it. Folders inside a name are kept, unless the images exist only without them
-    (exports that contain another machine's paths).
+    are relative, by searching for a few of the images: in the usual folders, then in those below the root. If there is
+    none, the most likely folder is used, and the check for missing images reports it. Folders inside a name are kept,
+    unless the images exist only without them (exports that contain another machine's paths).
     """
     names = [name.replace("\\", "/") for name in file_names]
-    probes = names[:: max(1, len(names) // MAX_PROBES)]
+    base_names = [name.rpartition("/")[2] for name in names]
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
-
-    def find(directories: Iterable[Path], count: Callable[[Path, list[str]], int]) -> tuple[Path, bool] | None:
-        """The folder with the most of the probes, and whether their folders are ignored."""
-        for texts in (probes, [name.rpartition("/")[2] for name in probes]):
-            num_found, best = max(((count(folder, texts), folder) for folder in directories), key=lambda hit: hit[0])
-            if num_found:
-                return best, texts is not probes
-        return None
-
-    def count_files(folder: Path, texts: list[str]) -> int:
-        return sum((folder / text).is_file() for text in texts)
-
-    base, strip_dirs = (
-        find(existing, count_files)
-        or find(existing, count_matching_files)
-        or find([existing[0], *iter_dirs_below(folders.root)], count_files)
-        or (existing[0], False)
-    )
+    base, strip_dirs = existing[0], False
+    for directories, candidates in product((existing, list_dirs_below(folders.root)), (names, base_names)):
+        probes = candidates[:: max(1, len(names) // MAX_PROBES)]
+        counts = [(sum((folder / name).is_file() for name in probes), folder) for folder in directories]
+        num_found, best = max(counts, key=lambda count: count[0], default=(0, base))
+        if num_found:
+            base, strip_dirs = best, candidates is base_names
+            break
     notes = []
     if base not in existing:
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
-    if strip_dirs and any("/" in name for name in names):
+    if strip_dirs and names != base_names:
         notes.append(
             f"{part.annotations.name}: the folders in its file names are ignored; the images are in {base.name}/"
         )
-        names = [name.rpartition("/")[2] for name in names]
+        names = base_names
         if len(set(names)) != len(names):
             raise DataError(
                 "Images in different folders have the same file name, and these folders do not exist.",
@@ -303,13 +250,13 @@ def _locate_images(
                 fix=f"restore the folders in the file names below {base}",
             )
     index_by_dir: dict[str, int] = {}
-    folder = np.empty(len(names), np.int32)
+    folder_index = np.empty(len(names), np.int32)
     for i, name in enumerate(names):
         head, _, names[i] = name.rpartition("/")
         if head not in index_by_dir:
             index_by_dir[head] = folders.add(os.path.normpath(os.path.join(base, head)))
-        folder[i] = index_by_dir[head]
-    return folder, names, notes
+        folder_index[i] = index_by_dir[head]
+    return folder_index, names, notes
 
 
 FORMAT_HINT = "https://cocodataset.org/#format-data describes the fields; correct the entry or export the file again"
@@ -335,32 +282,29 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple
             try:
                 try:
                     return msgspec.json.decode(text, type=CocoFile), []
-                except msgspec.ValidationError:
-                    # the decoder stopped at the first invalid entry; what follows may not even be JSON
-                    raw = msgspec.json.decode(bytes(text), type=_RawFile[msgspec.Raw])
-                return _convert_each(path, raw, msgspec.json.decode, location, problems)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    raw, convert = _decode_raw(bytes(text))
             except msgspec.ValidationError as error:
-                raise _not_coco_error(path, error) from error
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if data.find(b"NaN") < 0 and data.find(b"Infinity") < 0:
-                    raise invalid_json_error(path, data, error) from error
-                content = bytes(text)
+                what = "The annotations are not COCO JSON for detection."
+                raise DataError(what, location=path, cause=str(error), fix=FORMAT_HINT) from error
+            except (msgspec.DecodeError, ValueError) as error:
+                raise invalid_json_error(path, data, error) from error
             except RecursionError as error:
                 raise DataError("The annotations are nested too deeply.", location=path, fix=FORMAT_HINT) from error
-    # NaN and Infinity are not JSON, but Python writes them: only their boxes are dropped, not the file
+    return _convert_each(path, raw, convert, location, problems)
+
+
+def _decode_raw(data: bytes) -> tuple[_RawFile[Any], Convert]:
+    """The undecoded entries of a file of which one is invalid, and what decodes them."""
     try:
-        untyped = msgspec.convert(json.loads(content), type=_RawFile[Any])
-    except msgspec.ValidationError as error:
-        raise _not_coco_error(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise invalid_json_error(path, content, error) from error
-    return _convert_each(path, untyped, msgspec.convert, location, problems)
-
-
-def _not_coco_error(path: Path, error: msgspec.ValidationError) -> DataError:
-    return DataError(
-        "The annotations are not COCO JSON for detection.", location=path, cause=str(error), fix=FORMAT_HINT
-    )
+        return msgspec.json.decode(data, type=_RawFile[msgspec.Raw]), msgspec.json.decode
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        if b"NaN" not in data and b"Infinity" not in data:
+            raise
+        # not JSON, but Python writes it: only the boxes with these numbers are dropped, not the file
+        return msgspec.convert(json.loads(data), type=_RawFile[Any]), msgspec.convert
 
 
 def _convert_each(
@@ -368,26 +312,25 @@ def _convert_each(
 ) -> tuple[CocoFile, list[str]]:
     number_by_text_id: dict[str, int] = {}
 
-    def correct(entry: Any, entry_type: type[msgspec.Struct]) -> tuple[Any, str | None]:
+    def correct(entry: Any, entry_type: type[Entry]) -> tuple[Entry | None, str | None]:
         """An entry whose strict conversion failed, and the kind of problem to report; None if it cannot be used."""
         with contextlib.suppress(msgspec.ValidationError):
             return convert(entry, type=entry_type, strict=False), "text-for-number"
-        try:
-            fields = convert(entry, type=Any) if isinstance(entry, msgspec.Raw) else entry
-        except msgspec.DecodeError:
+        fields = convert(entry, type=Any) if isinstance(entry, msgspec.Raw) else entry
+        if not isinstance(fields, dict) or entry_type is Category:
             return None, None
-        key = "id" if entry_type is ImageEntry else "image_id"
-        text_id = fields.get(key) if isinstance(fields, dict) and entry_type is not Category else None
-        if isinstance(text_id, str) and (entry_type is ImageEntry or text_id in number_by_text_id):
-            number = number_by_text_id.get(text_id, -(2**62) - 1 - len(number_by_text_id))
-            with contextlib.suppress(msgspec.ValidationError):
-                corrected = msgspec.convert({**fields, key: number}, type=entry_type)
-                number_by_text_id[text_id] = number
-                return corrected, None
-        if isinstance(fields, dict) and entry_type is ImageEntry:
-            own = {name: fields[name] for name in ("id", "file_name") if name in fields}
-            with contextlib.suppress(msgspec.ValidationError):
-                return msgspec.convert(own, type=ImageEntry, strict=False), "malformed-size"
+        is_image = entry_type is ImageEntry
+        key = "id" if is_image else "image_id"
+        text_id = fields.get(key)
+        kind = None
+        if isinstance(text_id, str) and (is_image or text_id in number_by_text_id):
+            number = number_by_text_id.setdefault(text_id, -(2**62) - 1 - len(number_by_text_id))
+            fields = {**fields, key: number}
+        elif is_image:  # without its size
+            fields = {name: fields[name] for name in ("id", "file_name") if name in fields}
+            kind = "malformed-size"
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(fields, type=entry_type, strict=kind is None), kind
         return None, None
 
     def convert_entries(name: str, entry_type: type[Entry], problem_kind: str, items: Iterable[Any]) -> list[Entry]:
@@ -396,7 +339,10 @@ def _convert_each(
             try:
                 valid.append(convert(entry, type=entry_type))
             except msgspec.ValidationError as error:
-                corrected, kind = correct(entry, entry_type)
+                try:
+                    corrected, kind = correct(entry, entry_type)
+                except msgspec.DecodeError:  # what a valid beginning was followed by
+                    corrected, kind = None, None
                 valid += [] if corrected is None else [corrected]
                 reason = "" if kind == "text-for-number" else f": {error}"
                 if corrected is None or kind is not None:
@@ -415,11 +361,9 @@ def _convert_each(
             raise DataError(
                 f'No entry of "{name}" can be read.', location=path, cause=reasons[-1].examples[0], fix=FORMAT_HINT
             )
-    if not number_by_text_id:
-        return file, []
-    return file, [
-        f"{location}: {len(number_by_text_id):,} image ids are text, such as {next(iter(number_by_text_id))!r}"
-    ]
+    example = next(iter(number_by_text_id), None)
+    note = f"{location}: {len(number_by_text_id):,} image ids are text, such as {example!r}"
+    return file, [note] if number_by_text_id else []
 
 
 def _quote(entry: Any) -> str:

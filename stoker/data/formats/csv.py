@@ -28,16 +28,16 @@ from stoker.data.formats.folders import (
     MAX_PROBES,
     SPLIT_BY_NAME,
     check_unannotated_splits,
-    choose_only_file,
     file_part,
     files_by_split,
     is_image_name,
-    iter_dirs_below,
     iter_nearby_dirs,
     iter_split_dirs,
+    list_dirs_below,
     list_files,
     named_subdirs,
     root_of,
+    several_files_error,
     split_from_name,
     unique,
 )
@@ -48,8 +48,6 @@ from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
 TABLE_DIRS = ("annotations", "labels", "data", "csv")
-MAX_NEAR_MISSES = 3
-"""Tables that are explained in an error message."""
 
 
 def recognize(path: Path) -> DatasetLayout | None:
@@ -57,23 +55,28 @@ def recognize(path: Path) -> DatasetLayout | None:
     not a table of boxes, or if a split has several."""
     if path.is_file():
         if detect_csv_layout(path) is None:
+            first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
             raise DataError(
                 "The file is not a table of boxes.",
                 location=path,
-                cause=_explain_rejection(path),
+                cause=f"its first row, {first!r}, has no column of images or none of boxes",
                 choices=["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"],
                 fix="give the columns such names, in any order",
             )
         return _make_layout(root_of(path, TABLE_DIRS), [file_part(path)], [])
     for directory in (path, *named_subdirs(path, TABLE_DIRS)):
         if tables := _list_tables(directory):
-            chosen = {choose_only_file(directory, files, split): split for split, files in files_by_split(tables)}
-            ignored = [table.name for table in tables if table not in chosen]
-            parts = [file_part(table, split) for table, split in chosen.items()]
+            parts = [_only_part(directory, files, split) for split, files in files_by_split(tables)]
+            ignored = [table.name for table in tables if table not in [part.annotations for part in parts]]
             return _make_layout(path, parts, [f"not read: {', '.join(ignored)}"] if ignored else [])
-    tables_by_split = [(split, own, tables) for split, own in iter_split_dirs(path) if (tables := _list_tables(own))]
-    parts = [file_part(choose_only_file(own, tables, split), split) for split, own, tables in tables_by_split]
+    parts = [_only_part(own, tables, split) for split, own in iter_split_dirs(path) if (tables := _list_tables(own))]
     return _make_layout(path, parts, []) if parts else None
+
+
+def _only_part(folder: Path, tables: list[Path], split: str | None) -> SplitFiles:
+    if len(tables) > 1:
+        raise several_files_error(folder, tables, split, fix="name one of the files instead of the folder")
+    return file_part(tables[0], split)
 
 
 def _list_tables(folder: Path) -> list[Path]:
@@ -90,7 +93,7 @@ def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> Datas
         if any(_has_images(directory, names) for directory in (root, *image_dirs)):
             is_certain = True
         else:
-            image_dirs += tuple(directory for directory in iter_dirs_below(root) if _has_images(directory, names))
+            image_dirs += tuple(directory for directory in list_dirs_below(root) if _has_images(directory, names))
         located.append(replace(part, image_dirs=unique(image_dirs)))
     own_dir = parts[0].annotations.parent
     if own_dir != root and own_dir.name.lower() in SPLIT_BY_NAME:
@@ -461,18 +464,3 @@ def _detect_units(table: Path, boxes: list[Box], builder: TableBuilder) -> list[
         else:
             normalized.append(box._replace(is_normalized=True))
     return normalized
-
-
-def problems(folder: Path) -> Iterator[str]:
-    """The reasons why the *.csv files of a folder are not tables of boxes."""
-    for path in list_files(folder, ".csv")[:MAX_NEAR_MISSES]:
-        yield f"{path.name} is not a table of boxes: {_explain_rejection(path)}"
-
-
-def _explain_rejection(path: Path) -> str:
-    """The reason why `detect_csv_layout` finds no layout, for messages."""
-    try:
-        first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()
-    except DataError as error:
-        return f"it is not UTF-8 ({error.cause}): save it as UTF-8"
-    return f"its first row, {first[:80]!r}, has no column of images or none of boxes" if first else "it is empty"

@@ -173,10 +173,10 @@ def list_split_pairs(folder: Path) -> list[tuple[str, Path, Path]]:
     ]
 
 
-def iter_dirs_below(root: Path) -> Iterator[Path]:
+def list_dirs_below(root: Path) -> list[Path]:
     """The folders up to two levels below the root, at most MAX_SEARCHED_DIRS, to search for images."""
     levels = (folder for path in list_subdirs(root).values() for folder in (path, *list_subdirs(path).values()))
-    return islice(levels, MAX_SEARCHED_DIRS)
+    return list(islice(levels, MAX_SEARCHED_DIRS))
 
 
 def iter_nearby_dirs(own_dir: Path, root: Path, split: str | None) -> Iterator[Path]:
@@ -225,20 +225,10 @@ def files_by_split(files: Iterable[Path]) -> list[tuple[str | None, list[Path]]]
     return [(split, by_split[split]) for split in (*SPLITS, None) if split in by_split]
 
 
-def choose_only_file(folder: Path, files: list[Path], split: str | None) -> Path:
-    """The annotation file of a split. Raises DataError if there are several."""
-    if len(files) > 1:
-        raise DataError(
-            several_files(files, split),
-            location=folder,
-            choices=[path.name for path in files],
-            fix="name one of the files instead of the folder, or move the others away",
-        )
-    return files[0]
-
-
-def several_files(files: list[Path], split: str | None) -> str:
-    return f"{len(files)} files could be the annotations" + (f" of the {split} split." if split else ".")
+def several_files_error(folder: Path, files: list[Path], split: str | None, *, fix: str) -> DataError:
+    what = f"{len(files)} files could be the annotations" + (f" of the {split} split." if split else ".")
+    fix = f"{fix}, or move the others away"
+    return DataError(what, location=folder, choices=[path.name for path in files], fix=fix)
 
 
 def find_annotated_dirs(folder: Path, is_annotated: Callable[[Path], object]) -> list[tuple[str | None, Path]]:
@@ -287,7 +277,7 @@ def _list_by_suffix(folder: Path, suffix: str) -> list[Path]:
 def searched_part(split: str | None, annotations: Path, root: Path) -> SplitFiles:
     """A file or folder of annotations, with all folders that may contain its images."""
     own_dir = annotations if annotations.is_dir() else annotations.parent
-    image_dirs = unique([*iter_nearby_dirs(own_dir, root, split), *iter_dirs_below(root)])
+    image_dirs = unique([*iter_nearby_dirs(own_dir, root, split), *list_dirs_below(root)])
     return SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs)
 
 

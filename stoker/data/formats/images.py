@@ -170,21 +170,6 @@ def find_existing_dir(folder: Path) -> Path | None:
     return parent / name if (parent / name).is_dir() else None
 
 
-def count_matching_files(folder: Path, names: Iterable[str]) -> int:
-    """How many of the names (with "/" between folders) fit a file below `folder`, in any writing."""
-    names_by_dir: dict[str, list[str]] = {}
-    for name in names:
-        head, _, tail = name.rpartition("/")
-        names_by_dir.setdefault(head, []).append(tail)
-    existing_dirs = {head: find_existing_dir(folder / head) for head in names_by_dir}
-    return sum(
-        len(resolve_names(directory, names_by_dir[head]))
-        + sum((directory / tail).is_file() for tail in names_by_dir[head])
-        for head, directory in existing_dirs.items()
-        if directory is not None
-    )
-
-
 def _group_by_key(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for name in names:

@@ -28,9 +28,9 @@ from stoker.data.formats.folders import (
     file_part,
     is_image_name,
     iter_annotation_files,
-    iter_dirs_below,
     iter_split_dirs,
     iter_split_image_dirs,
+    list_dirs_below,
     list_image_dirs,
     list_split_pairs,
     list_subdirs,
@@ -163,7 +163,7 @@ class _ImageLocator:
         if probes and not any(self._locator_for(file).find(file.stem) for file in probes):
             other_dirs = tuple(
                 directory
-                for directory in iter_dirs_below(root)
+                for directory in list_dirs_below(root)
                 if any(map(ImageLocator(root, replace(part, image_dirs=(directory,))).find, [f.stem for f in probes]))
             )
             if other_dirs:
