@@ -13,7 +13,6 @@ import mmap
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, product
 from math import nan
 from operator import attrgetter
@@ -372,64 +371,55 @@ def _quote(entry: Any) -> str:
     return text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + "…"
 
 
-class ClassMap(NamedTuple):
-    class_names: list[str]
-    """[C], in order of the ids of the first file."""
-    category_ids: list[int]
-    label_by_id: list[dict[int, int]]
-    """Per file: category id → label."""
+class _Part(NamedTuple):
+    """What a file contains."""
+
+    source: SplitFiles
+    categories: list[Category]
+    file_names: list[str]
+    columns: dict[str, NDArray[Any]]
+    """Those of an `AnnotationTable`; also `category_id` [K]."""
     notes: list[str]
 
 
-def _merge_categories(
-    files: list[Path], categories: list[list[Category]], used_ids: list[NDArray[np.int64]]
-) -> ClassMap:
-    """The classes of a data set: those of its first file, which is the training split if there is one. Ids may be
-    sparse, files may number the same names differently, and Roboflow's have a super-category as category 0.
+def _merge_categories(parts: list[_Part]) -> tuple[list[Category], NDArray[np.int32], list[str]]:
+    """The classes of a data set, the label of each box [K], and notes.
 
-    used_ids: per file, the category ids that have annotations; the file defines each of them. Raises DataError if
-    another file has annotations of a class that the first one does not define.
+    The classes are those of the first file, the training split if there is one. Ids may be sparse, files may number the
+    same names differently, and Roboflow's have a super-category as category 0. Raises DataError if another file has
+    annotations of a class that the first one does not define.
     """
-    first = sorted(categories[0], key=lambda category: category.id)
-    id_maps = [
-        _map_to_first(file, files[0], first, own, ids)
-        for file, own, ids in zip(files, categories, used_ids, strict=True)
-    ]
-    target_ids_in_use = {id_map[own] for id_map, ids in zip(id_maps, used_ids, strict=True) for own in ids.tolist()}
+    first_file = parts[0].source.annotations
+    first = sorted(parts[0].categories, key=lambda category: category.id)
+    id_maps = [_map_to_first(part, first_file, first) for part in parts]
+    ids_by_part = []
+    for part, id_map in zip(parts, id_maps, strict=True):
+        own_ids, positions = np.unique(part.columns["category_id"], return_inverse=True)
+        ids_by_part.append(np.array([id_map[own] for own in own_ids.tolist()], np.int64)[positions])
+    ids = np.concatenate(ids_by_part)
+    used_ids = set(np.unique(ids).tolist())
     children: dict[str | None, set[int]] = {}
     for category in first:
         children.setdefault(category.supercategory, set()).add(category.id)
-    parents = {c.id for c in first if children.get(c.name, set()) - {c.id}} - target_ids_in_use
-    kept = [category for category in first if category.id not in parents]
-    label_by_id = {category.id: i for i, category in enumerate(kept)}
-    notes = [
-        f"category {category.id} ({category.name}) is a super-category without a box, so it is not a class"
-        for category in first
-        if category.id in parents
-    ]
+    parents = [c for c in first if children.get(c.name, set()) - {c.id} and c.id not in used_ids]
+    kept = [category for category in first if category not in parents]
+    labels = np.searchsorted([category.id for category in kept], ids).astype(np.int32)
+    notes = [f"category {c.id} ({c.name}) is a super-category without a box, so it is not a class" for c in parents]
     if any(own != first_id for id_map in id_maps for own, first_id in id_map.items()):
-        notes.append(f"the files number their categories differently: matched by name, with the ids of {files[0].name}")
-    return ClassMap(
-        [category.name for category in kept],
-        [category.id for category in kept],
-        [
-            {own: label_by_id[first_id] for own, first_id in id_map.items() if first_id in label_by_id}
-            for id_map in id_maps
-        ],
-        notes,
-    )
+        how = f"matched by name, with the ids of {first_file.name}"
+        notes.append(f"the files number their categories differently: {how}")
+    return kept, labels, notes
 
 
-def _map_to_first(
-    file: Path, first_file: Path, first: list[Category], own_categories: list[Category], used_ids: NDArray[np.int64]
-) -> dict[int, int]:
+def _map_to_first(part: _Part, first_file: Path, first: list[Category]) -> dict[int, int]:
     """For each category of a file, the id that the first file has for it."""
     name_by_id = {category.id: category.name for category in first}
     ids_by_name: dict[str, list[int]] = {}
     for category in first:
         ids_by_name.setdefault(category.name, []).append(category.id)
+    used_ids = set(part.columns["category_id"].tolist())
     id_map = {}
-    for category in own_categories:
+    for category in part.categories:
         if name_by_id.get(category.id) == category.name:
             id_map[category.id] = category.id
         elif len(ids_by_name.get(category.name, ())) == 1:
@@ -437,7 +427,7 @@ def _map_to_first(
         elif category.id in used_ids:
             raise DataError(
                 f"The class {category.name!r} (category {category.id}) is not defined in {first_file.name}.",
-                location=file,
+                location=part.source.annotations,
                 cause=f"the classes are those of {first_file}",
                 choices=sorted(ids_by_name)[:100],
                 fix="add the category to that file, or correct its name in this one",
@@ -445,82 +435,40 @@ def _map_to_first(
     return id_map
 
 
-def _to_labels(category_id: NDArray[np.int64], label_by_id: dict[int, int]) -> NDArray[np.int32]:
-    ids = sorted(label_by_id)
-    labels = np.array([label_by_id[own] for own in ids], np.int32)
-    return labels[np.searchsorted(np.array(ids, np.int64), category_id)] if ids else np.zeros(0, np.int32)
-
-
-@dataclass(kw_only=True)
-class _SplitTable:
-    """One file as arrays; boxes [K, 4] xyxy, sorted by image."""
-
-    categories: list[Category]
-    file_names: list[str]
-    original_size: NDArray[np.int32]
-    image_id: NDArray[np.int64]
-    image_index: NDArray[np.int64]
-    boxes: NDArray[np.float64]
-    category_id: NDArray[np.int64]
-    crowd: NDArray[np.bool_]
-    area: NDArray[np.float64]
-    box_id: NDArray[np.int64]
-    num_bad_boxes: NDArray[np.int64]
-    """[R], annotations of each image that cannot be used."""
-    notes: list[str]
-
-
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files of a COCO data set. Raises DataError with file and location."""
-    read_parts: list[tuple[SplitFiles, _SplitTable]] = []
-    for part in layout.parts:
-        location = os.path.relpath(part.annotations, layout.root)
-        allow_empty = part.split == "test" and len(layout.parts) > 1
-        if (table := _read_file(part.annotations, location, problems, allow_empty=allow_empty)) is not None:
-            read_parts.append((part, table))
-    parts, splits = [part for part, _ in read_parts], [table for _, table in read_parts]
-    classes = _merge_categories(
-        [part.annotations for part in parts],
-        [split.categories for split in splits],
-        [np.unique(split.category_id) for split in splits],
-    )
-    folders, notes = FolderTable(layout.root), [*layout.notes, *classes.notes]
-    folder_index, file_names, offsets = [], list[str](), [0]
-    for part, split in read_parts:
-        own_folder_index, own_names, own_notes = _locate_images(part, split.file_names, folders)
-        folder_index.append(own_folder_index)
+    folders, notes = FolderTable(layout.root), list(layout.notes)
+    parts: list[_Part] = []
+    for source in layout.parts:
+        location = os.path.relpath(source.annotations, layout.root)
+        allow_empty = source.split == "test" and len(layout.parts) > 1
+        if (part := _read_file(source, location, problems, allow_empty=allow_empty)) is not None:
+            parts.append(part)
+    kept, labels, class_notes = _merge_categories(parts)
+    notes += class_notes
+    file_names: list[str] = []
+    for part in parts:
+        part.columns["image_index"] += len(file_names)
+        part.columns["folder_index"], own_names, own_notes = _locate_images(part.source, part.file_names, folders)
         file_names += own_names
-        notes += split.notes + own_notes
-        offsets.append(len(file_names))
-
-    def joined(name: str) -> NDArray[Any]:
-        return np.concatenate([getattr(split, name) for split in splits])
-
+        notes += part.notes + own_notes
+    columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns}
+    del columns["category_id"]
     return AnnotationTable(
-        class_names=classes.class_names,
-        category_ids=classes.category_ids,
+        class_names=[category.name for category in kept],
+        category_ids=[category.id for category in kept],
         folders=folders.paths(),
-        folder_index=np.concatenate(folder_index),
         file_names=file_names,
-        split=np.repeat(np.array([part.split_index for part in parts], np.int8), np.diff(offsets)),
-        original_size=joined("original_size"),
-        image_id=joined("image_id"),
-        image_index=np.concatenate([split.image_index + first for split, first in zip(splits, offsets, strict=False)]),
-        boxes=joined("boxes"),
-        labels=np.concatenate(
-            [_to_labels(split.category_id, own) for split, own in zip(splits, classes.label_by_id, strict=True)]
-        ),
-        crowd=joined("crowd"),
-        area=joined("area"),
-        box_id=joined("box_id"),
+        labels=labels,
         box_id_kind="annotation",
-        num_bad_boxes=joined("num_bad_boxes"),
         notes=notes,
+        **columns,  # type: ignore[arg-type]
     )
 
 
-def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_empty: bool) -> _SplitTable | None:
+def _read_file(source: SplitFiles, location: str, problems: ProblemCollector, *, allow_empty: bool) -> _Part | None:
     """None for an allowed file without images. location: the file's name in messages."""
+    path = source.annotations
     entries, notes = read_entries(path, location, problems)
     if not entries.images and allow_empty:
         problems.add("split-without-boxes", f"{location}: no images")
@@ -555,37 +503,33 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
         problems.add("unknown-class", f"{location}, annotation {box_id[i]}: category_id {category_id[i]}")
     order = np.argsort(np.where(is_listed, image_index, -1), kind="stable")
     order = order[is_listed[order] & is_known[order]]
-    bad_image_index = image_index[is_listed & ~is_known]
-    if ids_without_box:
-        more, has_image = _find_images(np.array(ids_without_box, np.int64), image_id)
-        bad_image_index = np.concatenate([bad_image_index, more[has_image]])
+    without_box, has_image = _find_images(np.array(ids_without_box, np.int64), image_id)
+    bad_image_index = np.concatenate([image_index[is_listed & ~is_known], without_box[has_image]])
     coordinates = chain.from_iterable(map(attrgetter("bbox"), annotations))
     boxes = np.fromiter(coordinates, np.float64, 4 * len(annotations)).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]  # COCO writes x, y, width, height
-    return _SplitTable(
-        categories=categories,
-        file_names=[image.file_name for image in images],
-        original_size=_sizes(images, location, problems),
-        image_id=image_id,
-        image_index=image_index[order],
-        boxes=boxes[order],
-        category_id=category_id[order],
-        crowd=column("iscrowd", np.bool_)[order],
-        area=column("area", np.float64)[order],
-        box_id=box_id[order],
-        num_bad_boxes=np.bincount(bad_image_index, minlength=len(images)),
-        notes=notes,
-    )
+    columns: dict[str, NDArray[Any]] = {
+        "split": np.full(len(images), source.split_index, np.int8),
+        "original_size": _sizes(images, location, problems),
+        "image_id": image_id,
+        "image_index": image_index[order],
+        "boxes": boxes[order],
+        "category_id": category_id[order],
+        "crowd": column("iscrowd", np.bool_)[order],
+        "area": column("area", np.float64)[order],
+        "box_id": box_id[order],
+        "num_bad_boxes": np.bincount(bad_image_index, minlength=len(images)),
+    }
+    return _Part(source, categories, [image.file_name for image in images], columns, notes)
 
 
 def _drop_unusable_names(images: list[ImageEntry], location: str, problems: ProblemCollector) -> list[ImageEntry]:
     """The images whose `file_name` is a possible file name."""
-    usable = [image for image in images if is_usable_name(image.file_name)]
-    for image in images if len(usable) < len(images) else ():
-        if not is_usable_name(image.file_name):
-            quoted = f"{image.file_name[:60]!r}"
-            problems.add("malformed-image", f"{location}, image id {image.id}: {quoted} is not a file name")
-    return usable
+    unusable = {id(image): image for image in images if not is_usable_name(image.file_name)}
+    for image in unusable.values():
+        quoted = f"{image.file_name[:60]!r}"
+        problems.add("malformed-image", f"{location}, image id {image.id}: {quoted} is not a file name")
+    return [image for image in images if id(image) not in unusable]
 
 
 def _drop_ambiguous(
