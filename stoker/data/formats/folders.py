@@ -102,15 +102,22 @@ def list_image_dirs(folder: Path) -> tuple[Path, ...]:
     return (*named_subdirs(folder, IMAGE_DIRS), folder)
 
 
-def list_files(folder: Path, suffixes: str | tuple[str, ...]) -> list[Path]:
-    """The files in a folder with a suffix (lower case), by name, without hidden ones."""
+def list_names(folder: Path, suffixes: str | tuple[str, ...]) -> list[str]:
+    """The names of the files in a folder with a suffix (lower case), sorted, without hidden ones; none if it is
+    absent."""
+    if not folder.is_dir():
+        return []
     with os.scandir(folder) as entries:
-        names = sorted(
+        return sorted(
             entry.name
             for entry in entries
             if entry.name.lower().endswith(suffixes) and not entry.name.startswith(".") and entry.is_file()
         )
-    return [folder / name for name in names]
+
+
+def list_files(folder: Path, suffixes: str | tuple[str, ...]) -> list[Path]:
+    """The same as paths."""
+    return [folder / name for name in list_names(folder, suffixes)]
 
 
 def iter_annotation_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:

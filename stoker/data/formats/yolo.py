@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import yaml
 
 from stoker import regular_files
@@ -31,8 +32,10 @@ from stoker.data.formats.folders import (
     file_part,
     is_image_name,
     iter_split_dirs,
+    list_names,
     list_split_pairs,
     list_subdirs,
+    read_head,
     split_from_name,
     unique,
 )
@@ -51,20 +54,40 @@ from stoker.data.formats.tables import (
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
+MAX_CLASSES = 100_000
+"""Largest number of classes; the published set with the most, V3Det, has 13,204."""
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_CLASSES)]
+Name = Annotated[str, msgspec.Meta(pattern=r"\S")]
 
-@dataclass(frozen=True, kw_only=True)
-class DatasetDefinition:
-    """The content of a data.yaml or an obj.data file."""
+
+class _Definition(msgspec.Struct):
+    """The keys of a data.yaml or an obj.data file that are read."""
+
+    train: str | list[str] = []
+    """A split's folders and lists of images."""
+    val: str | list[str] = []
+    valid: str | list[str] = []
+    validation: str | list[str] = []
+    test: str | list[str] = []
+    path: str | None = None
+    """The folder to which these are relative."""
+    names: str | list[Name] | dict[Number, Name] = ""
+    """Class names, or a file of them."""
+    nc: Number | None = None
+    kpt_shape: str | list[Number] = ""
+    """Of a pose data set: number of keypoints, numbers per keypoint."""
+
+
+class DatasetDefinition(NamedTuple):
+    """What a data.yaml or an obj.data file says."""
 
     file: Path
     splits: dict[str, tuple[str, ...]]
     """Split → its folders and lists of images, as written."""
     path: str | None
-    """The folder to which these are relative, as written."""
     class_names: tuple[str, ...] | None
     """None if the file names no classes."""
     num_classes: int | None
-    """The separate number of classes (nc)."""
     num_keypoint_values: int
     """Numbers after the box in a row of a pose data set; 0: rows are boxes or polygons."""
 
@@ -251,12 +274,11 @@ def _find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
 
 
 def _list_label_files(folder: Path) -> list[str]:
-    """The .txt files in a folder, sorted; none if it does not exist."""
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(".txt"))
-    return [name for name in names if not name.startswith(".")]
+    return list_names(folder, (".txt",))
+
+
+def _list_image_names(folder: Path) -> list[str]:
+    return list_names(folder, IMAGE_SUFFIXES)
 
 
 def match_labels(image_names: Iterable[str], label_names: Iterable[str]) -> dict[str, str]:
@@ -311,7 +333,7 @@ def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], l
         if splits:
             splits.sort(key=lambda item: SPLITS.index(item[0]))
             others = [path.name for path in image_subdirs.values() if path not in [path for _, path in splits]]
-            if any(_is_visible_image(name) for name in os.listdir(images)):
+            if _list_image_names(images):
                 others.append("the images directly in it")
             notes = [f"of {images.name}/, left out: {', '.join(others)}, in no split"] if others else []
             yield "YOLO in images/ and labels/", [p for s, path in splits for p in _iter_parts_below(s, path)], notes
@@ -325,39 +347,32 @@ def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], l
     if parts and _has_rows(parts):
         yield "YOLO per split folder", parts, check_unannotated_splits(folder, parts)
     if _list_label_files(folder) or "labels" in subdirs:
-        names = [name for name in sorted(os.listdir(folder)) if _is_visible_image(name)]
+        names = _list_image_names(folder)
         part = SplitFiles(split=None, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
         yield "YOLO, label files and images in one folder", [part] if names else [], []
 
 
 def _is_image_list(path: Path) -> bool:
-    with regular_files.open_file(path) as file:
-        return is_image_name(file.readline(4096).decode("utf-8-sig", errors="replace").strip())
+    return is_image_name(_read_first_line(path).decode(errors="replace"))
 
 
 def _has_rows(parts: list[SplitFiles]) -> bool:
     """Whether the text files of images are YOLO labels: others, such as captions, may be next to images too."""
     num_checked = 0
     for part in parts:
-        if not part.image_dirs[0].is_dir():  # a list has paths of another machine
-            continue
-        with os.scandir(part.image_dirs[0]) as entries:
-            image_names = [entry.name for entry in entries if _is_visible_image(entry.name)]
-        for name in match_labels(image_names, _list_label_files(part.annotations)).values():
-            if not (line := _read_first_line(part.annotations / name)):
-                continue
+        labels = match_labels(_list_image_names(part.image_dirs[0]), _list_label_files(part.annotations))
+        for name in labels.values():
+            line = _read_first_line(part.annotations / name)
             if _looks_like_row(line):
                 return True
-            num_checked += 1
+            num_checked += line != b""
             if num_checked >= MAX_PROBES:
                 return False
     return False
 
 
 def _read_first_line(path: Path) -> bytes:
-    with regular_files.open_file(path) as file:
-        head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
-    return head.partition(b"\n")[0].strip()
+    return read_head(path).partition(b"\n")[0].strip()
 
 
 def _looks_like_row(line: bytes) -> bool:
@@ -368,20 +383,11 @@ def _looks_like_row(line: bytes) -> bool:
         return False
 
 
-def _is_label_file(path: Path) -> bool:
-    """Whether a text file begins like YOLO labels."""
-    return _looks_like_row(_read_first_line(path))
-
-
 YAML_SUFFIXES = (".yaml", ".yml")
 NAMES_FILES = ("classes.txt", "obj.names", "classes.names", "_darknet.labels", "notes.json", "predefined_classes.txt")
 """Files with only the class names: from LabelImg, Darknet, Roboflow, Label Studio."""
 MAX_BYTES = 1 << 20
 """A data.yaml has a few kilobytes; a larger file is something else."""
-MAX_CLASSES = 100_000
-"""Largest number of classes; the published set with the most, V3Det, has 13,204."""
-MAX_DIGITS = 20
-"""Of a number, with zeros at the front."""
 _NULL_VALUES = ("", "~", "null", "none")
 
 
@@ -421,51 +427,23 @@ def _looks_like_definition(path: Path) -> bool:
 def _read_definition(file: Path) -> DatasetDefinition:
     """Reads a data.yaml or obj.data. Raises DataError that names the file and the key."""
     data = _parse_assignments(file) if file.suffix.lower() == ".data" else _parse_yaml(file)
-    if not isinstance(data, dict):
-        raise _definition_error(file, "it has no keys", "see https://docs.ultralytics.com/datasets/detect/")
-    data = {k: v for k, v in data.items() if not (isinstance(v, str) and v.strip().lower() in _NULL_VALUES)}
+    if isinstance(data, dict):
+        data = {k: v for k, v in data.items() if not (isinstance(v, str) and v.strip().lower() in _NULL_VALUES)}
+    try:
+        keys = msgspec.convert(data, type=_Definition, strict=False)
+    except msgspec.ValidationError as error:
+        raise _definition_error(file, str(error)) from error
     splits: dict[str, tuple[str, ...]] = {}
     for name in ("train", "val", "valid", "validation", "test"):
-        value: Any = data.get(name, [])
-        entries = value if isinstance(value, list) else [value]
-        if not all(isinstance(entry, str) for entry in entries):
-            cause = f"{name} has {_quote_value(value)}, which is neither a path nor a list of paths"
-            raise _definition_error(file, cause, f"write `{name}: images/{name}`")
-        if used := tuple(entry.strip() for entry in entries if entry.strip().lower() not in _NULL_VALUES):
+        value = getattr(keys, name)
+        entries = (entry.strip() for entry in ([value] if isinstance(value, str) else value))
+        if used := tuple(entry for entry in entries if entry.lower() not in _NULL_VALUES):
             splits.setdefault(SPLIT_BY_NAME[name], used)
     if not splits:
-        raise _definition_error(
-            file, "it names no images: there is no train, val or test", "add lines such as `train: images/train`"
-        )
-    path = data.get("path")
-    if not isinstance(path, str | None):
-        cause = f"path has {_quote_value(path)}, which is not one folder"
-        raise _definition_error(file, cause, "name one folder, and the splits relative to it")
-    kpt_shape = data.get("kpt_shape")
-    kpt_dims = [_parse_int(file, "kpt_shape", value) for value in kpt_shape] if isinstance(kpt_shape, list) else []
-    return DatasetDefinition(
-        file=file,
-        splits=splits,
-        path=path,
-        class_names=_choose_names(file, data.get("names", "")),
-        num_classes=_parse_int(file, "nc", data["nc"]) if "nc" in data else None,
-        num_keypoint_values=math.prod(kpt_dims) if len(kpt_dims) == 2 else 0,
-    )
-
-
-def _parse_int(file: Path, key: str, value: Any) -> int:
-    text = value.strip() if isinstance(value, str) else ""
-    if not (text.isascii() and text.isdigit()):
-        cause = f"{key} has {_quote_value(value)}, which is not a whole number"
-        raise _definition_error(file, cause, f"correct {key}, or delete it")
-    if len(text) > MAX_DIGITS or int(text) > MAX_CLASSES:
-        cause = f"{key} has the number {text[:60]}; at most {MAX_CLASSES:,} is possible"
-        raise _definition_error(file, cause, f"correct {key}")
-    return int(text)
-
-
-def _quote_value(value: Any) -> str:
-    return repr(str(value)[:60])
+        raise _definition_error(file, "it names no images: there is no train, val or test")
+    is_pose = not isinstance(keys.kpt_shape, str) and len(keys.kpt_shape) == 2
+    num_keypoint_values = math.prod(map(int, keys.kpt_shape)) if is_pose else 0
+    return DatasetDefinition(file, splits, keys.path, _choose_names(file, keys.names), keys.nc, num_keypoint_values)
 
 
 def _parse_yaml(file: Path) -> Any:
@@ -491,7 +469,7 @@ def _parse_assignments(file: Path) -> dict[str, str]:
     return {"nc": values["classes"], **values} if "classes" in values else values
 
 
-def _choose_names(file: Path, written: Any) -> tuple[str, ...] | None:
+def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tuple[str, ...] | None:
     """The class names, from a list, a mapping from numbers, or the path of a file of names."""
     if isinstance(written, str):
         if not written:
@@ -500,23 +478,18 @@ def _choose_names(file: Path, written: Any) -> tuple[str, ...] | None:
         for candidate in (file.parent / relative_path, file.parent / relative_path.rpartition("/")[2]):
             if candidate.is_file():
                 return _read_names(candidate)
-        cause = f"names is {written!r}, neither a list nor an existing file"
-        raise _definition_error(file, cause, "write `names: [first, second]`")
-    pairs = enumerate(written) if isinstance(written, list) else written.items()
-    names = {_parse_int(file, "names", str(number)): name for number, name in pairs}
-    for number, name in names.items():
-        if not (isinstance(name, str) and name.strip()):
-            text = f", but {_quote_value(name)}" if name else ""
-            raise _definition_error(file, f"names: class {number} has no name{text}", "give every class a name")
-    for number in range(max(names, default=-1) + 1):
-        if number not in names:
-            cause = f"names has {len(names)} classes up to number {max(names)}, but none with the number {number}"
-            raise _definition_error(file, cause, f"give class {number} a name; numbers begin at 0 and have no gaps")
+        raise _definition_error(file, f"names is {written!r}, neither a list nor an existing file")
+    names = dict(enumerate(written)) if isinstance(written, list) else written
+    if names and max(names) >= len(names):
+        gap = next(number for number in range(len(names)) if number not in names)
+        cause = f"names has {len(names)} classes up to number {max(names)}, but none with the number {gap}"
+        raise _definition_error(file, cause)
     return tuple(names[number].strip() for number in range(len(names))) or None
 
 
-def _definition_error(file: Path, cause: str, fix: str) -> DataError:
-    return DataError("The description of the data set cannot be used.", location=file, cause=cause, fix=fix)
+def _definition_error(file: Path, cause: str) -> DataError:
+    what, fix = "The description of the data set cannot be used.", "see https://docs.ultralytics.com/datasets/detect/"
+    return DataError(what, location=file, cause=cause, fix=fix)
 
 
 def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ...]:
@@ -669,13 +642,6 @@ def _read_base_dirs(layout: DatasetLayout) -> tuple[Path, ...]:
     return _resolve_base_dirs(_read_definition(definitions[0]))[0] if definitions else ()
 
 
-def _list_image_names(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if _is_visible_image(entry.name))
-
-
 def _repair_listed_names(names: list[str], folder: Path, problems: ProblemCollector) -> list[str]:
     """The listed names, corrected to the file names here, because headers are read before `names.repair_names` runs."""
     files = resolve_names(folder, names)
@@ -697,7 +663,7 @@ def _report_unmatched_labels(
             if file.stem in image_by_stem:
                 image = listed_dirs[folder] / image_by_stem[file.stem]
                 problems.add("not-in-a-split", os.path.relpath(image, layout.root))
-            elif folder not in listed_dirs and _is_label_file(file):
+            elif folder not in listed_dirs and _looks_like_row(_read_first_line(file)):
                 problems.add("label-without-image", display_path(file, layout.root))
 
 
