@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from stoker.data.formats.finder import FORMATS
 from stoker.data.formats.folders import IMAGE_SUFFIXES
-from stoker.data.formats.tables import AnnotatedImage, DatasetWriter, Target, UnsupportedImage, apply_orientation
+from stoker.data.formats.tables import AnnotatedImage, Target, UnsupportedImage, apply_orientation
 from stoker.data.images import source as image_source
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index
@@ -127,8 +127,11 @@ def _write(
     hardlink: bool,
     progress: Callable[[int, int], None],
 ) -> ConversionResult:
-    writer = _make_writer(to, index, partial, shards)
-    unique_names = _UniqueNames()
+    max_images = {split: len(index.image_indices(split)) for split in index.splits}
+    make_writer = FORMATS[to].write
+    assert make_writer is not None
+    writer = make_writer(Target(partial, index.class_names, index.category_ids, max_images, shards))
+    used_names: set[tuple[str, str]] = set()
     written: Counter[str] = Counter()
     skipped: list[tuple[Path, str]] = []
     num_rotated = num_boxes = num_done = 0
@@ -139,12 +142,16 @@ def _write(
             path = index.path(image_index)
             try:
                 data, header = read_image(index, image_index, path)
-                name_scope = "" if writer.single_image_dir else split
-                own = slice(int(index.offsets[image_index]), int(index.offsets[image_index + 1]))
+                own = np.arange(index.offsets[image_index], index.offsets[image_index + 1])
+                if not writer.supports_crowd and (num_crowd := int(index.crowd[own].sum())):
+                    writer.notes["crowd boxes are left out: the format has none"] += num_crowd
+                    own = own[~index.crowd[own]]
                 boxes, size = _orient_boxes(index, image_index, index.boxes[own], header, writer.box_orientation)
                 image = AnnotatedImage(
                     split=split,
-                    name=unique_names.make_unique(path.name, header.image_format, name_scope),
+                    name=_unique_name(
+                        path.name, header.image_format, "" if writer.single_image_dir else split, used_names
+                    ),
                     data=data,
                     image_format=header.image_format,
                     image_id=int(index.image_id[image_index]) if has_unique_ids else position,
@@ -158,13 +165,11 @@ def _write(
             except UnsupportedImage as error:
                 skipped.append((path, str(error)))
             else:
-                _write_image(
-                    writer.image_path(image),
-                    image,
-                    path if hardlink and index.byte_range(image_index) is None else None,
-                )
+                if (target := writer.image_path(image)) is not None:
+                    is_linked = hardlink and index.byte_range(image_index) is None
+                    _write_image(target, image, path if is_linked else None)
                 written[split] += 1
-                num_boxes += len(image.boxes) if writer.supports_crowd else int((~image.crowd).sum())
+                num_boxes += len(image.boxes)
                 num_rotated += header.orientation != 1
             num_done += 1
             progress(num_done, len(index))
@@ -177,23 +182,11 @@ def _write(
     writer.finish()
     notes = [f"{count:,} {description}" for description, count in writer.notes.items()]
     if num_rotated:
-        orientation_notes = {
-            "source": "the same orientation as in the source",
-            "upright": "the upright images",
-            "stored": "the pixels as stored",
-        }
-        orientation = orientation_notes[writer.box_orientation]
-        notes.append(f"{num_rotated:,} images are rotated by EXIF: their boxes refer to {orientation}")
+        rotated = f"{num_rotated:,} images are rotated by EXIF"
+        notes.append(f"{rotated}: their boxes refer to the {writer.box_orientation} images")
     return ConversionResult(
         folder=out, num_images=dict(written), num_boxes=num_boxes, skipped=tuple(skipped), notes=tuple(notes)
     )
-
-
-def _make_writer(to: TargetFormat, index: Index, folder: Path, shards: int) -> DatasetWriter:
-    max_images = {split: len(index.image_indices(split)) for split in index.splits}
-    write = FORMATS[to].write
-    assert write is not None
-    return write(Target(folder, index.class_names, index.category_ids, max_images, shards))
 
 
 def _orient_boxes(
@@ -210,30 +203,23 @@ def _orient_boxes(
     return boxes, oriented.size
 
 
-class _UniqueNames:
-    """Gives images file names whose stems are unique in their folder, in any case."""
-
-    def __init__(self) -> None:
-        self._used: set[tuple[str, str]] = set()
-
-    def make_unique(self, name: str, image_format: str, folder: str) -> str:
-        """The source's name if possible; if it has no image suffix, that of its format is appended."""
-        name = _UNUSABLE_CHARS.sub("_", name).strip().lstrip(".") or "image"
-        stem, suffix = os.path.splitext(name)
-        if suffix.lower() not in (*IMAGE_SUFFIXES, SUFFIX_BY_FORMAT[image_format]):
-            stem, suffix = name, SUFFIX_BY_FORMAT[image_format]
-        candidate, number = stem, 1
-        while (folder, candidate.casefold()) in self._used:
-            number += 1
-            candidate = f"{stem}-{number}"
-        self._used.add((folder, candidate.casefold()))
-        return candidate + suffix
+def _unique_name(name: str, image_format: str, folder: str, used: set[tuple[str, str]]) -> str:
+    """The source's name if possible; if it has no image suffix, that of its format is appended. Its stem is unique in
+    its folder, in any case. used: (folder, stem), grows."""
+    name = _UNUSABLE_CHARS.sub("_", name).strip().lstrip(".") or "image"
+    stem, suffix = os.path.splitext(name)
+    if suffix.lower() not in (*IMAGE_SUFFIXES, SUFFIX_BY_FORMAT[image_format]):
+        stem, suffix = name, SUFFIX_BY_FORMAT[image_format]
+    candidate, number = stem, 1
+    while (folder, candidate.casefold()) in used:
+        number += 1
+        candidate = f"{stem}-{number}"
+    used.add((folder, candidate.casefold()))
+    return candidate + suffix
 
 
-def _write_image(target: Path | None, image: AnnotatedImage, source: Path | None) -> None:
+def _write_image(target: Path, image: AnnotatedImage, source: Path | None) -> None:
     """Writes the image file: a hard link to `source` if given, else the bytes."""
-    if target is None:
-        return
     target.parent.mkdir(parents=True, exist_ok=True)
     if source is None:
         target.write_bytes(image.data)

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.formats.building import invalid_json_error
 from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
     MAX_PROBES,
@@ -42,7 +41,7 @@ from stoker.data.formats.folders import (
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import is_usable_name
+from stoker.data.formats.images import invalid_json_error, is_usable_name
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
 from stoker.data.formats.tables import (

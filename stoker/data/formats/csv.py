@@ -22,7 +22,6 @@ from typing import Literal
 import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.building import Box, ImageFile, TableBuilder, usable_size
 from stoker.data.formats.folders import (
     HEAD_BYTES,
     MAX_PROBES,
@@ -41,8 +40,8 @@ from stoker.data.formats.folders import (
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import ImageLocator, is_usable_name
-from stoker.data.formats.openimages import is_open_images
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
+from stoker.data.formats.openimages import is_open_images, iter_csv
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
@@ -198,24 +197,11 @@ def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) ->
 
     max_bytes: read only the rows in the first so many bytes.
     """
-    reader = csv.reader(io.StringIO(_read_text(path, max_bytes), newline=""), delimiter=layout.delimiter)
-    header = bool(layout.header)
-    while True:
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            raise DataError(
-                "A table cannot be read.", location=f"{path}:{reader.line_num}", cause=str(error), fix="export it again"
-            ) from error
-        if row is None:
-            return
-        values = [value.strip() for value in row]
-        if not any(values):
-            continue
-        if header:
-            header = False
-            continue
-        yield reader.line_num, values
+    lines = io.StringIO(_read_text(path, max_bytes), newline="")
+    stripped = (
+        (line, [value.strip() for value in row]) for line, row in iter_csv(lines, path, delimiter=layout.delimiter)
+    )
+    yield from islice((row for row in stripped if any(row[1])), 1 if layout.header else 0, None)
 
 
 def _read_text(path: Path, max_bytes: int | None) -> str:

@@ -12,9 +12,17 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from stoker import regular_files
-from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, bound_rotated, usable_size
 from stoker.data.formats.folders import layout_of_files, list_subdirs, read_head, recognize_files, split_from_name
-from stoker.data.formats.images import ImageLocator, is_usable_name
+from stoker.data.formats.images import (
+    XYXY,
+    ImageFile,
+    ImageLocator,
+    TableBuilder,
+    bound_points,
+    bound_rotated,
+    is_usable_name,
+    usable_size,
+)
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError

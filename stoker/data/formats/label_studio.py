@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from stoker.data.formats.building import (
+from stoker.data.formats.folders import is_image_name, recognize_files
+from stoker.data.formats.images import (
     XYXY,
     ImageFile,
+    ImageLocator,
     TableBuilder,
     bound_points,
     bound_rotated,
+    is_usable_name,
     read_json,
     usable_size,
 )
-from stoker.data.formats.folders import is_image_name, recognize_files
-from stoker.data.formats.images import ImageLocator, is_usable_name
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
 

@@ -13,14 +13,23 @@ from typing import Any
 
 import msgspec
 
-from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, read_json, usable_size
 from stoker.data.formats.folders import (
     find_annotated_dirs,
     has_annotation_files,
     iter_annotation_files,
     searched_part,
 )
-from stoker.data.formats.images import ImageLocator, is_usable_name, map_in_threads
+from stoker.data.formats.images import (
+    XYXY,
+    ImageFile,
+    ImageLocator,
+    TableBuilder,
+    bound_points,
+    is_usable_name,
+    map_in_threads,
+    read_json,
+    usable_size,
+)
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError

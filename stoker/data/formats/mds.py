@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from stoker.data.formats.building import read_json
 from stoker.data.formats.folders import (
     check_unannotated_splits,
     file_part,
@@ -25,6 +24,7 @@ from stoker.data.formats.folders import (
     read_head,
     split_from_name,
 )
+from stoker.data.formats.images import read_json
 from stoker.data.formats.shards import (
     CLASS_LIST_KEYS,
     CORNERS_KEYS,

@@ -8,13 +8,12 @@ Format: https://storage.googleapis.com/openimages/web/download_v7.html#data-form
 import csv
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from stoker import regular_files
-from stoker.data.formats.building import Box, ImageFile, TableBuilder
 from stoker.data.formats.folders import (
     MAX_SEARCHED_DIRS,
     file_part,
@@ -27,6 +26,7 @@ from stoker.data.formats.folders import (
     root_of,
     unique,
 )
+from stoker.data.formats.images import Box, ImageFile, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
@@ -151,13 +151,16 @@ def _iter_rows(table: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _iter_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line, values) of every row that is not empty."""
     file = regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES)
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="") as lines:
-        reader = csv.reader(lines)
-        try:
-            yield from ((reader.line_num, row) for row in reader if row)
-        except csv.Error as error:
-            location = f"{path}:{reader.line_num}"
-            fix = "download it again"
-            raise DataError("A table cannot be read.", location=location, cause=str(error), fix=fix) from error
+        yield from iter_csv(lines, path)
+
+
+def iter_csv(lines: Iterable[str], path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
+    """(line, values) of every row that is not empty. Raises DataError."""
+    reader = csv.reader(lines, delimiter=delimiter)
+    try:
+        yield from ((reader.line_num, row) for row in reader if row)
+    except csv.Error as error:
+        location, fix = f"{path}:{reader.line_num}", "download or export it again"
+        raise DataError("A table cannot be read.", location=location, cause=str(error), fix=fix) from error

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.building import Box, ImageFile, TableBuilder, usable_size
 from stoker.data.formats.folders import (
     check_unannotated_splits,
     file_part,
@@ -25,7 +24,7 @@ from stoker.data.formats.folders import (
     named_subdirs,
     sort_parts,
 )
-from stoker.data.formats.images import Item, Result, map_in_threads
+from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads, usable_size
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within

@@ -199,6 +199,7 @@ class DatasetWriter(ABC):
     single_image_dir: ClassVar[bool] = False
     """All splits share one folder, so image names must be unique in the data set."""
     supports_crowd: ClassVar[bool] = True
+    """Else `convert` leaves crowd boxes out."""
     box_orientation: ClassVar[Literal["source", "upright", "stored"]] = "source"
     """The orientation to which boxes refer, for images that EXIF rotates: that of the format's readers, or, if the
     format stores the image size, that of the source."""
@@ -218,6 +219,16 @@ class DatasetWriter(ABC):
     def add(self, image: AnnotatedImage) -> None:
         """Writes the annotations of an image. Raises UnsupportedImage before it writes anything."""
 
+    def normalized_boxes(self, image: AnnotatedImage) -> NDArray[np.float64]:
+        """[k, 4] xyxy normalized by image width and height, within 0 … 1: readers of normalized boxes refuse boxes
+        outside, some the whole image."""
+        height, width = image.size
+        normalized = image.boxes.astype(np.float64) / (width, height, width, height)
+        clipped: NDArray[np.float64] = normalized.clip(0, 1)
+        if count := int((clipped != normalized).any(axis=1).sum()):
+            self.notes["boxes reached outside their image and are clipped: the format needs them inside"] += count
+        return clipped
+
     @abstractmethod
     def finish(self) -> None:
         """Writes the files about the whole data set."""
@@ -235,17 +246,6 @@ def exact_extent(low: int | float, high: np.float32) -> int | float:
     if np.float32(low + rounded) != high:
         rounded = float(high) - low
     return int(rounded) if rounded.is_integer() else rounded
-
-
-def clip_normalized(image: AnnotatedImage) -> tuple[NDArray[np.float64], int]:
-    """[k, 4] xyxy normalized by image width and height, within 0 … 1, and the number of boxes that were clipped.
-
-    Readers of normalized boxes refuse boxes outside, some the whole image.
-    """
-    height, width = image.size
-    normalized = image.boxes.astype(np.float64) / (width, height, width, height)
-    clipped = normalized.clip(0, 1)
-    return clipped, int((clipped != normalized).any(axis=1).sum())
 
 
 def apply_orientation(boxes: NDArray[np.float32], size: tuple[int, int], orientation: int) -> NDArray[np.float32]:

@@ -39,7 +39,6 @@ from stoker.data.formats.tables import (
     SplitFiles,
     Target,
     UnsupportedImage,
-    clip_normalized,
 )
 from stoker.data.formats.tfrecord_bytes import (
     BACKGROUND,
@@ -136,19 +135,13 @@ def _has_tfrecord_header(path: Path) -> bool:
 
 def describe_missing_shards(paths: Iterable[Path]) -> Iterator[str]:
     """For each numbered series with missing files, a message with their numbers."""
-    series: dict[tuple[Path, str, int, str, int], None] = {}
-    for path in paths:
-        if match := _SHARD_NAME.fullmatch(path.name):
-            head, number, total, tail = match.groups()
-            series[path.parent, head, int(total), tail, len(number)] = None
-    for folder, head, count, tail, digits in series:
-        names = {path.name for path in folder.iterdir()}
-        suffix = f"-of-{count:0{digits}}{tail}"
-        absent = [number for number in range(count) if f"{head}-{number:0{digits}}{suffix}" not in names]
-        if absent:
-            listed = ", ".join(f"{number:0{digits}}" for number in absent[:10])
-            more = f" and {len(absent) - 10} more" if len(absent) > 10 else ""
-            yield f"{folder / head}-*{suffix}: {len(absent)} of {count} are missing, numbers {listed}{more}"
+    matches = [(path.parent, match) for path in paths if (match := _SHARD_NAME.fullmatch(path.name))]
+    for folder, head, total, tail in dict.fromkeys((folder, match[1], match[3], match[4]) for folder, match in matches):
+        names, digits = {path.name for path in folder.iterdir()}, len(total)
+        numbers = (f"{number:0{digits}}" for number in range(int(total)))
+        if absent := [number for number in numbers if f"{head}-{number}-of-{total}{tail}" not in names]:
+            listed = ", ".join(absent[:10]) + (", …" if len(absent) > 10 else "")
+            yield f"{folder / head}-*-of-{total}{tail}: {len(absent)} of {int(total)} are missing, numbers {listed}"
 
 
 def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
@@ -339,8 +332,8 @@ def _unique_name(filename: bytes, record_number: int, used_names: set[str]) -> s
     if name in ("", ".", ".."):
         name = f"record {record_number}"
     while name in used_names:
-        stem, dot, suffix = name.rpartition(".")
-        name = f"{stem} (record {record_number}).{suffix}" if dot else f"{suffix} (record {record_number})"
+        stem, suffix = os.path.splitext(name)
+        name = f"{stem} (record {record_number}){suffix}"
     return name
 
 
@@ -442,9 +435,7 @@ def _choose_classes(pairs: list[LabelTextPair], label_maps: Sequence[Path], root
         index_by_name = {name: class_index for class_index, name in enumerate(names)}
         index_by_label = _labels_of_texts(pairs, index_by_name)
         assignments = _assign(pairs, index_by_label, index_by_name, "no box with a text has this label")
-        label_by_index = {
-            class_index: label for label, class_index in index_by_label.items() if class_index is not None
-        }
+        label_by_index = {index: label for label, index in index_by_label.items() if index is not None}
         is_one_to_one = len(index_by_label) == len(label_by_index) == len(names)
         ids = [label_by_index[k] if is_one_to_one else k + 1 for k in range(len(names))]
         notes.append("no label map: the classes are the texts in the records, sorted")
@@ -474,23 +465,18 @@ def _choose_label_map(
             raise
         distinct.setdefault((*candidate.ids, *candidate.names, *candidate.index_by_name.items()), candidate)
     label_maps = list(distinct.values())
-    if not label_maps:
-        return None, []
-    fitting = [
-        candidate
-        for candidate in label_maps
-        if not any(assignment.problem_kind for assignment in _assign_by_map(pairs, candidate))
-    ]
+    fitting = [each for each in label_maps if not any(a.problem_kind for a in _assign_by_map(pairs, each))]
     if len(label_maps) == 1 and not is_sibling:
         fitting = label_maps
     if len(fitting) == 1:
-        others = [candidate.path.name for candidate in label_maps if candidate is not fitting[0]]
-        more = f"; {', '.join(others[:5])} do not fit the records" if others else ""
-        return fitting[0], [f"classes from {fitting[0].path}{more}"]
-    if is_sibling:
-        return None, [
-            f"label maps in folders next to the records are not used: {len(fitting)} of {len(label_maps)} fit them"
+        others = ", ".join(each.path.name for each in label_maps if each is not fitting[0])
+        return fitting[0], [
+            f"classes from {fitting[0].path}" + (f"; {others} do not fit the records" if others else "")
         ]
+    if is_sibling or not label_maps:
+        count = f"{len(fitting)} of {len(label_maps)}"
+        note = f"label maps in folders next to the records are not used: {count} fit them"
+        return None, [note] if label_maps else []
     raise DataError(
         f"There are {len(label_maps)} different label maps, and {len(fitting) or 'none'} of them fit the records.",
         location=root,
@@ -582,11 +568,8 @@ class TfRecordWriter(DatasetWriter):
     def add(self, image: AnnotatedImage) -> None:
         if image.image_format not in TF_IMAGE_FORMATS:
             raise UnsupportedImage(f"it is {image.image_format}, TensorFlow decodes {', '.join(TF_IMAGE_FORMATS)}")
-        normalized, clipped = clip_normalized(image)
-        if clipped:
-            self.notes["boxes reached outside their image and are clipped: TensorFlow refuses them"] += clipped
         height, width = image.size
-        xyxy = normalized.astype(np.float32).T
+        xyxy = self.normalized_boxes(image).astype(np.float32).T
         values: dict[str, Values] = {
             "image/height": [height],
             "image/width": [width],

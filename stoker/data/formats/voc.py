@@ -18,7 +18,6 @@ from xml.etree.ElementTree import Element, SubElement
 import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, no_image_error, usable_size
 from stoker.data.formats.cvat import is_cvat
 from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
@@ -37,7 +36,7 @@ from stoker.data.formats.folders import (
     named_subdirs,
     read_head,
 )
-from stoker.data.formats.images import ImageLocator
+from stoker.data.formats.images import XYXY, ImageFile, ImageLocator, TableBuilder, no_image_error, usable_size
 from stoker.data.formats.tables import (
     SPLITS,
     AnnotatedImage,
@@ -419,10 +418,7 @@ class VocWriter(DatasetWriter):
         for tag, value in (("width", width), ("height", height), ("depth", 3)):
             SubElement(size, tag).text = str(value)
         SubElement(root, "segmented").text = "0"
-        for box, label, crowd in zip(image.boxes, image.labels.tolist(), image.crowd.tolist(), strict=True):
-            if crowd:
-                self.notes["crowd boxes are left out: Pascal VOC has none"] += 1
-                continue
+        for box, label in zip(image.boxes, image.labels.tolist(), strict=True):
             object_element = SubElement(root, "object")
             SubElement(object_element, "name").text = self.class_names[label]
             for tag, text in (("pose", "Unspecified"), ("truncated", "0"), ("difficult", "0")):

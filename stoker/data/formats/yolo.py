@@ -23,7 +23,6 @@ import msgspec
 import yaml
 
 from stoker import regular_files
-from stoker.data.formats.building import ImageFile, TableBuilder
 from stoker.data.formats.folders import (
     IMAGE_SUFFIXES,
     MAX_PROBES,
@@ -39,7 +38,7 @@ from stoker.data.formats.folders import (
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import map_in_threads, resolve_names
+from stoker.data.formats.images import ImageFile, TableBuilder, map_in_threads, resolve_names
 from stoker.data.formats.tables import (
     SPLITS,
     AnnotatedImage,
@@ -48,7 +47,6 @@ from stoker.data.formats.tables import (
     DatasetLayout,
     DatasetWriter,
     SplitFiles,
-    clip_normalized,
     display_path,
 )
 from stoker.data.validation.problems import ProblemCollector
@@ -740,18 +738,10 @@ class YoloWriter(DatasetWriter):
         return self.folder / "images" / image.split / image.name
 
     def add(self, image: AnnotatedImage) -> None:
-        normalized, clipped = clip_normalized(image)
-        if clipped:
-            self.notes["boxes reached outside their image and are clipped: YOLO boxes must be inside"] += clipped
-        if num_crowd := int(image.crowd.sum()):
-            self.notes["crowd boxes are left out: YOLO has none"] += num_crowd
         lines = []
-        for (x1, y1, x2, y2), label, is_crowd in zip(
-            normalized.tolist(), image.labels.tolist(), image.crowd.tolist(), strict=True
-        ):
-            if not is_crowd:
-                cxcywh = ((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1)
-                lines.append(" ".join((str(label), *(f"{value:.9g}" for value in cxcywh))) + "\n")
+        for (x1, y1, x2, y2), label in zip(self.normalized_boxes(image).tolist(), image.labels.tolist(), strict=True):
+            cxcywh = ((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1)
+            lines.append(" ".join((str(label), *(f"{value:.9g}" for value in cxcywh))) + "\n")
         labels_dir = self.folder / "labels" / image.split
         labels_dir.mkdir(parents=True, exist_ok=True)
         # also without boxes, because an image without a label file looks forgotten
