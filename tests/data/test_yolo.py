@@ -168,7 +168,7 @@ def test_a_data_set_of_its_file(tmp_path: Path) -> None:
         index = open_index(tmp_path / f"{name}.yaml")
         assert index.class_names == ("x", name)
         assert index.root == root
-    with pytest.raises(DataError, match="2 files could describe") as raised:
+    with pytest.raises(DataError, match="Several files could describe") as raised:
         open_index(tmp_path)
     assert raised.value.choices == ("first.yaml", "second.yaml")
 

@@ -48,6 +48,7 @@ from stoker.data.images import source as image_source
 from stoker.data.images.decode import decode, decode_resized
 from stoker.data.images.headers import Header
 from stoker.data.index import Index
+from stoker.data.validation.problems import make_error
 from stoker.errors import DataError, StokerError, UsageError, writing
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
@@ -183,9 +184,7 @@ class _Folder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise UsageError(
-                    f"Another process is packing into {self.text!r}.", fix="wait for it, or name another folder"
-                ) from error
+                raise make_error(UsageError, "destination-is-locked", text=self.text) from error
             except OSError:
                 pass  # a mount without locks; two processes write the same files as a whole
             yield
@@ -234,9 +233,8 @@ def open_destination(text: str) -> Destination:
         return _Folder(Path(location).absolute())
     uri = parse_uri(location)
     if uri.scheme not in WRITABLE_SCHEMES:
-        raise UsageError(
-            f"{location!r} cannot be written.", choices=["a folder", "gs://…", "s3://…"], fix="name one of these"
-        )
+        choices = ["a folder", "gs://…", "s3://…"]
+        raise make_error(UsageError, "destination-not-writable", choices=choices, text=location)
     return _Prefix(uri)
 
 
@@ -439,9 +437,7 @@ def _write_index(index: Index, destination: Destination, plan: Plan, records: Se
     by_row = sorted((packed.row, number, packed) for number, r in enumerate(records) for packed in r.images)
     if not by_row:
         row, reason = records[0].skipped[0]
-        raise DataError(
-            "No image could be packed.", location=index.display_source(row), cause=reason, fix="see `stoker data check`"
-        )
+        raise make_error(DataError, "nothing-packed", index.display_source(row), cause=reason)
     rows = np.array([row for row, _, _ in by_row])
     own_boxes = [slice(int(index.offsets[row]), int(index.offsets[row + 1])) for row in rows.tolist()]
     owned = np.concatenate([np.arange(own.start, own.stop) for own in own_boxes])
@@ -509,12 +505,7 @@ def _complete(
 
 
 def _other_bytes(destination: Destination, name: str) -> DataError:
-    return DataError(
-        "A shard cannot be made again as it was.",
-        location=f"{destination.text}/{name}",
-        cause="other versions of the decoders encode images differently, or plan other shards",
-        fix="delete the whole folder and pack again, or copy the shard again",
-    )
+    return make_error(DataError, "shard-has-other-bytes", f"{destination.text}/{name}")
 
 
 def _other_plan(destination: Destination, content: str, fix: str) -> UsageError:
@@ -541,12 +532,7 @@ def _require_free(destination: Destination, plan: Plan, sizes: dict[str, int]) -
 def _refuse_source(index: Index, destination: Destination) -> None:
     inside = image_source.path_to_uri(index.root) is None and Path(destination.text).is_relative_to(index.root)
     if inside or destination.text.rstrip("/") == index.source:
-        raise UsageError(
-            f"{destination.text!r} is in the data set's own folder.",
-            location=index.source,
-            cause="the source is never changed",
-            fix="name a folder elsewhere",
-        )
+        raise make_error(UsageError, "destination-in-source", index.source, text=destination.text)
 
 
 def _finished_records(destination: Destination, plan: Plan, sizes: dict[str, int]) -> dict[str, ShardRecord]:

@@ -24,6 +24,7 @@ from stoker.data.formats.tables import AnnotatedImage, Target, UnsupportedImage,
 from stoker.data.images import source as image_source
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index
+from stoker.data.validation.problems import make_error
 from stoker.errors import DataError, StorageError, UsageError, writing
 from stoker.storage.local_files import fsync_folder
 
@@ -72,11 +73,7 @@ def convert(
     can be read, StorageError if the folder cannot be written.
     """
     if shards < 1 or (shards > 1 and to != "tfrecord"):
-        raise UsageError(
-            f"--shards is {shards}.",
-            cause="only TFRecords have shards",
-            choices=["1 or more, with --to tfrecord"],
-        )
+        raise make_error(UsageError, "wrong-number-of-shards", choices=["1 or more, with --to tfrecord"], shards=shards)
     if hardlink and image_source.path_to_uri(index.root) is not None:
         raise UsageError("--hardlink needs local images.", location=index.source, fix="leave it out to copy the images")
     partial = _create_partial_dir(out)
@@ -100,17 +97,10 @@ def convert(
 def _create_partial_dir(out: Path) -> Path:
     """Creates the folder to write into; deletes an old one."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(
-            f"{str(out)!r} exists already.", location=out.absolute(), fix="name a folder that does not exist"
-        )
+        raise make_error(UsageError, "output-exists", out.absolute(), out=str(out))
     partial = out.with_name(f"{out.name}.partial")
     if partial.exists() and not (partial / PARTIAL_MARKER).is_file():
-        raise UsageError(
-            f"{str(partial)!r} is in the way.",
-            location=partial.absolute(),
-            cause="the data set is first written there, and this was not left by a conversion",
-            fix="move it away, or name another folder",
-        )
+        raise make_error(UsageError, "partial-folder-in-the-way", partial.absolute(), partial=str(partial))
     with writing("The folder cannot be created.", partial, fix="name a writable folder"):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -175,9 +165,7 @@ def _write(
             progress(num_done, len(index))
     if not written:
         skipped_path, reason = skipped[0]
-        raise DataError(
-            "No image could be converted.", location=skipped_path, cause=reason, fix="see `stoker data check`"
-        )
+        raise make_error(DataError, "nothing-converted", skipped_path, cause=reason)
     writer.written_splits = list(written)
     writer.finish()
     notes = [f"{count:,} {description}" for description, count in writer.notes.items()]
@@ -229,12 +217,7 @@ def _write_image(target: Path, image: AnnotatedImage, source: Path | None) -> No
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        raise UsageError(
-            "--hardlink needs the images and the new folder on one file system.",
-            location=target,
-            cause=f"{source} is on another",
-            fix="leave --hardlink out to copy the images",
-        ) from error
+        raise make_error(UsageError, "hardlink-across-file-systems", target, source=source) from error
 
 
 def read_image(index: Index, image_index: int, path: Path) -> tuple[bytes, Header]:

@@ -55,7 +55,7 @@ from stoker.data.formats.tables import (
     exact_extent,
     shortest_decimal,
 )
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 
@@ -242,11 +242,7 @@ def _locate_images(
         )
         names = base_names
         if len(set(names)) != len(names):
-            raise DataError(
-                "Images in different folders have the same file name, and these folders do not exist.",
-                location=part.annotations,
-                fix=f"restore the folders in the file names below {base}",
-            )
+            raise make_error(DataError, "coco-lost-folders", part.annotations, base=base)
     index_by_dir: dict[str, int] = {}
     folder_index = np.empty(len(names), np.int32)
     for i, name in enumerate(names):
@@ -356,9 +352,7 @@ def _convert_each(
     for name in ("images", "annotations"):
         if getattr(raw, name) and not getattr(file, name):
             reasons = [p for p in problems.summarize(1) if p.kind in ("malformed-image", "malformed-annotation")]
-            raise DataError(
-                f'No entry of "{name}" can be read.', location=path, cause=reasons[-1].examples[0], fix=FORMAT_HINT
-            )
+            raise make_error(DataError, "coco-unreadable-entries", path, cause=reasons[-1].examples[0], name=name)
     example = next(iter(number_by_text_id), None)
     note = f"{location}: {len(number_by_text_id):,} image ids are text, such as {example!r}"
     return file, [note] if number_by_text_id else []
@@ -478,12 +472,7 @@ def _read_file(source: SplitFiles, location: str, problems: ProblemCollector, *,
     image_id = np.fromiter([image.id for image in images], np.int64, len(images))
     categories = _unique_categories(path, entries.categories, location, problems)
     if entries.annotations and not categories:
-        raise DataError(
-            "The annotation file defines no classes.",
-            location=path,
-            cause=f'"categories" is empty or absent, and there are {len(entries.annotations):,} annotations',
-            fix="export the file again, with its categories",
-        )
+        raise make_error(DataError, "coco-without-classes", path, count=len(entries.annotations))
     annotations, ids_without_box = _drop_without_box(location, entries.annotations, problems)
 
     def column(name: str, dtype: type[np.generic]) -> NDArray[Any]:
@@ -561,12 +550,7 @@ def _drop_ambiguous(
     kept = [p for p in first.values() if len(names_by_id[p.id]) == 1 == len(ids_by_name[p.file_name])]
     if not kept:
         problem = next(p for p in problems.summarize(1) if p.kind in ("ambiguous-id", "listed-twice"))
-        raise DataError(
-            "No image has a unique id and a unique file name.",
-            location=path,
-            cause=f"e.g. {problem.examples[0]}: data sets were merged without new ids, or without their folders",
-            fix="give every entry a unique id and file name",
-        )
+        raise make_error(DataError, "coco-ambiguous-images", path, example=problem.examples[0])
     return kept
 
 
@@ -621,12 +605,8 @@ def _unique_categories(
         if earlier is category:
             continue
         if earlier.name != category.name:
-            raise DataError(
-                f"The category id {category.id} appears more than once.",
-                location=path,
-                cause=f"it is {earlier.name!r} and {category.name!r}: two data sets were merged without new ids",
-                fix="give every category a unique id, also in the annotations",
-            )
+            names = f"{earlier.name!r} and {category.name!r}"
+            raise make_error(DataError, "coco-repeated-category", path, id=category.id, names=names)
         problems.add("copied-class", f"{location}, category id {category.id}: {category.name}")
     return list(first.values())
 

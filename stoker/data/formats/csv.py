@@ -43,7 +43,7 @@ from stoker.data.formats.folders import (
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
 from stoker.data.formats.openimages import is_open_images, iter_csv
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 TABLE_DIRS = ("annotations", "labels", "data", "csv")
@@ -361,13 +361,7 @@ def _read_table(
     if layout is None:
         raise DataError("The file is not a table of boxes any more.", location=table, fix="restore it, and try again")
     if layout.class_candidates:
-        raise DataError(
-            "It is unclear which column is the class.",
-            location=table,
-            cause="no column is called class, label, name, category …",
-            choices=layout.class_candidates,
-            fix="call that column class",
-        )
+        raise make_error(DataError, "csv-unclear-class", table, choices=layout.class_candidates)
     builder.notes += [f"{table.name}: {note}" for note in layout.notes]
     if layout.label_column is None:
         builder.notes.append(f"{table.name} has no class column: the class of all boxes is {NO_CLASS_COLUMN!r}")

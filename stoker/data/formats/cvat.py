@@ -24,7 +24,7 @@ from stoker.data.formats.images import (
     usable_size,
 )
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 XML_ERRORS = (ElementTree.ParseError, ValueError, LookupError)
@@ -149,13 +149,7 @@ class _FileReader:
             for number, box in enumerate(boxes, 1):
                 self._builder.add_box(*box, number)
         if frames and not num_found:
-            raise DataError(
-                "The annotations are of a video, and its frames are not there as images.",
-                location=self._part.annotations,
-                cause=f"there is no frame_{min(frames):06d}.png or .jpg near the file",
-                fix='export it with "Save images"; or extract the frames: ffmpeg -i VIDEO -vsync 0 -start_number 0'
-                ' images/frame_%06d.png; or, if the task has images, export it as "CVAT for images 1.1"',
-            )
+            raise make_error(DataError, "cvat-without-frames", self._part.annotations, frame=min(frames))
 
 
 def _bound(shape: Element) -> tuple[XYXY, bool]:

@@ -39,7 +39,7 @@ from stoker.data.formats.folders import (
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, DatasetWriter
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, UsageError, nearest
 
 MAX_LISTED_NAMES = 8
@@ -112,12 +112,8 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
     if candidates:
         if (merged := _merge_split_folders(data, candidates)) is not None:
             return merged
-        raise DataError(
-            f"The folder contains {len(candidates)} data sets.",
-            location=data,
-            choices=[path.name for path, _ in candidates],
-            fix=f"name one of them, e.g. {candidates[0][0]}",
-        )
+        names = [path.name for path, _ in candidates]
+        raise make_error(DataError, "several-data-sets", data, choices=names, count=len(names), example=data / names[0])
     if root_layout is not None:
         return root_layout
     raise _no_annotations_found(data, format)
@@ -161,16 +157,10 @@ def root_of_files(files: Iterable[str]) -> Path:
 def _layout_of_split(data: Path, split: str, name: str) -> DatasetLayout:
     file = Path(name) if Path(name).exists() else data / name
     if not file.is_file():
-        raise DataError(
-            f"The annotation file of the {split} split does not exist.",
-            location=Path(name).absolute(),
-            fix="name a file, relative to the working folder or to DATA",
-        )
+        raise make_error(DataError, "split-file-not-found", Path(name).absolute(), split=split)
     layout = _detect_file(file.resolve(), None)
     if len(layout.parts) != 1:
-        raise DataError(
-            f"--{split} names a file that has splits of its own.", location=file, fix=f"stoker train {file}"
-        )
+        raise make_error(DataError, "split-file-with-splits", file, split=split, file=file)
     return replace(layout, parts=(replace(layout.parts[0], split=split),))
 
 

@@ -19,6 +19,7 @@ import msgspec
 
 from stoker import regular_files
 from stoker.data.formats.tables import SPLITS, DatasetLayout, SplitFiles
+from stoker.data.validation.problems import make_error
 from stoker.errors import DataError
 
 SPLIT_BY_NAME = {
@@ -139,12 +140,8 @@ def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
         if (split := SPLIT_BY_NAME.get(name)) is None:
             continue
         if split in path_by_split:
-            raise DataError(
-                f"Two folders are named after the {split} split.",
-                location=folder,
-                choices=[path_by_split[split].name, path.name],
-                fix="leave one of them in the data folder",
-            )
+            names = [path_by_split[split].name, path.name]
+            raise make_error(DataError, "two-split-folders", folder, choices=names, split=split)
         path_by_split[split] = path
     yield from sorted(path_by_split.items(), key=lambda item: SPLITS.index(item[0]))
 
@@ -211,12 +208,7 @@ def check_unannotated_splits(folder: Path, parts: Iterable[SplitFiles]) -> list[
         if split in [part.split for part in parts]:
             continue
         if split != "test":
-            raise DataError(
-                f"The {split} split is empty: its folder has no annotations.",
-                location=path,
-                cause=f"the annotations of the {parts[0].split} split are in {parts[0].annotations}",
-                fix="put its annotations there, or delete the folder to split validation images off the training set",
-            )
+            raise make_error(DataError, "split-folder-without-annotations", path, split=split, other=parts[0])
         notes.append(f"{path.name}/ has no annotations and is left out")
     return notes
 

@@ -38,7 +38,7 @@ from stoker.data.formats.tables import (
 )
 from stoker.data.images import source
 from stoker.data.images.headers import read_header
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 IO_WORKERS = 16
@@ -538,9 +538,4 @@ def invalid_json_error(path: Path, data: bytes | mmap.mmap, error: Exception) ->
     digits = text.rpartition("byte ")[2].rstrip(")")
     offset = int(digits) if digits.isdigit() else len(data)
     line = data[:offset].count(b"\n") + 1
-    return DataError(
-        "The annotation file is not valid JSON.",
-        location=f"{path}:{line}",
-        cause=f"{text} in a file of {len(data)} bytes",
-        fix="export or copy it again; a truncated file ends in the middle of an entry",
-    )
+    return make_error(DataError, "invalid-json", f"{path}:{line}", text=text, num_bytes=len(data))

@@ -39,7 +39,7 @@ from stoker.data.formats.shards import (
 )
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images.headers import ReadAt
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 INDEX_FILE = "index.json"
@@ -132,12 +132,7 @@ def _read_index(path: Path) -> MdsIndex:
     for shard in index.shards:
         name = shard.raw_data.basename
         if shard.compression or shard.zip_data is not None:
-            raise DataError(
-                "Compressed MDS shards are not read.",
-                location=path,
-                cause=f"{name} is compressed ({shard.compression or 'unknown'}), so images have no byte ranges",
-                fix="write them with MDSWriter(compression=None): images are compressed already",
-            )
+            raise make_error(DataError, "mds-compressed", path, name=name, compression=shard.compression or "unknown")
         if name != Path(name).name or name in ("", ".", ".."):
             raise DataError("An MDS shard is outside its folder.", location=path, cause=f"its name is {name!r}")
         if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes) or index.version != 2:

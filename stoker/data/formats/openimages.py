@@ -28,7 +28,7 @@ from stoker.data.formats.folders import (
 )
 from stoker.data.formats.images import Box, ImageFile, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 TABLE_DIRS = ("annotations", "labels", "csv", "csv_folder", "metadata")
@@ -113,12 +113,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             total, num_here = num_absent + len(index_by_id), len(index_by_id)
             builder.notes.append(f"{location}: {num_here:,} of its {total:,} images are here; the others are left out")
     if not builder.images:
-        raise DataError(
-            "None of the images of the tables is here.",
-            location=layout.parts[0].annotations,
-            cause=f"below {layout.root} is no image that is called like an ImageID, as 000002b66c9c498e.jpg",
-            fix="put the images there; `fiftyone zoo datasets load open-images-v7 --split validation` downloads some",
-        )
+        raise make_error(DataError, "openimages-without-images", layout.parts[0].annotations, root=layout.root)
     return builder.build()
 
 

@@ -32,7 +32,7 @@ from stoker.data.formats.shards import (
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.formats.tfrecord_bytes import MIN_FREE_BYTES, unpacked_path
 from stoker.data.images import source as image_source
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, StorageError
 from stoker.storage.local_files import atomic_path
 
@@ -61,12 +61,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             problems.add("damaged-shard", f"{part.annotations.name}: {str(error).splitlines()[0]}")
             continue
         if class_names and names and names != class_names:
-            raise DataError(
-                "The Parquet files have different classes.",
-                location=part.annotations,
-                cause=f"{', '.join(names[:5])} here, {', '.join(class_names[:5])} in others",
-                fix="write them again with the same classes, or name one file",
-            )
+            listed = f"{', '.join(names[:5])} here, {', '.join(class_names[:5])} in others"
+            raise make_error(DataError, "parquet-different-classes", part.annotations, cause=listed)
         class_names = class_names or names
         target = unpacked_path(part.annotations)
         shards.append(_read_file(part, target, class_names))
@@ -81,12 +77,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 def _has_boxes(path: Path) -> bool:
     """Whether a file has columns of images and of boxes. Raises DataError for one in a bucket."""
     if (uri := image_source.resolve_stub(path)) is not None:
-        raise DataError(
-            "Parquet is not read from a bucket.",
-            location=uri,
-            cause="its pages are compressed, so an image is not a range of bytes",
-            fix="copy the files to a disk; `stoker data pack FOLDER gs://…` then makes shards that are read in place",
-        )
+        raise make_error(DataError, "parquet-in-bucket", uri)
     try:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException):

@@ -58,7 +58,7 @@ from stoker.data.formats.tfrecord_bytes import (
     write_record,
 )
 from stoker.data.images.headers import parse_header
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -552,11 +552,7 @@ class TfRecordWriter(DatasetWriter):
         super().__init__(target)
         class_names = target.class_names
         if len(set(class_names)) < len(class_names) or "" in class_names:
-            raise DataError(
-                "A label map cannot contain two classes with the same name, or one without a name.",
-                cause=f"the classes are {', '.join(map(repr, class_names))}",
-                fix="rename it in the source, or convert to coco or yolo",
-            )
+            raise make_error(DataError, "tfrecord-class-names", names=", ".join(map(repr, class_names)))
         self._target = target
         self._num_written = dict.fromkeys(target.max_images, 0)
         self._files: dict[str, list[Path]] = {split: [] for split in target.max_images}

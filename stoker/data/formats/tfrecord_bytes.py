@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from stoker import regular_files
 from stoker.data.formats.folders import read_head
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, StorageError, needs_package
 from stoker.storage.local_files import cache_folder
 
@@ -154,9 +154,7 @@ def unpack(shard: Path) -> Path:
             os.fsync(file.fileno())
         temporary.replace(target)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(
-            "A compressed shard is damaged.", location=shard, cause=str(error), fix="copy it again"
-        ) from error
+        raise make_error(DataError, "damaged-gzip", shard, cause=str(error)) from error
     except OSError as error:
         raise StorageError(
             "A compressed shard cannot be unpacked into the cache folder.",

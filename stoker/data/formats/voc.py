@@ -47,7 +47,7 @@ from stoker.data.formats.tables import (
     Target,
     shortest_decimal,
 )
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 MAX_LIST_PROBES = 64
@@ -366,11 +366,7 @@ class VocWriter(DatasetWriter):
         super().__init__(target)
         for name in target.class_names:
             if not name or name.strip() != name or not name.isprintable() or target.class_names.count(name) > 1:
-                raise DataError(
-                    f"Pascal VOC cannot store the class {name!r}.",
-                    cause="it stores class names in XML, without ids: equal names and surrounding spaces are lost",
-                    fix="rename the class in the source, or convert to coco or yolo",
-                )
+                raise make_error(DataError, "voc-class-name", name=name)
         for directory in ("Annotations", "JPEGImages", "ImageSets/Main"):
             (target.folder / directory).mkdir(parents=True)
         self._stems: dict[str, list[str]] = {split: [] for split in target.max_images}

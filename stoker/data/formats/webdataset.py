@@ -34,7 +34,7 @@ from stoker.data.formats.shards import (
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, StokerError
 
 
@@ -330,12 +330,7 @@ def _layout_of_index(folder: Path) -> DatasetLayout:
 def _refuse_unfinished(folder: Path) -> None:
     """Raises DataError for a folder into which a data set is being packed: only a part of it would be read."""
     if (folder / PLAN_FILE).is_file():
-        raise DataError(
-            "The data set is not packed to its end.",
-            location=folder,
-            cause="packing is under way, or was stopped",
-            fix="run the same `stoker data pack` again: it continues",
-        )
+        raise make_error(DataError, "packing-unfinished", folder)
 
 
 def read_info(path: Path) -> PackedInfo:
@@ -448,9 +443,4 @@ def _in_range(values: NDArray[np.generic], count: int) -> bool:
 
 
 def _damaged(path: Path | str, cause: str, fix: str = "copy it again, or pack the data set again") -> DataError:
-    return DataError(
-        "The index of the packed shards cannot be read.",
-        location=path,
-        cause=cause,
-        fix=f"{fix}; without it the shards are read as an ordinary WebDataset",
-    )
+    return make_error(DataError, "packed-index-unreadable", path, cause=cause, repair=fix)

@@ -49,7 +49,7 @@ from stoker.data.formats.tables import (
     SplitFiles,
     display_path,
 )
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 MAX_CLASSES = 100_000
@@ -224,11 +224,7 @@ def _read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, 
 def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) -> Iterator[SplitFiles]:
     names_by_folder = _read_image_list(image_list, base_dirs)
     if not names_by_folder:
-        raise DataError(
-            f"The {split} split is empty.",
-            location=image_list,
-            fix="list its images there, one per line, or delete the list",
-        )
+        raise make_error(DataError, "empty-list", image_list, split=split)
     for folder, names in names_by_folder.items():
         yield replace(file_part(_find_labels_dir(folder, names), split, (folder,)), image_list=image_list)
 
@@ -402,12 +398,8 @@ def _find_definition(folder: Path) -> Path | None:
         if preferred := [path for path in candidates if path.stem.lower() == stem]:
             return preferred[0]
     if len(candidates) > 1:
-        raise DataError(
-            f"{len(candidates)} files could describe the data set.",
-            location=folder,
-            choices=[path.name for path in candidates],
-            fix=f"name one of them instead of the folder, e.g. {candidates[0]}",
-        )
+        names = [path.name for path in candidates]
+        raise make_error(DataError, "yolo-several-descriptions", folder, choices=names, example=candidates[0])
     return candidates[0] if candidates else None
 
 
@@ -514,12 +506,8 @@ def _read_names(file: Path) -> tuple[str, ...]:
         else:
             lines = [line.strip() for line in regular_files.read_text(file, encoding="utf-8-sig").splitlines()]
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(
-            "The list of class names cannot be read.",
-            location=file,
-            cause=f"{type(error).__name__}: {error}",
-            fix="write one name per line, in the order of the class numbers, as UTF-8",
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise make_error(DataError, "yolo-unreadable-names", file, cause=cause) from error
     while lines and not lines[-1]:
         lines.pop()
     if not lines or not all(lines):
