@@ -345,18 +345,6 @@ def test_check_continues_past_the_first_fatal_problem(tmp_path: Path) -> None:
     assert report.num_images == 24
 
 
-def test_check_names_all_errors_of_a_description(tmp_path: Path) -> None:
-    (tmp_path / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [cat]\n")
-    report = check_dataset(tmp_path)
-    assert kinds(report) == {"unreadable-set": 2}
-    assert [reason for reason in report.refusals] == [
-        f"The images of the {split} split do not exist." for split in ("train", "val")
-    ]
-    with pytest.raises(DataError, match="images of the train split do not exist") as raised:
-        open_index(tmp_path)
-    assert "1 more: `stoker data check` lists all" in str(raised.value)
-
-
 def test_check_decodes_images_of_a_training_split_without_boxes(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     file = folder / "train" / "_annotations.coco.json"

@@ -57,8 +57,6 @@ DEFAULT_SHARD_MIB = 64
 DEFAULT_QUALITY = 90
 NUM_MEASURED = 64
 """Images whose quality is measured after they are encoded again."""
-NUM_SIZED = 32
-"""Images that are encoded to estimate how many fit into a shard."""
 ORDER_SEED = 0
 UNKNOWN_BYTES = 1 << 17
 """Assumed size of an image on a web server, whose size is not known before it is read."""
@@ -307,7 +305,7 @@ def in_threads(workers: int) -> RunShards:
 def make_plan(index: Index, options: PackOptions) -> Plan:
     """Which image is in which shard. Depends on the source and the options only."""
     source_bytes = _source_bytes(index)
-    ratio = 1.0 if options.image_size is None else _encoded_fraction(index, options, source_bytes)
+    ratio = 1.0 if options.image_size is None else _encoded_fraction(index, options.image_size)
     shards = []
     for split in index.splits:
         rows = index.image_indices(split)
@@ -579,22 +577,11 @@ def _source_bytes(index: Index) -> NDArray[np.int64]:
     return np.array(map_in_threads(size, range(len(index))), np.int64)
 
 
-def _encoded_fraction(index: Index, options: PackOptions, source_bytes: NDArray[np.int64]) -> float:
-    """The size of some images after they are encoded again, by their size before."""
-    assert options.image_size is not None
-    before = after = 0
-    for row in np.unique(np.linspace(0, len(index) - 1, NUM_SIZED).astype(int)).tolist():
-        path = index.path(row)
-        height, width = index.original_size[row].tolist()
-        try:
-            data, stored_header = read_image(index, row, path)
-            image_header = stored_header.as_annotated((height, width))
-            shrunk = shrink(data, path, image_header, max_size=options.image_size, quality=options.quality)
-        except (UnsupportedImage, DataError):
-            continue  # it will be skipped, and reported, when its shard is made
-        before += int(source_bytes[row])
-        after += len(data) if shrunk is None else len(shrunk.data)
-    return after / before if before else 1.0
+def _encoded_fraction(index: Index, max_size: tuple[int, int]) -> float:
+    """About the size of the images after they are made to fit, by their size before: the fraction of their pixels."""
+    sizes = index.original_size[(index.original_size > 0).all(1)]
+    scale = np.minimum(1.0, (np.array(max_size) / sizes).min(1))
+    return float(np.square(scale).mean()) if len(sizes) else 1.0
 
 
 MAX_PSNR_DB = 99.0

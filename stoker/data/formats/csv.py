@@ -15,10 +15,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from stoker import regular_files
@@ -130,27 +132,24 @@ def _has_images(folder: Path, names: list[str]) -> bool:
 
 DELIMITERS = (",", ";", "\t", "|")
 
-FILE_COLUMNS = (
-    "filename", "imagefilename", "imagename", "imagefile", "filepath", "imagepath", "imgpath", "imgname", "imgfile",
-    "picture", "image", "img", "file", "path", "fname", "imageid", "imgid", "uri", "name", "id",
-)  # fmt: skip
-CLASS_COLUMNS = (
-    "classname", "labelname", "categoryname", "objectclass", "objectname", "celltype", "class", "label", "category",
-    "name", "object", "classes", "labels", "species", "type", "tag", "target", "classid", "labelid", "categoryid",
-)  # fmt: skip
-XYXY_COLUMNS = (
-    ("xmin", "ymin", "xmax", "ymax"), ("x1", "y1", "x2", "y2"), ("x0", "y0", "x1", "y1"),
-    ("left", "top", "right", "bottom"), ("minx", "miny", "maxx", "maxy"), ("xtl", "ytl", "xbr", "ybr"),
-    ("topleftx", "toplefty", "bottomrightx", "bottomrighty"), ("startx", "starty", "endx", "endy"),
-    ("xstart", "ystart", "xend", "yend"),
-)  # fmt: skip
-CENTER_COLUMNS = (("xcenter", "ycenter"), ("centerx", "centery"), ("xcentre", "ycentre"), ("cx", "cy"), ("xc", "yc"))
-WIDTH_HEIGHT_COLUMNS = (("boxw", "boxh"), ("w", "h"), ("width", "height"))
-IMAGE_SIZE_COLUMNS = (("imagewidth", "imageheight"), ("imgwidth", "imgheight"), ("width", "height"))
-SPLIT_COLUMNS = ("split", "set", "subset", "partition", "usage", "mluse")
-"""Column names, only letters and digits, the most likely first."""
-BOX_COLUMNS = ("bbox", "bndbox", "boundingbox", "box", "bboxes", "boxes")
-"""Names of a column with all four numbers."""
+
+class _ColumnNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`csv_columns.toml`: names of columns, only letters and digits, the most likely first."""
+
+    file: tuple[str, ...]
+    label: tuple[str, ...]
+    split: tuple[str, ...]
+    box: tuple[str, ...]
+    """Of a column with all four numbers."""
+    corners: tuple[tuple[str, str, str, str], ...]
+    center: tuple[tuple[str, str], ...]
+    width_height: tuple[tuple[str, str], ...]
+    image_size: tuple[tuple[str, str], ...]
+
+
+COLUMNS = msgspec.toml.decode(
+    (resources.files("stoker.data.formats") / "csv_columns.toml").read_text(encoding="utf-8"), type=_ColumnNames
+)
 _BOX_PREFIX = re.compile(r"(?:bbox|bndbox|boundingbox|box|bb|roi)(?=.)")
 _BOX_SIZE_NAMES = {"w": "boxw", "width": "boxw", "h": "boxh", "height": "boxh"}
 
@@ -222,7 +221,7 @@ def _read_text(path: Path, max_bytes: int | None) -> str:
 def _normalize_column(name: str) -> str:
     """A column's name without case, punctuation, and a word for box: "Bbox_X-min" is "xmin"."""
     normalized = re.sub(r"[^a-z0-9]", "", name.lower())
-    prefix = None if normalized in BOX_COLUMNS else _BOX_PREFIX.match(normalized)
+    prefix = None if normalized in COLUMNS.box else _BOX_PREFIX.match(normalized)
     return normalized if prefix is None else _BOX_SIZE_NAMES.get(normalized[prefix.end() :], normalized[prefix.end() :])
 
 
@@ -237,11 +236,14 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
         )
 
     box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy"
-    box_columns, notes = first_match(*XYXY_COLUMNS), []
+    box_columns, notes = first_match(*COLUMNS.corners), []
     if box_columns is None:
-        width_height = first_match(*WIDTH_HEIGHT_COLUMNS)
-        corner, center = first_match(("x", "y"), *(group[:2] for group in XYXY_COLUMNS)), first_match(*CENTER_COLUMNS)
-        whole_box = [column_by_name[name] for name in BOX_COLUMNS if name in column_by_name]
+        width_height = first_match(*COLUMNS.width_height)
+        corner, center = (
+            first_match(("x", "y"), *(group[:2] for group in COLUMNS.corners)),
+            first_match(*COLUMNS.center),
+        )
+        whole_box = [column_by_name[name] for name in COLUMNS.box if name in column_by_name]
         if width_height is not None and (center or corner) is not None:
             box_format = "cxcywh" if center is not None else "xywh"
             box_columns = (*(center or corner or ()), *width_height)
@@ -256,16 +258,16 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
         columns = (column_by_name[name] for name in choices if name in column_by_name)
         return next((column for column in columns if column not in used), None)
 
-    file_column = first_unused(FILE_COLUMNS)
+    file_column = first_unused(COLUMNS.file)
     if file_column is None:
         return None
     used.add(file_column)
     width_height = first_match(
-        *(group for group in IMAGE_SIZE_COLUMNS if not {column_by_name.get(name) for name in group} & used)
+        *(group for group in COLUMNS.image_size if not {column_by_name.get(name) for name in group} & used)
     )
-    split_column = first_unused(SPLIT_COLUMNS)
+    split_column = first_unused(COLUMNS.split)
     used |= {column for column in (*(width_height or ()), split_column) if column is not None}
-    label_column = first_unused(CLASS_COLUMNS)
+    label_column = first_unused(COLUMNS.label)
     text_columns: list[int] = []
     if label_column is None:
         text_columns = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]

@@ -7,7 +7,7 @@ and boxes (`building.py`), recognizing folders by their names (`folders.py`).
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
@@ -15,26 +15,9 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import DataError
-
 SPLITS = ("train", "val", "test")
 UNASSIGNED = -1
 """The split of an image whose data set names none."""
-
-
-class DataErrors(DataError):
-    """Several errors of a data set, found at once: says the first, and how many more there are."""
-
-    def __init__(self, errors: Sequence[DataError]) -> None:
-        first, num_more = errors[0], len(errors) - 1
-        more = f"; {num_more} more: `stoker data check` lists all" if num_more else ""
-        super().__init__(
-            first.what, location=first.location, cause=first.cause, choices=first.choices, fix=f"{first.fix}{more}"
-        )
-        self.errors = tuple(errors)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return DataErrors, (self.errors,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,6 @@ from stoker.data.formats.tables import (
     SPLITS,
     AnnotatedImage,
     AnnotationTable,
-    DataErrors,
     DatasetLayout,
     DatasetWriter,
     SplitFiles,
@@ -120,31 +119,22 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
     base_dirs, notes = _resolve_base_dirs(definition)
     parts: list[SplitFiles] = []
     substitutions: list[str] = []
-    errors: list[DataError] = []
-    entries = [(split, entry) for split in SPLITS for entry in definition.splits.get(split, ())]
-    for split, entry in entries:
+    for split, entry in [(name, entry) for name in SPLITS for entry in definition.splits.get(name, ())]:
         path = _resolve_path(entry, base_dirs)
         if path is None and split == "test":
             notes.append(f"the test split is left out: {entry!r} in {file.name} does not exist")
-        elif path is None:
+            continue
+        if path is None:
             cause = f"{entry!r}, also without its first folders, is not in {', '.join(map(str, base_dirs))}"
-            fix = "correct the line, or `path`, to which it is relative"
-            if split == "val":
-                fix = "correct the line; delete it to split validation images off the training set"
-            what, location = f"The images of the {split} split do not exist.", f"{file}: {split}: {entry}"
-            errors.append(DataError(what, location=location, cause=cause, fix=fix))
-        else:
-            if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
-                substitutions.append(f"{entry!r} is read from {path}")
-            is_list = path.suffix.lower() == ".txt"
-            found = list(_parts_from_list(split, path, base_dirs) if is_list else _iter_parts_below(split, path))
-            if not found and split != "test":
-                cause = f"{file} names this folder; no file in it ends in {', '.join(IMAGE_SUFFIXES)}"
-                fix = "correct the line, or put the images there"
-                errors.append(DataError(f"The {split} split has no images.", location=path, cause=cause, fix=fix))
-            parts += found
-    if errors:
-        raise DataErrors(errors)
+            raise make_error(DataError, "yolo-split-not-found", f"{file}: {split}: {entry}", cause=cause, split=split)
+        if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
+            substitutions.append(f"{entry!r} is read from {path}")
+        is_list = path.suffix.lower() == ".txt"
+        found = list(_parts_from_list(split, path, base_dirs) if is_list else _iter_parts_below(split, path))
+        if not found and split != "test":
+            suffixes = ", ".join(IMAGE_SUFFIXES)
+            raise make_error(DataError, "yolo-split-without-images", path, split=split, file=file, suffixes=suffixes)
+        parts += found
     if substitutions:
         notes.append(f"{file.name}: {', '.join(substitutions)}")
     return DatasetLayout(

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from stoker.data.formats.images import REMOTE_IO_WORKERS
-from stoker.data.formats.tables import DataErrors
 from stoker.data.formats.webdataset import INDEX_FILE, Shard, lost_shards, read_info
 from stoker.data.images import source as image_source
 from stoker.data.images.decode import decode_into
@@ -159,9 +158,7 @@ def check_dataset(
             data, format=format, classes=tuple(classes), allow_outside=allow_outside, splits=splits, problems=problems
         )
     except DataError as error:
-        errors = error.errors if isinstance(error, DataErrors) else (error,)
-        for each in errors:
-            problems.add("unreadable-set", str(each))
+        problems.add("unreadable-set", str(error))
         with contextlib.suppress(DataError):  # the same one
             if (folder := packed_folder(data)) is not None:
                 check_shards(
@@ -170,7 +167,7 @@ def check_dataset(
         return CheckReport(
             data=str(data),
             items=problems.summarize(),
-            refusals=tuple(each.what for each in errors),
+            refusals=(error.what,),
             max_bad_fraction=max_bad_fraction,
             max_bad_boxes=max_bad_boxes,
         )

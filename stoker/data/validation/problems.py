@@ -139,7 +139,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @functools.cache
-def _messages() -> dict[str, _Message]:
+def error_texts() -> dict[str, _Message]:
     text = (resources.files("stoker.data.validation") / "errors.toml").read_text(encoding="utf-8")
     return msgspec.toml.decode(text, type=dict[str, _Message])
 
@@ -154,7 +154,7 @@ def make_error(
     **values: object,
 ) -> Error:
     """The error of a row of `errors.toml`. cause: where the row has none; values: those that its texts name."""
-    row = _messages()[key]
+    row = error_texts()[key]
     cause = row.cause.format(**values) if row.cause else cause
     fix = row.fix.format(**values) if row.fix else None
     return kind(row.what.format(**values), location=location, choices=choices, cause=cause, fix=fix)
