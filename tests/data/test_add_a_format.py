@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from stoker.config.settings import DataSettings
-from stoker.data.convert.writing import convert
+from stoker.data.convert import convert
 from stoker.data.formats import finder
 from stoker.data.formats.folders import format_texts
 from stoker.data.index import open_index

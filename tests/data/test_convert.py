@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from stoker.cli.app import main
-from stoker.data.convert.writing import PARTIAL_MARKER, TargetFormat, convert
+from stoker.data.convert import PARTIAL_MARKER, TargetFormat, convert
 from stoker.data.formats.tables import apply_orientation, exact_extent, shortest_decimal
 from stoker.data.index import Index, open_index
 from stoker.errors import DataError, StorageError, UsageError

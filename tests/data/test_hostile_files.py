@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stoker import regular_files
-from stoker.data.convert.writing import convert
+from stoker.data.convert import convert
 from stoker.data.formats import tfrecord_bytes
 from stoker.data.formats import yolo as yolo_module
 from stoker.data.index import Index, open_index

@@ -4,5 +4,5 @@ Each format has the same functions, in the order of its file: `recognize` looks 
 `DatasetLayout`, `read` reads everything into an `AnnotationTable` (both types are in `tables.py`); some have a writer.
 A new format is such a file and a row of `FORMATS` in `finder.py`: docs/add-a-format.md. Not here: dropping bad boxes
 and assigning splits (`stoker/data/validation/clean.py`), the cached index (`stoker/data/index.py`), conversion
-(`stoker/data/convert/`).
+(`stoker/data/convert.py`).
 """

@@ -4,7 +4,7 @@ Recognized: *.tar in one folder, in its folder `shards/` or `data/`, or in `trai
 split is in the name of the archive or of that folder. Shards that `stoker data pack` made come with an index
 (an Arrow file with a row per image), and are then not scanned. Images are not copied: the table has the byte range of
 each. Format: https://github.com/webdataset/webdataset. Not here: which annotations are understood (`shards.py`), making
-shards (`convert/packing.py`).
+shards (`stoker/data/packing.py`).
 """
 
 import tarfile

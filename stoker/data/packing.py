@@ -6,7 +6,7 @@ index is written last and replaces plan and records. Training images are put int
 always the same: neighbors in a source are often alike, and a shard that is read as a whole should not be. Rows of the
 index keep the order of the source, so training in a random order of all images does not change.
 
-Not here: what images training would skip and other formats (`writing.py`), Ray (`launching/ray_pack.py`).
+Not here: what images training would skip and other formats (`convert.py`), Ray (`launching/ray_pack.py`).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import simplejpeg
 from numpy.typing import NDArray
 
 from stoker.data import index_digest
-from stoker.data.convert.writing import SUFFIX_BY_FORMAT, read_image
+from stoker.data.convert import SUFFIX_BY_FORMAT, read_image
 from stoker.data.formats.coco import coco_annotations, coco_category_ids
 from stoker.data.formats.images import map_in_threads
 from stoker.data.formats.tables import SPLITS, AnnotatedImage, AnnotationTable, UnsupportedImage

@@ -2,7 +2,7 @@
 
 Everything is written into `<out>.partial`, which is renamed to `out` at the end. One that a killed conversion left has
 a marker file and is deleted by the next. Images are copied byte for byte, without decoding: damaged pixels under a
-valid header are not noticed here, but by `stoker data check`. Not here: the formats (the writers in this folder).
+valid header are not noticed here, but by `stoker data check`. Not here: the formats (`stoker/data/formats/`), shards (`packing.py`).
 """
 
 import errno
