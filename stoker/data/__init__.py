@@ -2,6 +2,6 @@
 
 `formats/` reads annotations and `index.py` keeps them as columns in one memory-mapped file, never as an object per
 sample. `images/` reads and decodes image files, `augment/` changes them, `loading/` makes batches with threads or
-processes. `validation/` checks data sets, `convert.py` and `packing.py` write them, `remote/` mirrors buckets. Not here:
-the detector (`stoker.models`) and its metrics (`stoker.evaluation.evaluate`).
+processes. `validation/` checks data sets, `convert.py` and `packing.py` write them, `remote/` mirrors buckets. Not
+here: the detector (`stoker.models`) and its metrics (`stoker.evaluation.evaluate`).
 """

@@ -2,7 +2,8 @@
 
 Everything is written into `<out>.partial`, which is renamed to `out` at the end. One that a killed conversion left has
 a marker file and is deleted by the next. Images are copied byte for byte, without decoding: damaged pixels under a
-valid header are not noticed here, but by `stoker data check`. Not here: the formats (`stoker/data/formats/`), shards (`packing.py`).
+valid header are not noticed here, but by `stoker data check`. Not here: the formats (`formats/`), shards
+(`packing.py`).
 """
 
 import errno
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.finder import FORMATS
-from stoker.data.formats.folders import IMAGE_SUFFIXES
+from stoker.data.formats.folders import IMAGE_SUFFIXES, SUFFIXES
 from stoker.data.formats.tables import AnnotatedImage, Target, UnsupportedImage, apply_orientation
 from stoker.data.images import source as image_source
 from stoker.data.images.headers import Header, parse_header
@@ -31,11 +32,6 @@ from stoker.storage.local_files import fsync_folder
 TargetFormat = Literal["coco", "voc", "yolo", "tfrecord"]
 TARGET_FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
 PARTIAL_MARKER = ".unfinished-stoker-conversion"
-SUFFIX_BY_FORMAT = {
-    "jpeg": ".jpg", "png": ".png", "webp": ".webp", "bmp": ".bmp", "tiff": ".tif", "gif": ".gif", "pnm": ".ppm",
-    "jpeg 2000": ".jp2",
-}  # fmt: skip
-"""Image format (`headers.KINDS`) → suffix for a file whose own name has no image suffix."""
 INVERSE_ORIENTATION = {6: 8, 8: 6}
 """EXIF orientation → its inverse, where that is another one."""
 _UNUSABLE_CHARS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffe\uffff\\\\/]")
@@ -196,8 +192,8 @@ def _unique_name(name: str, image_format: str, folder: str, used: set[tuple[str,
     its folder, in any case. used: (folder, stem), grows."""
     name = _UNUSABLE_CHARS.sub("_", name).strip().lstrip(".") or "image"
     stem, suffix = os.path.splitext(name)
-    if suffix.lower() not in (*IMAGE_SUFFIXES, SUFFIX_BY_FORMAT[image_format]):
-        stem, suffix = name, SUFFIX_BY_FORMAT[image_format]
+    if suffix.lower() not in (*IMAGE_SUFFIXES, SUFFIXES[image_format][0]):
+        stem, suffix = name, SUFFIXES[image_format][0]
     candidate, number = stem, 1
     while (folder, candidate.casefold()) in used:
         number += 1

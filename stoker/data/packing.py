@@ -26,8 +26,9 @@ import simplejpeg
 from numpy.typing import NDArray
 
 from stoker.data import index_digest
-from stoker.data.convert import SUFFIX_BY_FORMAT, read_image
+from stoker.data.convert import read_image
 from stoker.data.formats.coco import coco_annotations, coco_category_ids
+from stoker.data.formats.folders import SUFFIXES
 from stoker.data.formats.images import map_in_threads
 from stoker.data.formats.tables import SPLITS, AnnotatedImage, AnnotationTable, UnsupportedImage
 from stoker.data.formats.webdataset import (
@@ -353,7 +354,7 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
             data, stored_header = read_image(index, row, path)
             height, width = index.original_size[row].tolist()
             image_header = stored_header.as_annotated((height, width))
-            suffix, size = SUFFIX_BY_FORMAT[stored_header.image_format], image_header.size
+            suffix, size = SUFFIXES[stored_header.image_format][0], image_header.size
             source_bytes += len(data)
             if options.image_size is not None:
                 shrunk = shrink(
@@ -361,7 +362,7 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
                     measure=row in plan.measured,
                 )  # fmt: skip
                 if shrunk is not None:
-                    data, size, suffix = shrunk.data, shrunk.size, SUFFIX_BY_FORMAT["jpeg"]
+                    data, size, suffix = shrunk.data, shrunk.size, ".jpg"
                     psnr_db += [] if shrunk.psnr_db is None else [shrunk.psnr_db]
                     num_encoded += 1
         except UnsupportedImage as error:

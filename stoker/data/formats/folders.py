@@ -29,6 +29,13 @@ SPLIT_BY_NAME = {
 }  # fmt: skip
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Files with these suffixes (lower case) are images where no annotation names them."""
+SUFFIXES = {
+    "jpeg": (".jpg", ".jpeg", ".jpe", ".jfif"), "png": (".png",), "webp": (".webp",), "bmp": (".bmp", ".dib"),
+    "tiff": (".tif", ".tiff"), "gif": (".gif",), "pnm": (".ppm", ".pnm", ".pgm", ".pbm"),
+    "jpeg 2000": (".jp2", ".j2k", ".jpx"),
+}  # fmt: skip
+"""Image format (`headers.KINDS`) → suffixes of its files, the usual one first."""
+KNOWN_SUFFIXES = frozenset(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 IMAGE_DIRS = ("images", "JPEGImages", "data", "imgs", "pictures")
 """Usual names of image folders: those of COCO, Pascal VOC and FiftyOne, and two that people use."""
 ANNOTATION_DIRS = ("annotations", "annotation", "annots", "annot", "annos", "anno", "xmls", "xml", "labels", "label")
@@ -146,6 +153,20 @@ def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
     yield from sorted(path_by_split.items(), key=lambda item: SPLITS.index(item[0]))
 
 
+def find_files(folder: Path, dir_names: Sequence[str], list_own: Callable[[Path], Iterable[Path]]) -> list[SplitFiles]:
+    """The annotation files in a folder or in one of the named folders in it, else those of its split folders. list_own:
+    those directly in a folder."""
+    for path in (folder, *named_subdirs(folder, dir_names)):
+        if files := list(list_own(path)):
+            return [file_part(file) for file in files]
+    return [
+        file_part(file, split)
+        for split, path in iter_split_dirs(folder)
+        for directory in (path, *named_subdirs(path, dir_names))
+        for file in list_own(directory)
+    ]
+
+
 def iter_split_image_dirs(folder: Path, split: str) -> Iterator[Path]:
     """The folders named after a split in a folder and in its image folders."""
     for image_dir in list_image_dirs(folder):
@@ -248,25 +269,6 @@ def find_annotated_dirs(folder: Path, is_annotated: Callable[[Path], object]) ->
     return []
 
 
-def find_annotation_files(folder: Path, suffix: str, has_format: HasFormat) -> list[tuple[str | None, Path]]:
-    """(split, file) of each file with a suffix and a format, in the folders of `find_annotated_dirs`."""
-
-    def list_own(path: Path) -> list[Path]:
-        """None if the first few files of the folder are of another format."""
-        files = _list_by_suffix(path, suffix)
-        if not any(has_format(read_head(file)) for file in [*files[:MAX_PROBES], path / f"annotations{suffix}"]):
-            return []
-        return [file for file in files if has_format(read_head(file))]
-
-    files = [(split, file) for split, path in find_annotated_dirs(folder, list_own) for file in list_own(path)]
-    return [(split or split_from_name(file.stem), file) for split, file in files]
-
-
-def has_annotation_files(folder: Path, suffix: str, has_format: HasFormat) -> bool:
-    """Whether one of the first few files with a suffix has a format."""
-    return any(has_format(read_head(path)) for path in _list_by_suffix(folder, suffix)[:MAX_PROBES])
-
-
 def _list_by_suffix(folder: Path, suffix: str) -> list[Path]:
     if folder.name.lower() in ANNOTATION_DIRS:
         return [Path(path) for path in iter_annotation_files(folder, (suffix,))]
@@ -291,12 +293,26 @@ def layout_of_files(
     return DatasetLayout(format=format, description=f"{title} ({names})", root=root, parts=parts)
 
 
-def recognize_files(path: Path, format: str, title: str, suffix: str, has_format: HasFormat) -> DatasetLayout | None:
-    """The data set of a file with a format that prescribes no names, or of all such files in a folder; else None."""
+def recognize_files(
+    path: Path, format: str, title: str, suffix: str, has_format: HasFormat, *, file_per_image: bool = False
+) -> DatasetLayout | None:
+    """The data set of a file with a format that prescribes no names, or of all such files in a folder; else None.
+    file_per_image: a part is then a folder of them."""
     if path.is_file():
         files = [(split_from_name(path.stem), path)] if has_format(read_head(path)) else []
         return layout_of_files(format, title, root_of(path), files)
-    return layout_of_files(format, title, path, find_annotation_files(path, suffix, has_format))
+
+    def list_own(folder: Path) -> list[Path]:
+        """None if the first few files of the folder are of another format."""
+        files = _list_by_suffix(folder, suffix)
+        if not any(has_format(read_head(file)) for file in [*files[:MAX_PROBES], folder / f"annotations{suffix}"]):
+            return []
+        return [folder] if file_per_image else [file for file in files if has_format(read_head(file))]
+
+    found = [(split, own) for split, folder in find_annotated_dirs(path, list_own) for own in list_own(folder)]
+    if not file_per_image:
+        found = [(split or split_from_name(file.stem), file) for split, file in found]
+    return layout_of_files(format, title, path, found)
 
 
 class UnreadFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

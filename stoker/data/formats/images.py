@@ -363,14 +363,17 @@ class TableBuilder:
         self.counts: Counter[str] = Counter()
         """Description → count: become notes, "3 × point, which has no box and is not read"."""
         self.images: list[ImageFile] = []
+        self.locations: list[str] = []
+        """File of each image, and number in it, for formats that list images themselves."""
         self.boxes: list[Box] = []
         """In any order."""
         self.bad_boxes: list[int] = []
         """The image of each box that was left out: an image that loses all of its boxes is not background."""
 
-    def add_image(self, image: ImageFile) -> int:
+    def add_image(self, image: ImageFile, location: str = "") -> int:
         """The index of the image."""
         self.images.append(image)
+        self.locations.append(location)
         return len(self.images) - 1
 
     def add_box(self, label: int | str, xyxy: XYXY, box_id: int, *, is_normalized: bool = False) -> None:
@@ -449,9 +452,9 @@ class TableBuilder:
             notes=[*self.notes, *(f"{count:,} × {description}" for description, count in self.counts.items() if count)],
         )
 
-    def drop_ambiguous_images(self, locations: Sequence[str]) -> None:
+    def drop_ambiguous_images(self) -> None:
         """Drops an identical second entry of an image in a split. If its entries differ, all are dropped: which one is
-        right is not known. Raises DataError if no image is left. locations: file, and number in it, of each image."""
+        right is not known. Raises DataError if no image is left."""
         boxes_of: dict[int, list[Box]] = {}
         for box in self.boxes:
             boxes_of.setdefault(box.image_index, []).append(box)
@@ -463,12 +466,12 @@ class TableBuilder:
             content, *copies = [[box[1:3] for box in boxes_of.get(index, ())] for index in (first, *others)]
             name = self.images[first].name
             if any(copy != content for copy in copies):
-                listed = ", ".join(locations[index] for index in (first, *others))
+                listed = ", ".join(self.locations[index] for index in (first, *others))
                 self.problems.add("listed-twice", f"{name}: {listed}")
                 continue
             kept[first] = len(kept)
             for other in others:
-                self.problems.add("copied-entry", f"{locations[other]}: {name}, as {locations[first]}")
+                self.problems.add("copied-entry", f"{self.locations[other]}: {name}, as {self.locations[first]}")
         if not kept:
             raise no_image_error(self.layout, self.problems, "No image has annotations that can be read.")
         self.images = [self.images[index] for index in kept]

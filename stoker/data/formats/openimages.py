@@ -17,9 +17,9 @@ from stoker import regular_files
 from stoker.data.formats.folders import (
     MAX_SEARCHED_DIRS,
     file_part,
+    find_files,
     is_image_name,
     iter_nearby_dirs,
-    iter_split_dirs,
     list_files,
     named_subdirs,
     read_head,
@@ -41,20 +41,8 @@ def recognize(path: Path) -> DatasetLayout | None:
     """The data set of a table, or of the tables in a folder; None if there are none."""
     if path.is_file():
         return _make_layout(root_of(path, TABLE_DIRS), [file_part(path)]) if is_open_images(path) else None
-    for directory in (path, *named_subdirs(path, TABLE_DIRS)):
-        if tables := _list_tables(directory):
-            return _make_layout(path, [file_part(table) for table in tables])
-    parts = [
-        file_part(table, split)
-        for split, own in iter_split_dirs(path)
-        for directory in (own, *named_subdirs(own, TABLE_DIRS))
-        for table in _list_tables(directory)
-    ]
+    parts = find_files(path, TABLE_DIRS, lambda folder: filter(is_open_images, list_files(folder, ".csv")))
     return _make_layout(path, parts) if parts else None
-
-
-def _list_tables(folder: Path) -> list[Path]:
-    return [path for path in list_files(folder, ".csv") if is_open_images(path)]
 
 
 def is_open_images(path: Path) -> bool:

@@ -520,9 +520,8 @@ def _assign(
         elif label_map is None or pair.text is None or pair.label == NO_LABEL or by_label == by_text:
             assignments.append(_Assignment(chosen))
         else:
-            of_label = "" if by_label is None else f" is {label_map.names[by_label]!r} in {label_map.path.name}"
-            of_text = "" if by_text is not None else ", which is not in the map"
-            text = f"label {pair.label}{of_label}, its text is {pair.text!r}{of_text}"
+            name = "nothing" if by_label is None else repr(label_map.names[by_label])
+            text = f"label {pair.label} is {name} in {label_map.path.name}, its text is {pair.text!r}"
             assignments.append(_Assignment(chosen, "label-disagrees", text))
     return assignments
 

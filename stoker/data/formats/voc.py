@@ -238,7 +238,7 @@ class _Annotation(NamedTuple):
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all XML files of a data set. Raises DataError if none can be read."""
-    builder, locations = TableBuilder(layout, problems, box_id_kind="object"), list[str]()
+    builder = TableBuilder(layout, problems, box_id_kind="object")
     locators: dict[tuple[Path, tuple[Path, ...]], _ImageLocator] = {}
     parsed: dict[Path, _Annotation | None] = {}
     for part in layout.parts:
@@ -253,15 +253,15 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 parsed[file] = _parse_file(file, location, problems)
             if (annotation := parsed[file]) is not None:
                 folder, name = locators[key].locate(file, annotation.filename)
-                image_index = builder.add_image(ImageFile(folder, name, part.split_index, annotation.size))
-                locations.append(location)
+                image = ImageFile(folder, name, part.split_index, annotation.size)
+                image_index = builder.add_image(image, location)
                 for class_name, xyxy, number in annotation.objects:
                     builder.add_box(class_name, xyxy, number)
                 builder.bad_boxes += [image_index] * annotation.num_bad_boxes
     if not builder.images:
         fix = "export or copy the data set again"
         raise no_image_error(layout, problems, "No annotation file can be read.", fix=fix)
-    builder.drop_ambiguous_images(locations)
+    builder.drop_ambiguous_images()
     reported = set(parsed)
     for part in layout.parts:  # images that have an annotation file and are in no list of a split
         for file in _list_xml(part.annotations):

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from stoker.data.formats.folders import KNOWN_SUFFIXES, SUFFIXES
 from stoker.data.formats.images import REMOTE_IO_WORKERS
 from stoker.data.formats.webdataset import INDEX_FILE, Shard, lost_shards, read_info
 from stoker.data.images import source as image_source
@@ -328,12 +329,6 @@ CHUNK_SIZE = 16
 """Images of a task of a thread."""
 DECODE_SHRINK = {"jpeg": 8}
 """Scale denominator of decoding. Other formats are decoded at full size and resized by 2, where that is cheapest."""
-SUFFIXES = {
-    "jpeg": (".jpg", ".jpeg", ".jpe", ".jfif"), "png": (".png",), "webp": (".webp",), "bmp": (".bmp", ".dib"),
-    "tiff": (".tif", ".tiff"), "gif": (".gif",), "pnm": (".pnm", ".ppm", ".pgm", ".pbm"),
-    "jpeg 2000": (".jp2", ".j2k", ".jpx"),
-}  # fmt: skip
-KNOWN_SUFFIXES = frozenset(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 MAGIC_BYTES = (b"\xff\xd8", b"\x89P", b"BM", b"GIF", b"RIFF", b"II", b"MM")
 """First bytes of a damaged image, where the rest of its header cannot be read."""
 GRAY_MODES, ALPHA_MODES = ("1", "L", "LA", "La", "I"), ("LA", "La", "PA", "RGBA", "RGBa")
