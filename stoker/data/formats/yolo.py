@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import yaml
@@ -57,11 +57,11 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_CLASSES)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\S")]
 
 
-class _Definition(msgspec.Struct):
+class DatasetDefinition(msgspec.Struct):
     """The keys of a data.yaml or an obj.data file that are read."""
 
     train: str | list[str] = []
-    """A split's folders and lists of images."""
+    """A split's folders and lists of images, as written."""
     val: str | list[str] = []
     valid: str | list[str] = []
     validation: str | list[str] = []
@@ -74,19 +74,22 @@ class _Definition(msgspec.Struct):
     kpt_shape: str | list[Number] = ""
     """Of a pose data set: number of keypoints, numbers per keypoint."""
 
+    @property
+    def splits(self) -> dict[str, list[str]]:
+        """Split → its entries."""
+        found: dict[str, list[str]] = {}
+        for name in ("train", "val", "valid", "validation", "test"):
+            value: str | list[str] = getattr(self, name)
+            entries = [entry.strip() for entry in ([value] if isinstance(value, str) else value)]
+            if used := [entry for entry in entries if entry.lower() not in _NULL_VALUES]:
+                found.setdefault(SPLIT_BY_NAME[name], used)
+        return found
 
-class DatasetDefinition(NamedTuple):
-    """What a data.yaml or an obj.data file says."""
-
-    file: Path
-    splits: dict[str, tuple[str, ...]]
-    """Split → its folders and lists of images, as written."""
-    path: str | None
-    class_names: tuple[str, ...] | None
-    """None if the file names no classes."""
-    num_classes: int | None
-    num_keypoint_values: int
-    """Numbers after the box in a row of a pose data set; 0: rows are boxes or polygons."""
+    @property
+    def num_keypoint_values(self) -> int:
+        """Numbers after the box in a row of a pose data set; 0: rows are boxes or polygons."""
+        is_pose = isinstance(self.kpt_shape, list) and len(self.kpt_shape) == 2
+        return math.prod(map(int, self.kpt_shape)) if is_pose else 0
 
 
 IMAGE_DIR_NAMES = ("images", "jpegimages")
@@ -116,7 +119,8 @@ def recognize(path: Path) -> DatasetLayout | None:
 
 def _layout_of_definition(file: Path) -> DatasetLayout:
     definition = _read_definition(file)
-    base_dirs, notes = _resolve_base_dirs(definition)
+    class_names = _choose_names(file, definition.names)
+    base_dirs, notes = _resolve_base_dirs(definition, file)
     parts: list[SplitFiles] = []
     substitutions: list[str] = []
     for split, entry in [(name, entry) for name in SPLITS for entry in definition.splits.get(name, ())]:
@@ -143,20 +147,20 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
         root=base_dirs[0],
         parts=tuple(parts),
         notes=tuple(notes),
-        metadata_files=(file, *(() if definition.class_names else _find_names_files(file.parent, parts))),
+        metadata_files=(file, *(() if class_names else _find_names_files(file.parent, parts))),
     )
 
 
-def _resolve_base_dirs(definition: DatasetDefinition) -> tuple[tuple[Path, ...], list[str]]:
+def _resolve_base_dirs(definition: DatasetDefinition, file: Path) -> tuple[tuple[Path, ...], list[str]]:
     """Folders to which paths may be relative, the most likely first (`path`, the file's folder, its parent); notes."""
-    file_dir = definition.file.parent
+    file_dir = file.parent
     default_dirs = (file_dir, file_dir.parent)
     if definition.path is None:
         return default_dirs, []
     base = _resolve_path(definition.path, default_dirs)
     if base is None or not base.is_dir():
-        return default_dirs, [f"path {definition.path!r} of {definition.file.name} does not exist: {file_dir} is used"]
-    notes = [f"path {definition.path!r} of {definition.file.name} is {base}"] if base != file_dir else []
+        return default_dirs, [f"path {definition.path!r} of {file.name} does not exist: {file_dir} is used"]
+    notes = [f"path {definition.path!r} of {file.name} is {base}"] if base != file_dir else []
     return unique((base, *default_dirs)), notes
 
 
@@ -410,20 +414,12 @@ def _read_definition(file: Path) -> DatasetDefinition:
     if isinstance(data, dict):
         data = {k: v for k, v in data.items() if not (isinstance(v, str) and v.strip().lower() in _NULL_VALUES)}
     try:
-        keys = msgspec.convert(data, type=_Definition, strict=False)
+        keys = msgspec.convert(data, type=DatasetDefinition, strict=False)
     except msgspec.ValidationError as error:
         raise _definition_error(file, str(error)) from error
-    splits: dict[str, tuple[str, ...]] = {}
-    for name in ("train", "val", "valid", "validation", "test"):
-        value = getattr(keys, name)
-        entries = (entry.strip() for entry in ([value] if isinstance(value, str) else value))
-        if used := tuple(entry for entry in entries if entry.lower() not in _NULL_VALUES):
-            splits.setdefault(SPLIT_BY_NAME[name], used)
-    if not splits:
+    if not keys.splits:
         raise _definition_error(file, "it names no images: there is no train, val or test")
-    is_pose = not isinstance(keys.kpt_shape, str) and len(keys.kpt_shape) == 2
-    num_keypoint_values = math.prod(map(int, keys.kpt_shape)) if is_pose else 0
-    return DatasetDefinition(file, splits, keys.path, _choose_names(file, keys.names), keys.nc, num_keypoint_values)
+    return keys
 
 
 def _parse_yaml(file: Path) -> Any:
@@ -553,12 +549,10 @@ def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
     class_names, num_classes, num_keypoint_values = None, None, 0
     metadata_files = list(layout.metadata_files)
     if metadata_files and _is_definition_name(metadata_files[0]):
-        definition = _read_definition(metadata_files.pop(0))
-        class_names, num_classes, num_keypoint_values = (
-            definition.class_names,
-            definition.num_classes,
-            definition.num_keypoint_values,
-        )
+        file = metadata_files.pop(0)
+        definition = _read_definition(file)
+        class_names, num_classes = _choose_names(file, definition.names), definition.nc
+        num_keypoint_values = definition.num_keypoint_values
     if class_names is None and metadata_files:
         class_names = _read_names(metadata_files[0])
         for other in metadata_files[1:]:
@@ -615,7 +609,7 @@ def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[lis
 
 def _read_base_dirs(layout: DatasetLayout) -> tuple[Path, ...]:
     definitions = [path for path in layout.metadata_files[:1] if _is_definition_name(path)]
-    return _resolve_base_dirs(_read_definition(definitions[0]))[0] if definitions else ()
+    return _resolve_base_dirs(_read_definition(definitions[0]), definitions[0])[0] if definitions else ()
 
 
 def _repair_listed_names(names: list[str], folder: Path, problems: ProblemCollector) -> list[str]:
