@@ -264,21 +264,28 @@ def assign_splits(table: AnnotationTable, options: SplitOptions) -> AnnotationTa
 def _choose_val_images(
     table: AnnotationTable, image_indices: NDArray[np.int64], options: SplitOptions
 ) -> NDArray[np.bool_]:
-    """[N], which of some images are held out for validation: at least one and not all, counted among the images with
-    boxes if at least two have boxes (a split without boxes is useless), else among all."""
+    """[N], which of some images are held out for validation."""
     names = [table.file_names[image_index] for image_index in image_indices.tolist()]
     position = np.full(len(table.file_names), -1, np.int64)
     position[image_indices] = np.arange(len(image_indices))
     box_position = position[table.image_index]
     used = (box_position >= 0) & ~table.crowd
-    has_boxes = np.bincount(box_position[used], minlength=len(names)) > 0
+    return _hold_out(names, box_position[used], table.labels[used], options)
+
+
+def _hold_out(
+    names: list[str], box_position: NDArray[np.int64], labels: NDArray[np.int32], options: SplitOptions
+) -> NDArray[np.bool_]:
+    """[N]: at least one and not all, counted among the images with boxes if at least two have boxes (a split without
+    boxes is useless), else among all. box_position, labels: [K], image and class of each box."""
+    has_boxes = np.bincount(box_position, minlength=len(names)) > 0
     hash_values = np.array([hash_to_unit_interval(name) for name in names])
     is_val: NDArray[np.bool_]
     if options.method == "hash":
         is_val = hash_values < options.val_fraction
     else:
         fractions = (1 - options.val_fraction, options.val_fraction)
-        is_val = stratify(box_position[used], table.labels[used], names, fractions) == 1
+        is_val = stratify(box_position, labels, names, fractions) == 1
     candidates = np.flatnonzero(has_boxes) if np.count_nonzero(has_boxes) > 1 else np.arange(len(names))
     if candidates.size > 1:
         if not is_val[candidates].any():
