@@ -36,6 +36,7 @@ from stoker.data.formats.folders import (
     list_subdirs,
     recognize_unread,
 )
+from stoker.data.formats.images import is_below
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, DatasetWriter
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
@@ -307,7 +308,7 @@ def describe_unused(layout: DatasetLayout, table: AnnotationTable, *, num_unlist
             continue
         num_labels = 0
         has_labels = num_images > 0 or folder.name.lower() in ANNOTATION_DIRS
-        if has_labels and folder != layout.root and not _is_below(folder, annotation_dirs):
+        if has_labels and folder != layout.root and not is_below(real_dir, annotation_dirs):
             num_labels = sum(name.lower().endswith((".xml", ".txt")) for name in files)
         counts = ((num_images, "image"), (num_labels, "annotation file"))
         if parts := [_plural(count, noun) for count, noun in counts if count]:
@@ -349,8 +350,3 @@ def _walk(root: Path) -> list[tuple[Path, list[str]]]:
         if len(found) >= MAX_SEARCHED_DIRS:
             break
     return found
-
-
-def _is_below(folder: Path, parents: set[str]) -> bool:
-    real = os.path.realpath(folder)
-    return any(real == parent or real.startswith(os.path.join(parent, "")) for parent in parents)

@@ -302,17 +302,17 @@ def report_outside(
         if not os.path.isdir(folder):
             continue  # its images are missing, wherever it is
         names = [table.file_names[image_index] for image_index in image_indices.tolist()]
-        if not _is_below(folder, own_dirs):
+        if not is_below(folder, own_dirs):
             outside += [os.path.join(folder, name) for name in names]
             continue
         real_folder = os.path.realpath(folder)
-        if not _is_below(real_folder, real_dirs):
+        if not is_below(real_folder, real_dirs):
             table.notes.append(f"{os.path.relpath(folder, own_dirs[0])}/ is a link to {real_folder}")
         with os.scandir(folder) as entries:
             links = {entry.name for entry in entries if entry.is_symlink()}
         for name in names if links else ():
             target = os.path.realpath(os.path.join(folder, name)) if name in links else real_folder
-            if not _is_below(target, (real_folder, *real_dirs)):
+            if not is_below(target, (real_folder, *real_dirs)):
                 outside.append(f"{os.path.join(folder, name)}, a link to {target}")
     if outside and allowed:
         table.notes.append(f"{len(outside):,} images are outside the folder, as --allow-outside allows: {outside[0]}")
@@ -320,7 +320,8 @@ def report_outside(
         problems.add(OUTSIDE, location)
 
 
-def _is_below(path: str, folders: Iterable[str]) -> bool:
+def is_below(path: str, folders: Iterable[str]) -> bool:
+    """Whether a path is one of some folders, or in one."""
     return any(path == folder or path.startswith(os.path.join(folder, "")) for folder in folders)
 
 

@@ -9,6 +9,7 @@ label map (`label_map.pbtxt`: ids to class names) is protobuf's text format: ite
 Not here: the meaning of the features, which label map belongs to which records (`tfrecord.py`).
 """
 
+import contextlib
 import errno
 import functools
 import gzip
@@ -32,7 +33,7 @@ from stoker import regular_files
 from stoker.data.formats.folders import read_head
 from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, StorageError, needs_package
-from stoker.storage.local_files import cache_folder
+from stoker.storage.local_files import atomic_path, cache_folder
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
@@ -135,52 +136,59 @@ def unpacked_path(shard: Path) -> Path:
     return cache_folder() / "shards" / f"{shard.name[:80]}-{blake2b(key, digest_size=8).hexdigest()}"
 
 
+@contextlib.contextmanager
+def write_cached(target: Path, shard: Path) -> Iterator[Callable[[bytes], None]]:
+    """Gives a function that appends bytes to a file of the cache, which is there as a whole or not at all. Safe against
+    kills and in several processes. Raises StorageError if the disk is full or would be."""
+
+    def append(data: bytes) -> None:
+        if shutil.disk_usage(target.parent).free < MIN_FREE_BYTES + len(data):
+            raise OSError(errno.ENOSPC, f"less than {MIN_FREE_BYTES:,} bytes would remain on the disk")
+        file.write(data)
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(target) as temporary, temporary.open("xb") as file:
+            yield append
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError(
+            "A shard cannot be unpacked into the cache folder.",
+            location=target,
+            cause=f"{error.strerror or error}; {shard} has {shard.stat().st_size:,} bytes, and may have more unpacked",
+            fix="free disk space, or set STOKER_CACHE_DIR to a writable folder",
+        ) from error
+
+
 def unpack(shard: Path) -> Path:
-    """The unpacked file; unpacks it if it does not exist. Safe against kills and in several processes.
+    """The unpacked file of a gzipped shard; unpacks it if it does not exist.
 
     Nothing is unpacked beyond the first frame that cannot be one: the reader of the unpacked file reports it, and a
     small file cannot fill the disk. Raises DataError if the gzip data are damaged, StorageError if the disk is full or
     would be.
     """
     target = unpacked_path(shard)
-    if target.exists():
-        return target
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with regular_files.open_file(shard) as raw, gzip.open(raw) as packed, temporary.open("wb") as file:
-            _copy_frames(packed, file, target.parent)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise make_error(DataError, "damaged-gzip", shard, cause=str(error)) from error
-    except OSError as error:
-        raise StorageError(
-            "A compressed shard cannot be unpacked into the cache folder.",
-            location=temporary,
-            cause=f"{error.strerror or error}; {shard} has {shard.stat().st_size:,} bytes, and more when unpacked",
-            fix="free disk space, or set STOKER_CACHE_DIR to a writable folder",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    if not target.exists():
+        with write_cached(target, shard) as append, regular_files.open_file(shard) as raw, gzip.open(raw) as packed:
+            try:
+                _copy_frames(packed, append)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise make_error(DataError, "damaged-gzip", shard, cause=str(error)) from error
     return target
 
 
-def _copy_frames(packed: gzip.GzipFile, file: BinaryIO, folder: Path) -> None:
-    """Copies the frames up to the end, or up to and with the header of the first that cannot be one. Raises OSError
-    before the disk of `folder` is full."""
+def _copy_frames(packed: gzip.GzipFile, append: Callable[[bytes], None]) -> None:
+    """Copies the frames up to the end, or up to and with the header of the first that cannot be one."""
     while len(head := packed.read(HEADER_BYTES)) == HEADER_BYTES:
-        file.write(head)
+        append(head)
         remaining = frame_length(head) + FOOTER_BYTES
         if not is_record_header(head) or remaining > MAX_RECORD_BYTES:
             return
         while remaining and (chunk := packed.read(min(remaining, _CHUNK_BYTES))):
-            if shutil.disk_usage(folder).free < MIN_FREE_BYTES + len(chunk):
-                raise OSError(errno.ENOSPC, f"less than {MIN_FREE_BYTES:,} bytes would remain on the disk")
-            file.write(chunk)
+            append(chunk)
             remaining -= len(chunk)
-    file.write(head)
+    append(head)
 
 
 KINDS = {"bytes_list": "bytes", "float_list": "floats", "int64_list": "integers"}
