@@ -30,7 +30,7 @@ from stoker.data.convert import read_image
 from stoker.data.formats.coco import coco_annotations, coco_category_ids
 from stoker.data.formats.folders import SUFFIXES
 from stoker.data.formats.images import map_in_threads
-from stoker.data.formats.tables import SPLITS, AnnotatedImage, AnnotationTable, UnsupportedImage
+from stoker.data.formats.tables import SPLITS, AnnotationTable, UnsupportedImage
 from stoker.data.formats.webdataset import (
     BLOCK,
     END,
@@ -374,7 +374,7 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
         packed = PackedRow(row, len(content) + BLOCK, len(data), size, image_header.size)
         images.append(packed)
         _append_file(content, f"{row:09d}{suffix}", data)
-        _append_file(content, f"{row:09d}.json", _annotations(index, packed, shard.split, data, category_ids))
+        _append_file(content, f"{row:09d}.json", _annotations(index, packed, category_ids))
     content += END
     sha256 = hashlib.sha256(content).hexdigest()
     return bytes(content), ShardRecord(
@@ -393,22 +393,18 @@ def _append_file(content: bytearray, name: str, data: bytes) -> None:
     content += bytes(padded(len(data)) - len(data))
 
 
-def _annotations(index: Index, packed: PackedRow, split: str, data: bytes, category_ids: Sequence[int]) -> bytes:
+def _annotations(index: Index, packed: PackedRow, category_ids: Sequence[int]) -> bytes:
     """The JSON of a sample: COCO's annotations with the names of their classes."""
     own = slice(int(index.offsets[packed.row]), int(index.offsets[packed.row + 1]))
     boxes, area = _scale(index.boxes[own], index.area[own], packed)
-    image = AnnotatedImage(
-        split=split, name=index.path(packed.row).name, data=data, image_format="", size=packed.size,
-        image_id=int(index.image_id[packed.row]), boxes=boxes, labels=index.labels[own], crowd=index.crowd[own],
-        area=area,
-    )  # fmt: skip
-    names = [index.class_names[label] for label in image.labels.tolist()]
-    rows = [{**row, "category": name} for row, name in zip(coco_annotations(image, category_ids), names, strict=True)]
+    rows = list(coco_annotations(boxes, index.labels[own], index.crowd[own], area, category_ids))
+    for row, label in zip(rows, index.labels[own].tolist(), strict=True):
+        row["category"] = index.class_names[label]
     height, width = packed.size
     return msgspec.json.encode(
         {
-            "file_name": _utf8(image.name),
-            "image_id": image.image_id,
+            "file_name": _utf8(index.path(packed.row).name),
+            "image_id": int(index.image_id[packed.row]),
             "width": width,
             "height": height,
             "annotations": rows,

@@ -631,7 +631,7 @@ class CocoWriter(DatasetWriter):
             {"id": image.image_id, "file_name": image.name, "width": width, "height": height}
         )
         annotations = self._annotations[image.split]
-        for row in coco_annotations(image, self._category_ids):
+        for row in coco_annotations(image.boxes, image.labels, image.crowd, image.area, self._category_ids):
             annotations.append({"id": len(annotations) + 1, "image_id": image.image_id, **row})
 
     def finish(self) -> None:
@@ -655,15 +655,21 @@ def coco_category_ids(class_names: Sequence[str], category_ids: Sequence[int]) -
     return tuple(category_ids) if keep_ids else tuple(range(1, len(class_names) + 1))
 
 
-def coco_annotations(image: AnnotatedImage, category_ids: Sequence[int]) -> Iterator[dict[str, object]]:
-    """The annotations of an image as COCO writes them, without ids."""
-    for (x1, y1, x2, y2), label, crowd, area in zip(
-        image.boxes, image.labels.tolist(), image.crowd.tolist(), image.area.tolist(), strict=True
+def coco_annotations(
+    boxes: NDArray[np.float32],
+    labels: NDArray[np.int32],
+    crowd: NDArray[np.bool_],
+    area: NDArray[np.float64],
+    category_ids: Sequence[int],
+) -> Iterator[dict[str, object]]:
+    """Boxes [k, 4] of an image as COCO writes them, without ids."""
+    for (x1, y1, x2, y2), label, is_crowd, box_area in zip(
+        boxes, labels.tolist(), crowd.tolist(), area.tolist(), strict=True
     ):
         left, top = shortest_decimal(x1), shortest_decimal(y1)
         yield {
             "category_id": category_ids[label],
             "bbox": [left, top, exact_extent(left, x2), exact_extent(top, y2)],
-            "area": area,
-            "iscrowd": int(crowd),
+            "area": box_area,
+            "iscrowd": int(is_crowd),
         }

@@ -486,7 +486,7 @@ def no_image_error(
     return DataError(
         what,
         location=layout.parts[0].annotations,
-        cause="; ".join(f"{p.count} × {p.title}: {p.examples[0]}" for p in problems.summarize(1)) or None,
+        cause=problems.describe(),
         fix=fix,
     )
 

@@ -157,16 +157,12 @@ def _choose_columns(info: ShardInfo, path: Path) -> _Columns:
         return _Columns(info.column_names.index(image), tuple(map(info.column_names.index, usable)))
     listed = ", ".join(f"{name}: {text}" for name, text in columns)
     if image is None:
-        what = "The MDS shards have no column of encoded images."
         choices = [f"{name}: {encoding}" for name in IMAGE_COLUMNS[:2] for encoding in IMAGE_ENCODINGS]
-        fix = "write the encoded image; raw pixels (pil, ndarray) are not read"
-    else:
-        what = "The MDS shards have no boxes that are understood."
-        choices = ["boxes and labels (x1, y1, x2, y2)", "bboxes and labels (x, y, width, height)", "annotations"]
-        fix = "write such columns as json or ndarray:float32 and ndarray:int64, in pixels"
-        if pickled:
-            what = "The boxes in the MDS shards are pickled, and reading a pickle runs code of others."
-    raise DataError(what, location=path, cause=f"the columns are {listed}", choices=choices, fix=fix)
+        raise make_error(DataError, "mds-without-images", path, choices=choices, columns=listed)
+    choices = ["boxes and labels (x1, y1, x2, y2)", "bboxes and labels (x, y, width, height)", "annotations"]
+    if pickled:
+        raise make_error(DataError, "mds-pickled", path, choices=choices, columns=listed)
+    raise make_error(DataError, "mds-without-boxes", path, choices=choices, columns=listed)
 
 
 def _plain(name: str) -> str:

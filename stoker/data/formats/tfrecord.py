@@ -219,7 +219,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         raise DataError(
             "No record can be used.",
             location=layout.root if len(layout.parts) > 1 else layout.parts[0].annotations,
-            cause=problems.describe() or None,
+            cause=problems.describe(),
             fix="copy or write the records again; they must be TFRecords of the TensorFlow Object Detection API",
         )
     if columns.unpacked_bytes:

@@ -141,7 +141,7 @@ def drop_images_without_boxes_left(
         raise DataError(
             "Every image lost all of its boxes.",
             location=table.image_path(0) + " and all others",
-            cause="; ".join(f"{p.count} × {p.title} ({p.examples[0]})" for p in problems.summarize()),
+            cause=problems.describe(),
             fix="correct the boxes, or check that these are detection annotations",
         )
     lost_boxes = {
@@ -349,7 +349,7 @@ def check_splits_and_classes(table: AnnotationTable, problems: ProblemCollector,
         raise DataError(
             "The training split has no boxes.",
             location=table.image_path(int(np.flatnonzero(table.split == TRAIN)[0])) + " and all others",
-            cause="; ".join(f"{p.count} × {p.title} ({p.examples[0]})" for p in problems.summarize()) or None,
+            cause=problems.describe(),
             fix="check that these are detection annotations, with boxes",
         )
     for split_index, name in enumerate(SPLITS):

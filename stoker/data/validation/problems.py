@@ -125,9 +125,9 @@ class ProblemCollector:
             if k in self._counts
         )
 
-    def describe(self) -> str:
-        """All kinds, each with its first example, for an error."""
-        return "; ".join(f"{problem.title}: {problem.examples[0]}" for problem in self.summarize())
+    def describe(self) -> str | None:
+        """All kinds, each with its first example, for the cause of an error; None if there are none."""
+        return "; ".join(f"{p.count:,} × {p.title}: {p.examples[0]}" for p in self.summarize()) or None
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
