@@ -497,13 +497,7 @@ def _read_names(file: Path) -> tuple[str, ...]:
     while lines and not lines[-1]:
         lines.pop()
     if not lines or not all(lines):
-        location = f"{file}:{lines.index('') + 1}" if lines else file
-        raise DataError(
-            "The list of class names has an empty line." if lines else "The list of class names is empty.",
-            location=location,
-            cause="the number of a class is the number of its line",
-            fix="write one name per line",
-        )
+        raise make_error(DataError, "yolo-empty-name", f"{file}:{lines.index('') + 1 if lines else 1}")
     return tuple(lines)
 
 
