@@ -341,9 +341,9 @@ def pack(
     import msgspec
 
     from stoker.config.settings import from_fields
+    from stoker.data.index import open_index_of
     from stoker.data.packing import DEFAULT_QUALITY, DEFAULT_SHARD_MIB, PackOptions, in_threads
     from stoker.data.packing import pack as pack_data
-    from stoker.data.index import open_index_of
     from stoker.errors import UsageError
     from stoker.hardware.cgroup import host_cores
     from stoker.report.console import progress_bar

@@ -16,9 +16,8 @@ import msgspec
 
 from stoker.config.settings import DataSettings
 from stoker.data import packing
-from stoker.data.packing import Destination, open_destination
-from stoker.data.packing import Plan, PlannedShard, RunShards, ShardRecord
 from stoker.data.index import Index, open_index_of
+from stoker.data.packing import Destination, Plan, PlannedShard, RunShards, ShardRecord, open_destination
 from stoker.errors import DataError, PreflightError, needs_package
 from stoker.storage.uri import expand_variables, is_uri
 
