@@ -2,7 +2,7 @@
 
 Each format recognizes its own layouts, from names and first bytes. If a folder has several formats, the first in
 FORMATS is read, and a note tells what else is there and how to read it. Not here: reading (the modules of the formats,
-called by `index.py`), formats that are known and not read (`others.py`), the demo (`demo.py`).
+called by `index.py`), formats that are known and not read (`folders.py`), the demo (`demo.py`).
 """
 
 import os

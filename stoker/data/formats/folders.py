@@ -1,7 +1,9 @@
 """How splits, folders and files of data sets are recognized by their names, and annotation files by their first bytes.
 
-Used by the formats to find their files. Not here: which format a folder has (`finder.py`), the images that annotations
-name (`images.py`).
+Used by the formats to find their files. Formats that stoker does not read are recognized here too, to tell how to
+convert them: the commands of panlabel 0.7 in `formats.toml` were run on small data sets, except those for Labelbox and
+Unity Perception; those of Datumaro, FiftyOne, Supervisely and Ultralytics are from their documentation. Not here: which
+format a folder has (`finder.py`), the images that annotations name (`images.py`).
 """
 
 import functools

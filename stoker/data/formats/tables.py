@@ -1,7 +1,9 @@
-"""The types that all format readers share: `DatasetLayout` (which files) and `AnnotationTable` (everything read).
+"""The types that formats share: `DatasetLayout` (which files), `AnnotationTable` (everything read), `DatasetWriter`.
 
-The formats produce them, the index (`stoker/data/index.py`) uses them. Not here: making a table from lists of images
-and boxes (`building.py`), recognizing folders by their names (`folders.py`).
+The formats produce the first two, the index (`stoker/data/index.py`) uses them. A writer gets the classes of a data
+set, then its images one by one; boxes are those of the index, and reading a written data set must give their float32
+corners again. Not here: making a table from single images and boxes (`images.py`), recognizing folders by their names
+(`folders.py`).
 """
 
 import os

@@ -1,8 +1,10 @@
 """`stoker data check`: all problems of a data set, what training does about them, and how to fix them.
 
 `check_dataset` reads the annotations as training does, then packed shards (`check_shards`) and every image
-(`check_images.py`), and returns a `CheckReport`. It writes only the index, into the cache. No
-torch. The kinds of problems are in `problems.py`; the text on the terminal is made by `stoker/report/dataset.py`.
+(`check_image_files`), and returns a `CheckReport`. It writes only the index, into the cache. No torch. An image that
+fails here is one that the loader would quarantine: the same code decodes the file and compares its size with the
+annotations. JPEGs are decoded at an eighth of their size, for which libjpeg still reads every coded byte. The kinds of
+problems are in `problems.py`; the text on the terminal is made by `stoker/report/dataset.py`.
 """
 
 import contextlib

@@ -1,8 +1,11 @@
 """Cleaning of annotations: drops boxes that cannot be used, makes the splits, checks classes and splits.
 
-Nothing is dropped or split silently: every kind of bad box is counted with examples, every choice becomes a note. Not
-here: reading (`formats/`), which images are alike in their classes (`stratify.py`), writing the index
-(`index_cache.py`).
+Nothing is dropped or split silently: every kind of bad box is counted with examples, every choice becomes a note.
+`stratify` splits images so that every class has its fraction in every split, also for `stoker data split`
+(`split.py`): iterative stratification, Sechidis, Tsoumakas and Vlahavas 2011, "On the Stratification of Multi-Label
+Data", algorithm 1. The images of the rarest class are assigned first, each to the split that still lacks most images of
+this class. Images of a group stay together. Ties are decided by a hash of the image names, so the result depends on
+names, classes and seed only. Not here: reading (`formats/`), writing the index (`index_cache.py`).
 """
 
 import os
