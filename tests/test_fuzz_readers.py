@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from stoker.config.settings import from_toml
-from stoker.data.convert.writing import TARGET_FORMATS, convert
+from stoker.data.convert import TARGET_FORMATS, convert
 from stoker.data.formats.tfrecord_bytes import write_record
 from stoker.data.index import open_index
 from stoker.data.validation.check import check_dataset

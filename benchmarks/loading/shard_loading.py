@@ -77,9 +77,9 @@ def draw(folder: Path, count: int, size: tuple[int, int], suffix: str) -> int:
 
 def pack(folder: Path, out: Path) -> int:
     """Makes the shards of a set; the number of those to train on."""
-    from stoker.data.convert.packing import PackOptions, in_threads
-    from stoker.data.convert.packing import pack as pack_shards
     from stoker.data.index import open_index
+    from stoker.data.packing import PackOptions, in_threads
+    from stoker.data.packing import pack as pack_shards
 
     pack_shards(open_index(folder), str(out), PackOptions(shard_mib=SHARD_MIB), run_shards=in_threads(2))
     return len(list(out.glob("train-*.tar")))

@@ -278,7 +278,7 @@ def convert(
         Hard links instead of copies of the images: no disk space, but editing one changes both.
     """
     from stoker.config.settings import from_fields
-    from stoker.data.convert.writing import convert as convert_data
+    from stoker.data.convert import convert as convert_data
     from stoker.data.index import open_index_of
     from stoker.report.console import progress_bar
     from stoker.report.dataset import print_converted
@@ -341,9 +341,9 @@ def pack(
     import msgspec
 
     from stoker.config.settings import from_fields
-    from stoker.data.convert.packing import DEFAULT_QUALITY, DEFAULT_SHARD_MIB, PackOptions, in_threads
-    from stoker.data.convert.packing import pack as pack_data
     from stoker.data.index import open_index_of
+    from stoker.data.packing import DEFAULT_QUALITY, DEFAULT_SHARD_MIB, PackOptions, in_threads
+    from stoker.data.packing import pack as pack_data
     from stoker.errors import UsageError
     from stoker.hardware.cgroup import host_cores
     from stoker.report.console import progress_bar

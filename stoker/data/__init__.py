@@ -2,6 +2,6 @@
 
 `formats/` reads annotations and `index.py` keeps them as columns in one memory-mapped file, never as an object per
 sample. `images/` reads and decodes image files, `geometry.py` and `augment.py` change them, `loading/` makes batches
-with threads or processes. `validation/` checks data sets, `convert/` writes them, `remote.py` mirrors buckets. Not
-here: the detector (`stoker.models`) and its metrics (`stoker.evaluation.evaluate`).
+with threads or processes. `validation/` checks data sets, `convert.py` and `packing.py` write them, `remote.py` mirrors
+buckets. Not here: the detector (`stoker.models`) and its metrics (`stoker.evaluation.evaluate`).
 """

@@ -1,7 +1,7 @@
 """`stoker data pack --on ray`: each shard is one task of a Ray cluster, so a lost node repeats only its own shards.
 
 The nodes need stoker and, at the same paths, the data set and the destination, or both in buckets. A shard has the same
-bytes wherever it is made (`data/convert/packing.py`), and its record is written after it, so a start that was
+bytes wherever it is made (`data/packing.py`), and its record is written after it, so a start that was
 stopped is continued with or without Ray.
 """
 
@@ -15,10 +15,9 @@ from pathlib import Path
 import msgspec
 
 from stoker.config.settings import DataSettings
-from stoker.data.convert import packing
-from stoker.data.convert.pack_destination import Destination, open_destination
-from stoker.data.convert.packing import Plan, PlannedShard, RunShards, ShardRecord
+from stoker.data import packing
 from stoker.data.index import Index, open_index_of
+from stoker.data.packing import Destination, Plan, PlannedShard, RunShards, ShardRecord, open_destination
 from stoker.errors import DataError, PreflightError, needs_package
 from stoker.storage.uri import expand_variables, is_uri
 

@@ -21,8 +21,8 @@ from stoker.report.findings_terminal import explain_line, finding_lines
 from stoker.report.format import count, number, percentage, plural, size
 
 if TYPE_CHECKING:
-    from stoker.data.convert.packing import PackResult
-    from stoker.data.convert.writing import ConversionResult
+    from stoker.data.convert import ConversionResult
+    from stoker.data.packing import PackResult
     from stoker.data.validation.split import NewSplits
 
 MAX_CLASSES = 30

@@ -10,8 +10,9 @@ from typing import get_args, get_type_hints
 import pytest
 
 from stoker.config.settings import DataSettings
-from stoker.data.convert.writing import convert
+from stoker.data.convert import convert
 from stoker.data.formats import finder
+from stoker.data.formats.folders import format_texts
 from stoker.data.index import open_index
 from stoker.data.validation.check import check_dataset
 
@@ -53,16 +54,16 @@ def test_a_changed_label_file_is_read_again(dataset: Path) -> None:
     assert open_index(dataset, val_fraction=0.5).class_names == ("Car", "Truck")
 
 
-def test_the_setting_has_the_names_of_the_table() -> None:
+def test_the_setting_and_the_texts_have_the_names_of_the_table() -> None:
     assert set(get_args(get_type_hints(DataSettings)["format"])) == set(finder.FORMATS)
+    assert list(format_texts().expected) == list(finder.FORMATS)
 
 
 @pytest.mark.parametrize("name", finder.FORMATS)
 def test_a_format_is_one_file_in_the_order_of_a_reader(name: str) -> None:
     row = finder.FORMATS[name]
     module = inspect.getmodule(row.read)
-    functions = [row.recognize, row.read, *([row.problems] if row.problems.__name__ == "problems" else [])]
-    functions += [] if row.write is None else [row.write]
+    functions = [row.recognize, row.read, *([] if row.write is None else [row.write])]
     assert {inspect.getmodule(function) for function in functions} == {module}
     assert [function.__name__ for function in functions[:2]] == ["recognize", "read"]
     lines = [inspect.getsourcelines(function)[1] for function in functions]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from stoker.data.images.decode import DCT_DIVISORS, decode_into
 from stoker.data.images.headers import parse_header
-from stoker.data.validation import check_images
+from stoker.data.validation import check
 from stoker.data.validation.check import check_dataset
 from stoker.errors import DataError
 
@@ -56,7 +56,7 @@ def loaded(data: bytes, shrink: int) -> str | None:
 
 def checked(data: bytes) -> str | None:
     try:
-        check_images._decode(data, parse_header(data, PATH), PATH, threading.local())
+        check._decode(data, parse_header(data, PATH), PATH, threading.local())
     except DataError as error:
         return error.cause
     return None
@@ -95,7 +95,7 @@ def test_decoding_at_an_eighth_detects_the_same_damage(data: bytes) -> None:
 
 def test_jpegs_are_decoded_at_an_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
-    monkeypatch.setattr(check_images, "decode_into", lambda *_, out, **__: shapes.append(out.shape))
+    monkeypatch.setattr(check, "decode_into", lambda *_, out, **__: shapes.append(out.shape))
     assert checked(JPEGS["baseline"]) is None
     assert shapes == [(15, 20, 3)]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from stoker.cli.app import main
-from stoker.data.convert import packing
-from stoker.data.convert.packing import PackOptions, in_threads, pack
-from stoker.data.formats.shard_index import INDEX_FILE
+from stoker.data import packing
+from stoker.data.formats.webdataset import INDEX_FILE
 from stoker.data.index import Index, open_index
+from stoker.data.packing import PackOptions, in_threads, pack
 from stoker.data.validation.check import CheckReport, check_dataset
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from stoker.data.index import Index, missing_images, open_index, require_images
 from stoker.data.validation import clean
-from stoker.data.validation.clean import SplitOptions
-from stoker.data.validation.stratify import hash_to_unit_interval
+from stoker.data.validation.clean import SplitOptions, hash_to_unit_interval
 from stoker.errors import ConfigError, DataError, PreflightError, StokerError, UsageError
 from tests.fixtures.data_index import content, refuse_reading
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stoker.data.formats.others import other_formats
+from stoker.data.formats.folders import format_texts
 from stoker.data.index import open_index
 from stoker.errors import DataError
 from tests.data.exports import save_images
@@ -165,7 +165,7 @@ def test_the_format_is_named_with_a_command_that_converts_it(tmp_path: Path, sho
 
 
 def test_every_row_of_the_table_has_a_set() -> None:
-    assert {row.name for row in other_formats()} == {name for name, _ in SETS.values()} | WITHOUT_SET
+    assert {row.name for row in format_texts().format} == {name for name, _ in SETS.values()} | WITHOUT_SET
 
 
 def test_a_format_that_is_read_is_preferred(tmp_path: Path) -> None:

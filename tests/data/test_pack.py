@@ -21,12 +21,12 @@ import pytest
 from PIL import Image
 
 from stoker.cli.app import main
-from stoker.data.convert import packing
-from stoker.data.convert.packing import PackOptions, PackResult, in_threads, pack
-from stoker.data.formats.shard_index import INDEX_FILE, PLAN_FILE, WORK_DIR, read_info
+from stoker.data import packing
+from stoker.data.formats.webdataset import INDEX_FILE, PLAN_FILE, WORK_DIR, read_info
 from stoker.data.index import Index, open_index, require_images
 from stoker.data.loading.loader import Loader, compute_max_boxes
 from stoker.data.loading.samples import LoaderSpec
+from stoker.data.packing import PackOptions, PackResult, in_threads, pack
 from stoker.errors import DataError, UsageError
 from stoker.hardware.device import select_device
 from stoker.storage.store import open_store

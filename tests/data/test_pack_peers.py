@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from stoker.data.convert.packing import PackOptions, in_threads, pack
 from stoker.data.index import Index, open_index
+from stoker.data.packing import PackOptions, in_threads, pack
 from tests.data.tfrecords import jpeg
 from tests.fixtures.data_convert import annotated, coco
 

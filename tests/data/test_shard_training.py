@@ -14,8 +14,8 @@ from urllib.parse import unquote
 import pytest
 
 from stoker.config.settings import Config, from_fields, from_toml
-from stoker.data.convert.packing import PackOptions, in_threads, pack
 from stoker.data.index import open_index
+from stoker.data.packing import PackOptions, in_threads, pack
 from stoker.errors import ConfigError
 from stoker.hardware.device import select_device
 from stoker.runs.records import CONFIG, QUARANTINE, read_lines

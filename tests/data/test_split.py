@@ -14,9 +14,8 @@ from PIL import Image, ImageFilter
 from stoker.cli.app import main
 from stoker.config.settings import Config, DataSettings, from_run, to_toml
 from stoker.data.index import Index, open_index, open_index_of
-from stoker.data.validation.clean import SplitOptions
+from stoker.data.validation.clean import SplitOptions, stratify
 from stoker.data.validation.split import difference_hash, find_groups, group_by_name, make_splits
-from stoker.data.validation.stratify import stratify
 from stoker.errors import DataError, UsageError
 from tests.drawn import draw
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from stoker.data.formats import label_map as label_maps
 from stoker.data.formats import tfrecord_bytes
-from stoker.data.formats.tfrecord_bytes import masked_crc
+from stoker.data.formats.tfrecord_bytes import label_map_text, looks_like_label_map, masked_crc, read_label_map
 from stoker.data.index import Index, open_index, require_images
 from stoker.errors import DataError, StokerError
 from tests.data.examples import property_test
@@ -396,9 +395,9 @@ def test_the_map_that_fits_is_used(tmp_path: Path) -> None:
 )
 def test_every_label_map_is_read_back(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
     path = tmp_path_factory.mktemp("map") / "label_map.pbtxt"
-    path.write_bytes(label_maps.to_text(names).encode())
-    assert label_maps.looks_like_label_map(path)
-    read = label_maps.read(path)
+    path.write_bytes(label_map_text(names).encode())
+    assert looks_like_label_map(path)
+    read = read_label_map(path)
     assert (read.names, read.ids) == (names, list(range(1, len(names) + 1)))
 
 
@@ -416,7 +415,7 @@ def test_every_label_map_is_read_back(tmp_path_factory: pytest.TempPathFactory, 
 def test_label_maps_as_people_write_them(tmp_path: Path, text: str, ids: list[int], names: list[str]) -> None:
     path = tmp_path / "m.pbtxt"
     path.write_text(text, encoding="utf-8")
-    read = label_maps.read(path)
+    read = read_label_map(path)
     assert (read.ids, read.names) == (ids, names)
 
 
@@ -441,7 +440,7 @@ def test_wrong_label_maps_are_refused_with_their_line(tmp_path: Path, text: str,
     path = tmp_path / "m.pbtxt"
     path.write_text(text)
     with pytest.raises(StokerError) as error:
-        label_maps.read(path)
+        read_label_map(path)
     for word in words:
         assert word in str(error.value)
 

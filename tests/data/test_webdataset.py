@@ -105,8 +105,8 @@ UNKNOWN = {
     "captions as json": ({"caption": "a giraffe", "url": "http://…"}, "'caption', 'url'"),
     "rotated": ([{"bbox": [1, 1, 9, 9], "bbox_mode": 4, "category_id": 1}], "bbox_mode is 4"),
     "unequal": ({"boxes": [[1, 1, 9, 9]], "labels": []}, "boxes has 1 entries, labels has 0"),
-    "text": ("a giraffe", "it is text"),
-    "numbers": ([[1, 1, 9, 9]], "a list of list values"),
+    "text": ("a giraffe", "not an object or a list"),
+    "numbers": ([[1, 1, 9, 9]], "not an object or a list"),
 }
 
 
@@ -149,8 +149,8 @@ def test_what_is_wrong_with_single_samples_is_reported_with_its_place(tmp_path: 
     assert found["record-without-image"][0] == "train-000000.tar: noimage"
     assert "text.jpg: it is a web page" in found["record-without-image"][1]
     assert found["unreadable-annotations"][0].startswith("train-000000.tar: broken.json: ")
-    assert found["malformed-box"] == ("train-000000.tar: half.jpg, object 2: [[1, 2, 3], 'a']",)
-    assert found["no-class"] == ("train-000000.tar: half.jpg, object 3: [[2, 2, 8, 8], None]",)
+    assert found["malformed-box"][0].startswith("train-000000.tar: half.jpg, object 2: ")
+    assert found["no-class"][0].startswith("train-000000.tar: half.jpg, object 3: ")
     assert found["empty-shard"] == (str(tmp_path / "val-000001.tar"),)
     assert len(index) == 8
     assert index.bad_boxes["train"] == 2

@@ -168,7 +168,7 @@ def test_a_data_set_of_its_file(tmp_path: Path) -> None:
         index = open_index(tmp_path / f"{name}.yaml")
         assert index.class_names == ("x", name)
         assert index.root == root
-    with pytest.raises(DataError, match="2 files could describe") as raised:
+    with pytest.raises(DataError, match="Several files could describe") as raised:
         open_index(tmp_path)
     assert raised.value.choices == ("first.yaml", "second.yaml")
 
@@ -304,7 +304,7 @@ def test_classes(tmp_path: Path) -> None:
     index = open_index(root)
     assert index.class_names == ("cat", "dog")
     assert any("nc is 3, but names has 2 classes" in note for note in index.notes)
-    (root / "data.yaml").write_text('train: images\nnc: " 2"\nkpt_shape: 17\nnames: {00: a, 01: b}\n')
+    (root / "data.yaml").write_text("train: images\nnc: 2\nkpt_shape: 17\nnames: {0: a, 1: b}\n")
     assert open_index(root).class_names == ("a", "b")
     root = flat(tmp_path / "c", names=None)
     (root / "data.yaml").write_text("train: images\nnc: 3\n")
@@ -315,20 +315,19 @@ def test_classes(tmp_path: Path) -> None:
     ("text", "fragment"),
     [
         ("train: images\nnames: {0: cat, 2: dog}\n", "none with the number 1"),
-        ("train: images\nnames: {0: cat, dog: 1}\n", "names has 'dog', which is not a whole number"),
-        ("train: images\nnames: [cat, [dog]]\n", "class 1 has no name, but \"['dog']\""),
+        ("train: images\nnames: {0: cat, dog: 1}\n", "Expected `int`, got `str` - at `key` in `$.names`"),
+        ("train: images\nnames: [cat, [dog]]\n", "Expected `str`, got `array` - at `$.names[1]`"),
         ("train: images\nnames: [cat\n", "data.yaml:3"),
         ("train: photos\nnames: [cat]\n", "train: photos"),
         ("train: images\nval: gone\nnames: [cat]\n", "delete it to split validation images off"),
         ("train: labels\nnames: [cat]\n", "no file in it ends in .jpg"),
-        ("train: {a: 1}\nnames: [cat]\n", "train has \"{'a': '1'}\", which is neither a path nor a list"),
-        ('train: images\nnames: [a, ""]\n', "class 1 has no name\n"),
-        ("train: images\nnc: two\n", "nc has 'two', which is not a whole number"),
-        ("train: images\nnc: two\n", "correct nc, or delete it"),
-        ("train: images\nnc: [2]\n", "nc has \"['2']\", which is not a whole number"),
-        ("train: images\nnc: 100001\n", "nc has the number 100001; at most 100,000"),
-        ("train: images\nkpt_shape: [17, x]\n", "kpt_shape has 'x', which"),
-        ("train: images\npath: [a]\n", "path has \"['a']\", which is not one folder"),
+        ("train: {a: 1}\nnames: [cat]\n", "got `object` - at `$.train`"),
+        ('train: images\nnames: [a, ""]\n', "at `$.names[1]`"),
+        ("train: images\nnc: two\n", "got `str` - at `$.nc`"),
+        ("train: images\nnc: [2]\n", "got `array` - at `$.nc`"),
+        ("train: images\nnc: 100001\n", "<= 100000 - at `$.nc`"),
+        ("train: images\nkpt_shape: [17, x]\n", "at `$.kpt_shape[1]`"),
+        ("train: images\npath: [a]\n", "at `$.path`"),
     ],
 )
 def test_a_description_that_cannot_be_used(tmp_path: Path, text: str, fragment: str) -> None:

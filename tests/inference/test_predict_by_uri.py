@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stoker.data.convert.writing import convert
+from stoker.data.convert import convert
 from stoker.data.index import open_index
 from stoker.errors import ConfigError, DataError, StokerError, UsageError
 from stoker.inference.model import Model, load

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stoker.data.formats.shard_index import INDEX_FILE, read_info
+from stoker.data.formats.webdataset import INDEX_FILE, read_info
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from tests.fixtures.data_convert import annotated, coco

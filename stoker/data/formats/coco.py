@@ -13,8 +13,7 @@ import mmap
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from math import nan
 from operator import attrgetter
 from pathlib import Path
@@ -25,31 +24,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.formats.building import invalid_json_error
 from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
     MAX_PROBES,
     check_unannotated_splits,
-    choose_only_file,
     file_part,
     files_by_split,
-    iter_dirs_below,
     iter_split_dirs,
+    list_dirs_below,
     list_image_dirs,
     named_subdirs,
     read_head,
+    recognize_file,
     root_of,
-    several_files,
+    several_files_error,
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import count_matching_files, is_usable_name
+from stoker.data.formats.images import invalid_json_error, is_usable_name
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
-from stoker.data.formats.others import recognize_file
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable, SplitFiles
-from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, exact_extent, shortest_decimal
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.formats.tables import (
+    AnnotatedImage,
+    AnnotationTable,
+    DatasetLayout,
+    DatasetWriter,
+    FolderTable,
+    SplitFiles,
+    Target,
+    exact_extent,
+    shortest_decimal,
+)
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 
@@ -165,20 +171,21 @@ def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
 
 
 def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
-    """The file of each split, preferring those for boxes to those for other tasks; notes on the files not read."""
+    """The files of each split, preferring those for boxes to those for other tasks; and notes. Several files of a split
+    are read together. Raises DataError if they are about the same images: which boxes are meant is then unknown."""
     box_files = [path for path in files if path.stem.lower().startswith("instances")] or [
         path for path in files if not any(task in path.stem.lower() for task in OTHER_TASKS)
     ]
     chosen: list[tuple[str | None, Path]] = []
     notes: list[str] = []
-    for split, kept in files_by_split(box_files or files):
-        if len(kept) > 1:
-            kept, reasons = _choose_of_several(folder, kept, split)
-            notes += reasons
-        chosen += [(split, path) for path in kept]
-    explained = " ".join(notes)
+    for split, own in files_by_split(box_files or files):
+        if len(own) > 1:
+            if not _have_different_images(own):
+                raise several_files_error(folder, own, split, fix="name the files: --train FILE --val FILE")
+            notes.append(f"read together, as their images differ: {', '.join(path.name for path in own)}")
+        chosen += [(split, path) for path in own]
     used = {path for _, path in chosen}
-    ignored = [path.name for path in files if path not in used and path.name not in explained]
+    ignored = [path.name for path in files if path not in used]
     return chosen, [*notes, *([f"not read: {', '.join(ignored)}"] if ignored else [])]
 
 
@@ -186,121 +193,64 @@ class _ImageName(msgspec.Struct, gc=False):
     file_name: str
 
 
-class _ClassName(msgspec.Struct, gc=False):
-    name: str
-
-
-class _OutlineFile(msgspec.Struct):
-    """The parts of a COCO file that an outline needs; a wrong value elsewhere is reported when the file is read."""
+class _ImageNames(msgspec.Struct):
+    """The names in a COCO file; a wrong value elsewhere is reported when the file is read."""
 
     images: list[_ImageName]
-    categories: list[_ClassName] = []
-    annotations: list[msgspec.Raw] = []
 
 
-class _Outline(NamedTuple):
-    """What tells which images and classes a file is about."""
-
-    images: frozenset[str]
-    classes: frozenset[str]
-    num_boxes: int
-
-
-def _read_outline(path: Path) -> _Outline:
-    file = msgspec.json.decode(regular_files.read_bytes(path), type=_OutlineFile)
-    images, classes = (entry.file_name for entry in file.images), (entry.name for entry in file.categories)
-    return _Outline(frozenset(images), frozenset(classes), len(file.annotations))
-
-
-def _choose_of_several(folder: Path, files: list[Path], split: str | None) -> tuple[list[Path], list[str]]:
-    """Of several files of a split, those to read together, and notes.
-
-    A file is left out if another has all of its images, the same classes, and at least as many boxes. Raises DataError
-    if other files are about the same images: it is then unknown which boxes are meant.
-    """
-    try:
-        outlines = {path: _read_outline(path) for path in files}
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        choose_only_file(folder, files, split)  # raises the error that names all
-        raise
-    kept: list[Path] = []
-    notes: list[str] = []
-    for path in sorted(files, key=lambda file: (-len(outlines[file].images), -outlines[file].num_boxes, file)):
-        images, classes, num_boxes = outlines[path]
-        overlapping = [other for other in kept if images & outlines[other].images]
-        for other in overlapping:
-            larger = outlines[other]
-            if images <= larger.images and classes <= larger.classes and num_boxes <= larger.num_boxes:
-                text = f"its {len(images):,} images, with {num_boxes:,} boxes"
-                notes.append(f"not read: {path.name}: {text}, are among those of {other.name}")
-                break
-        else:
-            if overlapping:
-                raise DataError(
-                    several_files(files, split),
-                    location=folder,
-                    cause=f"{path.name} and {overlapping[0].name} are about the same images with different boxes",
-                    choices=[f"{f.name} ({len(outlines[f].images)} images)" for f in files],
-                    fix="name the files: --train FILE --val FILE; or move the others away",
-                )
-            kept.append(path)
-    if len(kept) > 1:
-        notes.append(f"read together, as their images differ: {', '.join(path.name for path in sorted(kept))}")
-    return sorted(kept), notes
+def _have_different_images(files: Iterable[Path]) -> bool:
+    """Whether no image is in two of the files. False if one of them cannot be read."""
+    seen: set[str] = set()
+    for path in files:
+        try:
+            entries = msgspec.json.decode(regular_files.read_bytes(path), type=_ImageNames).images
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return False
+        names = {entry.file_name for entry in entries}
+        if names & seen:
+            return False
+        seen |= names
+    return True
 
 
 def _locate_images(
     part: SplitFiles, file_names: Sequence[str], folders: FolderTable
 ) -> tuple[NDArray[np.int32], list[str], list[str]]:
     """Index into `folders` [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R]
-    are relative, by searching for a few of the images: in the usual folders, there in another case or Unicode form
-    (`images.resolve_names`), then in those below the root. If there is none, the most likely folder is used, and the
-    check for missing images reports it. Folders inside a name are kept, unless the images exist only without them
-    (exports that contain another machine's paths).
+    are relative, by searching for a few of the images: in the usual folders, then in those below the root. If there is
+    none, the most likely folder is used, and the check for missing images reports it. Folders inside a name are kept,
+    unless the images exist only without them (exports that contain another machine's paths).
     """
     names = [name.replace("\\", "/") for name in file_names]
-    probes = names[:: max(1, len(names) // MAX_PROBES)]
+    base_names = [name.rpartition("/")[2] for name in names]
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
-
-    def find(directories: Iterable[Path], count: Callable[[Path, list[str]], int]) -> tuple[Path, bool] | None:
-        """The folder with the most of the probes, and whether their folders are ignored."""
-        for texts in (probes, [name.rpartition("/")[2] for name in probes]):
-            num_found, best = max(((count(folder, texts), folder) for folder in directories), key=lambda hit: hit[0])
-            if num_found:
-                return best, texts is not probes
-        return None
-
-    def count_files(folder: Path, texts: list[str]) -> int:
-        return sum((folder / text).is_file() for text in texts)
-
-    base, strip_dirs = (
-        find(existing, count_files)
-        or find(existing, count_matching_files)
-        or find([existing[0], *iter_dirs_below(folders.root)], count_files)
-        or (existing[0], False)
-    )
+    base, strip_dirs = existing[0], False
+    for directories, candidates in product((existing, list_dirs_below(folders.root)), (names, base_names)):
+        probes = candidates[:: max(1, len(names) // MAX_PROBES)]
+        counts = [(sum((folder / name).is_file() for name in probes), folder) for folder in directories]
+        num_found, best = max(counts, key=lambda count: count[0], default=(0, base))
+        if num_found:
+            base, strip_dirs = best, candidates is base_names
+            break
     notes = []
     if base not in existing:
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
-    if strip_dirs and any("/" in name for name in names):
+    if strip_dirs and names != base_names:
         notes.append(
             f"{part.annotations.name}: the folders in its file names are ignored; the images are in {base.name}/"
         )
-        names = [name.rpartition("/")[2] for name in names]
+        names = base_names
         if len(set(names)) != len(names):
-            raise DataError(
-                "Images in different folders have the same file name, and these folders do not exist.",
-                location=part.annotations,
-                fix=f"restore the folders in the file names below {base}",
-            )
+            raise make_error(DataError, "coco-lost-folders", part.annotations, base=base)
     index_by_dir: dict[str, int] = {}
-    folder = np.empty(len(names), np.int32)
+    folder_index = np.empty(len(names), np.int32)
     for i, name in enumerate(names):
         head, _, names[i] = name.rpartition("/")
         if head not in index_by_dir:
             index_by_dir[head] = folders.add(os.path.normpath(os.path.join(base, head)))
-        folder[i] = index_by_dir[head]
-    return folder, names, notes
+        folder_index[i] = index_by_dir[head]
+    return folder_index, names, notes
 
 
 FORMAT_HINT = "https://cocodataset.org/#format-data describes the fields; correct the entry or export the file again"
@@ -326,32 +276,29 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple
             try:
                 try:
                     return msgspec.json.decode(text, type=CocoFile), []
-                except msgspec.ValidationError:
-                    # the decoder stopped at the first invalid entry; what follows may not even be JSON
-                    raw = msgspec.json.decode(bytes(text), type=_RawFile[msgspec.Raw])
-                return _convert_each(path, raw, msgspec.json.decode, location, problems)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    raw, convert = _decode_raw(bytes(text))
             except msgspec.ValidationError as error:
-                raise _not_coco_error(path, error) from error
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if data.find(b"NaN") < 0 and data.find(b"Infinity") < 0:
-                    raise invalid_json_error(path, data, error) from error
-                content = bytes(text)
+                what = "The annotations are not COCO JSON for detection."
+                raise DataError(what, location=path, cause=str(error), fix=FORMAT_HINT) from error
+            except (msgspec.DecodeError, ValueError) as error:
+                raise invalid_json_error(path, data, error) from error
             except RecursionError as error:
                 raise DataError("The annotations are nested too deeply.", location=path, fix=FORMAT_HINT) from error
-    # NaN and Infinity are not JSON, but Python writes them: only their boxes are dropped, not the file
+    return _convert_each(path, raw, convert, location, problems)
+
+
+def _decode_raw(data: bytes) -> tuple[_RawFile[Any], Convert]:
+    """The undecoded entries of a file of which one is invalid, and what decodes them."""
     try:
-        untyped = msgspec.convert(json.loads(content), type=_RawFile[Any])
-    except msgspec.ValidationError as error:
-        raise _not_coco_error(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise invalid_json_error(path, content, error) from error
-    return _convert_each(path, untyped, msgspec.convert, location, problems)
-
-
-def _not_coco_error(path: Path, error: msgspec.ValidationError) -> DataError:
-    return DataError(
-        "The annotations are not COCO JSON for detection.", location=path, cause=str(error), fix=FORMAT_HINT
-    )
+        return msgspec.json.decode(data, type=_RawFile[msgspec.Raw]), msgspec.json.decode
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        if b"NaN" not in data and b"Infinity" not in data:
+            raise
+        # not JSON, but Python writes it: only the boxes with these numbers are dropped, not the file
+        return msgspec.convert(json.loads(data), type=_RawFile[Any]), msgspec.convert
 
 
 def _convert_each(
@@ -359,26 +306,25 @@ def _convert_each(
 ) -> tuple[CocoFile, list[str]]:
     number_by_text_id: dict[str, int] = {}
 
-    def correct(entry: Any, entry_type: type[msgspec.Struct]) -> tuple[Any, str | None]:
+    def correct(entry: Any, entry_type: type[Entry]) -> tuple[Entry | None, str | None]:
         """An entry whose strict conversion failed, and the kind of problem to report; None if it cannot be used."""
         with contextlib.suppress(msgspec.ValidationError):
             return convert(entry, type=entry_type, strict=False), "text-for-number"
-        try:
-            fields = convert(entry, type=Any) if isinstance(entry, msgspec.Raw) else entry
-        except msgspec.DecodeError:
+        fields = convert(entry, type=Any) if isinstance(entry, msgspec.Raw) else entry
+        if not isinstance(fields, dict) or entry_type is Category:
             return None, None
-        key = "id" if entry_type is ImageEntry else "image_id"
-        text_id = fields.get(key) if isinstance(fields, dict) and entry_type is not Category else None
-        if isinstance(text_id, str) and (entry_type is ImageEntry or text_id in number_by_text_id):
-            number = number_by_text_id.get(text_id, -(2**62) - 1 - len(number_by_text_id))
-            with contextlib.suppress(msgspec.ValidationError):
-                corrected = msgspec.convert({**fields, key: number}, type=entry_type)
-                number_by_text_id[text_id] = number
-                return corrected, None
-        if isinstance(fields, dict) and entry_type is ImageEntry:
-            own = {name: fields[name] for name in ("id", "file_name") if name in fields}
-            with contextlib.suppress(msgspec.ValidationError):
-                return msgspec.convert(own, type=ImageEntry, strict=False), "malformed-size"
+        is_image = entry_type is ImageEntry
+        key = "id" if is_image else "image_id"
+        text_id = fields.get(key)
+        kind = None
+        if isinstance(text_id, str) and (is_image or text_id in number_by_text_id):
+            number = number_by_text_id.setdefault(text_id, -(2**62) - 1 - len(number_by_text_id))
+            fields = {**fields, key: number}
+        elif is_image:  # without its size
+            fields = {name: fields[name] for name in ("id", "file_name") if name in fields}
+            kind = "malformed-size"
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(fields, type=entry_type, strict=kind is None), kind
         return None, None
 
     def convert_entries(name: str, entry_type: type[Entry], problem_kind: str, items: Iterable[Any]) -> list[Entry]:
@@ -387,7 +333,10 @@ def _convert_each(
             try:
                 valid.append(convert(entry, type=entry_type))
             except msgspec.ValidationError as error:
-                corrected, kind = correct(entry, entry_type)
+                try:
+                    corrected, kind = correct(entry, entry_type)
+                except msgspec.DecodeError:  # what a valid beginning was followed by
+                    corrected, kind = None, None
                 valid += [] if corrected is None else [corrected]
                 reason = "" if kind == "text-for-number" else f": {error}"
                 if corrected is None or kind is not None:
@@ -403,14 +352,10 @@ def _convert_each(
     for name in ("images", "annotations"):
         if getattr(raw, name) and not getattr(file, name):
             reasons = [p for p in problems.summarize(1) if p.kind in ("malformed-image", "malformed-annotation")]
-            raise DataError(
-                f'No entry of "{name}" can be read.', location=path, cause=reasons[-1].examples[0], fix=FORMAT_HINT
-            )
-    if not number_by_text_id:
-        return file, []
-    return file, [
-        f"{location}: {len(number_by_text_id):,} image ids are text, such as {next(iter(number_by_text_id))!r}"
-    ]
+            raise make_error(DataError, "coco-unreadable-entries", path, cause=reasons[-1].examples[0], name=name)
+    example = next(iter(number_by_text_id), None)
+    note = f"{location}: {len(number_by_text_id):,} image ids are text, such as {example!r}"
+    return file, [note] if number_by_text_id else []
 
 
 def _quote(entry: Any) -> str:
@@ -419,64 +364,55 @@ def _quote(entry: Any) -> str:
     return text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + "…"
 
 
-class ClassMap(NamedTuple):
-    class_names: list[str]
-    """[C], in order of the ids of the first file."""
-    category_ids: list[int]
-    label_by_id: list[dict[int, int]]
-    """Per file: category id → label."""
+class _Part(NamedTuple):
+    """What a file contains."""
+
+    source: SplitFiles
+    categories: list[Category]
+    file_names: list[str]
+    columns: dict[str, NDArray[Any]]
+    """Those of an `AnnotationTable`; also `category_id` [K]."""
     notes: list[str]
 
 
-def _merge_categories(
-    files: list[Path], categories: list[list[Category]], used_ids: list[NDArray[np.int64]]
-) -> ClassMap:
-    """The classes of a data set: those of its first file, which is the training split if there is one. Ids may be
-    sparse, files may number the same names differently, and Roboflow's have a super-category as category 0.
+def _merge_categories(parts: list[_Part]) -> tuple[list[Category], NDArray[np.int32], list[str]]:
+    """The classes of a data set, the label of each box [K], and notes.
 
-    used_ids: per file, the category ids that have annotations; the file defines each of them. Raises DataError if
-    another file has annotations of a class that the first one does not define.
+    The classes are those of the first file, the training split if there is one. Ids may be sparse, files may number the
+    same names differently, and Roboflow's have a super-category as category 0. Raises DataError if another file has
+    annotations of a class that the first one does not define.
     """
-    first = sorted(categories[0], key=lambda category: category.id)
-    id_maps = [
-        _map_to_first(file, files[0], first, own, ids)
-        for file, own, ids in zip(files, categories, used_ids, strict=True)
-    ]
-    target_ids_in_use = {id_map[own] for id_map, ids in zip(id_maps, used_ids, strict=True) for own in ids.tolist()}
+    first_file = parts[0].source.annotations
+    first = sorted(parts[0].categories, key=lambda category: category.id)
+    id_maps = [_map_to_first(part, first_file, first) for part in parts]
+    ids_by_part = []
+    for part, id_map in zip(parts, id_maps, strict=True):
+        own_ids, positions = np.unique(part.columns["category_id"], return_inverse=True)
+        ids_by_part.append(np.array([id_map[own] for own in own_ids.tolist()], np.int64)[positions])
+    ids = np.concatenate(ids_by_part)
+    used_ids = set(np.unique(ids).tolist())
     children: dict[str | None, set[int]] = {}
     for category in first:
         children.setdefault(category.supercategory, set()).add(category.id)
-    parents = {c.id for c in first if children.get(c.name, set()) - {c.id}} - target_ids_in_use
-    kept = [category for category in first if category.id not in parents]
-    label_by_id = {category.id: i for i, category in enumerate(kept)}
-    notes = [
-        f"category {category.id} ({category.name}) is a super-category without a box, so it is not a class"
-        for category in first
-        if category.id in parents
-    ]
+    parents = [c for c in first if children.get(c.name, set()) - {c.id} and c.id not in used_ids]
+    kept = [category for category in first if category not in parents]
+    labels = np.searchsorted([category.id for category in kept], ids).astype(np.int32)
+    notes = [f"category {c.id} ({c.name}) is a super-category without a box, so it is not a class" for c in parents]
     if any(own != first_id for id_map in id_maps for own, first_id in id_map.items()):
-        notes.append(f"the files number their categories differently: matched by name, with the ids of {files[0].name}")
-    return ClassMap(
-        [category.name for category in kept],
-        [category.id for category in kept],
-        [
-            {own: label_by_id[first_id] for own, first_id in id_map.items() if first_id in label_by_id}
-            for id_map in id_maps
-        ],
-        notes,
-    )
+        how = f"matched by name, with the ids of {first_file.name}"
+        notes.append(f"the files number their categories differently: {how}")
+    return kept, labels, notes
 
 
-def _map_to_first(
-    file: Path, first_file: Path, first: list[Category], own_categories: list[Category], used_ids: NDArray[np.int64]
-) -> dict[int, int]:
+def _map_to_first(part: _Part, first_file: Path, first: list[Category]) -> dict[int, int]:
     """For each category of a file, the id that the first file has for it."""
     name_by_id = {category.id: category.name for category in first}
     ids_by_name: dict[str, list[int]] = {}
     for category in first:
         ids_by_name.setdefault(category.name, []).append(category.id)
+    used_ids = set(part.columns["category_id"].tolist())
     id_map = {}
-    for category in own_categories:
+    for category in part.categories:
         if name_by_id.get(category.id) == category.name:
             id_map[category.id] = category.id
         elif len(ids_by_name.get(category.name, ())) == 1:
@@ -484,7 +420,7 @@ def _map_to_first(
         elif category.id in used_ids:
             raise DataError(
                 f"The class {category.name!r} (category {category.id}) is not defined in {first_file.name}.",
-                location=file,
+                location=part.source.annotations,
                 cause=f"the classes are those of {first_file}",
                 choices=sorted(ids_by_name)[:100],
                 fix="add the category to that file, or correct its name in this one",
@@ -492,82 +428,40 @@ def _map_to_first(
     return id_map
 
 
-def _to_labels(category_id: NDArray[np.int64], label_by_id: dict[int, int]) -> NDArray[np.int32]:
-    ids = sorted(label_by_id)
-    labels = np.array([label_by_id[own] for own in ids], np.int32)
-    return labels[np.searchsorted(np.array(ids, np.int64), category_id)] if ids else np.zeros(0, np.int32)
-
-
-@dataclass(kw_only=True)
-class _SplitTable:
-    """One file as arrays; boxes [K, 4] xyxy, sorted by image."""
-
-    categories: list[Category]
-    file_names: list[str]
-    original_size: NDArray[np.int32]
-    image_id: NDArray[np.int64]
-    image_index: NDArray[np.int64]
-    boxes: NDArray[np.float64]
-    category_id: NDArray[np.int64]
-    crowd: NDArray[np.bool_]
-    area: NDArray[np.float64]
-    box_id: NDArray[np.int64]
-    num_bad_boxes: NDArray[np.int64]
-    """[R], annotations of each image that cannot be used."""
-    notes: list[str]
-
-
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files of a COCO data set. Raises DataError with file and location."""
-    read_parts: list[tuple[SplitFiles, _SplitTable]] = []
-    for part in layout.parts:
-        location = os.path.relpath(part.annotations, layout.root)
-        allow_empty = part.split == "test" and len(layout.parts) > 1
-        if (table := _read_file(part.annotations, location, problems, allow_empty=allow_empty)) is not None:
-            read_parts.append((part, table))
-    parts, splits = [part for part, _ in read_parts], [table for _, table in read_parts]
-    classes = _merge_categories(
-        [part.annotations for part in parts],
-        [split.categories for split in splits],
-        [np.unique(split.category_id) for split in splits],
-    )
-    folders, notes = FolderTable(layout.root), [*layout.notes, *classes.notes]
-    folder_index, file_names, offsets = [], list[str](), [0]
-    for part, split in read_parts:
-        own_folder_index, own_names, own_notes = _locate_images(part, split.file_names, folders)
-        folder_index.append(own_folder_index)
+    folders, notes = FolderTable(layout.root), list(layout.notes)
+    parts: list[_Part] = []
+    for source in layout.parts:
+        location = os.path.relpath(source.annotations, layout.root)
+        allow_empty = source.split == "test" and len(layout.parts) > 1
+        if (part := _read_file(source, location, problems, allow_empty=allow_empty)) is not None:
+            parts.append(part)
+    kept, labels, class_notes = _merge_categories(parts)
+    notes += class_notes
+    file_names: list[str] = []
+    for part in parts:
+        part.columns["image_index"] += len(file_names)
+        part.columns["folder_index"], own_names, own_notes = _locate_images(part.source, part.file_names, folders)
         file_names += own_names
-        notes += split.notes + own_notes
-        offsets.append(len(file_names))
-
-    def joined(name: str) -> NDArray[Any]:
-        return np.concatenate([getattr(split, name) for split in splits])
-
+        notes += part.notes + own_notes
+    columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns}
+    del columns["category_id"]
     return AnnotationTable(
-        class_names=classes.class_names,
-        category_ids=classes.category_ids,
+        class_names=[category.name for category in kept],
+        category_ids=[category.id for category in kept],
         folders=folders.paths(),
-        folder_index=np.concatenate(folder_index),
         file_names=file_names,
-        split=np.repeat(np.array([part.split_index for part in parts], np.int8), np.diff(offsets)),
-        original_size=joined("original_size"),
-        image_id=joined("image_id"),
-        image_index=np.concatenate([split.image_index + first for split, first in zip(splits, offsets, strict=False)]),
-        boxes=joined("boxes"),
-        labels=np.concatenate(
-            [_to_labels(split.category_id, own) for split, own in zip(splits, classes.label_by_id, strict=True)]
-        ),
-        crowd=joined("crowd"),
-        area=joined("area"),
-        box_id=joined("box_id"),
+        labels=labels,
         box_id_kind="annotation",
-        num_bad_boxes=joined("num_bad_boxes"),
         notes=notes,
+        **columns,  # type: ignore[arg-type]
     )
 
 
-def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_empty: bool) -> _SplitTable | None:
+def _read_file(source: SplitFiles, location: str, problems: ProblemCollector, *, allow_empty: bool) -> _Part | None:
     """None for an allowed file without images. location: the file's name in messages."""
+    path = source.annotations
     entries, notes = read_entries(path, location, problems)
     if not entries.images and allow_empty:
         problems.add("split-without-boxes", f"{location}: no images")
@@ -578,12 +472,7 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
     image_id = np.fromiter([image.id for image in images], np.int64, len(images))
     categories = _unique_categories(path, entries.categories, location, problems)
     if entries.annotations and not categories:
-        raise DataError(
-            "The annotation file defines no classes.",
-            location=path,
-            cause=f'"categories" is empty or absent, and there are {len(entries.annotations):,} annotations',
-            fix="export the file again, with its categories",
-        )
+        raise make_error(DataError, "coco-without-classes", path, count=len(entries.annotations))
     annotations, ids_without_box = _drop_without_box(location, entries.annotations, problems)
 
     def column(name: str, dtype: type[np.generic]) -> NDArray[Any]:
@@ -602,37 +491,33 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
         problems.add("unknown-class", f"{location}, annotation {box_id[i]}: category_id {category_id[i]}")
     order = np.argsort(np.where(is_listed, image_index, -1), kind="stable")
     order = order[is_listed[order] & is_known[order]]
-    bad_image_index = image_index[is_listed & ~is_known]
-    if ids_without_box:
-        more, has_image = _find_images(np.array(ids_without_box, np.int64), image_id)
-        bad_image_index = np.concatenate([bad_image_index, more[has_image]])
+    without_box, has_image = _find_images(np.array(ids_without_box, np.int64), image_id)
+    bad_image_index = np.concatenate([image_index[is_listed & ~is_known], without_box[has_image]])
     coordinates = chain.from_iterable(map(attrgetter("bbox"), annotations))
     boxes = np.fromiter(coordinates, np.float64, 4 * len(annotations)).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]  # COCO writes x, y, width, height
-    return _SplitTable(
-        categories=categories,
-        file_names=[image.file_name for image in images],
-        original_size=_sizes(images, location, problems),
-        image_id=image_id,
-        image_index=image_index[order],
-        boxes=boxes[order],
-        category_id=category_id[order],
-        crowd=column("iscrowd", np.bool_)[order],
-        area=column("area", np.float64)[order],
-        box_id=box_id[order],
-        num_bad_boxes=np.bincount(bad_image_index, minlength=len(images)),
-        notes=notes,
-    )
+    columns: dict[str, NDArray[Any]] = {
+        "split": np.full(len(images), source.split_index, np.int8),
+        "original_size": _sizes(images, location, problems),
+        "image_id": image_id,
+        "image_index": image_index[order],
+        "boxes": boxes[order],
+        "category_id": category_id[order],
+        "crowd": column("iscrowd", np.bool_)[order],
+        "area": column("area", np.float64)[order],
+        "box_id": box_id[order],
+        "num_bad_boxes": np.bincount(bad_image_index, minlength=len(images)),
+    }
+    return _Part(source, categories, [image.file_name for image in images], columns, notes)
 
 
 def _drop_unusable_names(images: list[ImageEntry], location: str, problems: ProblemCollector) -> list[ImageEntry]:
     """The images whose `file_name` is a possible file name."""
-    usable = [image for image in images if is_usable_name(image.file_name)]
-    for image in images if len(usable) < len(images) else ():
-        if not is_usable_name(image.file_name):
-            quoted = f"{image.file_name[:60]!r}"
-            problems.add("malformed-image", f"{location}, image id {image.id}: {quoted} is not a file name")
-    return usable
+    unusable = {id(image): image for image in images if not is_usable_name(image.file_name)}
+    for image in unusable.values():
+        quoted = f"{image.file_name[:60]!r}"
+        problems.add("malformed-image", f"{location}, image id {image.id}: {quoted} is not a file name")
+    return [image for image in images if id(image) not in unusable]
 
 
 def _drop_ambiguous(
@@ -665,12 +550,7 @@ def _drop_ambiguous(
     kept = [p for p in first.values() if len(names_by_id[p.id]) == 1 == len(ids_by_name[p.file_name])]
     if not kept:
         problem = next(p for p in problems.summarize(1) if p.kind in ("ambiguous-id", "listed-twice"))
-        raise DataError(
-            "No image has a unique id and a unique file name.",
-            location=path,
-            cause=f"e.g. {problem.examples[0]}: data sets were merged without new ids, or without their folders",
-            fix="give every entry a unique id and file name",
-        )
+        raise make_error(DataError, "coco-ambiguous-images", path, example=problem.examples[0])
     return kept
 
 
@@ -725,12 +605,8 @@ def _unique_categories(
         if earlier is category:
             continue
         if earlier.name != category.name:
-            raise DataError(
-                f"The category id {category.id} appears more than once.",
-                location=path,
-                cause=f"it is {earlier.name!r} and {category.name!r}: two data sets were merged without new ids",
-                fix="give every category a unique id, also in the annotations",
-            )
+            names = f"{earlier.name!r} and {category.name!r}"
+            raise make_error(DataError, "coco-repeated-category", path, id=category.id, names=names)
         problems.add("copied-class", f"{location}, category id {category.id}: {category.name}")
     return list(first.values())
 
@@ -755,7 +631,7 @@ class CocoWriter(DatasetWriter):
             {"id": image.image_id, "file_name": image.name, "width": width, "height": height}
         )
         annotations = self._annotations[image.split]
-        for row in coco_annotations(image, self._category_ids):
+        for row in coco_annotations(image.boxes, image.labels, image.crowd, image.area, self._category_ids):
             annotations.append({"id": len(annotations) + 1, "image_id": image.image_id, **row})
 
     def finish(self) -> None:
@@ -779,15 +655,21 @@ def coco_category_ids(class_names: Sequence[str], category_ids: Sequence[int]) -
     return tuple(category_ids) if keep_ids else tuple(range(1, len(class_names) + 1))
 
 
-def coco_annotations(image: AnnotatedImage, category_ids: Sequence[int]) -> Iterator[dict[str, object]]:
-    """The annotations of an image as COCO writes them, without ids."""
-    for (x1, y1, x2, y2), label, crowd, area in zip(
-        image.boxes, image.labels.tolist(), image.crowd.tolist(), image.area.tolist(), strict=True
+def coco_annotations(
+    boxes: NDArray[np.float32],
+    labels: NDArray[np.int32],
+    crowd: NDArray[np.bool_],
+    area: NDArray[np.float64],
+    category_ids: Sequence[int],
+) -> Iterator[dict[str, object]]:
+    """Boxes [k, 4] of an image as COCO writes them, without ids."""
+    for (x1, y1, x2, y2), label, is_crowd, box_area in zip(
+        boxes, labels.tolist(), crowd.tolist(), area.tolist(), strict=True
     ):
         left, top = shortest_decimal(x1), shortest_decimal(y1)
         yield {
             "category_id": category_ids[label],
             "bbox": [left, top, exact_extent(left, x2), exact_extent(top, y2)],
-            "area": area,
-            "iscrowd": int(crowd),
+            "area": box_area,
+            "iscrowd": int(is_crowd),
         }

@@ -15,41 +15,40 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.building import Box, ImageFile, TableBuilder, usable_size
 from stoker.data.formats.folders import (
     HEAD_BYTES,
     MAX_PROBES,
     SPLIT_BY_NAME,
     check_unannotated_splits,
-    choose_only_file,
     file_part,
     files_by_split,
     is_image_name,
-    iter_dirs_below,
     iter_nearby_dirs,
     iter_split_dirs,
+    list_dirs_below,
     list_files,
     named_subdirs,
     root_of,
+    several_files_error,
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import ImageLocator, is_usable_name
-from stoker.data.formats.openimages import is_open_images
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
+from stoker.data.formats.openimages import is_open_images, iter_csv
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 TABLE_DIRS = ("annotations", "labels", "data", "csv")
-MAX_NEAR_MISSES = 3
-"""Tables that are explained in an error message."""
 
 
 def recognize(path: Path) -> DatasetLayout | None:
@@ -57,23 +56,28 @@ def recognize(path: Path) -> DatasetLayout | None:
     not a table of boxes, or if a split has several."""
     if path.is_file():
         if detect_csv_layout(path) is None:
+            first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
             raise DataError(
                 "The file is not a table of boxes.",
                 location=path,
-                cause=_explain_rejection(path),
+                cause=f"its first row, {first!r}, has no column of images or none of boxes",
                 choices=["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"],
                 fix="give the columns such names, in any order",
             )
         return _make_layout(root_of(path, TABLE_DIRS), [file_part(path)], [])
     for directory in (path, *named_subdirs(path, TABLE_DIRS)):
         if tables := _list_tables(directory):
-            chosen = {choose_only_file(directory, files, split): split for split, files in files_by_split(tables)}
-            ignored = [table.name for table in tables if table not in chosen]
-            parts = [file_part(table, split) for table, split in chosen.items()]
+            parts = [_only_part(directory, files, split) for split, files in files_by_split(tables)]
+            ignored = [table.name for table in tables if table not in [part.annotations for part in parts]]
             return _make_layout(path, parts, [f"not read: {', '.join(ignored)}"] if ignored else [])
-    tables_by_split = [(split, own, tables) for split, own in iter_split_dirs(path) if (tables := _list_tables(own))]
-    parts = [file_part(choose_only_file(own, tables, split), split) for split, own, tables in tables_by_split]
+    parts = [_only_part(own, tables, split) for split, own in iter_split_dirs(path) if (tables := _list_tables(own))]
     return _make_layout(path, parts, []) if parts else None
+
+
+def _only_part(folder: Path, tables: list[Path], split: str | None) -> SplitFiles:
+    if len(tables) > 1:
+        raise several_files_error(folder, tables, split, fix="name one of the files instead of the folder")
+    return file_part(tables[0], split)
 
 
 def _list_tables(folder: Path) -> list[Path]:
@@ -90,7 +94,7 @@ def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> Datas
         if any(_has_images(directory, names) for directory in (root, *image_dirs)):
             is_certain = True
         else:
-            image_dirs += tuple(directory for directory in iter_dirs_below(root) if _has_images(directory, names))
+            image_dirs += tuple(directory for directory in list_dirs_below(root) if _has_images(directory, names))
         located.append(replace(part, image_dirs=unique(image_dirs)))
     own_dir = parts[0].annotations.parent
     if own_dir != root and own_dir.name.lower() in SPLIT_BY_NAME:
@@ -128,27 +132,24 @@ def _has_images(folder: Path, names: list[str]) -> bool:
 
 DELIMITERS = (",", ";", "\t", "|")
 
-FILE_COLUMNS = (
-    "filename", "imagefilename", "imagename", "imagefile", "filepath", "imagepath", "imgpath", "imgname", "imgfile",
-    "picture", "image", "img", "file", "path", "fname", "imageid", "imgid", "uri", "name", "id",
-)  # fmt: skip
-CLASS_COLUMNS = (
-    "classname", "labelname", "categoryname", "objectclass", "objectname", "celltype", "class", "label", "category",
-    "name", "object", "classes", "labels", "species", "type", "tag", "target", "classid", "labelid", "categoryid",
-)  # fmt: skip
-XYXY_COLUMNS = (
-    ("xmin", "ymin", "xmax", "ymax"), ("x1", "y1", "x2", "y2"), ("x0", "y0", "x1", "y1"),
-    ("left", "top", "right", "bottom"), ("minx", "miny", "maxx", "maxy"), ("xtl", "ytl", "xbr", "ybr"),
-    ("topleftx", "toplefty", "bottomrightx", "bottomrighty"), ("startx", "starty", "endx", "endy"),
-    ("xstart", "ystart", "xend", "yend"),
-)  # fmt: skip
-CENTER_COLUMNS = (("xcenter", "ycenter"), ("centerx", "centery"), ("xcentre", "ycentre"), ("cx", "cy"), ("xc", "yc"))
-WIDTH_HEIGHT_COLUMNS = (("boxw", "boxh"), ("w", "h"), ("width", "height"))
-IMAGE_SIZE_COLUMNS = (("imagewidth", "imageheight"), ("imgwidth", "imgheight"), ("width", "height"))
-SPLIT_COLUMNS = ("split", "set", "subset", "partition", "usage", "mluse")
-"""Column names, only letters and digits, the most likely first."""
-BOX_COLUMNS = ("bbox", "bndbox", "boundingbox", "box", "bboxes", "boxes")
-"""Names of a column with all four numbers."""
+
+class _ColumnNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`csv_columns.toml`: names of columns, only letters and digits, the most likely first."""
+
+    file: tuple[str, ...]
+    label: tuple[str, ...]
+    split: tuple[str, ...]
+    box: tuple[str, ...]
+    """Of a column with all four numbers."""
+    corners: tuple[tuple[str, str, str, str], ...]
+    center: tuple[tuple[str, str], ...]
+    width_height: tuple[tuple[str, str], ...]
+    image_size: tuple[tuple[str, str], ...]
+
+
+COLUMNS = msgspec.toml.decode(
+    (resources.files("stoker.data.formats") / "csv_columns.toml").read_text(encoding="utf-8"), type=_ColumnNames
+)
 _BOX_PREFIX = re.compile(r"(?:bbox|bndbox|boundingbox|box|bb|roi)(?=.)")
 _BOX_SIZE_NAMES = {"w": "boxw", "width": "boxw", "h": "boxh", "height": "boxh"}
 
@@ -195,24 +196,11 @@ def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) ->
 
     max_bytes: read only the rows in the first so many bytes.
     """
-    reader = csv.reader(io.StringIO(_read_text(path, max_bytes), newline=""), delimiter=layout.delimiter)
-    header = bool(layout.header)
-    while True:
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            raise DataError(
-                "A table cannot be read.", location=f"{path}:{reader.line_num}", cause=str(error), fix="export it again"
-            ) from error
-        if row is None:
-            return
-        values = [value.strip() for value in row]
-        if not any(values):
-            continue
-        if header:
-            header = False
-            continue
-        yield reader.line_num, values
+    lines = io.StringIO(_read_text(path, max_bytes), newline="")
+    stripped = (
+        (line, [value.strip() for value in row]) for line, row in iter_csv(lines, path, delimiter=layout.delimiter)
+    )
+    yield from islice((row for row in stripped if any(row[1])), 1 if layout.header else 0, None)
 
 
 def _read_text(path: Path, max_bytes: int | None) -> str:
@@ -233,7 +221,7 @@ def _read_text(path: Path, max_bytes: int | None) -> str:
 def _normalize_column(name: str) -> str:
     """A column's name without case, punctuation, and a word for box: "Bbox_X-min" is "xmin"."""
     normalized = re.sub(r"[^a-z0-9]", "", name.lower())
-    prefix = None if normalized in BOX_COLUMNS else _BOX_PREFIX.match(normalized)
+    prefix = None if normalized in COLUMNS.box else _BOX_PREFIX.match(normalized)
     return normalized if prefix is None else _BOX_SIZE_NAMES.get(normalized[prefix.end() :], normalized[prefix.end() :])
 
 
@@ -248,11 +236,14 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
         )
 
     box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy"
-    box_columns, notes = first_match(*XYXY_COLUMNS), []
+    box_columns, notes = first_match(*COLUMNS.corners), []
     if box_columns is None:
-        width_height = first_match(*WIDTH_HEIGHT_COLUMNS)
-        corner, center = first_match(("x", "y"), *(group[:2] for group in XYXY_COLUMNS)), first_match(*CENTER_COLUMNS)
-        whole_box = [column_by_name[name] for name in BOX_COLUMNS if name in column_by_name]
+        width_height = first_match(*COLUMNS.width_height)
+        corner, center = (
+            first_match(("x", "y"), *(group[:2] for group in COLUMNS.corners)),
+            first_match(*COLUMNS.center),
+        )
+        whole_box = [column_by_name[name] for name in COLUMNS.box if name in column_by_name]
         if width_height is not None and (center or corner) is not None:
             box_format = "cxcywh" if center is not None else "xywh"
             box_columns = (*(center or corner or ()), *width_height)
@@ -267,16 +258,16 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
         columns = (column_by_name[name] for name in choices if name in column_by_name)
         return next((column for column in columns if column not in used), None)
 
-    file_column = first_unused(FILE_COLUMNS)
+    file_column = first_unused(COLUMNS.file)
     if file_column is None:
         return None
     used.add(file_column)
     width_height = first_match(
-        *(group for group in IMAGE_SIZE_COLUMNS if not {column_by_name.get(name) for name in group} & used)
+        *(group for group in COLUMNS.image_size if not {column_by_name.get(name) for name in group} & used)
     )
-    split_column = first_unused(SPLIT_COLUMNS)
+    split_column = first_unused(COLUMNS.split)
     used |= {column for column in (*(width_height or ()), split_column) if column is not None}
-    label_column = first_unused(CLASS_COLUMNS)
+    label_column = first_unused(COLUMNS.label)
     text_columns: list[int] = []
     if label_column is None:
         text_columns = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]
@@ -372,13 +363,7 @@ def _read_table(
     if layout is None:
         raise DataError("The file is not a table of boxes any more.", location=table, fix="restore it, and try again")
     if layout.class_candidates:
-        raise DataError(
-            "It is unclear which column is the class.",
-            location=table,
-            cause="no column is called class, label, name, category …",
-            choices=layout.class_candidates,
-            fix="call that column class",
-        )
+        raise make_error(DataError, "csv-unclear-class", table, choices=layout.class_candidates)
     builder.notes += [f"{table.name}: {note}" for note in layout.notes]
     if layout.label_column is None:
         builder.notes.append(f"{table.name} has no class column: the class of all boxes is {NO_CLASS_COLUMN!r}")
@@ -461,18 +446,3 @@ def _detect_units(table: Path, boxes: list[Box], builder: TableBuilder) -> list[
         else:
             normalized.append(box._replace(is_normalized=True))
     return normalized
-
-
-def problems(folder: Path) -> Iterator[str]:
-    """The reasons why the *.csv files of a folder are not tables of boxes."""
-    for path in list_files(folder, ".csv")[:MAX_NEAR_MISSES]:
-        yield f"{path.name} is not a table of boxes: {_explain_rejection(path)}"
-
-
-def _explain_rejection(path: Path) -> str:
-    """The reason why `detect_csv_layout` finds no layout, for messages."""
-    try:
-        first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()
-    except DataError as error:
-        return f"it is not UTF-8 ({error.cause}): save it as UTF-8"
-    return f"its first row, {first[:80]!r}, has no column of images or none of boxes" if first else "it is empty"

@@ -12,11 +12,19 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from stoker import regular_files
-from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, bound_rotated, usable_size
 from stoker.data.formats.folders import layout_of_files, list_subdirs, read_head, recognize_files, split_from_name
-from stoker.data.formats.images import ImageLocator, is_usable_name
+from stoker.data.formats.images import (
+    XYXY,
+    ImageFile,
+    ImageLocator,
+    TableBuilder,
+    bound_points,
+    bound_rotated,
+    is_usable_name,
+    usable_size,
+)
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 XML_ERRORS = (ElementTree.ParseError, ValueError, LookupError)
@@ -42,19 +50,19 @@ def recognize(path: Path) -> DatasetLayout | None:
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if no image has annotations, or if a video's frames are not there."""
-    builder, locations = TableBuilder(layout, problems, box_id_kind="shape"), list[str]()
+    builder = TableBuilder(layout, problems, box_id_kind="shape")
     for part in layout.parts:
-        reader = _FileReader(part, builder, locations)
+        reader = _FileReader(part, builder)
         reader.read()
         builder.notes += reader.locator.notes()
-    builder.drop_ambiguous_images(locations)
+    builder.drop_ambiguous_images()
     return builder.build()
 
 
 class _FileReader:
-    def __init__(self, part: SplitFiles, builder: TableBuilder, locations: list[str]) -> None:
+    def __init__(self, part: SplitFiles, builder: TableBuilder) -> None:
         self.locator = ImageLocator(builder.layout.root, part)
-        self._part, self._builder, self._locations = part, builder, locations
+        self._part, self._builder = part, builder
         self._location = os.path.relpath(part.annotations, builder.layout.root)
 
     def read(self) -> None:
@@ -92,8 +100,7 @@ class _FileReader:
         folder, file_name = found or self.locator.locate(name)
         split_index = self.locator.split_index(self._part.split or split_from_name(subset), folder)
         size = usable_size(image.get("height"), image.get("width"))
-        image_index = self._builder.add_image(ImageFile(folder, file_name, split_index, size))
-        self._locations.append(location)
+        image_index = self._builder.add_image(ImageFile(folder, file_name, split_index, size), location)
         for number, shape in enumerate(image, 1):
             if (box := self._read_shape(shape, number, location, shape)) is not None:
                 self._builder.add_box(*box, number)
@@ -136,18 +143,12 @@ class _FileReader:
             is_found = self.locator.exists(folder, name)
             num_found += is_found
             split_index = self.locator.split_index(None, folder)
-            self._builder.add_image(ImageFile(folder, name if is_found else f"{name}.png", split_index, size))
-            self._locations.append(f"{self._location}, frame {frame}")
+            image = ImageFile(folder, name if is_found else f"{name}.png", split_index, size)
+            self._builder.add_image(image, f"{self._location}, frame {frame}")
             for number, box in enumerate(boxes, 1):
                 self._builder.add_box(*box, number)
         if frames and not num_found:
-            raise DataError(
-                "The annotations are of a video, and its frames are not there as images.",
-                location=self._part.annotations,
-                cause=f"there is no frame_{min(frames):06d}.png or .jpg near the file",
-                fix='export it with "Save images"; or extract the frames: ffmpeg -i VIDEO -vsync 0 -start_number 0'
-                ' images/frame_%06d.png; or, if the task has images, export it as "CVAT for images 1.1"',
-            )
+            raise make_error(DataError, "cvat-without-frames", self._part.annotations, frame=min(frames))
 
 
 def _bound(shape: Element) -> tuple[XYXY, bool]:

@@ -2,7 +2,7 @@
 
 Each format recognizes its own layouts, from names and first bytes. If a folder has several formats, the first in
 FORMATS is read, and a note tells what else is there and how to read it. Not here: reading (the modules of the formats,
-called by `index.py`), formats that are known and not read (`others.py`), the demo (`demo.py`).
+called by `index.py`), formats that are known and not read (`folders.py`), the demo (`demo.py`).
 """
 
 import os
@@ -20,9 +20,7 @@ from stoker.data.formats import (
     labelme,
     mds,
     openimages,
-    others,
     parquet,
-    shard_index,
     tfrecord,
     voc,
     webdataset,
@@ -30,18 +28,19 @@ from stoker.data.formats import (
 )
 from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
-    IMAGE_DIRS,
     MAX_SEARCHED_DIRS,
     SPLIT_BY_NAME,
+    format_texts,
     is_image_name,
     list_image_dirs,
     list_subdirs,
+    recognize_unread,
 )
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout
-from stoker.data.formats.writer import DatasetWriter
+from stoker.data.formats.images import is_below
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, DatasetWriter
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, UsageError, nearest
 
 MAX_LISTED_NAMES = 8
@@ -50,77 +49,30 @@ ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".
 
 
 class Format(NamedTuple):
-    """A row of the table of formats."""
+    """A row of the table of formats. What `recognize` looks for is in `formats.toml`, under the same name."""
 
     recognize: Callable[[Path], DatasetLayout | None]
     """The data set in a folder (not in subfolders), or of a file with one of `suffixes`; None if there is none."""
     read: Callable[[DatasetLayout, ProblemCollector], AnnotationTable]
-    expected_files: str
-    """What `recognize` looks for, for the message that nothing was found."""
     suffixes: tuple[str, ...] = ()
     """The suffixes, in lower case, of files that can be a data set by themselves."""
-    problems: Callable[[Path], Iterable[str]] = lambda _folder: ()
-    """Why files in a folder that look like this format are not read, for the same message."""
     write: type[DatasetWriter] | None = None
     """What `stoker data convert` writes it with."""
 
 
 FORMATS = {
-    "coco": Format(
-        coco.recognize,
-        coco.read,
-        "COCO JSON (train/_annotations.coco.json, annotations/instances_*.json, *.json with images/)",
-        (".json",),
-        write=coco.CocoWriter,
-    ),
-    "voc": Format(
-        voc.recognize,
-        voc.read,
-        "Pascal VOC (Annotations/*.xml with JPEGImages/, *.xml with the images)",
-        write=voc.VocWriter,
-    ),
-    "yolo": Format(
-        yolo.recognize,
-        yolo.read,
-        "YOLO (data.yaml, images/ with labels/, *.txt with the images)",
-        (".yaml", ".yml", ".data"),
-        write=yolo.YoloWriter,
-    ),
-    "tfrecord": Format(
-        tfrecord.recognize,
-        tfrecord.read,
-        "TFRecord (*.record, *.tfrecord, train.record-00000-of-00010)",
-        (*tfrecord.SUFFIXES, *(f"{ending}.gz" for ending in tfrecord.SUFFIXES)),
-        write=tfrecord.TfRecordWriter,
-    ),
-    "openimages": Format(
-        openimages.recognize,
-        openimages.read,
-        "Open Images (*-annotations-bbox.csv with class-descriptions-boxable.csv)",
-        (".csv",),
-    ),
-    "csv": Format(
-        csv.recognize,
-        csv.read,
-        "CSV (tables with columns such as filename, class, xmin, ymin, xmax, ymax)",
-        (".csv",),
-        csv.problems,
-    ),
-    "cvat": Format(cvat.recognize, cvat.read, "CVAT XML (annotations.xml with images/)", (".xml",)),
-    "labelme": Format(labelme.recognize, labelme.read, "LabelMe JSON (*.json with the images)"),
-    "label-studio": Format(
-        label_studio.recognize, label_studio.read, "Label Studio JSON (*.json with images/)", (".json",)
-    ),
-    "webdataset": Format(
-        webdataset.recognize,
-        webdataset.read,
-        "WebDataset (*.tar with an image and a .json per sample; stoker-index.arrow)",
-        (*webdataset.SUFFIXES, shard_index.INDEX_FILE),
-    ),
-    "mds": Format(mds.recognize, mds.read, "MDS (index.json with *.mds)", (".json",)),
-    "parquet": Format(
-        parquet.recognize, parquet.read, "Parquet (*.parquet with columns image and objects)", parquet.SUFFIXES
-    ),
+    "coco": Format(coco.recognize, coco.read, (".json",), coco.CocoWriter),
+    "voc": Format(voc.recognize, voc.read, (), voc.VocWriter),
+    "yolo": Format(yolo.recognize, yolo.read, (".yaml", ".yml", ".data"), yolo.YoloWriter),
+    "tfrecord": Format(tfrecord.recognize, tfrecord.read, tfrecord.SUFFIXES, tfrecord.TfRecordWriter),
+    "openimages": Format(openimages.recognize, openimages.read, (".csv",)),
+    "csv": Format(csv.recognize, csv.read, (".csv",)),
+    "cvat": Format(cvat.recognize, cvat.read, (".xml",)),
+    "labelme": Format(labelme.recognize, labelme.read),
+    "label-studio": Format(label_studio.recognize, label_studio.read, (".json",)),
+    "webdataset": Format(webdataset.recognize, webdataset.read, webdataset.SUFFIXES),
+    "mds": Format(mds.recognize, mds.read, (".json",)),
+    "parquet": Format(parquet.recognize, parquet.read, parquet.SUFFIXES),
 }
 """In order of preference."""
 
@@ -161,12 +113,8 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
     if candidates:
         if (merged := _merge_split_folders(data, candidates)) is not None:
             return merged
-        raise DataError(
-            f"The folder contains {len(candidates)} data sets.",
-            location=data,
-            choices=[path.name for path, _ in candidates],
-            fix=f"name one of them, e.g. {candidates[0][0]}",
-        )
+        names = [path.name for path, _ in candidates]
+        raise make_error(DataError, "several-data-sets", data, choices=names, count=len(names), example=data / names[0])
     if root_layout is not None:
         return root_layout
     raise _no_annotations_found(data, format)
@@ -210,16 +158,10 @@ def root_of_files(files: Iterable[str]) -> Path:
 def _layout_of_split(data: Path, split: str, name: str) -> DatasetLayout:
     file = Path(name) if Path(name).exists() else data / name
     if not file.is_file():
-        raise DataError(
-            f"The annotation file of the {split} split does not exist.",
-            location=Path(name).absolute(),
-            fix="name a file, relative to the working folder or to DATA",
-        )
+        raise make_error(DataError, "split-file-not-found", Path(name).absolute(), split=split)
     layout = _detect_file(file.resolve(), None)
     if len(layout.parts) != 1:
-        raise DataError(
-            f"--{split} names a file that has splits of its own.", location=file, fix=f"stoker train {file}"
-        )
+        raise make_error(DataError, "split-file-with-splits", file, split=split, file=file)
     return replace(layout, parts=(replace(layout.parts[0], split=split),))
 
 
@@ -297,49 +239,32 @@ def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
 
 
 def _path_not_found(data: Path) -> DataError:
-    parent = data.parent
-    while not parent.exists():
-        parent = parent.parent
-    closest = nearest(data.name, sorted(os.listdir(parent))) if parent == data.parent and parent.is_dir() else None
+    parent = next(folder for folder in data.absolute().parents if folder.exists())
+    closest = nearest(data.name, sorted(os.listdir(parent))) if parent == data.absolute().parent else None
     return DataError(
         f"{str(data)!r} does not exist.",
         location=data.absolute(),
-        cause=f"of its folders, {parent.absolute()} exists",
+        cause=f"of its folders, {parent} exists",
         fix=f"did you mean {parent / closest}?" if closest else 'check the path; "demo" generates a small data set',
     )
 
 
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
-    is_inside = _is_inside_dataset(data)
-    if not is_inside:
-        _refuse_other_format(data)
-    specs = [spec for name, spec in FORMATS.items() if format in (None, name)]
-    expected = "; ".join(spec.expected_files for spec in specs)
-    near_misses = [text for spec in specs for text in spec.problems(data)]
-    fix = "name the folder or the file with the annotations"
+    _refuse_other_format(data)
+    expected = "; ".join(text for name, text in format_texts().expected.items() if format in (None, name))
     return DataError(
         "No annotations found" + (f" in the format {format!r}." if format else "."),
         location=data,
-        cause="; ".join([_describe_contents(data), *near_misses, f"expected, there or one folder below: {expected}"]),
-        fix=f"name the parent folder, {data.parent}, which has annotations" if is_inside else fix,
+        cause=f"{_describe_contents(data)}; expected, there or one folder below: {expected}",
+        fix="name the folder or the file with the annotations",
     )
 
 
 def _refuse_other_format(data: Path) -> None:
     """Raises DataError if a file or folder has a format that is known and not read."""
-    if (found := others.recognize(data)) is not None:
+    if (found := recognize_unread(data)) is not None:
         name, file, fix = found
         raise DataError(f"The data set has the format {name}, which is not read.", location=file, fix=fix)
-
-
-def _is_inside_dataset(data: Path) -> bool:
-    """Whether a folder belongs to the data set in its parent folder."""
-    if data.name.lower() not in (*SPLIT_BY_NAME, *ANNOTATION_DIRS, *(name.lower() for name in IMAGE_DIRS)):
-        return False
-    try:
-        return _detect_in_folder(data.parent, None) is not None
-    except (DataError, OSError):  # an error in the parent folder is not relevant here
-        return False
 
 
 def _describe_contents(folder: Path) -> str:
@@ -383,7 +308,7 @@ def describe_unused(layout: DatasetLayout, table: AnnotationTable, *, num_unlist
             continue
         num_labels = 0
         has_labels = num_images > 0 or folder.name.lower() in ANNOTATION_DIRS
-        if has_labels and folder != layout.root and not _is_below(folder, annotation_dirs):
+        if has_labels and folder != layout.root and not is_below(real_dir, annotation_dirs):
             num_labels = sum(name.lower().endswith((".xml", ".txt")) for name in files)
         counts = ((num_images, "image"), (num_labels, "annotation file"))
         if parts := [_plural(count, noun) for count, noun in counts if count]:
@@ -425,8 +350,3 @@ def _walk(root: Path) -> list[tuple[Path, list[str]]]:
         if len(found) >= MAX_SEARCHED_DIRS:
             break
     return found
-
-
-def _is_below(folder: Path, parents: set[str]) -> bool:
-    real = os.path.realpath(folder)
-    return any(real == parent or real.startswith(os.path.join(parent, "")) for parent in parents)

@@ -1,17 +1,27 @@
 """How splits, folders and files of data sets are recognized by their names, and annotation files by their first bytes.
 
-Used by the formats to find their files. Not here: which format a folder has (`finder.py`), the images that annotations
-name (`images.py`).
+Used by the formats to find their files. Formats that stoker does not read are recognized here too, to tell how to
+convert them: the commands of panlabel 0.7 in `formats.toml` were run on small data sets, except those for Labelbox and
+Unity Perception; those of Datumaro, FiftyOne, Supervisely and Ultralytics are from their documentation. Not here: which
+format a folder has (`finder.py`), the images that annotations name (`images.py`).
 """
 
+import functools
+import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatch
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 
+import msgspec
+
 from stoker import regular_files
 from stoker.data.formats.tables import SPLITS, DatasetLayout, SplitFiles
+from stoker.data.validation.problems import make_error
 from stoker.errors import DataError
 
 SPLIT_BY_NAME = {
@@ -21,6 +31,13 @@ SPLIT_BY_NAME = {
 }  # fmt: skip
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Files with these suffixes (lower case) are images where no annotation names them."""
+SUFFIXES = {
+    "jpeg": (".jpg", ".jpeg", ".jpe", ".jfif"), "png": (".png",), "webp": (".webp",), "bmp": (".bmp", ".dib"),
+    "tiff": (".tif", ".tiff"), "gif": (".gif",), "pnm": (".ppm", ".pnm", ".pgm", ".pbm"),
+    "jpeg 2000": (".jp2", ".j2k", ".jpx"),
+}  # fmt: skip
+"""Image format (`headers.KINDS`) → suffixes of its files, the usual one first."""
+KNOWN_SUFFIXES = frozenset(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 IMAGE_DIRS = ("images", "JPEGImages", "data", "imgs", "pictures")
 """Usual names of image folders: those of COCO, Pascal VOC and FiftyOne, and two that people use."""
 ANNOTATION_DIRS = ("annotations", "annotation", "annots", "annot", "annos", "anno", "xmls", "xml", "labels", "label")
@@ -95,15 +112,22 @@ def list_image_dirs(folder: Path) -> tuple[Path, ...]:
     return (*named_subdirs(folder, IMAGE_DIRS), folder)
 
 
-def list_files(folder: Path, suffixes: str | tuple[str, ...]) -> list[Path]:
-    """The files in a folder with a suffix (lower case), by name, without hidden ones."""
+def list_names(folder: Path, suffixes: str | tuple[str, ...]) -> list[str]:
+    """The names of the files in a folder with a suffix (lower case), sorted, without hidden ones; none if it is
+    absent."""
+    if not folder.is_dir():
+        return []
     with os.scandir(folder) as entries:
-        names = sorted(
+        return sorted(
             entry.name
             for entry in entries
             if entry.name.lower().endswith(suffixes) and not entry.name.startswith(".") and entry.is_file()
         )
-    return [folder / name for name in names]
+
+
+def list_files(folder: Path, suffixes: str | tuple[str, ...]) -> list[Path]:
+    """The same as paths."""
+    return [folder / name for name in list_names(folder, suffixes)]
 
 
 def iter_annotation_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
@@ -125,14 +149,24 @@ def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
         if (split := SPLIT_BY_NAME.get(name)) is None:
             continue
         if split in path_by_split:
-            raise DataError(
-                f"Two folders are named after the {split} split.",
-                location=folder,
-                choices=[path_by_split[split].name, path.name],
-                fix="leave one of them in the data folder",
-            )
+            names = [path_by_split[split].name, path.name]
+            raise make_error(DataError, "two-split-folders", folder, choices=names, split=split)
         path_by_split[split] = path
     yield from sorted(path_by_split.items(), key=lambda item: SPLITS.index(item[0]))
+
+
+def find_files(folder: Path, dir_names: Sequence[str], list_own: Callable[[Path], Iterable[Path]]) -> list[SplitFiles]:
+    """The annotation files in a folder or in one of the named folders in it, else those of its split folders. list_own:
+    those directly in a folder."""
+    for path in (folder, *named_subdirs(folder, dir_names)):
+        if files := list(list_own(path)):
+            return [file_part(file) for file in files]
+    return [
+        file_part(file, split)
+        for split, path in iter_split_dirs(folder)
+        for directory in (path, *named_subdirs(path, dir_names))
+        for file in list_own(directory)
+    ]
 
 
 def iter_split_image_dirs(folder: Path, split: str) -> Iterator[Path]:
@@ -166,10 +200,10 @@ def list_split_pairs(folder: Path) -> list[tuple[str, Path, Path]]:
     ]
 
 
-def iter_dirs_below(root: Path) -> Iterator[Path]:
+def list_dirs_below(root: Path) -> list[Path]:
     """The folders up to two levels below the root, at most MAX_SEARCHED_DIRS, to search for images."""
     levels = (folder for path in list_subdirs(root).values() for folder in (path, *list_subdirs(path).values()))
-    return islice(levels, MAX_SEARCHED_DIRS)
+    return list(islice(levels, MAX_SEARCHED_DIRS))
 
 
 def iter_nearby_dirs(own_dir: Path, root: Path, split: str | None) -> Iterator[Path]:
@@ -197,12 +231,7 @@ def check_unannotated_splits(folder: Path, parts: Iterable[SplitFiles]) -> list[
         if split in [part.split for part in parts]:
             continue
         if split != "test":
-            raise DataError(
-                f"The {split} split is empty: its folder has no annotations.",
-                location=path,
-                cause=f"the annotations of the {parts[0].split} split are in {parts[0].annotations}",
-                fix="put its annotations there, or delete the folder to split validation images off the training set",
-            )
+            raise make_error(DataError, "split-folder-without-annotations", path, split=split, other=parts[0])
         notes.append(f"{path.name}/ has no annotations and is left out")
     return notes
 
@@ -218,20 +247,10 @@ def files_by_split(files: Iterable[Path]) -> list[tuple[str | None, list[Path]]]
     return [(split, by_split[split]) for split in (*SPLITS, None) if split in by_split]
 
 
-def choose_only_file(folder: Path, files: list[Path], split: str | None) -> Path:
-    """The annotation file of a split. Raises DataError if there are several."""
-    if len(files) > 1:
-        raise DataError(
-            several_files(files, split),
-            location=folder,
-            choices=[path.name for path in files],
-            fix="name one of the files instead of the folder, or move the others away",
-        )
-    return files[0]
-
-
-def several_files(files: list[Path], split: str | None) -> str:
-    return f"{len(files)} files could be the annotations" + (f" of the {split} split." if split else ".")
+def several_files_error(folder: Path, files: list[Path], split: str | None, *, fix: str) -> DataError:
+    what = f"{len(files)} files could be the annotations" + (f" of the {split} split." if split else ".")
+    fix = f"{fix}, or move the others away"
+    return DataError(what, location=folder, choices=[path.name for path in files], fix=fix)
 
 
 def find_annotated_dirs(folder: Path, is_annotated: Callable[[Path], object]) -> list[tuple[str | None, Path]]:
@@ -252,25 +271,6 @@ def find_annotated_dirs(folder: Path, is_annotated: Callable[[Path], object]) ->
     return []
 
 
-def find_annotation_files(folder: Path, suffix: str, has_format: HasFormat) -> list[tuple[str | None, Path]]:
-    """(split, file) of each file with a suffix and a format, in the folders of `find_annotated_dirs`."""
-
-    def list_own(path: Path) -> list[Path]:
-        """None if the first few files of the folder are of another format."""
-        files = _list_by_suffix(path, suffix)
-        if not any(has_format(read_head(file)) for file in [*files[:MAX_PROBES], path / f"annotations{suffix}"]):
-            return []
-        return [file for file in files if has_format(read_head(file))]
-
-    files = [(split, file) for split, path in find_annotated_dirs(folder, list_own) for file in list_own(path)]
-    return [(split or split_from_name(file.stem), file) for split, file in files]
-
-
-def has_annotation_files(folder: Path, suffix: str, has_format: HasFormat) -> bool:
-    """Whether one of the first few files with a suffix has a format."""
-    return any(has_format(read_head(path)) for path in _list_by_suffix(folder, suffix)[:MAX_PROBES])
-
-
 def _list_by_suffix(folder: Path, suffix: str) -> list[Path]:
     if folder.name.lower() in ANNOTATION_DIRS:
         return [Path(path) for path in iter_annotation_files(folder, (suffix,))]
@@ -280,7 +280,7 @@ def _list_by_suffix(folder: Path, suffix: str) -> list[Path]:
 def searched_part(split: str | None, annotations: Path, root: Path) -> SplitFiles:
     """A file or folder of annotations, with all folders that may contain its images."""
     own_dir = annotations if annotations.is_dir() else annotations.parent
-    image_dirs = unique([*iter_nearby_dirs(own_dir, root, split), *iter_dirs_below(root)])
+    image_dirs = unique([*iter_nearby_dirs(own_dir, root, split), *list_dirs_below(root)])
     return SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs)
 
 
@@ -295,9 +295,81 @@ def layout_of_files(
     return DatasetLayout(format=format, description=f"{title} ({names})", root=root, parts=parts)
 
 
-def recognize_files(path: Path, format: str, title: str, suffix: str, has_format: HasFormat) -> DatasetLayout | None:
-    """The data set of a file with a format that prescribes no names, or of all such files in a folder; else None."""
+def recognize_files(
+    path: Path, format: str, title: str, suffix: str, has_format: HasFormat, *, file_per_image: bool = False
+) -> DatasetLayout | None:
+    """The data set of a file with a format that prescribes no names, or of all such files in a folder; else None.
+    file_per_image: a part is then a folder of them."""
     if path.is_file():
         files = [(split_from_name(path.stem), path)] if has_format(read_head(path)) else []
         return layout_of_files(format, title, root_of(path), files)
-    return layout_of_files(format, title, path, find_annotation_files(path, suffix, has_format))
+
+    def list_own(folder: Path) -> list[Path]:
+        """None if the first few files of the folder are of another format."""
+        files = _list_by_suffix(folder, suffix)
+        if not any(has_format(read_head(file)) for file in [*files[:MAX_PROBES], folder / f"annotations{suffix}"]):
+            return []
+        return [folder] if file_per_image else [file for file in files if has_format(read_head(file))]
+
+    found = [(split, own) for split, folder in find_annotated_dirs(path, list_own) for own in list_own(folder)]
+    if not file_per_image:
+        found = [(split or split_from_name(file.stem), file) for split, file in found]
+    return layout_of_files(format, title, path, found)
+
+
+class UnreadFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of `formats.toml`, which says what the fields mean."""
+
+    name: str
+    pattern: str
+    fix: str
+    first_bytes: str | None = None
+
+
+class FormatTexts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `formats.toml`."""
+
+    expected: dict[str, str]
+    format: tuple[UnreadFormat, ...]
+    """In the order in which they are tried on a file."""
+
+
+@functools.cache
+def format_texts() -> FormatTexts:
+    text = (resources.files("stoker.data.formats") / "formats.toml").read_text(encoding="utf-8")
+    return msgspec.toml.decode(text, type=FormatTexts)
+
+
+def recognize_file(file: Path, head: bytes) -> UnreadFormat | None:
+    """The format of a file, from its name and its first bytes."""
+    name = f"{file.parent.name}/{file.name}".lower()
+    candidates = (row for row in format_texts().format if fnmatch(name, row.pattern))
+    return next((row for row in candidates if re.search((row.first_bytes or "").encode(), head, re.DOTALL)), None)
+
+
+def recognize_unread(data: Path) -> tuple[str, Path, str] | None:
+    """(format, a file of it, how to convert) of data in a format that is known and not read; else None."""
+    for file in [data] if data.is_file() else _iter_files(data):
+        if (row := recognize_file(file, read_head(file))) is not None:
+            return row.name, file, _fill_in(row.fix, file, data if data.is_dir() else data.parent)
+    return None
+
+
+def _fill_in(fix: str, file: Path, data: Path) -> str:
+    out_name = f"{file.stem}.coco.json" if file.parent == data else f"{file.parent.name}-{file.stem}.coco.json"
+    places = {"data": data, "file": file, "folder": file.parent, "parent": file.parent.parent, "out": data / out_name}
+    return fix.format(
+        **{name: shlex.quote(str(path)) for name, path in places.items()}, paths=json.dumps([str(data), f"{data}-coco"])
+    )
+
+
+def _iter_files(folder: Path) -> Iterator[Path]:
+    """The first few files of each suffix, of the folder and those below it."""
+    for path, folders, names in islice(os.walk(folder), MAX_SEARCHED_DIRS):
+        folders.sort()
+        seen: dict[str, int] = {}
+        for name in sorted(names):
+            suffix = os.path.splitext(name)[1].lower()
+            seen[suffix] = seen.get(suffix, 0) + 1
+            if seen[suffix] <= MAX_PROBES:
+                yield Path(path, name)

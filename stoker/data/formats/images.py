@@ -1,29 +1,44 @@
-"""The image files of a data set: their sizes, their names on the disk, and where they are.
+"""The image files of a data set: their sizes, names on the disk and places; tables of them and their boxes.
 
 `read_sizes` reads headers, for formats that need sizes and do not give them. `repair_names` corrects names that
 annotations write differently from the disk (`IMG_1.JPG` for `img_1.jpg`, é as one or two characters, `%20`), if only
 one file fits; if all names are correct, the cost is one listing per folder. `ImageLocator` finds images by their path,
 else by their name alone, near the annotations: paths are often those of another machine (`C:/Users/me/1.jpg`).
-`report_outside` counts images that lie outside the data set's folder ("Files outside the folder" in docs/data.md). Not
-here: COCO, which locates images per file, and Pascal VOC, which goes by the stem.
+`report_outside` counts images that lie outside the data set's folder ("Files outside the folder" in docs/data.md).
+`TableBuilder` makes an `AnnotationTable` of images and boxes, for all formats except COCO and TFRecord, which build
+arrays directly, for speed. Not here: COCO's search for its images, Pascal VOC's, which goes by the stem.
 """
 
+import math
+import mmap
 import os
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker import regular_files
 from stoker.data.formats.folders import SPLIT_BY_NAME, is_image_name
-from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles, group_by_folder
+from stoker.data.formats.tables import (
+    SPLITS,
+    UNASSIGNED,
+    AnnotationTable,
+    DatasetLayout,
+    FolderTable,
+    SplitFiles,
+    display_path,
+    group_by_folder,
+)
 from stoker.data.images import source
 from stoker.data.images.headers import read_header
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 IO_WORKERS = 16
@@ -57,20 +72,15 @@ def map_in_threads(
 
 def read_sizes(paths: Sequence[Path]) -> tuple[NDArray[np.int32], dict[int, str]]:
     """int32 [R, 2], height and width of the upright images, 0 where unreadable; and the reasons, by position."""
-    sizes = np.zeros((len(paths), 2), np.int32)
-    unreadable = {}
     if paths and (uri := source.path_to_uri(paths[0])) is not None:
         if len(paths) >= NOTICE_MIN_IMAGES:
             source.print_status(f"Reading the sizes of {len(paths):,} images from their first bytes, starting at {uri}")
         results = map_in_threads(_read_size, paths, workers=REMOTE_IO_WORKERS, chunk_size=1)
     else:
         results = map_in_threads(_read_size, paths)
-    for position, result in enumerate(results):
-        if isinstance(result, str):
-            unreadable[position] = result
-        else:
-            sizes[position] = result
-    return sizes, unreadable
+    unreadable = {position: result for position, result in enumerate(results) if isinstance(result, str)}
+    sizes = [(0, 0) if isinstance(result, str) else result for result in results]
+    return np.array(sizes, np.int32).reshape(-1, 2), unreadable
 
 
 def _read_size(path: Path) -> tuple[int, int] | str:
@@ -139,21 +149,16 @@ def resolve_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
     with os.scandir(folder) as entries:
         present = {entry.name for entry in entries}
     requested = set(names)
-    absent = requested - present
-    unclaimed = present - requested
+    absent, unclaimed = requested - present, present - requested
     matches: dict[str, str] = {}
-    for key in (_fold_name, _unquote_name):
-        if not absent or not unclaimed:
-            break
+    for key in (_fold_name, lambda name: _fold_name(unquote(name))):
         files_by_key, absent_by_key = _group_by_key(unclaimed, key), _group_by_key(absent, key)
-        matched = {
-            absent_by_key[k][0]: files_by_key[k][0]
-            for k in absent_by_key.keys() & files_by_key.keys()
-            if len(absent_by_key[k]) == len(files_by_key[k]) == 1
-        }
-        # macOS opens a name in any case and Unicode form, so such a name needs no change.
-        matches |= {name: file for name, file in matched.items() if not (folder / name).is_file()}
-        absent, unclaimed = absent - matched.keys(), unclaimed - set(matched.values())
+        for k in absent_by_key.keys() & files_by_key.keys():
+            if len(absent_by_key[k]) == len(files_by_key[k]) == 1:
+                (name,), (file,) = absent_by_key[k], files_by_key[k]
+                absent, unclaimed = absent - {name}, unclaimed - {file}
+                if not (folder / name).is_file():  # macOS opens a name in any case and Unicode form: no change needed
+                    matches[name] = file
     return matches
 
 
@@ -170,21 +175,6 @@ def find_existing_dir(folder: Path) -> Path | None:
     return parent / name if (parent / name).is_dir() else None
 
 
-def count_matching_files(folder: Path, names: Iterable[str]) -> int:
-    """How many of the names (with "/" between folders) fit a file below `folder`, in any writing."""
-    names_by_dir: dict[str, list[str]] = {}
-    for name in names:
-        head, _, tail = name.rpartition("/")
-        names_by_dir.setdefault(head, []).append(tail)
-    existing_dirs = {head: find_existing_dir(folder / head) for head in names_by_dir}
-    return sum(
-        len(resolve_names(directory, names_by_dir[head]))
-        + sum((directory / tail).is_file() for tail in names_by_dir[head])
-        for head, directory in existing_dirs.items()
-        if directory is not None
-    )
-
-
 def _group_by_key(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -194,10 +184,6 @@ def _group_by_key(names: Iterable[str], key: Callable[[str], str]) -> dict[str, 
 
 def _fold_name(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold()).strip()
-
-
-def _unquote_name(name: str) -> str:
-    return _fold_name(unquote(name))
 
 
 MAX_NAME_BYTES = 255
@@ -222,12 +208,12 @@ class ImageLocator:
         self._base_dirs = tuple(dict.fromkeys((own_dir, root, *part.image_dirs)))
         self._listings: dict[Path, set[str]] = {}
         self._located: dict[tuple[str, Path | None], tuple[Path, str]] = {}
-        self._num_dirs_ignored = self._num_ambiguous = 0
+        self._counts: Counter[str] = Counter()
+        """Of the notes."""
         self._default_dir = part.image_dirs[0]
         self._dir_by_name: dict[str, Path] = {}
         self._name_by_key: dict[str, str] = {}
         """Name without its suffix, case-folded name with and without it → name."""
-        self._corrected: dict[str, str] = {}
         self._duplicates: set[str] = set()
         for folder in part.image_dirs:
             for name in sorted(self._list_dir(folder)):
@@ -272,11 +258,11 @@ class ImageLocator:
                 return folder, name
         corrected = self._name_by_key.get(name) or self._name_by_key.get(name.casefold())
         if name not in self._dir_by_name and corrected is not None:
-            self._corrected.setdefault(name, corrected)
+            self._counts["images have other names than in the annotations, in case or without a suffix"] += 1
             name = corrected
         if name in self._dir_by_name:
-            self._num_dirs_ignored += bool(head)
-            self._num_ambiguous += name in self._duplicates
+            self._counts["image names have folders that do not exist: they are ignored"] += bool(head)
+            self._counts["image names exist in several folders: the first is used"] += name in self._duplicates
             return self._dir_by_name[name], name
         return Path(os.path.normpath(base_dirs[0] / head)) if is_local else own_dir or self._default_dir, name
 
@@ -292,17 +278,7 @@ class ImageLocator:
         return UNASSIGNED if name is None else SPLITS.index(name)
 
     def notes(self) -> list[str]:
-        notes = []
-        if self._num_dirs_ignored:
-            count = self._num_dirs_ignored
-            notes.append(f"the folders in {count:,} image names are ignored, because they do not exist")
-        if self._corrected:
-            written_name, name = next(iter(self._corrected.items()))
-            count = len(self._corrected)
-            notes.append(f"{count:,} images have other names than in the annotations, e.g. {name} for {written_name}")
-        if self._num_ambiguous:
-            notes.append(f"{self._num_ambiguous:,} image names exist in several folders: the first is used")
-        return notes
+        return [f"{count:,} {description}" for description, count in self._counts.items() if count]
 
 
 OUTSIDE = "outside-path"
@@ -326,17 +302,17 @@ def report_outside(
         if not os.path.isdir(folder):
             continue  # its images are missing, wherever it is
         names = [table.file_names[image_index] for image_index in image_indices.tolist()]
-        if not _is_below(folder, own_dirs):
+        if not is_below(folder, own_dirs):
             outside += [os.path.join(folder, name) for name in names]
             continue
         real_folder = os.path.realpath(folder)
-        if not _is_below(real_folder, real_dirs):
+        if not is_below(real_folder, real_dirs):
             table.notes.append(f"{os.path.relpath(folder, own_dirs[0])}/ is a link to {real_folder}")
         with os.scandir(folder) as entries:
             links = {entry.name for entry in entries if entry.is_symlink()}
         for name in names if links else ():
             target = os.path.realpath(os.path.join(folder, name)) if name in links else real_folder
-            if not _is_below(target, (real_folder, *real_dirs)):
+            if not is_below(target, (real_folder, *real_dirs)):
                 outside.append(f"{os.path.join(folder, name)}, a link to {target}")
     if outside and allowed:
         table.notes.append(f"{len(outside):,} images are outside the folder, as --allow-outside allows: {outside[0]}")
@@ -344,5 +320,226 @@ def report_outside(
         problems.add(OUTSIDE, location)
 
 
-def _is_below(path: str, folders: Iterable[str]) -> bool:
+def is_below(path: str, folders: Iterable[str]) -> bool:
+    """Whether a path is one of some folders, or in one."""
     return any(path == folder or path.startswith(os.path.join(folder, "")) for folder in folders)
+
+
+XYXY = tuple[float, float, float, float]
+Content = TypeVar("Content")
+
+
+class ImageFile(NamedTuple):
+    """An image of the data set."""
+
+    folder: Path
+    name: str
+    split: int
+    """Index into SPLITS, or UNASSIGNED."""
+    size: tuple[int, int] = (0, 0)
+    """Height and width in pixels; 0: not given."""
+
+
+class Box(NamedTuple):
+    """An annotated box."""
+
+    image_index: int
+    label: int | str
+    """Index of the class, or its name."""
+    xyxy: XYXY
+    """In pixels, or normalized by width and height of the upright image."""
+    box_id: int
+    """Number of the box in its source, for messages: a line, or the number of the object."""
+    is_normalized: bool = False
+    is_crowd: bool = False
+
+
+class TableBuilder:
+    """Collects the images and boxes of a data set, and the problems and notes about them."""
+
+    def __init__(self, layout: DatasetLayout, problems: ProblemCollector, *, box_id_kind: str) -> None:
+        """box_id_kind: what the number of a box is, for messages: "line", "object"."""
+        self.layout, self.problems, self._box_id_kind = layout, problems, box_id_kind
+        self.notes = list(layout.notes)
+        self.counts: Counter[str] = Counter()
+        """Description → count: become notes, "3 × point, which has no box and is not read"."""
+        self.images: list[ImageFile] = []
+        self.locations: list[str] = []
+        """File of each image, and number in it, for formats that list images themselves."""
+        self.boxes: list[Box] = []
+        """In any order."""
+        self.bad_boxes: list[int] = []
+        """The image of each box that was left out: an image that loses all of its boxes is not background."""
+
+    def add_image(self, image: ImageFile, location: str = "") -> int:
+        """The index of the image."""
+        self.images.append(image)
+        self.locations.append(location)
+        return len(self.images) - 1
+
+    def add_box(self, label: int | str, xyxy: XYXY, box_id: int, *, is_normalized: bool = False) -> None:
+        """A box of the image that was added last."""
+        self.boxes.append(Box(len(self.images) - 1, label, xyxy, box_id, is_normalized))
+
+    def drop_box(self, kind: str, example: str) -> None:
+        """A box of the image that was added last and cannot be used."""
+        self.problems.add(kind, example)
+        self.bad_boxes.append(len(self.images) - 1)
+
+    def location(self) -> Path:
+        """What an error about the whole data set names."""
+        return self.layout.root if len(self.layout.parts) > 1 else self.layout.parts[0].annotations
+
+    def build(self, class_names: Sequence[str] | None = None, *, read_headers: bool = True) -> AnnotationTable:
+        """The table of the images, in their order, and their boxes.
+
+        class_names: default, those of the boxes that are kept (`name_classes`); boxes of other classes are dropped and
+        reported. read_headers: read absent sizes from the image headers; needed if boxes are normalized. A normalized
+        box whose image cannot be read is dropped and reported.
+        """
+        images, boxes, root = self.images, self.boxes, self.layout.root
+        size = np.array([image.size for image in images], np.int32).reshape(-1, 2)
+        is_normalized = np.array([box.is_normalized for box in boxes], np.bool_)
+        image_index = np.array([box.image_index for box in boxes], np.int64)
+        xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
+        keep = np.ones(len(boxes), np.bool_)
+        unmeasured = np.zeros(0, np.int64)
+        if read_headers:
+            # sizes in the annotations may be wrong, so normalized boxes always use the header
+            has_normalized = np.isin(np.arange(len(images)), image_index[is_normalized])
+            unmeasured = np.flatnonzero((size == 0).any(1) | has_normalized)
+            size[unmeasured], failures = read_sizes([images[i].folder / images[i].name for i in unmeasured.tolist()])
+            reasons = {int(unmeasured[number]): reason for number, reason in failures.items()}
+            xyxy[is_normalized] *= size[image_index[is_normalized]][:, [1, 0, 1, 0]]
+            keep = ~(is_normalized & np.isin(image_index, list(reasons)))
+            for i, count in Counter(image_index[~keep].tolist()).items():
+                path = display_path(images[i].folder / images[i].name, root)
+                self.problems.add("box-of-unreadable-image", f"{path}: {reasons[i]}", count)
+        if class_names is not None:
+            listed = set(class_names)
+            for i, box in enumerate(boxes):
+                if isinstance(box.label, str) and box.label not in listed:
+                    image = images[box.image_index]
+                    path = display_path(image.folder / image.name, root)
+                    self.problems.add("unknown-class", f"{path}: {box.label!r}")
+                    self.bad_boxes.append(box.image_index)
+                    keep[i] = False
+        order = np.flatnonzero(keep)
+        order = order[np.argsort(image_index[order], kind="stable")]
+        boxes = [boxes[i] for i in order.tolist()]
+        class_names = name_classes(boxes) if class_names is None else class_names
+        label_by_name = {name: label for label, name in enumerate(class_names)}
+        labels = [box.label if isinstance(box.label, int) else label_by_name[box.label] for box in boxes]
+        folders = FolderTable(root)
+        folder_index = [folders.add(str(image.folder)) for image in images]
+        return AnnotationTable(
+            class_names=list(class_names),
+            category_ids=list(range(len(class_names))),
+            folders=folders.paths(),
+            folder_index=np.array(folder_index, np.int32),
+            file_names=[image.name for image in images],
+            split=np.array([image.split for image in images], np.int8),
+            original_size=size,
+            image_id=np.arange(len(images), dtype=np.int64),
+            image_index=image_index[order],
+            boxes=xyxy[order],
+            labels=np.array(labels, np.int32),
+            crowd=np.array([box.is_crowd for box in boxes], np.bool_),
+            area=np.full(len(boxes), np.nan),
+            box_id=np.array([box.box_id for box in boxes], np.int64),
+            box_id_kind=self._box_id_kind,
+            sizes_from_headers=len(unmeasured) > 0,
+            num_bad_boxes=np.bincount(np.array(self.bad_boxes, np.int64), minlength=len(images)),
+            notes=[*self.notes, *(f"{count:,} × {description}" for description, count in self.counts.items() if count)],
+        )
+
+    def drop_ambiguous_images(self) -> None:
+        """Drops an identical second entry of an image in a split. If its entries differ, all are dropped: which one is
+        right is not known. Raises DataError if no image is left."""
+        boxes_of: dict[int, list[Box]] = {}
+        for box in self.boxes:
+            boxes_of.setdefault(box.image_index, []).append(box)
+        entries: dict[tuple[int, Path, str], list[int]] = {}
+        for index, image in enumerate(self.images):
+            entries.setdefault((image.split, image.folder, image.name), []).append(index)
+        kept: dict[int, int] = {}
+        for first, *others in entries.values():
+            content, *copies = [[box[1:3] for box in boxes_of.get(index, ())] for index in (first, *others)]
+            name = self.images[first].name
+            if any(copy != content for copy in copies):
+                listed = ", ".join(self.locations[index] for index in (first, *others))
+                self.problems.add("listed-twice", f"{name}: {listed}")
+                continue
+            kept[first] = len(kept)
+            for other in others:
+                self.problems.add("copied-entry", f"{self.locations[other]}: {name}, as {self.locations[first]}")
+        if not kept:
+            raise no_image_error(self.layout, self.problems, "No image has annotations that can be read.")
+        self.images = [self.images[index] for index in kept]
+        self.boxes = [box._replace(image_index=kept[index]) for index in kept for box in boxes_of.get(index, ())]
+        self.bad_boxes = [kept[index] for index in self.bad_boxes if index in kept]
+
+
+def no_image_error(
+    layout: DatasetLayout, problems: ProblemCollector, what: str, *, fix: str = "export the annotations again"
+) -> DataError:
+    return DataError(
+        what,
+        location=layout.parts[0].annotations,
+        cause=problems.describe(),
+        fix=fix,
+    )
+
+
+def name_classes(boxes: Sequence[Box]) -> list[str]:
+    """The classes of the boxes by name; if all names are numbers, by number; class 0, class 1, … for boxes that have
+    the index of their class."""
+    if boxes and isinstance(boxes[0].label, int):
+        return [f"class {number}" for number in range(max(int(box.label) for box in boxes) + 1)]
+    names = {str(box.label) for box in boxes}
+    if all(name.isascii() and name.isdigit() for name in names):
+        return sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
+    return sorted(names)
+
+
+def bound_points(points: Sequence[Sequence[float]]) -> XYXY:
+    """The box around points (x, y)."""
+    xs, ys = [point[0] for point in points], [point[1] for point in points]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def bound_rotated(center: tuple[float, float], size: tuple[float, float], degrees: float) -> XYXY:
+    """The box around a rectangle of width and height `size` that is rotated about its center."""
+    cos, sin = abs(math.cos(math.radians(degrees))), abs(math.sin(math.radians(degrees)))
+    half_width, half_height = (size[0] * cos + size[1] * sin) / 2, (size[0] * sin + size[1] * cos) / 2
+    x, y = center
+    return x - half_width, y - half_height, x + half_width, y + half_height
+
+
+def usable_size(height: object, width: object) -> tuple[int, int]:
+    """Height and width that annotations give; 0, unknown, if they are not both valid numbers."""
+    try:
+        sides = [float(side) for side in (height, width) if isinstance(side, int | float | str)]
+    except ValueError:
+        return 0, 0
+    is_valid = len(sides) == 2 and all(1 <= side < 2**31 for side in sides)
+    return (int(sides[0]), int(sides[1])) if is_valid else (0, 0)
+
+
+def read_json(path: Path, type: type[Content], *, what: str, fix: str = "export it again") -> Content:
+    """The content of a JSON file, numbers also if they are text. Raises OSError, and DataError for a file that is not
+    JSON or has another content. what: says so in the error: "The file is not an export of Label Studio."."""
+    data = regular_files.read_bytes(path).removeprefix(b"\xef\xbb\xbf")
+    try:
+        return msgspec.json.decode(data, type=type, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(what, location=path, cause=str(error), fix=fix) from error
+
+
+def invalid_json_error(path: Path, data: bytes | mmap.mmap, error: Exception) -> DataError:
+    """The error for a file that is not JSON, with the line."""
+    text = str(error)
+    digits = text.rpartition("byte ")[2].rstrip(")")
+    offset = int(digits) if digits.isdigit() else len(data)
+    line = data[:offset].count(b"\n") + 1
+    return make_error(DataError, "invalid-json", f"{path}:{line}", text=text, num_bytes=len(data))

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from stoker.data.formats.building import (
+from stoker.data.formats.folders import is_image_name, recognize_files
+from stoker.data.formats.images import (
     XYXY,
     ImageFile,
+    ImageLocator,
     TableBuilder,
     bound_points,
     bound_rotated,
+    is_usable_name,
     read_json,
     usable_size,
 )
-from stoker.data.formats.folders import is_image_name, recognize_files
-from stoker.data.formats.images import ImageLocator, is_usable_name
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
 
@@ -50,7 +51,7 @@ def recognize(path: Path) -> DatasetLayout | None:
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if no task has annotations, or if a file is not JSON."""
-    builder, locations = TableBuilder(layout, problems, box_id_kind="region"), []
+    builder = TableBuilder(layout, problems, box_id_kind="region")
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
         file = os.path.relpath(part.annotations, layout.root)
@@ -67,11 +68,10 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 candidates = _candidate_paths(written)
                 folder, name = locator.find(*candidates) or locator.locate(candidates[-1])
                 image = ImageFile(folder, name, locator.split_index(part.split, folder), _size_of(regions))
-                builder.add_image(image)
-                locations.append(location)
+                builder.add_image(image, location)
                 _read_regions(regions, image.size, location, builder)
         builder.notes += locator.notes()
-    builder.drop_ambiguous_images(locations)
+    builder.drop_ambiguous_images()
     return builder.build()
 
 

@@ -13,14 +13,21 @@ from typing import Any
 
 import msgspec
 
-from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, read_json, usable_size
 from stoker.data.formats.folders import (
-    find_annotated_dirs,
-    has_annotation_files,
     iter_annotation_files,
-    searched_part,
+    recognize_files,
 )
-from stoker.data.formats.images import ImageLocator, is_usable_name, map_in_threads
+from stoker.data.formats.images import (
+    XYXY,
+    ImageFile,
+    ImageLocator,
+    TableBuilder,
+    bound_points,
+    is_usable_name,
+    map_in_threads,
+    read_json,
+    usable_size,
+)
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
@@ -46,9 +53,7 @@ class _File(msgspec.Struct):
 
 def recognize(folder: Path) -> DatasetLayout | None:
     """The LabelMe data set in a folder (not in subfolders), or None."""
-    dirs = find_annotated_dirs(folder, lambda path: has_annotation_files(path, ".json", is_labelme))
-    parts = tuple(searched_part(split, path, folder) for split, path in dirs)
-    return DatasetLayout(format="labelme", description="LabelMe JSON", root=folder, parts=parts) if parts else None
+    return recognize_files(folder, "labelme", "LabelMe JSON", ".json", is_labelme, file_per_image=True)
 
 
 def is_labelme(head: bytes) -> bool:
@@ -60,7 +65,7 @@ def is_labelme(head: bytes) -> bool:
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if none can be read."""
-    builder, locations = TableBuilder(layout, problems, box_id_kind="shape"), []
+    builder = TableBuilder(layout, problems, box_id_kind="shape")
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
         files = [Path(path) for path in iter_annotation_files(part.annotations, (".json",))]
@@ -71,11 +76,11 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 continue
             folder, name = _locate(file, content.image_path or "", locator)
             split_index = locator.split_index(part.split or locator.split_from_folder(file.parent), folder)
-            builder.add_image(ImageFile(folder, name, split_index, usable_size(content.height, content.width)))
-            locations.append(location)
+            size = usable_size(content.height, content.width)
+            builder.add_image(ImageFile(folder, name, split_index, size), location)
             _read_shapes(content.shapes, location, builder)
         builder.notes += locator.notes()
-    builder.drop_ambiguous_images(locations)
+    builder.drop_ambiguous_images()
     return builder.build()
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from stoker.data.formats.building import read_json
 from stoker.data.formats.folders import (
     check_unannotated_splits,
     file_part,
@@ -25,6 +24,7 @@ from stoker.data.formats.folders import (
     read_head,
     split_from_name,
 )
+from stoker.data.formats.images import read_json
 from stoker.data.formats.shards import (
     CLASS_LIST_KEYS,
     CORNERS_KEYS,
@@ -39,7 +39,7 @@ from stoker.data.formats.shards import (
 )
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images.headers import ReadAt
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 INDEX_FILE = "index.json"
@@ -132,12 +132,7 @@ def _read_index(path: Path) -> MdsIndex:
     for shard in index.shards:
         name = shard.raw_data.basename
         if shard.compression or shard.zip_data is not None:
-            raise DataError(
-                "Compressed MDS shards are not read.",
-                location=path,
-                cause=f"{name} is compressed ({shard.compression or 'unknown'}), so images have no byte ranges",
-                fix="write them with MDSWriter(compression=None): images are compressed already",
-            )
+            raise make_error(DataError, "mds-compressed", path, name=name, compression=shard.compression or "unknown")
         if name != Path(name).name or name in ("", ".", ".."):
             raise DataError("An MDS shard is outside its folder.", location=path, cause=f"its name is {name!r}")
         if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes) or index.version != 2:
@@ -162,16 +157,12 @@ def _choose_columns(info: ShardInfo, path: Path) -> _Columns:
         return _Columns(info.column_names.index(image), tuple(map(info.column_names.index, usable)))
     listed = ", ".join(f"{name}: {text}" for name, text in columns)
     if image is None:
-        what = "The MDS shards have no column of encoded images."
         choices = [f"{name}: {encoding}" for name in IMAGE_COLUMNS[:2] for encoding in IMAGE_ENCODINGS]
-        fix = "write the encoded image; raw pixels (pil, ndarray) are not read"
-    else:
-        what = "The MDS shards have no boxes that are understood."
-        choices = ["boxes and labels (x1, y1, x2, y2)", "bboxes and labels (x, y, width, height)", "annotations"]
-        fix = "write such columns as json or ndarray:float32 and ndarray:int64, in pixels"
-        if pickled:
-            what = "The boxes in the MDS shards are pickled, and reading a pickle runs code of others."
-    raise DataError(what, location=path, cause=f"the columns are {listed}", choices=choices, fix=fix)
+        raise make_error(DataError, "mds-without-images", path, choices=choices, columns=listed)
+    choices = ["boxes and labels (x1, y1, x2, y2)", "bboxes and labels (x, y, width, height)", "annotations"]
+    if pickled:
+        raise make_error(DataError, "mds-pickled", path, choices=choices, columns=listed)
+    raise make_error(DataError, "mds-without-boxes", path, choices=choices, columns=listed)
 
 
 def _plain(name: str) -> str:

@@ -8,27 +8,27 @@ Format: https://storage.googleapis.com/openimages/web/download_v7.html#data-form
 import csv
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from stoker import regular_files
-from stoker.data.formats.building import Box, ImageFile, TableBuilder
 from stoker.data.formats.folders import (
     MAX_SEARCHED_DIRS,
     file_part,
+    find_files,
     is_image_name,
     iter_nearby_dirs,
-    iter_split_dirs,
     list_files,
     named_subdirs,
     read_head,
     root_of,
     unique,
 )
+from stoker.data.formats.images import Box, ImageFile, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 TABLE_DIRS = ("annotations", "labels", "csv", "csv_folder", "metadata")
@@ -41,20 +41,8 @@ def recognize(path: Path) -> DatasetLayout | None:
     """The data set of a table, or of the tables in a folder; None if there are none."""
     if path.is_file():
         return _make_layout(root_of(path, TABLE_DIRS), [file_part(path)]) if is_open_images(path) else None
-    for directory in (path, *named_subdirs(path, TABLE_DIRS)):
-        if tables := _list_tables(directory):
-            return _make_layout(path, [file_part(table) for table in tables])
-    parts = [
-        file_part(table, split)
-        for split, own in iter_split_dirs(path)
-        for directory in (own, *named_subdirs(own, TABLE_DIRS))
-        for table in _list_tables(directory)
-    ]
+    parts = find_files(path, TABLE_DIRS, lambda folder: filter(is_open_images, list_files(folder, ".csv")))
     return _make_layout(path, parts) if parts else None
-
-
-def _list_tables(folder: Path) -> list[Path]:
-    return [path for path in list_files(folder, ".csv") if is_open_images(path)]
 
 
 def is_open_images(path: Path) -> bool:
@@ -113,12 +101,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             total, num_here = num_absent + len(index_by_id), len(index_by_id)
             builder.notes.append(f"{location}: {num_here:,} of its {total:,} images are here; the others are left out")
     if not builder.images:
-        raise DataError(
-            "None of the images of the tables is here.",
-            location=layout.parts[0].annotations,
-            cause=f"below {layout.root} is no image that is called like an ImageID, as 000002b66c9c498e.jpg",
-            fix="put the images there; `fiftyone zoo datasets load open-images-v7 --split validation` downloads some",
-        )
+        raise make_error(DataError, "openimages-without-images", layout.parts[0].annotations, root=layout.root)
     return builder.build()
 
 
@@ -151,13 +134,16 @@ def _iter_rows(table: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _iter_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line, values) of every row that is not empty."""
     file = regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES)
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="") as lines:
-        reader = csv.reader(lines)
-        try:
-            yield from ((reader.line_num, row) for row in reader if row)
-        except csv.Error as error:
-            location = f"{path}:{reader.line_num}"
-            fix = "download it again"
-            raise DataError("A table cannot be read.", location=location, cause=str(error), fix=fix) from error
+        yield from iter_csv(lines, path)
+
+
+def iter_csv(lines: Iterable[str], path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
+    """(line, values) of every row that is not empty. Raises DataError."""
+    reader = csv.reader(lines, delimiter=delimiter)
+    try:
+        yield from ((reader.line_num, row) for row in reader if row)
+    except csv.Error as error:
+        location, fix = f"{path}:{reader.line_num}", "download or export it again"
+        raise DataError("A table cannot be read.", location=location, cause=str(error), fix=fix) from error

@@ -7,8 +7,6 @@ TFRecords; this needs a local disk. Format: https://huggingface.co/docs/datasets
 of boxes (`shards.py`).
 """
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,11 +28,10 @@ from stoker.data.formats.shards import (
     recognize_shards,
 )
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.formats.tfrecord_bytes import MIN_FREE_BYTES, unpacked_path
+from stoker.data.formats.tfrecord_bytes import unpacked_path, write_cached
 from stoker.data.images import source as image_source
-from stoker.data.validation.problems import ProblemCollector
-from stoker.errors import DataError, StorageError
-from stoker.storage.local_files import atomic_path
+from stoker.data.validation.problems import ProblemCollector, make_error
+from stoker.errors import DataError
 
 SUFFIXES = (".parquet",)
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png")
@@ -61,12 +58,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             problems.add("damaged-shard", f"{part.annotations.name}: {str(error).splitlines()[0]}")
             continue
         if class_names and names and names != class_names:
-            raise DataError(
-                "The Parquet files have different classes.",
-                location=part.annotations,
-                cause=f"{', '.join(names[:5])} here, {', '.join(class_names[:5])} in others",
-                fix="write them again with the same classes, or name one file",
-            )
+            listed = f"{', '.join(names[:5])} here, {', '.join(class_names[:5])} in others"
+            raise make_error(DataError, "parquet-different-classes", part.annotations, cause=listed)
         class_names = class_names or names
         target = unpacked_path(part.annotations)
         shards.append(_read_file(part, target, class_names))
@@ -81,12 +74,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 def _has_boxes(path: Path) -> bool:
     """Whether a file has columns of images and of boxes. Raises DataError for one in a bucket."""
     if (uri := image_source.resolve_stub(path)) is not None:
-        raise DataError(
-            "Parquet is not read from a bucket.",
-            location=uri,
-            cause="its pages are compressed, so an image is not a range of bytes",
-            fix="copy the files to a disk; `stoker data pack FOLDER gs://…` then makes shards that are read in place",
-        )
+        raise make_error(DataError, "parquet-in-bucket", uri)
     try:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException):
@@ -164,25 +152,10 @@ def _read_file(part: SplitFiles, target: Path, class_names: list[str]) -> ShardS
 
 def _copy_images(file: pq.ParquetFile, column: str, target: Path, path: Path) -> None:
     """The images of a file, one after the other. Raises StorageError."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(target) as temporary, temporary.open("xb") as out:
-            for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
-                for data in _iter_images(batch, column):
-                    out.write(data or b"")
-                if shutil.disk_usage(target.parent).free < MIN_FREE_BYTES:
-                    raise OSError(f"less than {MIN_FREE_BYTES:,} bytes would remain on the disk")
-            out.flush()
-            os.fsync(out.fileno())
-    except pa.ArrowException:
-        raise
-    except OSError as error:
-        raise StorageError(
-            "The images of a Parquet file cannot be copied into the cache folder.",
-            location=target,
-            cause=f"{error.strerror or error}; {path} has {path.stat().st_size:,} bytes",
-            fix="free disk space, or set STOKER_CACHE_DIR to a writable folder",
-        ) from error
+    with write_cached(target, path) as append:
+        for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
+            for data in _iter_images(batch, column):
+                append(bytes(data or b""))
 
 
 def _iter_images(batch: pa.RecordBatch, column: str) -> Iterator[memoryview | None]:

@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.building import Box, ImageFile, TableBuilder, usable_size
 from stoker.data.formats.folders import (
     check_unannotated_splits,
     file_part,
+    find_files,
     iter_split_dirs,
     list_files,
-    named_subdirs,
     sort_parts,
 )
-from stoker.data.formats.images import Item, Result, map_in_threads
+from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads, usable_size
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within
@@ -42,12 +41,11 @@ REMOTE_SHARDS = 32
 def find_shards(
     folder: Path, dir_names: Sequence[str], list_shards: Callable[[Path], Sequence[Path]]
 ) -> tuple[list[SplitFiles], list[str]]:
-    """The shards in a folder or in one of the named folders in it, else in its split folders; and notes."""
-    for path in (folder, *named_subdirs(folder, dir_names)):
-        if shards := list_shards(path):
-            return [file_part(shard) for shard in shards], []
-    parts = [file_part(shard, split) for split, path in iter_split_dirs(folder) for shard in list_shards(path)]
-    return parts, check_unannotated_splits(folder, parts) if parts else []
+    """The shards in a folder (`find_files`), and notes."""
+    parts = find_files(folder, dir_names, list_shards)
+    split_dirs = {path for _, path in iter_split_dirs(folder)} if parts else set()
+    is_per_split = any(split_dirs & {part.annotations.parent, part.annotations.parent.parent} for part in parts)
+    return parts, check_unannotated_splits(folder, parts) if is_per_split else []
 
 
 def recognize_shards(
@@ -282,15 +280,10 @@ def read_boxes(content: Any) -> list[ObjectBox]:
             value = content.get(key)
             if isinstance(value, list | Mapping):
                 return read_boxes(value)
-        return list(_read_columns(content))
-    if not isinstance(content, list):
-        raise UnknownLayout(f"it is {_describe(content)}, not an object or a list")
-    boxes = []
-    for number, item in enumerate(content, start=1):
-        if not isinstance(item, Mapping):
-            raise UnknownLayout(f"it is a list of {_describe(item)}, not of objects")
-        boxes.append(_read_object(item, number))
-    return boxes
+        content = _rows_of_columns(content)
+    if not isinstance(content, list) or not all(isinstance(item, Mapping) for item in content):
+        raise UnknownLayout("it is not an object or a list of objects")
+    return [_read_object(item, number) for number, item in enumerate(content, start=1)]
 
 
 def _annotated_size(content: Any) -> tuple[int, int]:
@@ -306,8 +299,8 @@ def _annotated_name(content: Any) -> str:
     return "" if name in (".", "..") else name
 
 
-def _read_columns(content: Mapping[str, Any]) -> Iterator[ObjectBox]:
-    """Objects that are given as equally long lists."""
+def _rows_of_columns(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An object for each entry of equally long lists."""
     box_key = next((key for key in (*CORNERS_KEYS, *EXTENT_KEYS) if _is_list(content.get(key))), None)
     class_key = next((key for key in CLASS_LIST_KEYS if _is_list(content.get(key))), None)
     if box_key is None or class_key is None:
@@ -316,38 +309,31 @@ def _read_columns(content: Mapping[str, Any]) -> Iterator[ObjectBox]:
     if len(boxes) != len(labels):
         raise UnknownLayout(f"{box_key} has {len(boxes):,} entries, {class_key} has {len(labels):,}")
     crowd = content.get("iscrowd", content.get("is_crowd"))
-    for number, (box, label) in enumerate(zip(boxes, labels, strict=True), start=1):
-        yield ObjectBox(
-            number,
-            _class_text(label),
-            _to_corners(box, is_extent=box_key in EXTENT_KEYS),
-            False,
-            box_key in EXTENT_KEYS,
-            isinstance(crowd, list) and len(crowd) == len(boxes) and bool(crowd[number - 1]),
-            _shorten([box, label]),
-        )
+    if not isinstance(crowd, list) or len(crowd) != len(boxes):
+        crowd = [False] * len(boxes)
+    rows = zip(boxes, labels, crowd, strict=True)
+    return [{box_key: box, "label": label, "iscrowd": is_crowd} for box, label, is_crowd in rows]
 
 
 def _read_object(item: Mapping[str, Any], number: int) -> ObjectBox:
     label = next((text for key in (*NAME_KEYS, *ID_KEYS) if (text := _class_text(item.get(key))) is not None), None)
     is_crowd = bool(item.get("iscrowd")) or str(item.get("IsGroupOf")) == "1"
-    text = _shorten(item)
     corner_keys = next((keys for keys in (OPEN_IMAGES_KEYS, VOC_KEYS) if all(key in item for key in keys)), None)
     box_key = next((key for key in (*EXTENT_KEYS, *CORNERS_KEYS) if key in item), None)
     is_normalized = corner_keys == OPEN_IMAGES_KEYS
-    mode = item.get("bbox_mode", XYWH_ABS)
+    is_extent = has_extent = False
     if corner_keys is not None and (is_normalized or box_key is None):
-        return ObjectBox(
-            number, label, _to_corners([item[key] for key in corner_keys], is_extent=False), is_normalized, False,
-            is_crowd, text,
-        )  # fmt: skip
-    if box_key is None:
+        values: Any = [item[key] for key in corner_keys]
+    elif box_key is None:
         raise UnknownLayout(f"its objects have the keys {_list_keys(item)}: no box")
-    if box_key in EXTENT_KEYS and mode not in (XYXY_ABS, XYWH_ABS):
-        raise UnknownLayout(f"bbox_mode is {mode!r}; 0 (corners) and 1 (x, y, width, height) are read")
-    is_extent = box_key in EXTENT_KEYS and mode == XYWH_ABS
-    xyxy = _to_corners(item[box_key], is_extent=is_extent)
-    return ObjectBox(number, label, xyxy, False, is_extent and "bbox_mode" not in item, is_crowd, text)
+    else:
+        values, mode = item[box_key], item.get("bbox_mode", XYWH_ABS)
+        if box_key in EXTENT_KEYS and mode not in (XYXY_ABS, XYWH_ABS):
+            raise UnknownLayout(f"bbox_mode is {mode!r}; 0 (corners) and 1 (x, y, width, height) are read")
+        has_extent = box_key in EXTENT_KEYS and mode == XYWH_ABS
+        is_extent = has_extent and "bbox_mode" not in item
+    xyxy = _to_corners(values, is_extent=has_extent)
+    return ObjectBox(number, label, xyxy, is_normalized, is_extent, is_crowd, str(item)[:60])
 
 
 def _to_corners(values: Any, *, is_extent: bool) -> tuple[float, float, float, float] | None:
@@ -372,16 +358,6 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _describe(value: Any) -> str:
-    kinds = {"str": "text", "NoneType": "null", "dict": "an object"}
-    name = type(value).__name__
-    return kinds.get(name, f"{name} values" if name in ("int", "float", "list") else name)
-
-
 def _list_keys(item: Mapping[str, Any]) -> str:
     keys = [repr(str(key)[:40]) for key in item]
     return ", ".join(keys[:10]) + (", …" if len(keys) > 10 else "") if keys else "none"
-
-
-def _shorten(item: Any) -> str:
-    return str(item)[:60]

@@ -8,8 +8,8 @@ Every checksum is verified; damaged records are reported with their byte offset 
 table has the byte range of each in its file. Keys are those of object_detection/data_decoders/tf_example_decoder.py;
 image/object/difficult is an ordinary box, as in Pascal VOC; a box around a group (image/object/group_of) counts as
 COCO's crowd. As in the API, the text decides the class of a box if the label map has it, else the label; of several
-label maps, the one that agrees with the records is used. Not here: the bytes of records (`tfrecord_bytes.py`), the text
-of a label map (`label_map.py`).
+label maps, the one that agrees with the records is used. Not here: the bytes of records (`tfrecord_bytes.py`), the
+text of a label map (`tfrecord_bytes.py`).
 """
 
 import hashlib
@@ -28,31 +28,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.formats import label_map
 from stoker.data.formats.folders import file_part, list_subdirs
-from stoker.data.formats.label_map import BACKGROUND, LabelMap
 from stoker.data.formats.shards import find_shards, layout_of_shards
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable, SplitFiles
+from stoker.data.formats.tables import (
+    AnnotatedImage,
+    AnnotationTable,
+    DatasetLayout,
+    DatasetWriter,
+    FolderTable,
+    SplitFiles,
+    Target,
+    UnsupportedImage,
+)
 from stoker.data.formats.tfrecord_bytes import (
+    BACKGROUND,
     HEADER_BYTES,
     Example,
     Frame,
+    LabelMap,
     MalformedExample,
     Values,
     encode_example,
     is_record_header,
     iter_frames,
+    label_map_text,
+    looks_like_label_map,
+    read_label_map,
     unpack,
     write_record,
 )
-from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, UnsupportedImage, clip_normalized
 from stoker.data.images.headers import parse_header
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 GZIP_MAGIC = b"\x1f\x8b"
 _SUFFIX = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])", re.IGNORECASE)
-SUFFIXES = (".record", ".records", ".tfrecord", ".tfrecords", ".tf_record", ".tfrec")
+_ENDINGS = (".record", ".records", ".tfrecord", ".tfrecords", ".tf_record", ".tfrec")
+SUFFIXES = (*_ENDINGS, *(f"{ending}.gz" for ending in _ENDINGS))
 SIBLING_DIRS = (
     "annotations", "labels", "label_map", "label_maps", "labelmap", "labelmaps", "data", "training", "configs",
 )  # fmt: skip
@@ -123,19 +135,13 @@ def _has_tfrecord_header(path: Path) -> bool:
 
 def describe_missing_shards(paths: Iterable[Path]) -> Iterator[str]:
     """For each numbered series with missing files, a message with their numbers."""
-    series: dict[tuple[Path, str, int, str, int], None] = {}
-    for path in paths:
-        if match := _SHARD_NAME.fullmatch(path.name):
-            head, number, total, tail = match.groups()
-            series[path.parent, head, int(total), tail, len(number)] = None
-    for folder, head, count, tail, digits in series:
-        names = {path.name for path in folder.iterdir()}
-        suffix = f"-of-{count:0{digits}}{tail}"
-        absent = [number for number in range(count) if f"{head}-{number:0{digits}}{suffix}" not in names]
-        if absent:
-            listed = ", ".join(f"{number:0{digits}}" for number in absent[:10])
-            more = f" and {len(absent) - 10} more" if len(absent) > 10 else ""
-            yield f"{folder / head}-*{suffix}: {len(absent)} of {count} are missing, numbers {listed}{more}"
+    matches = [(path.parent, match) for path in paths if (match := _SHARD_NAME.fullmatch(path.name))]
+    for folder, head, total, tail in dict.fromkeys((folder, match[1], match[3], match[4]) for folder, match in matches):
+        names, digits = {path.name for path in folder.iterdir()}, len(total)
+        numbers = (f"{number:0{digits}}" for number in range(int(total)))
+        if absent := [number for number in numbers if f"{head}-{number}-of-{total}{tail}" not in names]:
+            listed = ", ".join(absent[:10]) + (", …" if len(absent) > 10 else "")
+            yield f"{folder / head}-*-of-{total}{tail}: {len(absent)} of {int(total)} are missing, numbers {listed}"
 
 
 def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
@@ -148,7 +154,7 @@ def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
         (sibling_dirs, "*.pbtxt"),
     ):
         files = (path for directory in dict.fromkeys(directories) for path in sorted(directory.glob(pattern)))
-        if nearest := [path for path in files if path.is_file() and label_map.looks_like_label_map(path)]:
+        if nearest := [path for path in files if path.is_file() and looks_like_label_map(path)]:
             return nearest
     return []
 
@@ -213,7 +219,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         raise DataError(
             "No record can be used.",
             location=layout.root if len(layout.parts) > 1 else layout.parts[0].annotations,
-            cause=problems.describe() or None,
+            cause=problems.describe(),
             fix="copy or write the records again; they must be TFRecords of the TensorFlow Object Detection API",
         )
     if columns.unpacked_bytes:
@@ -326,8 +332,8 @@ def _unique_name(filename: bytes, record_number: int, used_names: set[str]) -> s
     if name in ("", ".", ".."):
         name = f"record {record_number}"
     while name in used_names:
-        stem, dot, suffix = name.rpartition(".")
-        name = f"{stem} (record {record_number}).{suffix}" if dot else f"{suffix} (record {record_number})"
+        stem, suffix = os.path.splitext(name)
+        name = f"{stem} (record {record_number}){suffix}"
     return name
 
 
@@ -429,9 +435,7 @@ def _choose_classes(pairs: list[LabelTextPair], label_maps: Sequence[Path], root
         index_by_name = {name: class_index for class_index, name in enumerate(names)}
         index_by_label = _labels_of_texts(pairs, index_by_name)
         assignments = _assign(pairs, index_by_label, index_by_name, "no box with a text has this label")
-        label_by_index = {
-            class_index: label for label, class_index in index_by_label.items() if class_index is not None
-        }
+        label_by_index = {index: label for label, index in index_by_label.items() if index is not None}
         is_one_to_one = len(index_by_label) == len(label_by_index) == len(names)
         ids = [label_by_index[k] if is_one_to_one else k + 1 for k in range(len(names))]
         notes.append("no label map: the classes are the texts in the records, sorted")
@@ -454,30 +458,25 @@ def _choose_label_map(
     distinct: dict[tuple[object, ...], LabelMap] = {}
     for path in paths:
         try:
-            candidate = label_map.read(path)
+            candidate = read_label_map(path)
         except DataError:
             if is_sibling:  # perhaps of another data set; a note tells which map is used
                 continue
             raise
         distinct.setdefault((*candidate.ids, *candidate.names, *candidate.index_by_name.items()), candidate)
     label_maps = list(distinct.values())
-    if not label_maps:
-        return None, []
-    fitting = [
-        candidate
-        for candidate in label_maps
-        if not any(assignment.problem_kind for assignment in _assign_by_map(pairs, candidate))
-    ]
+    fitting = [each for each in label_maps if not any(a.problem_kind for a in _assign_by_map(pairs, each))]
     if len(label_maps) == 1 and not is_sibling:
         fitting = label_maps
     if len(fitting) == 1:
-        others = [candidate.path.name for candidate in label_maps if candidate is not fitting[0]]
-        more = f"; {', '.join(others[:5])} do not fit the records" if others else ""
-        return fitting[0], [f"classes from {fitting[0].path}{more}"]
-    if is_sibling:
-        return None, [
-            f"label maps in folders next to the records are not used: {len(fitting)} of {len(label_maps)} fit them"
+        others = ", ".join(each.path.name for each in label_maps if each is not fitting[0])
+        return fitting[0], [
+            f"classes from {fitting[0].path}" + (f"; {others} do not fit the records" if others else "")
         ]
+    if is_sibling or not label_maps:
+        count = f"{len(fitting)} of {len(label_maps)}"
+        note = f"label maps in folders next to the records are not used: {count} fit them"
+        return None, [note] if label_maps else []
     raise DataError(
         f"There are {len(label_maps)} different label maps, and {len(fitting) or 'none'} of them fit the records.",
         location=root,
@@ -521,9 +520,8 @@ def _assign(
         elif label_map is None or pair.text is None or pair.label == NO_LABEL or by_label == by_text:
             assignments.append(_Assignment(chosen))
         else:
-            of_label = "" if by_label is None else f" is {label_map.names[by_label]!r} in {label_map.path.name}"
-            of_text = "" if by_text is not None else ", which is not in the map"
-            text = f"label {pair.label}{of_label}, its text is {pair.text!r}{of_text}"
+            name = "nothing" if by_label is None else repr(label_map.names[by_label])
+            text = f"label {pair.label} is {name} in {label_map.path.name}, its text is {pair.text!r}"
             assignments.append(_Assignment(chosen, "label-disagrees", text))
     return assignments
 
@@ -553,11 +551,7 @@ class TfRecordWriter(DatasetWriter):
         super().__init__(target)
         class_names = target.class_names
         if len(set(class_names)) < len(class_names) or "" in class_names:
-            raise DataError(
-                "A label map cannot contain two classes with the same name, or one without a name.",
-                cause=f"the classes are {', '.join(map(repr, class_names))}",
-                fix="rename it in the source, or convert to coco or yolo",
-            )
+            raise make_error(DataError, "tfrecord-class-names", names=", ".join(map(repr, class_names)))
         self._target = target
         self._num_written = dict.fromkeys(target.max_images, 0)
         self._files: dict[str, list[Path]] = {split: [] for split in target.max_images}
@@ -569,11 +563,8 @@ class TfRecordWriter(DatasetWriter):
     def add(self, image: AnnotatedImage) -> None:
         if image.image_format not in TF_IMAGE_FORMATS:
             raise UnsupportedImage(f"it is {image.image_format}, TensorFlow decodes {', '.join(TF_IMAGE_FORMATS)}")
-        normalized, clipped = clip_normalized(image)
-        if clipped:
-            self.notes["boxes reached outside their image and are clipped: TensorFlow refuses them"] += clipped
         height, width = image.size
-        xyxy = normalized.astype(np.float32).T
+        xyxy = self.normalized_boxes(image).astype(np.float32).T
         values: dict[str, Values] = {
             "image/height": [height],
             "image/width": [width],
@@ -614,4 +605,4 @@ class TfRecordWriter(DatasetWriter):
             for path in files:  # the number of shards is known only now, because images may have been left out
                 is_single = self._target.shards == 1
                 path.rename(self.folder / f"{split}.record" if is_single else Path(f"{path}-of-{len(files):05d}"))
-        (self.folder / "label_map.pbtxt").write_text(label_map.to_text(self.class_names), encoding="utf-8")
+        (self.folder / "label_map.pbtxt").write_text(label_map_text(self.class_names), encoding="utf-8")

@@ -1,24 +1,28 @@
-"""The bytes of TFRecord files: frames with checksums, gzip, and the messages tf.train.Example.
+"""The bytes of TFRecord files: frames with checksums, gzip, the messages tf.train.Example; and label maps.
 
 A file is a sequence of records, each a little-endian uint64 length, the masked CRC-32C of those 8 bytes, the data, and
 the masked CRC-32C of the data. There is no marker between records, so after a damaged length no record can be found.
 Format: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details. Compressed shards are unpacked
-once into `<cache folder>/shards/`, because gzip has no random access to an image; they may be deleted at any time.
+once into `<cache folder>/shards/`, because gzip has no random access to an image; they may be deleted at any time. A
+label map (`label_map.pbtxt`: ids to class names) is protobuf's text format: item { id: 1  name: 'cat' }
 
-Not here: the meaning of the features (`tfrecord.py`).
+Not here: the meaning of the features, which label map belongs to which records (`tfrecord.py`).
 """
 
+import contextlib
 import errno
 import functools
 import gzip
 import mmap
 import os
+import re
 import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -26,9 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.formats.folders import read_head
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, StorageError, needs_package
-from stoker.storage.local_files import cache_folder
+from stoker.storage.local_files import atomic_path, cache_folder
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
@@ -131,54 +136,59 @@ def unpacked_path(shard: Path) -> Path:
     return cache_folder() / "shards" / f"{shard.name[:80]}-{blake2b(key, digest_size=8).hexdigest()}"
 
 
+@contextlib.contextmanager
+def write_cached(target: Path, shard: Path) -> Iterator[Callable[[bytes], None]]:
+    """Gives a function that appends bytes to a file of the cache, which is there as a whole or not at all. Safe against
+    kills and in several processes. Raises StorageError if the disk is full or would be."""
+
+    def append(data: bytes) -> None:
+        if shutil.disk_usage(target.parent).free < MIN_FREE_BYTES + len(data):
+            raise OSError(errno.ENOSPC, f"less than {MIN_FREE_BYTES:,} bytes would remain on the disk")
+        file.write(data)
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(target) as temporary, temporary.open("xb") as file:
+            yield append
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError(
+            "A shard cannot be unpacked into the cache folder.",
+            location=target,
+            cause=f"{error.strerror or error}; {shard} has {shard.stat().st_size:,} bytes, and may have more unpacked",
+            fix="free disk space, or set STOKER_CACHE_DIR to a writable folder",
+        ) from error
+
+
 def unpack(shard: Path) -> Path:
-    """The unpacked file; unpacks it if it does not exist. Safe against kills and in several processes.
+    """The unpacked file of a gzipped shard; unpacks it if it does not exist.
 
     Nothing is unpacked beyond the first frame that cannot be one: the reader of the unpacked file reports it, and a
     small file cannot fill the disk. Raises DataError if the gzip data are damaged, StorageError if the disk is full or
     would be.
     """
     target = unpacked_path(shard)
-    if target.exists():
-        return target
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with regular_files.open_file(shard) as raw, gzip.open(raw) as packed, temporary.open("wb") as file:
-            _copy_frames(packed, file, target.parent)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(
-            "A compressed shard is damaged.", location=shard, cause=str(error), fix="copy it again"
-        ) from error
-    except OSError as error:
-        raise StorageError(
-            "A compressed shard cannot be unpacked into the cache folder.",
-            location=temporary,
-            cause=f"{error.strerror or error}; {shard} has {shard.stat().st_size:,} bytes, and more when unpacked",
-            fix="free disk space, or set STOKER_CACHE_DIR to a writable folder",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    if not target.exists():
+        with write_cached(target, shard) as append, regular_files.open_file(shard) as raw, gzip.open(raw) as packed:
+            try:
+                _copy_frames(packed, append)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise make_error(DataError, "damaged-gzip", shard, cause=str(error)) from error
     return target
 
 
-def _copy_frames(packed: gzip.GzipFile, file: BinaryIO, folder: Path) -> None:
-    """Copies the frames up to the end, or up to and with the header of the first that cannot be one. Raises OSError
-    before the disk of `folder` is full."""
+def _copy_frames(packed: gzip.GzipFile, append: Callable[[bytes], None]) -> None:
+    """Copies the frames up to the end, or up to and with the header of the first that cannot be one."""
     while len(head := packed.read(HEADER_BYTES)) == HEADER_BYTES:
-        file.write(head)
+        append(head)
         remaining = frame_length(head) + FOOTER_BYTES
         if not is_record_header(head) or remaining > MAX_RECORD_BYTES:
             return
         while remaining and (chunk := packed.read(min(remaining, _CHUNK_BYTES))):
-            if shutil.disk_usage(folder).free < MIN_FREE_BYTES + len(chunk):
-                raise OSError(errno.ENOSPC, f"less than {MIN_FREE_BYTES:,} bytes would remain on the disk")
-            file.write(chunk)
+            append(chunk)
             remaining -= len(chunk)
-    file.write(head)
+    append(head)
 
 
 KINDS = {"bytes_list": "bytes", "float_list": "floats", "int64_list": "integers"}
@@ -241,3 +251,90 @@ def encode_example(values: Mapping[str, Values]) -> bytes:
                 (feature.bytes_list if isinstance(value[0], bytes) else feature.int64_list).value.extend(value)
     encoded: bytes = example.SerializeToString()
     return encoded
+
+
+BACKGROUND = 0
+"""TensorFlow's own id for "no object"; an item with this id must be called "background"."""
+MAX_LABEL_MAP_BYTES = 1 << 26
+"""Of a label map: 100,000 classes have 8 MB."""
+EXAMPLE = "item { id: 1 name: 'cat' } for each class, ids from 1"
+_ITEM = re.compile(r"""(?:\#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|(?P<item>(?<![\w.])item\s*:?\s*[{<])""")
+"""An item's beginning; also matches comments and strings, so that none is found inside them."""
+
+
+class LabelMap(NamedTuple):
+    """The classes of a file, in the order of their ids."""
+
+    path: Path
+    ids: list[int]
+    """1 or more, all different."""
+    names: list[str]
+    """[C], the display_name of each class, else its name."""
+    index_by_name: dict[str, int]
+    """Name or display_name of a class → index into `ids`. Records may use either."""
+
+
+def looks_like_label_map(path: Path) -> bool:
+    """Whether the first 64 KiB have an item: graphs and pipelines are .pbtxt files too."""
+    return bool(_item_lines(read_head(path).decode(errors="replace")))
+
+
+def _item_lines(text: str) -> list[int]:
+    """The line of each item."""
+    return [text.count("\n", 0, match.start()) + 1 for match in _ITEM.finditer(text) if match["item"]]
+
+
+def read_label_map(path: Path) -> LabelMap:
+    """Reads a label map. Of its message (object_detection/protos/string_int_label_map.proto) id, name and display_name
+    are read, all other fields are skipped. Raises DataError with file and line."""
+    from google.protobuf import text_format
+
+    def wrong(what: str, line: object = None, cause: str | None = None, fix: str = EXAMPLE) -> DataError:
+        return DataError(what, location=path if line is None else f"{path}:{line}", cause=cause, fix=fix)
+
+    message = message_class("LabelMap")()
+    try:
+        text = regular_files.read_text(path, encoding="utf-8-sig", max_bytes=MAX_LABEL_MAP_BYTES)
+        text_format.Parse(text, message, allow_unknown_field=True, allow_unknown_extension=True)
+    except UnicodeDecodeError as error:
+        raise wrong("A label map is not UTF-8.", cause=str(error), fix="save it as UTF-8") from error
+    except text_format.ParseError as error:
+        raise wrong("A label map cannot be read.", error.GetLine(), str(error)) from error
+    except RecursionError as error:
+        raise wrong("A label map cannot be read.", cause="its messages are nested too deeply") from error
+    items: list[tuple[int, list[str], int]] = []
+    for item, line in zip(message.item, _item_lines(text), strict=False):
+        names = [name for name in (item.display_name, item.name) if name]
+        if not item.HasField("id") or not names:
+            raise wrong(f"An item of a label map has no {'name' if item.HasField('id') else 'id'}.", line)
+        if item.id == BACKGROUND and "background" in names:
+            continue
+        if item.id < 1:
+            fix = "number the classes from 1, in the label map and in the records"
+            raise wrong(f"A label map gives a class the id {item.id}.", line, "0 is TensorFlow's background", fix)
+        items.append((item.id, names, line))
+    if not items:
+        raise wrong("A label map has no classes.")
+    items.sort(key=lambda item: item[0])
+    for (first_id, _, first_line), (second_id, _, line) in pairwise(items):
+        if first_id == second_id:
+            what = f"Two items of a label map have the id {first_id}."
+            raise wrong(what, f"{first_line} and line {line}", fix="give each its own")
+    index_by_name: dict[str, int] = {}
+    for class_index, (_, names, line) in enumerate(items):
+        for name in names:
+            if (earlier := index_by_name.setdefault(name, class_index)) != class_index:
+                what = f"Two items of a label map are called {name!r}."
+                raise wrong(what, f"{items[earlier][2]} and line {line}", fix="give each class a name of its own")
+    return LabelMap(path, [item[0] for item in items], [item[1][0] for item in items], index_by_name)
+
+
+def label_map_text(class_names: Sequence[str]) -> str:
+    """The text of a label map that numbers the classes from 1."""
+    from google.protobuf import text_format
+
+    message = message_class("LabelMap")()
+    for class_id, name in enumerate(class_names, 1):
+        message.item.add(id=class_id, name=name)
+    text: str = text_format.MessageToString(message, as_utf8=True)
+    return text

@@ -9,16 +9,15 @@ Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#S
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, no_image_error, usable_size
 from stoker.data.formats.cvat import is_cvat
 from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
@@ -28,19 +27,27 @@ from stoker.data.formats.folders import (
     file_part,
     is_image_name,
     iter_annotation_files,
-    iter_dirs_below,
     iter_split_dirs,
     iter_split_image_dirs,
+    list_dirs_below,
     list_image_dirs,
     list_split_pairs,
     list_subdirs,
     named_subdirs,
     read_head,
 )
-from stoker.data.formats.images import ImageLocator
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, shortest_decimal
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.formats.images import XYXY, ImageFile, ImageLocator, TableBuilder, no_image_error, usable_size
+from stoker.data.formats.tables import (
+    SPLITS,
+    AnnotatedImage,
+    AnnotationTable,
+    DatasetLayout,
+    DatasetWriter,
+    SplitFiles,
+    Target,
+    shortest_decimal,
+)
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 MAX_LIST_PROBES = 64
@@ -114,19 +121,15 @@ def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles]
     """
     image_dirs = list_image_dirs(folder)
     notes = []
-    lists: dict[str, Path] = {}
-    for directory in (folder / "ImageSets" / "Main", folder / "ImageSets", folder):
-        lists = _split_lists(directory)
-        if lists and directory == folder:
-            names = [lists[split].name for split in (*SPLITS, "trainval") if split in lists]
-            for_training = lists.get("train", lists.get("trainval"))
-            if for_training is None or not _lists_name_files(for_training, annotations):
-                notes.append(f"not read: {', '.join(names)}: no line names an annotated image for training")
-                lists = {}
-            else:
-                notes.append(f"splits: those of {', '.join(names)}")
-        if lists:
-            break
+    lists = next(filter(None, map(_split_lists, (folder / "ImageSets" / "Main", folder / "ImageSets"))), {})
+    if not lists and (lists := _split_lists(folder)):
+        names = ", ".join(lists[split].name for split in (*SPLITS, "trainval") if split in lists)
+        for_training = lists.get("train", lists.get("trainval"))
+        if for_training is None or not _lists_name_files(for_training, annotations):
+            notes.append(f"not read: {names}: no line names an annotated image for training")
+            lists = {}
+        else:
+            notes.append(f"splits: those of {names}")
     trainval = lists.pop("trainval", None)
     if trainval is not None and "train" not in lists:
         lists["train"] = trainval
@@ -155,7 +158,7 @@ class _ImageLocator:
         if probes and not any(self._locator_for(file).find(file.stem) for file in probes):
             other_dirs = tuple(
                 directory
-                for directory in iter_dirs_below(root)
+                for directory in list_dirs_below(root)
                 if any(map(ImageLocator(root, replace(part, image_dirs=(directory,))).find, [f.stem for f in probes]))
             )
             if other_dirs:
@@ -212,16 +215,19 @@ def _index_xml(annotations: Path) -> tuple[dict[str, Path], dict[str, Path]]:
 
 def _lists_name_files(image_list: Path, annotations: Path) -> bool:
     known, by_stem = _index_xml(annotations)
+    entries = _read_list(image_list)[:MAX_LIST_PROBES]
+    return any(_match_list_entry(entry, known, by_stem) is not None for _, entry in entries)
+
+
+def _read_list(image_list: Path) -> list[tuple[int, str]]:
+    """(line, text) of the lines of a list that are not empty."""
     text = regular_files.read_text(image_list, encoding="utf-8-sig", errors="surrogateescape")
-    lines = islice((line.strip() for line in text.splitlines() if line.strip()), MAX_LIST_PROBES)
-    return any(_match_list_entry(line, known, by_stem) is not None for line in lines)
+    return [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
-@dataclass(frozen=True)
-class _Annotation:
+class _Annotation(NamedTuple):
     """The content of a file."""
 
-    file: Path
     filename: str
     size: tuple[int, int]
     """Height, width; 0 if the file does not give it."""
@@ -235,7 +241,6 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     builder = TableBuilder(layout, problems, box_id_kind="object")
     locators: dict[tuple[Path, tuple[Path, ...]], _ImageLocator] = {}
     parsed: dict[Path, _Annotation | None] = {}
-    entries: list[tuple[_Annotation, ImageFile]] = []
     for part in layout.parts:
         files = _list_files(part, layout.root, builder.notes, problems)
         key = part.annotations, part.image_dirs
@@ -243,15 +248,20 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             locators[key] = _ImageLocator(part, layout.root, files)
             builder.notes += locators[key].notes
         for file in files:
+            location = os.path.relpath(file, layout.root)
             if file not in parsed:
-                parsed[file] = _parse_file(file, os.path.relpath(file, layout.root), problems)
+                parsed[file] = _parse_file(file, location, problems)
             if (annotation := parsed[file]) is not None:
                 folder, name = locators[key].locate(file, annotation.filename)
-                entries.append((annotation, ImageFile(folder, name, part.split_index, annotation.size)))
-    if not entries:
+                image = ImageFile(folder, name, part.split_index, annotation.size)
+                image_index = builder.add_image(image, location)
+                for class_name, xyxy, number in annotation.objects:
+                    builder.add_box(class_name, xyxy, number)
+                builder.bad_boxes += [image_index] * annotation.num_bad_boxes
+    if not builder.images:
         fix = "export or copy the data set again"
         raise no_image_error(layout, problems, "No annotation file can be read.", fix=fix)
-    entries = _drop_duplicate_files(entries, layout.root, problems)
+    builder.drop_ambiguous_images()
     reported = set(parsed)
     for part in layout.parts:  # images that have an annotation file and are in no list of a split
         for file in _list_xml(part.annotations):
@@ -259,34 +269,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 reported.add(file)
                 folder, name = locators[part.annotations, part.image_dirs].locate(file, "")
                 problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
-    for annotation, image in entries:
-        image_index = builder.add_image(image)
-        for class_name, xyxy, number in annotation.objects:
-            builder.add_box(class_name, xyxy, number)
-        builder.bad_boxes += [image_index] * annotation.num_bad_boxes
     return builder.build(sorted({str(box.label) for box in builder.boxes}), read_headers=False)
-
-
-def _drop_duplicate_files(
-    entries: list[tuple[_Annotation, ImageFile]], root: Path, problems: ProblemCollector
-) -> list[tuple[_Annotation, ImageFile]]:
-    """Drops annotation files of an image that has several, except the one with the image's own name.
-
-    If none has this name, all are dropped, because the correct one is not known.
-    """
-    files_by_image: dict[tuple[Path, str], set[Path]] = {}
-    for annotation, image in entries:
-        files_by_image.setdefault((image.folder, image.name), set()).add(annotation.file)
-    dropped: set[Path] = set()
-    for (_, name), files in files_by_image.items():
-        if len(files) > 1:
-            own = {file for file in files if file.stem == os.path.splitext(name)[0]}
-            for file in sorted(files - own):
-                others = ", ".join(sorted(other.name for other in files - {file}))
-                location = os.path.relpath(file, root)
-                problems.add("two-annotation-files", f"{location}: about {name}, as {others} is")
-            dropped |= files - own
-    return [entry for entry in entries if entry[0].file not in dropped] if dropped else entries
 
 
 def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: ProblemCollector) -> list[Path]:
@@ -296,8 +279,7 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
     known, by_stem = _index_xml(part.annotations)
     selected: dict[Path, None] = {}
     absent: list[tuple[int, str]] = []
-    text = regular_files.read_text(part.image_list, encoding="utf-8-sig", errors="surrogateescape")
-    entries = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    entries = _read_list(part.image_list)
     location = os.path.relpath(part.image_list, root)
     for number, entry in entries:
         file = _match_list_entry(entry, known, by_stem)
@@ -307,17 +289,14 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
             problems.add("copied-entry", f"{location}:{number}: {entry}")
         else:
             selected[file] = None
-    if not entries and part.split == "test":
+    if part.split == "test" and not entries:
         problems.add("split-without-boxes", f"{location}: no images")
-    elif not entries:
-        raise DataError(
-            f"The {part.split} split is empty.",
-            location=part.image_list,
-            fix="list its images there, or delete the file",
-        )
-    elif len(absent) == len(entries) and part.split == "test":
+    elif part.split == "test" and not selected:
         notes.append(f"the test split has no annotations and is left out ({len(entries)} images)")
-    elif len(absent) == len(entries):
+    elif not entries:
+        fix = "list its images there, or delete the file"
+        raise DataError(f"The {part.split} split is empty.", location=part.image_list, fix=fix)
+    elif not selected:
         raise DataError(
             f"No entry of the {part.split} split has an annotation.",
             location=f"{part.image_list}:{absent[0][0]}: {absent[0][1]!r}",
@@ -346,8 +325,8 @@ def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annot
     if root.tag != "annotation":
         problems.add("foreign-file", f"{location}: its root is <{root.tag}>, not <annotation>")
         return None
-    objects = []
-    for number, item in enumerate(root.findall("object"), 1):
+    items, objects = root.findall("object"), []
+    for number, item in enumerate(items, 1):
         object_location = f"{location}, object {number}"
         class_name = (item.findtext("name") or "").strip()
         box = item.find("bndbox")
@@ -361,8 +340,7 @@ def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annot
         else:
             objects.append((class_name, xyxy, number))
     size = usable_size(root.findtext("size/height"), root.findtext("size/width"))
-    num_bad_boxes = len(root.findall("object")) - len(objects)
-    return _Annotation(file, (root.findtext("filename") or "").strip(), size, objects, num_bad_boxes)
+    return _Annotation((root.findtext("filename") or "").strip(), size, objects, len(items) - len(objects))
 
 
 def _parse_xyxy(box: Element) -> XYXY | str:
@@ -388,11 +366,7 @@ class VocWriter(DatasetWriter):
         super().__init__(target)
         for name in target.class_names:
             if not name or name.strip() != name or not name.isprintable() or target.class_names.count(name) > 1:
-                raise DataError(
-                    f"Pascal VOC cannot store the class {name!r}.",
-                    cause="it stores class names in XML, without ids: equal names and surrounding spaces are lost",
-                    fix="rename the class in the source, or convert to coco or yolo",
-                )
+                raise make_error(DataError, "voc-class-name", name=name)
         for directory in ("Annotations", "JPEGImages", "ImageSets/Main"):
             (target.folder / directory).mkdir(parents=True)
         self._stems: dict[str, list[str]] = {split: [] for split in target.max_images}
@@ -411,10 +385,7 @@ class VocWriter(DatasetWriter):
         for tag, value in (("width", width), ("height", height), ("depth", 3)):
             SubElement(size, tag).text = str(value)
         SubElement(root, "segmented").text = "0"
-        for box, label, crowd in zip(image.boxes, image.labels.tolist(), image.crowd.tolist(), strict=True):
-            if crowd:
-                self.notes["crowd boxes are left out: Pascal VOC has none"] += 1
-                continue
+        for box, label in zip(image.boxes, image.labels.tolist(), strict=True):
             object_element = SubElement(root, "object")
             SubElement(object_element, "name").text = self.class_names[label]
             for tag, text in (("pose", "Unspecified"), ("truncated", "0"), ("difficult", "0")):

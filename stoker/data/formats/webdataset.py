@@ -2,32 +2,39 @@
 
 Recognized: *.tar in one folder, in its folder `shards/` or `data/`, or in `train/`, `valid/`, `test/`; one archive. The
 split is in the name of the archive or of that folder. Shards that `stoker data pack` made come with an index
-(`shard_index.py`), and are then not scanned. Images are not copied: the table has the byte range of each. Format:
-https://github.com/webdataset/webdataset. Not here: which annotations are understood (`shards.py`).
+(an Arrow file with a row per image), and are then not scanned. Images are not copied: the table has the byte range of
+each. Format: https://github.com/webdataset/webdataset. Not here: which annotations are understood (`shards.py`), making
+shards (`stoker/data/packing.py`).
 """
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
-from stoker.data.formats import shard_index
-from stoker.data.formats.folders import IMAGE_SUFFIXES
+from stoker import regular_files
+from stoker.data.formats.folders import IMAGE_SUFFIXES, file_part
 from stoker.data.formats.shards import (
     LAYOUTS,
     MAX_ANNOTATION_BYTES,
     ShardSamples,
+    layout_of_shards,
     make_table,
     map_shards,
     open_shard,
     recognize_shards,
 )
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.images import source
 from stoker.data.images.headers import ReadAt
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, StokerError
 
 
@@ -37,7 +44,8 @@ class Member(NamedTuple):
     length: int
 
 
-SUFFIXES = (".tar",)
+INDEX_FILE = source.SHARD_INDEX
+SUFFIXES = (".tar", INDEX_FILE)
 ANNOTATION_SUFFIXES = ("json", "instances.json", "annotations.json", "annotation.json", "bbox.json", "boxes.json")
 """Of a sample, the most likely first: `instances.json` is that of WebDataset's own COCO example."""
 PROBED_FILES = 8
@@ -48,10 +56,10 @@ def recognize(path: Path) -> DatasetLayout | None:
     """The WebDataset in a folder or in its split folders, of an archive, or of an index; None if there is none. Raises
     DataError for samples without boxes."""
     folder = path if path.is_dir() else path.parent
-    if path.name == shard_index.INDEX_FILE or (path == folder and (folder / shard_index.INDEX_FILE).is_file()):
-        return shard_index.layout_of(folder)
+    if path.name == INDEX_FILE or (path == folder and (folder / INDEX_FILE).is_file()):
+        return _layout_of_index(folder)
     if path == folder:
-        shard_index.refuse_unfinished(folder)
+        _refuse_unfinished(folder)
     return recognize_shards(
         path, "webdataset", "WebDataset", dir_names=("shards", "data"), suffix=".tar", has_samples=_has_samples
     )
@@ -60,7 +68,7 @@ def recognize(path: Path) -> DatasetLayout | None:
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads the index, or the annotations of all shards. Raises DataError if no sample is usable."""
     if layout.metadata_files:
-        return shard_index.read(layout, problems)
+        return _read_packed(layout)
     shards = map_shards(_read_shard, layout.parts, path=layout.root)
     return make_table(layout, shards, problems, format_name="WebDataset")
 
@@ -239,3 +247,200 @@ def tar_header(name: str, length: int) -> bytes:
     info = tarfile.TarInfo(name)
     info.size, info.mode, info.mtime = length, 0o644, 0
     return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+VERSION = 1
+WORK_DIR = ".stoker-pack"
+"""The folder of plan and records next to the shards, while they are made."""
+PLAN_FILE = f"{WORK_DIR}/plan.json"
+METADATA_KEY = b"stoker"
+SCHEMA = pa.schema(
+    [
+        ("name", pa.large_string()),  # file name in the source
+        ("split", pa.int8()),  # index into train, val, test
+        ("image_id", pa.int64()),
+        ("shard", pa.int32()),  # index into the shards of the metadata
+        ("offset", pa.int64()),  # first byte of the encoded image in its shard
+        ("length", pa.int64()),
+        ("height", pa.int32()),
+        ("width", pa.int32()),
+        ("boxes", pa.large_list(pa.list_(pa.float32(), 4))),  # xyxy in pixels
+        ("labels", pa.large_list(pa.int32())),
+        ("crowd", pa.large_list(pa.uint8())),
+        ("area", pa.large_list(pa.float64())),
+    ]
+)
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    split: str
+    num_images: int
+    size_bytes: int
+    sha256: str
+
+
+class PackedInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The index besides its columns."""
+
+    version: int
+    plan: str
+    """Identifies source and settings: `packing.Plan.id`."""
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    num_skipped: int
+    """Images of the source that are in no shard, because they cannot be read."""
+    source_bytes: int
+    """Of the images, in the source."""
+
+
+def encode_index(info: PackedInfo, table: AnnotationTable) -> bytes:
+    """The content of the index file. table: `folder_index` numbers the shards, and every image has a byte range."""
+    assert table.byte_range is not None
+    offsets = pa.array(np.searchsorted(table.image_index, np.arange(len(table.file_names) + 1)).astype(np.int64))
+
+    def per_image(values: pa.Array) -> pa.Array:
+        return pa.LargeListArray.from_arrays(offsets, values)
+
+    boxes = pa.array(table.boxes.astype(np.float32).reshape(-1))
+    columns = [
+        pa.array(table.file_names, pa.large_string()),
+        *map(pa.array, (table.split, table.image_id, table.folder_index)),
+        *(pa.array(np.ascontiguousarray(column)) for column in (*table.byte_range.T, *table.original_size.T)),
+        per_image(pa.FixedSizeListArray.from_arrays(boxes, 4)),
+        *(per_image(pa.array(values)) for values in (table.labels, table.crowd.view(np.uint8), table.area)),
+    ]
+    metadata = {METADATA_KEY: msgspec.json.encode(info)}
+    record_batch = pa.record_batch(columns, schema=SCHEMA.with_metadata(metadata))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, record_batch.schema) as writer:
+        writer.write_batch(record_batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def _layout_of_index(folder: Path) -> DatasetLayout:
+    """The data set of a folder with an index. Raises DataError for an index that cannot be read."""
+    parts = [file_part(folder / shard.name, shard.split) for shard in read_info(folder / INDEX_FILE).shards]
+    layout = layout_of_shards("webdataset", "packed WebDataset", folder, parts, ())
+    return replace(layout, parts=tuple(parts), metadata_files=(folder / INDEX_FILE,))
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    """Raises DataError for a folder into which a data set is being packed: only a part of it would be read."""
+    if (folder / PLAN_FILE).is_file():
+        raise make_error(DataError, "packing-unfinished", folder)
+
+
+def read_info(path: Path) -> PackedInfo:
+    """The metadata of an index. Raises DataError."""
+    return parse_info(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)
+
+
+def _read_packed(layout: DatasetLayout) -> AnnotationTable:
+    """The table of all images. Raises DataError for an index that is damaged, and for shards that are not as packed."""
+    path = layout.metadata_files[0]
+    info, batch = _parse(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)
+    wrong = [f"{shard.name} {text}" for shard, text in lost_shards(path.parent, info.shards)]
+    if wrong:  # a lost validation shard would otherwise be replaced by training images
+        raise DataError(
+            f"{len(wrong):,} of {len(info.shards):,} packed shards are missing or have another size.",
+            location=path.parent,
+            cause="; ".join(wrong[:3]) + ("; …" if len(wrong) > 3 else ""),
+            fix="the same `stoker data pack` again makes only these, or copy them again; to train from the others, "
+            f"delete {INDEX_FILE}: they are read as a WebDataset",
+        )
+    skipped = f"{info.num_skipped:,} images of the source could not be read when it was packed"
+    return _to_table(batch, info, path, [*layout.notes, *([skipped] if info.num_skipped else [])])
+
+
+def lost_shards(folder: Path, shards: Sequence[Shard]) -> list[tuple[Shard, str]]:
+    """The shards that do not exist or have another size than they were packed with, and what is wrong, a clause."""
+    wrong = []
+    for shard in shards:
+        try:
+            size_bytes = (folder / shard.name).stat().st_size
+        except OSError:
+            wrong.append((shard, f"with {shard.num_images:,} images does not exist"))
+            continue
+        if size_bytes != shard.size_bytes:
+            wrong.append((shard, f"has {size_bytes:,} bytes instead of {shard.size_bytes:,}"))
+    return wrong
+
+
+def parse_info(data: bytes, location: Path | str) -> PackedInfo:
+    """The metadata of an index that was read. Raises DataError."""
+    return _parse(data, location)[0]
+
+
+def _parse(data: bytes, path: Path | str) -> tuple[PackedInfo, pa.RecordBatch]:
+    try:
+        with pa.ipc.open_file(data) as reader:
+            info = msgspec.json.decode((reader.schema.metadata or {}).get(METADATA_KEY, b""), type=PackedInfo)
+            if info.version != VERSION:
+                raise _damaged(path, f"it has version {info.version}; this stoker reads {VERSION}", "update stoker")
+            if not reader.schema.equals(SCHEMA) or reader.num_record_batches != 1:
+                raise _damaged(path, "its columns are not those of an index of shards")
+            batch = reader.get_batch(0)
+        batch.validate(full=True)
+    except (pa.ArrowException, msgspec.MsgspecError, ValueError, KeyError) as error:
+        raise _damaged(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    return info, batch
+
+
+def _to_table(batch: pa.RecordBatch, info: PackedInfo, path: Path, notes: list[str]) -> AnnotationTable:
+    """The columns, checked so that nothing reads outside a shard or an array."""
+
+    def pair(first: str, second: str) -> NDArray[np.int64]:
+        return np.stack((np.asarray(batch[first]), np.asarray(batch[second])), axis=1).astype(np.int64)
+
+    lists = [batch[name] for name in ("boxes", "labels", "crowd", "area")]
+    offsets = np.asarray(lists[0].offsets) if batch.num_rows else np.zeros(1, np.int64)
+    if batch.num_rows and any(not np.array_equal(np.asarray(each.offsets), offsets) for each in lists):
+        raise _damaged(path, "its lists of boxes and labels differ in length")
+    own, num_boxes = slice(int(offsets[0]), int(offsets[-1])), np.diff(offsets)
+    table = AnnotationTable(
+        class_names=list(info.class_names),
+        category_ids=list(info.category_ids),
+        folders=[shard.name for shard in info.shards],
+        folder_index=np.asarray(batch["shard"], np.int32),
+        file_names=batch["name"].to_pylist(),
+        split=np.asarray(batch["split"], np.int8),
+        original_size=pair("height", "width").astype(np.int32),
+        image_id=np.asarray(batch["image_id"], np.int64),
+        image_index=np.repeat(np.arange(batch.num_rows), num_boxes),
+        boxes=np.asarray(lists[0].values.values).reshape(-1, 4)[own].astype(np.float64),
+        labels=np.asarray(lists[1].values)[own],
+        crowd=np.asarray(lists[2].values)[own] != 0,
+        area=np.asarray(lists[3].values)[own],
+        box_id=np.arange(own.stop - own.start) - np.repeat(offsets[:-1] - own.start, num_boxes) + 1,
+        box_id_kind="object",
+        byte_range=pair("offset", "length"),
+        notes=notes,
+    )
+    names = table.folders
+    sizes = np.array([shard.size_bytes for shard in info.shards], np.int64)
+    start, length = pair("offset", "length").T
+    for is_right, cause in (
+        (all(name and name == Path(name).name and name not in (".", "..") for name in names), "a shard is not a name"),
+        (all(shard.split in SPLITS for shard in info.shards), f"a split is not one of {', '.join(SPLITS)}"),
+        (len(info.category_ids) == len(info.class_names), "classes and category ids differ in number"),
+        (all(name and "/" not in name and "\0" not in name for name in table.file_names), "an image name is a path"),
+        (_in_range(table.folder_index, len(names)), "an image is in a shard that is not listed"),
+        (_in_range(table.split, len(SPLITS)), "an image is in a split that does not exist"),
+        (_in_range(table.labels, len(info.class_names)), "a label is not that of a class"),
+    ):
+        if not is_right:
+            raise _damaged(path, cause)
+    if len(start) and ((start < 0) | (length <= 0) | (start > sizes[table.folder_index] - length)).any():
+        raise _damaged(path, "an image lies outside its shard")
+    return table
+
+
+def _in_range(values: NDArray[np.generic], count: int) -> bool:
+    return values.size == 0 or (int(values.min()) >= 0 and int(values.max()) < count)
+
+
+def _damaged(path: Path | str, cause: str, fix: str = "copy it again, or pack the data set again") -> DataError:
+    return make_error(DataError, "packed-index-unreadable", path, cause=cause, repair=fix)

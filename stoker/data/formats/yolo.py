@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import yaml
 
 from stoker import regular_files
-from stoker.data.formats.building import ImageFile, TableBuilder
 from stoker.data.formats.folders import (
     IMAGE_SUFFIXES,
     MAX_PROBES,
@@ -31,33 +31,65 @@ from stoker.data.formats.folders import (
     file_part,
     is_image_name,
     iter_split_dirs,
+    list_names,
     list_split_pairs,
     list_subdirs,
+    read_head,
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import map_in_threads, resolve_names
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DataErrors, DatasetLayout, SplitFiles, display_path
-from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, clip_normalized
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.formats.images import ImageFile, TableBuilder, map_in_threads, resolve_names
+from stoker.data.formats.tables import (
+    SPLITS,
+    AnnotatedImage,
+    AnnotationTable,
+    DatasetLayout,
+    DatasetWriter,
+    SplitFiles,
+    display_path,
+)
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
+MAX_CLASSES = 100_000
+"""Largest number of classes; the published set with the most, V3Det, has 13,204."""
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_CLASSES)]
+Name = Annotated[str, msgspec.Meta(pattern=r"\S")]
 
-@dataclass(frozen=True, kw_only=True)
-class DatasetDefinition:
-    """The content of a data.yaml or an obj.data file."""
 
-    file: Path
-    splits: dict[str, tuple[str, ...]]
-    """Split → its folders and lists of images, as written."""
-    path: str | None
-    """The folder to which these are relative, as written."""
-    class_names: tuple[str, ...] | None
-    """None if the file names no classes."""
-    num_classes: int | None
-    """The separate number of classes (nc)."""
-    num_keypoint_values: int
-    """Numbers after the box in a row of a pose data set; 0: rows are boxes or polygons."""
+class DatasetDefinition(msgspec.Struct):
+    """The keys of a data.yaml or an obj.data file that are read."""
+
+    train: str | list[str] = []
+    """A split's folders and lists of images, as written."""
+    val: str | list[str] = []
+    valid: str | list[str] = []
+    validation: str | list[str] = []
+    test: str | list[str] = []
+    path: str | None = None
+    """The folder to which these are relative."""
+    names: str | list[Name] | dict[Number, Name] = ""
+    """Class names, or a file of them."""
+    nc: Number | None = None
+    kpt_shape: str | list[Number] = ""
+    """Of a pose data set: number of keypoints, numbers per keypoint."""
+
+    @property
+    def splits(self) -> dict[str, list[str]]:
+        """Split → its entries."""
+        found: dict[str, list[str]] = {}
+        for name in ("train", "val", "valid", "validation", "test"):
+            value: str | list[str] = getattr(self, name)
+            entries = [entry.strip() for entry in ([value] if isinstance(value, str) else value)]
+            if used := [entry for entry in entries if entry.lower() not in _NULL_VALUES]:
+                found.setdefault(SPLIT_BY_NAME[name], used)
+        return found
+
+    @property
+    def num_keypoint_values(self) -> int:
+        """Numbers after the box in a row of a pose data set; 0: rows are boxes or polygons."""
+        is_pose = isinstance(self.kpt_shape, list) and len(self.kpt_shape) == 2
+        return math.prod(map(int, self.kpt_shape)) if is_pose else 0
 
 
 IMAGE_DIR_NAMES = ("images", "jpegimages")
@@ -87,34 +119,26 @@ def recognize(path: Path) -> DatasetLayout | None:
 
 def _layout_of_definition(file: Path) -> DatasetLayout:
     definition = _read_definition(file)
-    base_dirs, notes = _resolve_base_dirs(definition)
+    class_names = _choose_names(file, definition.names)
+    base_dirs, notes = _resolve_base_dirs(definition, file)
     parts: list[SplitFiles] = []
     substitutions: list[str] = []
-    errors: list[DataError] = []
-    entries = [(split, entry) for split in SPLITS for entry in definition.splits.get(split, ())]
-    for split, entry in entries:
+    for split, entry in [(name, entry) for name in SPLITS for entry in definition.splits.get(name, ())]:
         path = _resolve_path(entry, base_dirs)
         if path is None and split == "test":
             notes.append(f"the test split is left out: {entry!r} in {file.name} does not exist")
-        elif path is None:
+            continue
+        if path is None:
             cause = f"{entry!r}, also without its first folders, is not in {', '.join(map(str, base_dirs))}"
-            fix = "correct the line, or `path`, to which it is relative"
-            if split == "val":
-                fix = "correct the line; delete it to split validation images off the training set"
-            what, location = f"The images of the {split} split do not exist.", f"{file}: {split}: {entry}"
-            errors.append(DataError(what, location=location, cause=cause, fix=fix))
-        else:
-            if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
-                substitutions.append(f"{entry!r} is read from {path}")
-            is_list = path.suffix.lower() == ".txt"
-            found = list(_parts_from_list(split, path, base_dirs) if is_list else _iter_parts_below(split, path))
-            if not found and split != "test":
-                cause = f"{file} names this folder; no file in it ends in {', '.join(IMAGE_SUFFIXES)}"
-                fix = "correct the line, or put the images there"
-                errors.append(DataError(f"The {split} split has no images.", location=path, cause=cause, fix=fix))
-            parts += found
-    if errors:
-        raise DataErrors(errors)
+            raise make_error(DataError, "yolo-split-not-found", f"{file}: {split}: {entry}", cause=cause, split=split)
+        if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
+            substitutions.append(f"{entry!r} is read from {path}")
+        is_list = path.suffix.lower() == ".txt"
+        found = list(_parts_from_list(split, path, base_dirs) if is_list else _iter_parts_below(split, path))
+        if not found and split != "test":
+            suffixes = ", ".join(IMAGE_SUFFIXES)
+            raise make_error(DataError, "yolo-split-without-images", path, split=split, file=file, suffixes=suffixes)
+        parts += found
     if substitutions:
         notes.append(f"{file.name}: {', '.join(substitutions)}")
     return DatasetLayout(
@@ -123,20 +147,20 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
         root=base_dirs[0],
         parts=tuple(parts),
         notes=tuple(notes),
-        metadata_files=(file, *(() if definition.class_names else _find_names_files(file.parent, parts))),
+        metadata_files=(file, *(() if class_names else _find_names_files(file.parent, parts))),
     )
 
 
-def _resolve_base_dirs(definition: DatasetDefinition) -> tuple[tuple[Path, ...], list[str]]:
+def _resolve_base_dirs(definition: DatasetDefinition, file: Path) -> tuple[tuple[Path, ...], list[str]]:
     """Folders to which paths may be relative, the most likely first (`path`, the file's folder, its parent); notes."""
-    file_dir = definition.file.parent
+    file_dir = file.parent
     default_dirs = (file_dir, file_dir.parent)
     if definition.path is None:
         return default_dirs, []
     base = _resolve_path(definition.path, default_dirs)
     if base is None or not base.is_dir():
-        return default_dirs, [f"path {definition.path!r} of {definition.file.name} does not exist: {file_dir} is used"]
-    notes = [f"path {definition.path!r} of {definition.file.name} is {base}"] if base != file_dir else []
+        return default_dirs, [f"path {definition.path!r} of {file.name} does not exist: {file_dir} is used"]
+    notes = [f"path {definition.path!r} of {file.name} is {base}"] if base != file_dir else []
     return unique((base, *default_dirs)), notes
 
 
@@ -194,11 +218,7 @@ def _read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, 
 def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) -> Iterator[SplitFiles]:
     names_by_folder = _read_image_list(image_list, base_dirs)
     if not names_by_folder:
-        raise DataError(
-            f"The {split} split is empty.",
-            location=image_list,
-            fix="list its images there, one per line, or delete the list",
-        )
+        raise make_error(DataError, "empty-list", image_list, split=split)
     for folder, names in names_by_folder.items():
         yield replace(file_part(_find_labels_dir(folder, names), split, (folder,)), image_list=image_list)
 
@@ -242,12 +262,11 @@ def _find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
 
 
 def _list_label_files(folder: Path) -> list[str]:
-    """The .txt files in a folder, sorted; none if it does not exist."""
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(".txt"))
-    return [name for name in names if not name.startswith(".")]
+    return list_names(folder, (".txt",))
+
+
+def _list_image_names(folder: Path) -> list[str]:
+    return list_names(folder, IMAGE_SUFFIXES)
 
 
 def match_labels(image_names: Iterable[str], label_names: Iterable[str]) -> dict[str, str]:
@@ -302,7 +321,7 @@ def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], l
         if splits:
             splits.sort(key=lambda item: SPLITS.index(item[0]))
             others = [path.name for path in image_subdirs.values() if path not in [path for _, path in splits]]
-            if any(_is_visible_image(name) for name in os.listdir(images)):
+            if _list_image_names(images):
                 others.append("the images directly in it")
             notes = [f"of {images.name}/, left out: {', '.join(others)}, in no split"] if others else []
             yield "YOLO in images/ and labels/", [p for s, path in splits for p in _iter_parts_below(s, path)], notes
@@ -316,39 +335,32 @@ def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], l
     if parts and _has_rows(parts):
         yield "YOLO per split folder", parts, check_unannotated_splits(folder, parts)
     if _list_label_files(folder) or "labels" in subdirs:
-        names = [name for name in sorted(os.listdir(folder)) if _is_visible_image(name)]
+        names = _list_image_names(folder)
         part = SplitFiles(split=None, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
         yield "YOLO, label files and images in one folder", [part] if names else [], []
 
 
 def _is_image_list(path: Path) -> bool:
-    with regular_files.open_file(path) as file:
-        return is_image_name(file.readline(4096).decode("utf-8-sig", errors="replace").strip())
+    return is_image_name(_read_first_line(path).decode(errors="replace"))
 
 
 def _has_rows(parts: list[SplitFiles]) -> bool:
     """Whether the text files of images are YOLO labels: others, such as captions, may be next to images too."""
     num_checked = 0
     for part in parts:
-        if not part.image_dirs[0].is_dir():  # a list has paths of another machine
-            continue
-        with os.scandir(part.image_dirs[0]) as entries:
-            image_names = [entry.name for entry in entries if _is_visible_image(entry.name)]
-        for name in match_labels(image_names, _list_label_files(part.annotations)).values():
-            if not (line := _read_first_line(part.annotations / name)):
-                continue
+        labels = match_labels(_list_image_names(part.image_dirs[0]), _list_label_files(part.annotations))
+        for name in labels.values():
+            line = _read_first_line(part.annotations / name)
             if _looks_like_row(line):
                 return True
-            num_checked += 1
+            num_checked += line != b""
             if num_checked >= MAX_PROBES:
                 return False
     return False
 
 
 def _read_first_line(path: Path) -> bytes:
-    with regular_files.open_file(path) as file:
-        head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
-    return head.partition(b"\n")[0].strip()
+    return read_head(path).partition(b"\n")[0].strip()
 
 
 def _looks_like_row(line: bytes) -> bool:
@@ -359,20 +371,11 @@ def _looks_like_row(line: bytes) -> bool:
         return False
 
 
-def _is_label_file(path: Path) -> bool:
-    """Whether a text file begins like YOLO labels."""
-    return _looks_like_row(_read_first_line(path))
-
-
 YAML_SUFFIXES = (".yaml", ".yml")
 NAMES_FILES = ("classes.txt", "obj.names", "classes.names", "_darknet.labels", "notes.json", "predefined_classes.txt")
 """Files with only the class names: from LabelImg, Darknet, Roboflow, Label Studio."""
 MAX_BYTES = 1 << 20
 """A data.yaml has a few kilobytes; a larger file is something else."""
-MAX_CLASSES = 100_000
-"""Largest number of classes; the published set with the most, V3Det, has 13,204."""
-MAX_DIGITS = 20
-"""Of a number, with zeros at the front."""
 _NULL_VALUES = ("", "~", "null", "none")
 
 
@@ -389,12 +392,8 @@ def _find_definition(folder: Path) -> Path | None:
         if preferred := [path for path in candidates if path.stem.lower() == stem]:
             return preferred[0]
     if len(candidates) > 1:
-        raise DataError(
-            f"{len(candidates)} files could describe the data set.",
-            location=folder,
-            choices=[path.name for path in candidates],
-            fix=f"name one of them instead of the folder, e.g. {candidates[0]}",
-        )
+        names = [path.name for path in candidates]
+        raise make_error(DataError, "yolo-several-descriptions", folder, choices=names, example=candidates[0])
     return candidates[0] if candidates else None
 
 
@@ -412,51 +411,15 @@ def _looks_like_definition(path: Path) -> bool:
 def _read_definition(file: Path) -> DatasetDefinition:
     """Reads a data.yaml or obj.data. Raises DataError that names the file and the key."""
     data = _parse_assignments(file) if file.suffix.lower() == ".data" else _parse_yaml(file)
-    if not isinstance(data, dict):
-        raise _definition_error(file, "it has no keys", "see https://docs.ultralytics.com/datasets/detect/")
-    data = {k: v for k, v in data.items() if not (isinstance(v, str) and v.strip().lower() in _NULL_VALUES)}
-    splits: dict[str, tuple[str, ...]] = {}
-    for name in ("train", "val", "valid", "validation", "test"):
-        value: Any = data.get(name, [])
-        entries = value if isinstance(value, list) else [value]
-        if not all(isinstance(entry, str) for entry in entries):
-            cause = f"{name} has {_quote_value(value)}, which is neither a path nor a list of paths"
-            raise _definition_error(file, cause, f"write `{name}: images/{name}`")
-        if used := tuple(entry.strip() for entry in entries if entry.strip().lower() not in _NULL_VALUES):
-            splits.setdefault(SPLIT_BY_NAME[name], used)
-    if not splits:
-        raise _definition_error(
-            file, "it names no images: there is no train, val or test", "add lines such as `train: images/train`"
-        )
-    path = data.get("path")
-    if not isinstance(path, str | None):
-        cause = f"path has {_quote_value(path)}, which is not one folder"
-        raise _definition_error(file, cause, "name one folder, and the splits relative to it")
-    kpt_shape = data.get("kpt_shape")
-    kpt_dims = [_parse_int(file, "kpt_shape", value) for value in kpt_shape] if isinstance(kpt_shape, list) else []
-    return DatasetDefinition(
-        file=file,
-        splits=splits,
-        path=path,
-        class_names=_choose_names(file, data.get("names", "")),
-        num_classes=_parse_int(file, "nc", data["nc"]) if "nc" in data else None,
-        num_keypoint_values=math.prod(kpt_dims) if len(kpt_dims) == 2 else 0,
-    )
-
-
-def _parse_int(file: Path, key: str, value: Any) -> int:
-    text = value.strip() if isinstance(value, str) else ""
-    if not (text.isascii() and text.isdigit()):
-        cause = f"{key} has {_quote_value(value)}, which is not a whole number"
-        raise _definition_error(file, cause, f"correct {key}, or delete it")
-    if len(text) > MAX_DIGITS or int(text) > MAX_CLASSES:
-        cause = f"{key} has the number {text[:60]}; at most {MAX_CLASSES:,} is possible"
-        raise _definition_error(file, cause, f"correct {key}")
-    return int(text)
-
-
-def _quote_value(value: Any) -> str:
-    return repr(str(value)[:60])
+    if isinstance(data, dict):
+        data = {k: v for k, v in data.items() if not (isinstance(v, str) and v.strip().lower() in _NULL_VALUES)}
+    try:
+        keys = msgspec.convert(data, type=DatasetDefinition, strict=False)
+    except msgspec.ValidationError as error:
+        raise _definition_error(file, str(error)) from error
+    if not keys.splits:
+        raise _definition_error(file, "it names no images: there is no train, val or test")
+    return keys
 
 
 def _parse_yaml(file: Path) -> Any:
@@ -482,7 +445,7 @@ def _parse_assignments(file: Path) -> dict[str, str]:
     return {"nc": values["classes"], **values} if "classes" in values else values
 
 
-def _choose_names(file: Path, written: Any) -> tuple[str, ...] | None:
+def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tuple[str, ...] | None:
     """The class names, from a list, a mapping from numbers, or the path of a file of names."""
     if isinstance(written, str):
         if not written:
@@ -491,23 +454,18 @@ def _choose_names(file: Path, written: Any) -> tuple[str, ...] | None:
         for candidate in (file.parent / relative_path, file.parent / relative_path.rpartition("/")[2]):
             if candidate.is_file():
                 return _read_names(candidate)
-        cause = f"names is {written!r}, neither a list nor an existing file"
-        raise _definition_error(file, cause, "write `names: [first, second]`")
-    pairs = enumerate(written) if isinstance(written, list) else written.items()
-    names = {_parse_int(file, "names", str(number)): name for number, name in pairs}
-    for number, name in names.items():
-        if not (isinstance(name, str) and name.strip()):
-            text = f", but {_quote_value(name)}" if name else ""
-            raise _definition_error(file, f"names: class {number} has no name{text}", "give every class a name")
-    for number in range(max(names, default=-1) + 1):
-        if number not in names:
-            cause = f"names has {len(names)} classes up to number {max(names)}, but none with the number {number}"
-            raise _definition_error(file, cause, f"give class {number} a name; numbers begin at 0 and have no gaps")
+        raise _definition_error(file, f"names is {written!r}, neither a list nor an existing file")
+    names = dict(enumerate(written)) if isinstance(written, list) else written
+    if names and max(names) >= len(names):
+        gap = next(number for number in range(len(names)) if number not in names)
+        cause = f"names has {len(names)} classes up to number {max(names)}, but none with the number {gap}"
+        raise _definition_error(file, cause)
     return tuple(names[number].strip() for number in range(len(names))) or None
 
 
-def _definition_error(file: Path, cause: str, fix: str) -> DataError:
-    return DataError("The description of the data set cannot be used.", location=file, cause=cause, fix=fix)
+def _definition_error(file: Path, cause: str) -> DataError:
+    what, fix = "The description of the data set cannot be used.", "see https://docs.ultralytics.com/datasets/detect/"
+    return DataError(what, location=file, cause=cause, fix=fix)
 
 
 def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ...]:
@@ -534,22 +492,12 @@ def _read_names(file: Path) -> tuple[str, ...]:
         else:
             lines = [line.strip() for line in regular_files.read_text(file, encoding="utf-8-sig").splitlines()]
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(
-            "The list of class names cannot be read.",
-            location=file,
-            cause=f"{type(error).__name__}: {error}",
-            fix="write one name per line, in the order of the class numbers, as UTF-8",
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise make_error(DataError, "yolo-unreadable-names", file, cause=cause) from error
     while lines and not lines[-1]:
         lines.pop()
     if not lines or not all(lines):
-        location = f"{file}:{lines.index('') + 1}" if lines else file
-        raise DataError(
-            "The list of class names has an empty line." if lines else "The list of class names is empty.",
-            location=location,
-            cause="the number of a class is the number of its line",
-            fix="write one name per line",
-        )
+        raise make_error(DataError, "yolo-empty-name", f"{file}:{lines.index('') + 1 if lines else 1}")
     return tuple(lines)
 
 
@@ -595,12 +543,10 @@ def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
     class_names, num_classes, num_keypoint_values = None, None, 0
     metadata_files = list(layout.metadata_files)
     if metadata_files and _is_definition_name(metadata_files[0]):
-        definition = _read_definition(metadata_files.pop(0))
-        class_names, num_classes, num_keypoint_values = (
-            definition.class_names,
-            definition.num_classes,
-            definition.num_keypoint_values,
-        )
+        file = metadata_files.pop(0)
+        definition = _read_definition(file)
+        class_names, num_classes = _choose_names(file, definition.names), definition.nc
+        num_keypoint_values = definition.num_keypoint_values
     if class_names is None and metadata_files:
         class_names = _read_names(metadata_files[0])
         for other in metadata_files[1:]:
@@ -657,14 +603,7 @@ def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[lis
 
 def _read_base_dirs(layout: DatasetLayout) -> tuple[Path, ...]:
     definitions = [path for path in layout.metadata_files[:1] if _is_definition_name(path)]
-    return _resolve_base_dirs(_read_definition(definitions[0]))[0] if definitions else ()
-
-
-def _list_image_names(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if _is_visible_image(entry.name))
+    return _resolve_base_dirs(_read_definition(definitions[0]), definitions[0])[0] if definitions else ()
 
 
 def _repair_listed_names(names: list[str], folder: Path, problems: ProblemCollector) -> list[str]:
@@ -688,7 +627,7 @@ def _report_unmatched_labels(
             if file.stem in image_by_stem:
                 image = listed_dirs[folder] / image_by_stem[file.stem]
                 problems.add("not-in-a-split", os.path.relpath(image, layout.root))
-            elif folder not in listed_dirs and _is_label_file(file):
+            elif folder not in listed_dirs and _looks_like_row(_read_first_line(file)):
                 problems.add("label-without-image", display_path(file, layout.root))
 
 
@@ -765,18 +704,10 @@ class YoloWriter(DatasetWriter):
         return self.folder / "images" / image.split / image.name
 
     def add(self, image: AnnotatedImage) -> None:
-        normalized, clipped = clip_normalized(image)
-        if clipped:
-            self.notes["boxes reached outside their image and are clipped: YOLO boxes must be inside"] += clipped
-        if num_crowd := int(image.crowd.sum()):
-            self.notes["crowd boxes are left out: YOLO has none"] += num_crowd
         lines = []
-        for (x1, y1, x2, y2), label, is_crowd in zip(
-            normalized.tolist(), image.labels.tolist(), image.crowd.tolist(), strict=True
-        ):
-            if not is_crowd:
-                cxcywh = ((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1)
-                lines.append(" ".join((str(label), *(f"{value:.9g}" for value in cxcywh))) + "\n")
+        for (x1, y1, x2, y2), label in zip(self.normalized_boxes(image).tolist(), image.labels.tolist(), strict=True):
+            cxcywh = ((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1)
+            lines.append(" ".join((str(label), *(f"{value:.9g}" for value in cxcywh))) + "\n")
         labels_dir = self.folder / "labels" / image.split
         labels_dir.mkdir(parents=True, exist_ok=True)
         # also without boxes, because an image without a label file looks forgotten

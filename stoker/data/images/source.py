@@ -29,7 +29,7 @@ COPIED_SUFFIXES = (
 )  # fmt: skip
 """Suffixes of the files that a mirror contains in full: annotations and their descriptions."""
 SHARD_INDEX = "stoker-index.arrow"
-"""The index of packed shards (`formats/shard_index.py`), also copied."""
+"""The index of packed shards (`formats/webdataset.py`), also copied."""
 _TFRECORD_NAME = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])|-\d{3,7}-of-\d{3,7}", re.IGNORECASE)
 """Names of TFRecord shards, as in `formats/tfrecord.py`: annotations and images in one file."""
 _OTHER_NAME = re.compile(r"\.(jpe?g|png|bmp|webp|tiff?|gif|jp2|tar|mds|parquet)$", re.IGNORECASE)

@@ -1,6 +1,6 @@
 """`stoker data split`: new splits of a data set as lists of images, without changing the data set.
 
-Splits are stratified by class (`stratify.py`). Images that belong together stay in one split: near-duplicates, or
+Splits are stratified by class (`clean.py`). Images that belong together stay in one split: near-duplicates, or
 images whose names have the same part. Near-duplicates differ in few bits of a difference hash: whether each of 16 × 16
 cells of the gray image is darker than its right neighbor (Krawetz 2013, "Kind of Like That", hackerfactor.com). `stoker
 train DATA --splits OUT` uses the lists. Not here: the split that training draws itself (`clean.py`).
@@ -21,7 +21,7 @@ from PIL import Image
 
 from stoker.data.formats.tables import SPLITS
 from stoker.data.index import Index
-from stoker.data.validation.stratify import stratify
+from stoker.data.validation.clean import stratify
 from stoker.errors import UsageError
 from stoker.storage.local_files import write_atomic
 

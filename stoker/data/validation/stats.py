@@ -6,7 +6,6 @@ from the image headers. Not here: problems of a data set (`check.py`), the choic
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -22,11 +21,8 @@ from stoker.data.anchor_fit import (
     box_dimensions,
     recommend_anchors,
 )
-from stoker.data.formats.images import REMOTE_IO_WORKERS
-from stoker.data.images import source as image_source
-from stoker.data.images.headers import parse_header, read_header
+from stoker.data.formats.images import read_sizes
 from stoker.data.index import Index
-from stoker.errors import DataError
 
 SMALL, LARGE = 32, 96
 """COCO's limits of small, medium and large objects: square root of the area in pixels (cocodataset.org, evaluation)."""
@@ -222,24 +218,13 @@ def compute_stats(index: Index, model_input: ModelInput, *, data: str, split: st
 
 
 def _original_sizes(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.int32]:
-    """int32 [R, 2], height and width as displayed; read from the image headers where the annotations have none."""
-    unknown_indices = image_indices[(index.original_size[image_indices] <= 0).any(1)].tolist()
-    if not unknown_indices:
+    """int32 [R, 2], height and width as displayed; read from the image headers where the annotations have none, 0 where
+    these cannot be read: `data check` reports the problem."""
+    unknown = image_indices[(index.original_size[image_indices] <= 0).any(1)]
+    if not len(unknown):
         return index.original_size
     sizes = np.array(index.original_size)
-
-    def read_size(image_index: int) -> tuple[int, int]:
-        try:
-            if index.byte_range(image_index) is None:
-                return read_header(index.path(image_index)).size
-            return parse_header(index.read(image_index), index.path(image_index)).size
-        except (DataError, OSError):  # counted as unknown; `data check` reports the problem
-            return 0, 0
-
-    workers = 8 if image_source.path_to_uri(index.root) is None else REMOTE_IO_WORKERS
-    with ThreadPoolExecutor(workers, "stoker-stats") as pool:
-        for image_index, size in zip(unknown_indices, pool.map(read_size, unknown_indices), strict=True):
-            sizes[image_index] = size
+    sizes[unknown] = read_sizes([index.path(image_index) for image_index in unknown.tolist()])[0]
     return sizes
 
 

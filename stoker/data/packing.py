@@ -1,4 +1,4 @@
-"""`stoker data pack`: writes a data set as WebDataset shards of about equal size, with `formats/shard_index.py`.
+"""`stoker data pack`: writes a data set as WebDataset shards of about equal size, with an index.
 
 A plan says which image is in which shard, from the index of the source alone, so each shard can be made by any process,
 again, with the same bytes. A finished shard has a record next to it; after a kill, those that have one are kept. The
@@ -6,9 +6,11 @@ index is written last and replaces plan and records. Training images are put int
 always the same: neighbors in a source are often alike, and a shard that is read as a whole should not be. Rows of the
 index keep the order of the source, so training in a random order of all images does not change.
 
-Not here: what images training would skip and other formats (`writing.py`), Ray (`launching/ray_pack.py`).
+Not here: what images training would skip and other formats (`convert.py`), Ray (`launching/ray_pack.py`).
 """
 
+import contextlib
+import fcntl
 import hashlib
 import math
 import os
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -24,27 +26,38 @@ import simplejpeg
 from numpy.typing import NDArray
 
 from stoker.data import index_digest
-from stoker.data.convert.pack_destination import Destination, open_destination
-from stoker.data.convert.writing import SUFFIX_BY_FORMAT, read_image
-from stoker.data.formats import shard_index
+from stoker.data.convert import read_image
 from stoker.data.formats.coco import coco_annotations, coco_category_ids
+from stoker.data.formats.folders import SUFFIXES
 from stoker.data.formats.images import map_in_threads
-from stoker.data.formats.shard_index import INDEX_FILE, PLAN_FILE, WORK_DIR, PackedImages, PackedInfo, Shard
-from stoker.data.formats.tables import SPLITS
-from stoker.data.formats.webdataset import BLOCK, END, padded, tar_header
-from stoker.data.formats.writer import AnnotatedImage, UnsupportedImage
+from stoker.data.formats.tables import SPLITS, AnnotationTable, UnsupportedImage
+from stoker.data.formats.webdataset import (
+    BLOCK,
+    END,
+    INDEX_FILE,
+    PLAN_FILE,
+    VERSION,
+    WORK_DIR,
+    PackedInfo,
+    Shard,
+    encode_index,
+    padded,
+    parse_info,
+    tar_header,
+)
 from stoker.data.images import source as image_source
 from stoker.data.images.decode import decode, decode_resized
 from stoker.data.images.headers import Header
 from stoker.data.index import Index
-from stoker.errors import DataError, StokerError, UsageError
+from stoker.data.validation.problems import make_error
+from stoker.errors import DataError, StokerError, UsageError, writing
+from stoker.storage.local_files import write_atomic
+from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
 
 DEFAULT_SHARD_MIB = 64
 DEFAULT_QUALITY = 90
 NUM_MEASURED = 64
 """Images whose quality is measured after they are encoded again."""
-NUM_SIZED = 32
-"""Images that are encoded to estimate how many fit into a shard."""
 ORDER_SEED = 0
 UNKNOWN_BYTES = 1 << 17
 """Assumed size of an image on a web server, whose size is not known before it is read."""
@@ -120,6 +133,110 @@ class PackResult:
         return counts
 
 
+WRITABLE_SCHEMES = ("gs", "s3")
+
+
+class _Folder:
+    """Names are relative, with slashes. Every file is there as a whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.text = path, str(path)
+
+    def sizes(self) -> dict[str, int]:
+        """Name → bytes of every file."""
+        if not self.path.exists():
+            return {}
+        if not self.path.is_dir():
+            raise UsageError(f"{self.text!r} is a file.", fix="name a folder that does not exist, or is empty")
+        found = {}
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                file = os.path.join(folder, name)
+                found[os.path.relpath(file, self.path)] = os.lstat(file).st_size
+        return found
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        file = self.path / name
+        with writing("The packed data set cannot be written.", file, fix="free disk space, or name a writable folder"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, data)
+
+    def delete(self, name: str) -> None:
+        """No error if there is no such file."""
+        file = self.path / name
+        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other files are in its folder
+            if file.parent != self.path:
+                file.parent.rmdir()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes of this machine from packing into it. Raises UsageError if one does."""
+        lock = self.path / WORK_DIR / "lock"
+        with writing("The folder cannot be created.", lock, fix="name a writable folder"):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = lock.open("a")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise make_error(UsageError, "destination-is-locked", text=self.text) from error
+            except OSError:
+                pass  # a mount without locks; two processes write the same files as a whole
+            yield
+            self.delete(f"{WORK_DIR}/lock")
+
+
+class _Prefix:
+    """A prefix of a bucket, as `_Folder`."""
+
+    def __init__(self, uri: StorageUri) -> None:
+        self._uri, self.text = uri, str(uri)
+
+    @property
+    def _store(self) -> "Store":
+        from stoker.storage.store import open_store  # needed, and imported, for buckets only
+
+        return open_store(self._uri)
+
+    def _key(self, name: str) -> str:
+        return self._uri.child(name).key
+
+    def sizes(self) -> dict[str, int]:
+        prefix = self._key("")
+        return {info.key.removeprefix(prefix): info.size_bytes for info in self._store.list(self._uri.key)}
+
+    def read(self, name: str) -> bytes:
+        return self._store.read(self._key(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        self._store.write(self._key(name), data)
+
+    def delete(self, name: str) -> None:
+        self._store.delete(self._key(name))
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+Destination: TypeAlias = _Folder | _Prefix
+
+
+def open_destination(text: str) -> Destination:
+    """Raises UsageError for what cannot be written."""
+    location = expand_variables(text)
+    if not is_uri(location):
+        return _Folder(Path(location).absolute())
+    uri = parse_uri(location)
+    if uri.scheme not in WRITABLE_SCHEMES:
+        choices = ["a folder", "gs://…", "s3://…"]
+        raise make_error(UsageError, "destination-not-writable", choices=choices, text=location)
+    return _Prefix(uri)
+
+
 RunShards = Callable[[Index, Plan, Sequence[PlannedShard], Destination], Iterator[ShardRecord]]
 """Makes and writes shards, and yields the record of each when it is written."""
 
@@ -189,7 +306,7 @@ def in_threads(workers: int) -> RunShards:
 def make_plan(index: Index, options: PackOptions) -> Plan:
     """Which image is in which shard. Depends on the source and the options only."""
     source_bytes = _source_bytes(index)
-    ratio = 1.0 if options.image_size is None else _encoded_fraction(index, options, source_bytes)
+    ratio = 1.0 if options.image_size is None else _encoded_fraction(index, options.image_size)
     shards = []
     for split in index.splits:
         rows = index.image_indices(split)
@@ -211,7 +328,7 @@ def make_plan(index: Index, options: PackOptions) -> Plan:
 def plan_id(index: Index, options: PackOptions) -> str:
     """Changes with the images, boxes and classes of the source, and with the options."""
     content = index_digest.digest_images(index, index.splits)
-    described = msgspec.json.encode((shard_index.VERSION, index.class_names, index.category_ids, options, content))
+    described = msgspec.json.encode((VERSION, index.class_names, index.category_ids, options, content))
     return hashlib.sha256(described).hexdigest()
 
 
@@ -237,7 +354,7 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
             data, stored_header = read_image(index, row, path)
             height, width = index.original_size[row].tolist()
             image_header = stored_header.as_annotated((height, width))
-            suffix, size = SUFFIX_BY_FORMAT[stored_header.image_format], image_header.size
+            suffix, size = SUFFIXES[stored_header.image_format][0], image_header.size
             source_bytes += len(data)
             if options.image_size is not None:
                 shrunk = shrink(
@@ -245,7 +362,7 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
                     measure=row in plan.measured,
                 )  # fmt: skip
                 if shrunk is not None:
-                    data, size, suffix = shrunk.data, shrunk.size, SUFFIX_BY_FORMAT["jpeg"]
+                    data, size, suffix = shrunk.data, shrunk.size, ".jpg"
                     psnr_db += [] if shrunk.psnr_db is None else [shrunk.psnr_db]
                     num_encoded += 1
         except UnsupportedImage as error:
@@ -257,7 +374,7 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
         packed = PackedRow(row, len(content) + BLOCK, len(data), size, image_header.size)
         images.append(packed)
         _append_file(content, f"{row:09d}{suffix}", data)
-        _append_file(content, f"{row:09d}.json", _annotations(index, packed, shard.split, data, category_ids))
+        _append_file(content, f"{row:09d}.json", _annotations(index, packed, category_ids))
     content += END
     sha256 = hashlib.sha256(content).hexdigest()
     return bytes(content), ShardRecord(
@@ -276,27 +393,28 @@ def _append_file(content: bytearray, name: str, data: bytes) -> None:
     content += bytes(padded(len(data)) - len(data))
 
 
-def _annotations(index: Index, packed: PackedRow, split: str, data: bytes, category_ids: Sequence[int]) -> bytes:
+def _annotations(index: Index, packed: PackedRow, category_ids: Sequence[int]) -> bytes:
     """The JSON of a sample: COCO's annotations with the names of their classes."""
     own = slice(int(index.offsets[packed.row]), int(index.offsets[packed.row + 1]))
     boxes, area = _scale(index.boxes[own], index.area[own], packed)
-    image = AnnotatedImage(
-        split=split, name=index.path(packed.row).name, data=data, image_format="", size=packed.size,
-        image_id=int(index.image_id[packed.row]), boxes=boxes, labels=index.labels[own], crowd=index.crowd[own],
-        area=area,
-    )  # fmt: skip
-    names = [index.class_names[label] for label in image.labels.tolist()]
-    rows = [{**row, "category": name} for row, name in zip(coco_annotations(image, category_ids), names, strict=True)]
+    rows = list(coco_annotations(boxes, index.labels[own], index.crowd[own], area, category_ids))
+    for row, label in zip(rows, index.labels[own].tolist(), strict=True):
+        row["category"] = index.class_names[label]
     height, width = packed.size
     return msgspec.json.encode(
         {
-            "file_name": image.name.encode("utf-8", "replace").decode(),
-            "image_id": image.image_id,
+            "file_name": _utf8(index.path(packed.row).name),
+            "image_id": int(index.image_id[packed.row]),
             "width": width,
             "height": height,
             "annotations": rows,
         }
     )
+
+
+def _utf8(name: str) -> str:
+    """A file name may have bytes that are not Unicode, which JSON and Arrow cannot hold."""
+    return name.encode("utf-8", "replace").decode()
 
 
 def _scale(
@@ -314,31 +432,33 @@ def _write_index(index: Index, destination: Destination, plan: Plan, records: Se
     by_row = sorted((packed.row, number, packed) for number, r in enumerate(records) for packed in r.images)
     if not by_row:
         row, reason = records[0].skipped[0]
-        raise DataError(
-            "No image could be packed.", location=index.display_source(row), cause=reason, fix="see `stoker data check`"
-        )
+        raise make_error(DataError, "nothing-packed", index.display_source(row), cause=reason)
     rows = np.array([row for row, _, _ in by_row])
-    counts = (index.offsets[1:] - index.offsets[:-1])[rows]
-    owned = np.concatenate([np.arange(index.offsets[row], index.offsets[row + 1]) for row in rows.tolist()])
     own_boxes = [slice(int(index.offsets[row]), int(index.offsets[row + 1])) for row in rows.tolist()]
+    owned = np.concatenate([np.arange(own.start, own.stop) for own in own_boxes])
     scaled = [
         _scale(index.boxes[own], index.area[own], packed) for own, (_, _, packed) in zip(own_boxes, by_row, strict=True)
     ]
-    images = PackedImages(
-        names=[os.path.basename(index.path_text(row)).encode("utf-8", "replace").decode() for row in rows.tolist()],
+    table = AnnotationTable(
+        class_names=list(index.class_names),
+        category_ids=list(index.category_ids),
+        folders=[record.shard.name for record in records],
+        folder_index=np.array([number for _, number, _ in by_row], np.int32),
+        file_names=[_utf8(os.path.basename(index.path_text(row))) for row in rows.tolist()],
         split=np.array([SPLITS.index(records[number].shard.split) for _, number, _ in by_row], np.int8),
+        original_size=np.array([packed.size for _, _, packed in by_row], np.int32),
         image_id=index.image_id[rows],
-        shard=np.array([number for _, number, _ in by_row], np.int32),
-        byte_range=np.array([(packed.offset, packed.length) for _, _, packed in by_row], np.int64),
-        size=np.array([packed.size for _, _, packed in by_row], np.int32),
-        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        boxes=np.concatenate([boxes for boxes, _ in scaled]),
+        image_index=np.repeat(np.arange(len(rows)), [own.stop - own.start for own in own_boxes]),
+        boxes=np.concatenate([boxes for boxes, _ in scaled]).astype(np.float64),
         labels=index.labels[owned],
         crowd=index.crowd[owned],
         area=np.concatenate([area for _, area in scaled]),
+        box_id=owned,
+        box_id_kind="object",
+        byte_range=np.array([(packed.offset, packed.length) for _, _, packed in by_row], np.int64),
     )
     info = PackedInfo(
-        version=shard_index.VERSION,
+        version=VERSION,
         plan=plan.id,
         class_names=index.class_names,
         category_ids=index.category_ids,
@@ -346,7 +466,7 @@ def _write_index(index: Index, destination: Destination, plan: Plan, records: Se
         num_skipped=sum(len(r.skipped) for r in records),
         source_bytes=sum(r.source_bytes for r in records),
     )
-    destination.write(INDEX_FILE, shard_index.encode(info, images))
+    destination.write(INDEX_FILE, encode_index(info, table))
     return info
 
 
@@ -355,13 +475,9 @@ def _complete(
 ) -> PackResult:
     """The result for a destination that is packed, with the shards that it had lost. Raises UsageError if that is
     another data set, DataError if a shard that is made again has other bytes."""
-    info = shard_index.parse_info(destination.read(INDEX_FILE), f"{destination.text}/{INDEX_FILE}")
+    info = parse_info(destination.read(INDEX_FILE), f"{destination.text}/{INDEX_FILE}")
     if info.plan != plan.id:
-        raise UsageError(
-            f"{destination.text!r} has another packed data set.",
-            cause="its images, boxes, classes, --image-size, --quality or --shard-mib differ",
-            fix="name another folder, or delete this one first",
-        )
+        raise _other_plan(destination, "another packed data set", "name another folder, or delete this one first")
     shards = {shard.name: shard for shard in info.shards}
     lost = {name for name, shard in shards.items() if sizes.get(name) != shard.size_bytes}
     planned = [shard for shard in plan.shards if shard.name in lost]
@@ -384,46 +500,34 @@ def _complete(
 
 
 def _other_bytes(destination: Destination, name: str) -> DataError:
-    return DataError(
-        "A shard cannot be made again as it was.",
-        location=f"{destination.text}/{name}",
-        cause="other versions of the decoders encode images differently, or plan other shards",
-        fix="delete the whole folder and pack again, or copy the shard again",
-    )
+    return make_error(DataError, "shard-has-other-bytes", f"{destination.text}/{name}")
+
+
+def _other_plan(destination: Destination, content: str, fix: str) -> UsageError:
+    cause = "its images, boxes, classes, --image-size, --quality or --shard-mib differ"
+    return UsageError(f"{destination.text!r} has {content}.", cause=cause, fix=fix)
 
 
 def _require_free(destination: Destination, plan: Plan, sizes: dict[str, int]) -> None:
     """Raises UsageError unless the destination is empty or has the beginning of this plan."""
     if PLAN_FILE not in sizes:
-        others = [name for name in sizes if not name.startswith(f"{WORK_DIR}/")]
-        if others:
-            raise UsageError(
-                f"{destination.text!r} has other data.",
-                cause=", ".join(sorted(others)[:3]) + (", …" if len(others) > 3 else ""),
-                fix="name a folder that does not exist, or is empty",
-            )
+        if others := sorted(name for name in sizes if not name.startswith(f"{WORK_DIR}/")):
+            fix = "name a folder that does not exist, or is empty"
+            raise UsageError(f"{destination.text!r} has other data.", cause=", ".join(others[:3]), fix=fix)
         return
     try:
         started = msgspec.json.decode(destination.read(PLAN_FILE))["id"]
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError):
         started = None
     if started != plan.id:
-        raise UsageError(
-            f"{destination.text!r} has the beginning of another packed data set.",
-            cause="its images, boxes, classes, --image-size, --quality or --shard-mib differ",
-            fix="run that command again to continue it, name another folder, or delete this one first",
-        )
+        fix = "run that command again to continue it, name another folder, or delete this one first"
+        raise _other_plan(destination, "the beginning of another packed data set", fix)
 
 
 def _refuse_source(index: Index, destination: Destination) -> None:
     inside = image_source.path_to_uri(index.root) is None and Path(destination.text).is_relative_to(index.root)
     if inside or destination.text.rstrip("/") == index.source:
-        raise UsageError(
-            f"{destination.text!r} is in the data set's own folder.",
-            location=index.source,
-            cause="the source is never changed",
-            fix="name a folder elsewhere",
-        )
+        raise make_error(UsageError, "destination-in-source", index.source, text=destination.text)
 
 
 def _finished_records(destination: Destination, plan: Plan, sizes: dict[str, int]) -> dict[str, ShardRecord]:
@@ -470,22 +574,11 @@ def _source_bytes(index: Index) -> NDArray[np.int64]:
     return np.array(map_in_threads(size, range(len(index))), np.int64)
 
 
-def _encoded_fraction(index: Index, options: PackOptions, source_bytes: NDArray[np.int64]) -> float:
-    """The size of some images after they are encoded again, by their size before."""
-    assert options.image_size is not None
-    before = after = 0
-    for row in np.unique(np.linspace(0, len(index) - 1, NUM_SIZED).astype(int)).tolist():
-        path = index.path(row)
-        height, width = index.original_size[row].tolist()
-        try:
-            data, stored_header = read_image(index, row, path)
-            image_header = stored_header.as_annotated((height, width))
-            shrunk = shrink(data, path, image_header, max_size=options.image_size, quality=options.quality)
-        except (UnsupportedImage, DataError):
-            continue  # it will be skipped, and reported, when its shard is made
-        before += int(source_bytes[row])
-        after += len(data) if shrunk is None else len(shrunk.data)
-    return after / before if before else 1.0
+def _encoded_fraction(index: Index, max_size: tuple[int, int]) -> float:
+    """About the size of the images after they are made to fit, by their size before: the fraction of their pixels."""
+    sizes = index.original_size[(index.original_size > 0).all(1)]
+    scale = np.minimum(1.0, (np.array(max_size) / sizes).min(1))
+    return float(np.square(scale).mean()) if len(sizes) else 1.0
 
 
 MAX_PSNR_DB = 99.0
@@ -520,3 +613,7 @@ def shrink(
         mse = float(np.square(decode(encoded, path).astype(np.float32) - pixels).mean())
         psnr_db = min(MAX_PSNR_DB, 20 * math.log10(255) - 10 * math.log10(mse)) if mse else MAX_PSNR_DB
     return Shrunk(encoded, size, psnr_db)
+
+
+if TYPE_CHECKING:
+    from stoker.storage.store import Store

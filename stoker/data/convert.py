@@ -2,7 +2,8 @@
 
 Everything is written into `<out>.partial`, which is renamed to `out` at the end. One that a killed conversion left has
 a marker file and is deleted by the next. Images are copied byte for byte, without decoding: damaged pixels under a
-valid header are not noticed here, but by `stoker data check`. Not here: the formats (the writers in this folder).
+valid header are not noticed here, but by `stoker data check`. Not here: the formats (`formats/`), shards
+(`packing.py`).
 """
 
 import errno
@@ -19,22 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.finder import FORMATS
-from stoker.data.formats.folders import IMAGE_SUFFIXES
-from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, UnsupportedImage, apply_orientation
+from stoker.data.formats.folders import IMAGE_SUFFIXES, SUFFIXES
+from stoker.data.formats.tables import AnnotatedImage, Target, UnsupportedImage, apply_orientation
 from stoker.data.images import source as image_source
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index
+from stoker.data.validation.problems import make_error
 from stoker.errors import DataError, StorageError, UsageError, writing
 from stoker.storage.local_files import fsync_folder
 
 TargetFormat = Literal["coco", "voc", "yolo", "tfrecord"]
 TARGET_FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
 PARTIAL_MARKER = ".unfinished-stoker-conversion"
-SUFFIX_BY_FORMAT = {
-    "jpeg": ".jpg", "png": ".png", "webp": ".webp", "bmp": ".bmp", "tiff": ".tif", "gif": ".gif", "pnm": ".ppm",
-    "jpeg 2000": ".jp2",
-}  # fmt: skip
-"""Image format (`headers.KINDS`) → suffix for a file whose own name has no image suffix."""
 INVERSE_ORIENTATION = {6: 8, 8: 6}
 """EXIF orientation → its inverse, where that is another one."""
 _UNUSABLE_CHARS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffe\uffff\\\\/]")
@@ -72,11 +69,7 @@ def convert(
     can be read, StorageError if the folder cannot be written.
     """
     if shards < 1 or (shards > 1 and to != "tfrecord"):
-        raise UsageError(
-            f"--shards is {shards}.",
-            cause="only TFRecords have shards",
-            choices=["1 or more, with --to tfrecord"],
-        )
+        raise make_error(UsageError, "wrong-number-of-shards", choices=["1 or more, with --to tfrecord"], shards=shards)
     if hardlink and image_source.path_to_uri(index.root) is not None:
         raise UsageError("--hardlink needs local images.", location=index.source, fix="leave it out to copy the images")
     partial = _create_partial_dir(out)
@@ -100,17 +93,10 @@ def convert(
 def _create_partial_dir(out: Path) -> Path:
     """Creates the folder to write into; deletes an old one."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(
-            f"{str(out)!r} exists already.", location=out.absolute(), fix="name a folder that does not exist"
-        )
+        raise make_error(UsageError, "output-exists", out.absolute(), out=str(out))
     partial = out.with_name(f"{out.name}.partial")
     if partial.exists() and not (partial / PARTIAL_MARKER).is_file():
-        raise UsageError(
-            f"{str(partial)!r} is in the way.",
-            location=partial.absolute(),
-            cause="the data set is first written there, and this was not left by a conversion",
-            fix="move it away, or name another folder",
-        )
+        raise make_error(UsageError, "partial-folder-in-the-way", partial.absolute(), partial=str(partial))
     with writing("The folder cannot be created.", partial, fix="name a writable folder"):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -127,8 +113,11 @@ def _write(
     hardlink: bool,
     progress: Callable[[int, int], None],
 ) -> ConversionResult:
-    writer = _make_writer(to, index, partial, shards)
-    unique_names = _UniqueNames()
+    max_images = {split: len(index.image_indices(split)) for split in index.splits}
+    make_writer = FORMATS[to].write
+    assert make_writer is not None
+    writer = make_writer(Target(partial, index.class_names, index.category_ids, max_images, shards))
+    used_names: set[tuple[str, str]] = set()
     written: Counter[str] = Counter()
     skipped: list[tuple[Path, str]] = []
     num_rotated = num_boxes = num_done = 0
@@ -139,12 +128,16 @@ def _write(
             path = index.path(image_index)
             try:
                 data, header = read_image(index, image_index, path)
-                name_scope = "" if writer.single_image_dir else split
-                own = slice(int(index.offsets[image_index]), int(index.offsets[image_index + 1]))
+                own = np.arange(index.offsets[image_index], index.offsets[image_index + 1])
+                if not writer.supports_crowd and (num_crowd := int(index.crowd[own].sum())):
+                    writer.notes["crowd boxes are left out: the format has none"] += num_crowd
+                    own = own[~index.crowd[own]]
                 boxes, size = _orient_boxes(index, image_index, index.boxes[own], header, writer.box_orientation)
                 image = AnnotatedImage(
                     split=split,
-                    name=unique_names.make_unique(path.name, header.image_format, name_scope),
+                    name=_unique_name(
+                        path.name, header.image_format, "" if writer.single_image_dir else split, used_names
+                    ),
                     data=data,
                     image_format=header.image_format,
                     image_id=int(index.image_id[image_index]) if has_unique_ids else position,
@@ -158,42 +151,26 @@ def _write(
             except UnsupportedImage as error:
                 skipped.append((path, str(error)))
             else:
-                _write_image(
-                    writer.image_path(image),
-                    image,
-                    path if hardlink and index.byte_range(image_index) is None else None,
-                )
+                if (target := writer.image_path(image)) is not None:
+                    is_linked = hardlink and index.byte_range(image_index) is None
+                    _write_image(target, image, path if is_linked else None)
                 written[split] += 1
-                num_boxes += len(image.boxes) if writer.supports_crowd else int((~image.crowd).sum())
+                num_boxes += len(image.boxes)
                 num_rotated += header.orientation != 1
             num_done += 1
             progress(num_done, len(index))
     if not written:
         skipped_path, reason = skipped[0]
-        raise DataError(
-            "No image could be converted.", location=skipped_path, cause=reason, fix="see `stoker data check`"
-        )
+        raise make_error(DataError, "nothing-converted", skipped_path, cause=reason)
     writer.written_splits = list(written)
     writer.finish()
     notes = [f"{count:,} {description}" for description, count in writer.notes.items()]
     if num_rotated:
-        orientation_notes = {
-            "source": "the same orientation as in the source",
-            "upright": "the upright images",
-            "stored": "the pixels as stored",
-        }
-        orientation = orientation_notes[writer.box_orientation]
-        notes.append(f"{num_rotated:,} images are rotated by EXIF: their boxes refer to {orientation}")
+        rotated = f"{num_rotated:,} images are rotated by EXIF"
+        notes.append(f"{rotated}: their boxes refer to the {writer.box_orientation} images")
     return ConversionResult(
         folder=out, num_images=dict(written), num_boxes=num_boxes, skipped=tuple(skipped), notes=tuple(notes)
     )
-
-
-def _make_writer(to: TargetFormat, index: Index, folder: Path, shards: int) -> DatasetWriter:
-    max_images = {split: len(index.image_indices(split)) for split in index.splits}
-    write = FORMATS[to].write
-    assert write is not None
-    return write(Target(folder, index.class_names, index.category_ids, max_images, shards))
 
 
 def _orient_boxes(
@@ -210,30 +187,23 @@ def _orient_boxes(
     return boxes, oriented.size
 
 
-class _UniqueNames:
-    """Gives images file names whose stems are unique in their folder, in any case."""
-
-    def __init__(self) -> None:
-        self._used: set[tuple[str, str]] = set()
-
-    def make_unique(self, name: str, image_format: str, folder: str) -> str:
-        """The source's name if possible; if it has no image suffix, that of its format is appended."""
-        name = _UNUSABLE_CHARS.sub("_", name).strip().lstrip(".") or "image"
-        stem, suffix = os.path.splitext(name)
-        if suffix.lower() not in (*IMAGE_SUFFIXES, SUFFIX_BY_FORMAT[image_format]):
-            stem, suffix = name, SUFFIX_BY_FORMAT[image_format]
-        candidate, number = stem, 1
-        while (folder, candidate.casefold()) in self._used:
-            number += 1
-            candidate = f"{stem}-{number}"
-        self._used.add((folder, candidate.casefold()))
-        return candidate + suffix
+def _unique_name(name: str, image_format: str, folder: str, used: set[tuple[str, str]]) -> str:
+    """The source's name if possible; if it has no image suffix, that of its format is appended. Its stem is unique in
+    its folder, in any case. used: (folder, stem), grows."""
+    name = _UNUSABLE_CHARS.sub("_", name).strip().lstrip(".") or "image"
+    stem, suffix = os.path.splitext(name)
+    if suffix.lower() not in (*IMAGE_SUFFIXES, SUFFIXES[image_format][0]):
+        stem, suffix = name, SUFFIXES[image_format][0]
+    candidate, number = stem, 1
+    while (folder, candidate.casefold()) in used:
+        number += 1
+        candidate = f"{stem}-{number}"
+    used.add((folder, candidate.casefold()))
+    return candidate + suffix
 
 
-def _write_image(target: Path | None, image: AnnotatedImage, source: Path | None) -> None:
+def _write_image(target: Path, image: AnnotatedImage, source: Path | None) -> None:
     """Writes the image file: a hard link to `source` if given, else the bytes."""
-    if target is None:
-        return
     target.parent.mkdir(parents=True, exist_ok=True)
     if source is None:
         target.write_bytes(image.data)
@@ -243,12 +213,7 @@ def _write_image(target: Path | None, image: AnnotatedImage, source: Path | None
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        raise UsageError(
-            "--hardlink needs the images and the new folder on one file system.",
-            location=target,
-            cause=f"{source} is on another",
-            fix="leave --hardlink out to copy the images",
-        ) from error
+        raise make_error(UsageError, "hardlink-across-file-systems", target, source=source) from error
 
 
 def read_image(index: Index, image_index: int, path: Path) -> tuple[bytes, Header]:
