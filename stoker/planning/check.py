@@ -109,7 +109,7 @@ class Prober:
         found: list[Finding] | None = []
         what, evidence, fix = "was not asked: the time was over", "", "`--deep` takes the time"
         if left_s > 0:
-            worker = TimeoutWorker(lambda: probe, name=f"check: {name}")
+            worker = TimeoutWorker(probe, name=f"check: {name}")
             what, fix = f"did not answer within {left_s:.0f} s", "`--deep` waits longer"
             try:
                 found = worker.call(left_s)

@@ -9,7 +9,7 @@ from stoker.diagnosis.endings import line_patterns
 from stoker.hardware.cuda_trial import TorchFacts
 from stoker.hardware.gpu_evidence import kernel_driver
 from stoker.profiling.telemetry.gpu import DriverState, GpuState
-from stoker.profiling.telemetry.kernel_log import KernelLine
+from stoker.profiling.telemetry.machine import KernelLine
 
 DRIVER_TIMEOUT_S = 5.0
 

@@ -200,23 +200,12 @@ class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """NVML's bit mask of clock event reasons."""
     sm_clock_max_mhz: int | None = None
     """Highest clock of the multiprocessors."""
-    memory_clock_mhz: int | None = None
-    """Clock of the memory."""
-    memory_utilization: float | None = None
-    """Fraction of the driver's last sample period in which its memory was read or written, 0 … 1."""
     sm_active: float | None = None
     """Mean fraction of the multiprocessors with work since the previous line (GPM counters, Hopper and later)."""
-    sm_occupancy: float | None = None
-    """Mean fraction of the warps that the multiprocessors can hold."""
     tensor_active: float | None = None
     """Fraction of the time in which the tensor cores worked."""
     dram_active: float | None = None
     """Fraction of the memory bandwidth that was used."""
-    pcie_sent_bytes_s: float | None = None
-    pcie_received_bytes_s: float | None = None
-    """Sent to the host and received from it by the GPU."""
-    nvlink_sent_bytes_s: float | None = None
-    nvlink_received_bytes_s: float | None = None
     pcie_generation: int | None = None
     pcie_generation_max: int | None = None
     pcie_width: int | None = None
@@ -233,8 +222,6 @@ class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The GPU is shared by a hypervisor."""
     other_processes: int | None = None
     """Compute processes on it that do not belong to this run."""
-    energy_j: float | None = None
-    """Since the driver was loaded."""
 
 
 class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -269,20 +256,11 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Threads of this process and its children."""
     threads_running: float | None = None
     """Mean number of these that ran or waited for a core."""
-    page_cache_bytes: int | None = None
-    """Files that the kernel keeps in memory."""
     swap_used_bytes: int | None = None
     """Swap in use."""
-    read_bytes_s: float | None = None
-    written_bytes_s: float | None = None
-    """By this process and its children, from and to storage (page cache hits are not counted)."""
-    disk_read_bytes_s: float | None = None
-    disk_written_bytes_s: float | None = None
-    """By the whole machine."""
     disk_free_bytes: int | None = None
     """On the file system of the run folder."""
     net_received_bytes_s: float | None = None
-    net_sent_bytes_s: float | None = None
     """By the machine (in a container: by the container), without loopback."""
     shm_used_bytes: int | None = None
     shm_total_bytes: int | None = None

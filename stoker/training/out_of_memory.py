@@ -25,7 +25,7 @@ from stoker.hardware.cgroup import HostLimit, nearest_memory_limit
 from stoker.hardware.device import is_out_of_memory
 from stoker.profiling.telemetry.environment import query_with_timeout
 from stoker.profiling.telemetry.gpu import in_host_pid_namespace, read_driver
-from stoker.profiling.telemetry.processes import list_process_tree
+from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.training.parallel import Attempt
 from stoker.training.state import BatchSizes, EventLogger, count_micro_batches
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from stoker.hardware.cgroup import Cgroup
-from stoker.profiling.telemetry.processes import list_process_tree
+from stoker.profiling.telemetry.machine import list_process_tree
 
 PROC = Path("/proc")
 

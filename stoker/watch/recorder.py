@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol
 
 from stoker.errors import writing
 from stoker.profiling.telemetry.environment import describe_job
-from stoker.profiling.telemetry.kernel_log import read_kernel_lines
+from stoker.profiling.telemetry.machine import read_kernel_lines
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
 from stoker.secrets import mask_argv

@@ -20,7 +20,7 @@ from typing import Self
 
 import msgspec
 
-from stoker.profiling.telemetry.processes import list_process_tree
+from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.runs.records import RANKS, STACKS, RunFolder
 from stoker.runs.schemas import StackWindow
 from stoker.watch import processes

@@ -22,7 +22,7 @@ from stoker.preflight.gpu_condition import xid_findings
 from stoker.preflight.gpu_facts import GpuFacts, Trial
 from stoker.preflight.gpu_versions import check_tensorflow, runs_on, version_findings
 from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, GpuState
-from stoker.profiling.telemetry.kernel_log import KernelLine
+from stoker.profiling.telemetry.machine import KernelLine
 from stoker.runs.schemas import GpuSample
 from tests.nvml import driver_library
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.profiling.telemetry.processes import list_process_tree
+from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.watch import processes
 from stoker.watch.processes import JobProcesses, Process
 

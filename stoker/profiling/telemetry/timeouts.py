@@ -11,13 +11,11 @@ Answer = TypeVar("Answer")
 
 
 class TimeoutWorker(Generic[Answer]):
-    """Repeats a query, each time in a thread. make_query: returns the query; called once, also in a thread, because
-    opening may hang too. A query that is not answered yet is not started again."""
+    """Repeats a query, each time in a thread. A query that is not answered yet is not started again."""
 
-    def __init__(self, make_query: Callable[[], Callable[[], Answer]], *, name: str) -> None:
-        self._make_query = make_query
+    def __init__(self, query: Callable[[], Answer], *, name: str) -> None:
+        self._query = query
         self._name = name
-        self._query: Callable[[], Answer] | None = None
         self._thread: threading.Thread | None = None
 
     def call(self, timeout_s: float) -> Answer | None:
@@ -30,7 +28,6 @@ class TimeoutWorker(Generic[Answer]):
 
         def ask() -> None:
             try:
-                self._query = self._query or self._make_query()
                 answers.append(self._query())
             except Exception as error:  # noqa: BLE001 (raised in the calling thread)
                 errors.append(error)
