@@ -18,7 +18,7 @@ import torch
 
 import stoker
 from benchmarks.report import Bar, Report, options, publish, spread
-from stoker.profiling.measure.measure import Measure
+from stoker.profiling.measure import Measure
 
 
 class Off:

@@ -11,7 +11,7 @@ import torch._dynamo.callback
 import stoker
 from stoker.diagnosis.reader import read_run
 from stoker.profiling.ledger import Ledger
-from stoker.profiling.measure.torch_hooks import LazyDeviceClock
+from stoker.profiling.torch_hooks import LazyDeviceClock
 
 
 @pytest.fixture

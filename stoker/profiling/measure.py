@@ -2,7 +2,9 @@
 
 It measures and writes records, nothing else: the loop's results, their order, its random numbers and its exceptions do
 not change. If the recording fails, one warning is printed and the loop goes on without records. All calls must come
-from the thread that entered the block. Cost and use: docs/measure.md.
+from the thread that entered the block. `run_writer.py` writes the records and shares the run folder between ranks,
+`torch_hooks.py` observes torch. Cost and use: docs/measure.md. Callbacks for frameworks: `callbacks/`; jobs whose code
+is not changed: `stoker/watch/`.
 """
 
 import atexit
@@ -21,10 +23,9 @@ from stoker.errors import UsageError
 from stoker.monitor.options import MonitoringOptions
 from stoker.profiling.hook.stoker_hook.instruments import count_images
 from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown
-from stoker.profiling.measure.logged_scalars import ScalarLogger
-from stoker.profiling.measure.run_writer import RankRecorder, exit_code_for, script_name
-from stoker.profiling.measure.torch_hooks import LazyDeviceClock, TorchHooks
+from stoker.profiling.run_writer import RankRecorder, exit_code_for
 from stoker.profiling.telemetry.sampler import TelemetrySampler
+from stoker.profiling.torch_hooks import LazyDeviceClock, ScalarLogger, TorchHooks
 from stoker.runs.schemas import StepWindow
 
 WINDOW_S = 1.0
@@ -116,12 +117,7 @@ class Measure:
             raise UsageError("This stoker.measure was used before.", fix="call stoker.measure(…) again")
         start_s = time.perf_counter()
         self._writer = RankRecorder(
-            self._run,
-            self._name or script_name(),
-            self._price_per_device_hour,
-            self._first_step,
-            _num_entered,
-            self._monitor,
+            self._run, self._name, self._price_per_device_hour, self._first_step, _num_entered, self._monitor
         )
         _num_entered += 1
         self.step_count = self._writer.step
@@ -168,7 +164,7 @@ class Measure:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The thread is in phase `name` (one of `stoker.profiling.measure.measure.PHASES`: "eval", "checkpoint",
+        """The thread is in phase `name` (one of `stoker.profiling.measure.PHASES`: "eval", "checkpoint",
         "sync" …) until the block ends. The innermost phase counts. Raises UsageError for other names."""
         self._check_inside_block("m.phase()")
         if name not in PHASES:
@@ -191,7 +187,7 @@ class Measure:
 
     def log(self, **values: Any) -> None:
         """Logs losses and other values, as numbers or tensors of one number; `lr` and `grad_norm` have records of their
-        own. A line of steps.jsonl has the means. The host never waits for a device tensor (`logged_scalars.py`). Raises
+        own. A line of steps.jsonl has the means. The host never waits for a device tensor (`torch_hooks.py`). Raises
         UsageError for a value that is not a number."""
         self._check_inside_block("m.log()")
         if self._recording:
@@ -292,8 +288,8 @@ class Measure:
 
     def _write(self, breakdown: TimeBreakdown | None, *, wait: bool = False) -> None:
         scalars = self._scalars.take(self._torch_hooks.device, wait=wait)
-        for name, text in scalars.warnings.items():
-            self._writer.event("warning", text, step=self.step_count, **{name: text})
+        if scalars.not_finite is not None:
+            self._writer.event("warning", scalars.not_finite, step=self.step_count, not_finite=scalars.not_finite)
         if breakdown is None or breakdown.wall_s <= 0:
             return
         window = StepWindow(
