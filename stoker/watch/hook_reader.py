@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -21,10 +22,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from stoker.data.formats.tfrecord_bytes import message_class
 from stoker.profiling import hook
 from stoker.runs.schemas import StepWindow
 from stoker.watch.processes import read_status
-from stoker.watch.tensorflow_trace import input_wait_s
 
 HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
@@ -36,6 +37,9 @@ cores are those of a hang (`diagnosis/causes/`); the time is longer than a wait 
 healthy step (heuristic)."""
 
 HEADER_BYTES = 1024
+
+_INPUT_WAIT_OP = re.compile(rb"^(?:MultiDevice)?Iterator\w{0,60}GetNext\w{0,60}Op::(?:DoCompute|ComputeAsync)")
+"""The fetch of a batch by a step of TensorFlow; prefetching by the input pipeline has other names."""
 
 SLOT_PHASES = {
     "startup": "startup", "input_wait": "input_wait", "maybe_wait": "input_wait", "compute": "compute",
@@ -165,6 +169,23 @@ def _device_phase_seconds(
     phases["unattributed"] = min(unseen_s, rest_s)
     phases["sync" if syncs >= steps > 0 else "host"] = rest_s - phases["unattributed"]
     return phases
+
+
+def input_wait_s(trace: bytes) -> float:
+    """Seconds in which a step fetched a batch, by a trace of TensorFlow's profiler; overlapping ones count once. Raises
+    ValueError if the bytes are not a trace."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        events = message_class("ProfilerTrace").FromString(trace).trace_events
+    except DecodeError as error:
+        raise ValueError("these bytes are not a Trace") from error
+    waits = (event for event in events if _INPUT_WAIT_OP.match(event.name))
+    total_ps = end_ps = 0
+    for start_ps, duration_ps in sorted((event.timestamp_ps, event.duration_ps) for event in waits):
+        total_ps += max(0, start_ps + duration_ps - max(start_ps, end_ps))
+        end_ps = max(end_ps, start_ps + duration_ps)
+    return total_ps / 1e12
 
 
 Key = TypeVar("Key")

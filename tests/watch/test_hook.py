@@ -103,8 +103,8 @@ def test_it_is_absent_where_python_is_told_to_ignore_the_environment(tmp_path: P
 
 def check_loop(state: HookState, itself: dict[str, float]) -> None:
     """itself: what the loop measured: its waits, with the time of its own clock around them, and its sleeps in them."""
-    counts = {name: state.values[name] for name in ("steps", "batches", "num_images", "epochs")}
-    assert counts == {"steps": 1 + 8 + 2, "batches": 1 + 16 + 2, "num_images": 4 + 64 + 8, "epochs": 4}
+    counts = {name: state.values[name] for name in ("steps", "batches", "num_images")}
+    assert counts == {"steps": 1 + 8 + 2, "batches": 1 + 16 + 2, "num_images": 4 + 64 + 8}
     assert state.values["lr"] == 0.05
     assert state.values["workers"] == 1  # of the last loader
     phases = phase_seconds(state, None)
@@ -135,7 +135,7 @@ def run_patched(job: str, directory: Path) -> None:
     from stoker.profiling.hook import stoker_hook
     from stoker.profiling.hook.stoker_hook import clock
 
-    stoker_hook.failures.STATE_DIR = clock.clock._directory = str(directory)
+    stoker_hook.STATE_DIR = clock.clock._directory = str(directory)
     clock.clock.publish()
     for name, (module, function, *args) in stoker_hook.PATCHES.items():
         if name in sys.modules:

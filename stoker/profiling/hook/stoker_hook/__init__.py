@@ -1,16 +1,14 @@
 """The part of `stoker watch` in each Python process of a job: a clock that records the phase of the training.
 
 `start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
-it: `torch_loop.py`, `keras_loop.py` (`fit`) and `tensorflow_loop.py`. They report to `clock.py`, whose values are in
+it: `torch_loop.py` and `tensorflow_loop.py`, which is also for Keras. They report to `clock.py`, whose values are in
 shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by stoker itself.
-Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once
-(`failures.py`), and the job goes on.
+Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once, and the
+job goes on.
 """
 
 import os
 import sys
-
-from . import failures
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,10 +33,10 @@ PATCHES = {
     "lightning.pytorch.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
     "ultralytics.engine.validator": ("clock", "patch_timed", "eval", "BaseValidator.__call__"),
     "transformers.trainer": ("torch_loop", "patch_transformers"),
-    "keras.src.trainers.epoch_iterator": ("keras_loop", "patch_epoch_iterator"),
+    "keras.src.trainers.epoch_iterator": ("tensorflow_loop", "patch_epoch_iterator"),
     "keras.src.models.model": ("clock", "patch_timed", "checkpoint", "Model.save", "Model.save_weights"),
-    "keras.src.backend.torch.trainer": ("keras_loop", "patch_torch_trainer"),
-    "keras.src.backend.tensorflow.trainer": ("keras_loop", "patch_tensorflow_trainer"),
+    "keras.src.backend.torch.trainer": ("tensorflow_loop", "patch_torch_trainer"),
+    "keras.src.backend.tensorflow.trainer": ("tensorflow_loop", "patch_tensorflow_trainer"),
     "keras.src.backend.tensorflow.optimizer": ("tensorflow_loop", "patch_keras_optimizer"),
     "keras.src.optimizers.optimizer": ("tensorflow_loop", "patch_old_keras_optimizer"),
     "tensorflow.python.data.ops.iterator_ops": ("tensorflow_loop", "patch_iterators"),
@@ -57,6 +55,23 @@ PATCHES = {
 
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 """Their import begins the startup of a training, and may take most of it."""
+
+
+STATE_DIR = ""
+"""Set by `start`, before other modules are imported."""
+_reported: "set[str]" = set()
+
+
+def report_failure(location: str, error: BaseException) -> None:
+    """Writes a failure of the hook into the state directory, once per location."""
+    if location in _reported or len(_reported) > 20:
+        return
+    _reported.add(location)
+    try:
+        with open(os.path.join(STATE_DIR, "errors-%d" % os.getpid()), "a") as file:  # noqa: UP031 (quick to import)
+            file.write(f"{location}: {type(error).__name__}: {error}\n")
+    except OSError:  # the watcher is gone, or the disk is full
+        return
 
 
 class PatchingFinder:
@@ -87,7 +102,7 @@ def _publish_clock() -> None:
 
             clock.publish()
         except Exception as error:  # noqa: BLE001 (the job goes on without timing)
-            failures.report_failure("clock", error)
+            report_failure("clock", error)
 
 
 def _patch_after_import(loader: "Any", name: str, module: str, function: str, *args: str) -> None:
@@ -101,7 +116,7 @@ def _patch_after_import(loader: "Any", name: str, module: str, function: str, *a
         try:
             getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported, *args)
         except Exception as error:  # noqa: BLE001 (the job's import succeeded: it goes on without timing)
-            failures.report_failure(name, error)
+            report_failure(name, error)
 
     try:
         loader.exec_module = exec_module
@@ -111,7 +126,8 @@ def _patch_after_import(loader: "Any", name: str, module: str, function: str, *a
 
 def start(directory: str) -> None:
     """Marks that a Python process has loaded the hook, and waits for a framework."""
-    failures.STATE_DIR = directory
+    global STATE_DIR
+    STATE_DIR = directory
     try:
         os.close(os.open(os.path.join(directory, "loaded"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:

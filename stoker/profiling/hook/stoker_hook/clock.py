@@ -22,7 +22,7 @@ from _thread import get_ident
 from time import monotonic, thread_time
 from weakref import ref
 
-from .failures import STATE_DIR, report_failure
+from . import STATE_DIR, report_failure
 from .instruments import count_images, timed
 
 TYPE_CHECKING = False
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     Call = TypeVar("Call", bound=Callable[..., Any])
 
 SLOTS = (
-    "begin", "last_update", "current_slot", "ended", "rank", "world", "steps", "batches", "num_images", "epochs", "lr",
-    "first_step", "device", "busy", "device_comm", "syncs", "workers", "recompiles",
+    "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr",
+    "device", "busy", "device_comm", "syncs", "workers", "recompiles",
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
     "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
@@ -44,8 +44,8 @@ newest training loader, −1 if not known. `recompiles`: traces of functions tha
 known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
 `device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
 
-(BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, WORLD, STEPS, BATCHES, IMAGES, EPOCHS, LR,
- FIRST_STEP, DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES,
+(BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, STEPS, BATCHES, IMAGES, LR,
+ DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES,
  STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE,
  MAYBE_WAIT, MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
 
@@ -107,12 +107,12 @@ class PhaseClock:
         self._other_steps = 0
         self.device_events: Any = None
         """Events of the device, if there is one."""
-        for unknown in (RANK, WORLD, LR, WORKERS, RECOMPILES):
+        for unknown in (RANK, LR, WORKERS, RECOMPILES):
             self.values[unknown] = -1.0
         self.values[BEGIN] = self.values[LAST_UPDATE] = self._last = monotonic()
         self._last_cpu = thread_time()
         self.values[CURRENT_SLOT] = STARTUP
-        _read_rank_from_env(self.values)
+        self.values[RANK] = _rank_from_env()
 
     def publish(self, framework: str = "") -> None:
         """Creates the state file and adds the framework to it."""
@@ -289,7 +289,6 @@ class PhaseClock:
             if source.is_training is None and source.batches and not failed:
                 self._mark_as_evaluation(source)
             if source.is_training:
-                self.values[EPOCHS] += 0 if failed else 1
                 self._set_base_slot(AFTER_STEP)
             if source in self._open_sources:
                 self._open_sources.remove(source)
@@ -360,7 +359,6 @@ class PhaseClock:
             self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
             if not self._has_stepped:
                 self._has_stepped = True
-                values[FIRST_STEP] = self._last
                 if self.make_device_events is not None:
                     self.device_events = self.make_device_events(self)
             self._stack[0] = AFTER_STEP
@@ -387,15 +385,12 @@ class PhaseClock:
         report_failure(location, error)
 
 
-def _read_rank_from_env(values: "Any") -> None:
-    names = (
-        ("LOCAL_RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("SLURM_LOCALID", "SLURM_NTASKS"), ("RANK", "WORLD_SIZE"),
-    )  # fmt: skip
-    for rank, world in names:
-        if os.environ.get(rank, "").isdigit() and os.environ.get(world, "").isdigit():
-            values[RANK], values[WORLD] = float(os.environ[rank]), float(os.environ[world])
-            return
+def _rank_from_env() -> float:
+    """The rank within this machine, as launchers name it; −1 if not known."""
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "RANK"):
+        if os.environ.get(name, "").isdigit():
+            return float(os.environ[name])
+    return -1.0
 
 
 def _count(batch: "Any", count: "Any") -> int:

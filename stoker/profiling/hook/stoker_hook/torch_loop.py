@@ -9,6 +9,7 @@ from functools import wraps
 from sys import modules
 from weakref import ref
 
+from . import report_failure
 from .clock import (
     BUSY,
     COMM,
@@ -17,12 +18,10 @@ from .clock import (
     DEVICE_COMM,
     RANK,
     SYNCS,
-    WORLD,
     clock,
     patch_timed,
     timed_next,
 )
-from .failures import report_failure
 from .instruments import patch_collectives as time_collectives
 from .instruments import time_compilations
 
@@ -190,10 +189,9 @@ def patch_collectives(module: "Any") -> None:
     def init_process_group(*args: "Any", **kwargs: "Any") -> "Any":
         result = original(*args, **kwargs)
         try:
-            clock.values[WORLD] = float(module.get_world_size())
             if clock.values[RANK] < 0:  # else the rank within this machine is known already
                 clock.values[RANK] = float(module.get_rank())
-            if clock.values[WORLD] > 1 and not patches:
+            if module.get_world_size() > 1 and not patches:
                 patches.extend(time_collectives(lambda: clock.begin(COMM), clock.is_outside_phases, _begin_exchange))
         except Exception as error:  # noqa: BLE001
             clock.disable("init_process_group", error)
