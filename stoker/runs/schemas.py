@@ -124,8 +124,6 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     compile, python, other, idle. They add up to 1."""
     frames: dict[str, float] = {}
     """`function (file:line)` of the innermost frame of the job's own code → fraction of the samples; at most five."""
-    active_threads: float | None = None
-    """Mean number of running threads."""
     process_cpu: float | None = None
     """CPU-seconds per second of the process in this time: all its threads, without its children."""
 

@@ -22,10 +22,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 from stoker.data.formats.tfrecord_bytes import message_class
 from stoker.profiling import hook
 from stoker.runs.schemas import StepWindow
-from stoker.watch.processes import read_status
+from stoker.watch.stacks import cpu_seconds, is_alive
 
 HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
@@ -378,17 +380,16 @@ class HookReader:
                 # In the first trace, steps take batches that were prefetched while the graph was built.
                 typical = fractions[1:] or fractions
                 state = dataclasses.replace(state, input_fraction=sum(typical) / len(typical))
-            status = read_status(state.pid)
-            is_alive = status is not None and status.state not in "ZX"
+            is_running, is_asleep, cpu_s = _read_process(state.pid)
             idle_time = self._idle_times.setdefault(state.name, IdleTime())
             previous = self._states.get(state.name)
-            cpu_s = None if previous is None else previous.process_cpu_s
-            if status is not None and is_alive:
-                cpu_s = status.cpu_ticks / os.sysconf("SC_CLK_TCK")
-                idle_time.update(state, cpu_s, now_s, is_asleep=status.state == "S")
+            if cpu_s is not None:
+                idle_time.update(state, cpu_s, now_s, is_asleep=is_asleep)
+            elif previous is not None:
+                cpu_s = previous.process_cpu_s
             state = dataclasses.replace(state, process_cpu_s=cpu_s, idle=dict(idle_time.seconds))
             self._states[state.name] = state
-            if is_alive and not state.values["ended"]:
+            if is_running and not state.values["ended"]:
                 living.setdefault(state.rank, []).append(state)
             else:
                 ended.setdefault(state.rank, []).append(state)
@@ -454,6 +455,16 @@ class HookReader:
             "not recorded: no Python process of the job has loaded the hook (it is not Python, runs with -I or -E, or "
             f"sets another PYTHONPATH){failed}"
         )
+
+
+def _read_process(pid: int) -> tuple[bool, bool, float | None]:
+    """(whether it has not ended, whether its main thread is asleep, its CPU-seconds)."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        with process.oneshot():
+            if is_alive(process):
+                return True, process.status() == psutil.STATUS_SLEEPING, cpu_seconds(process)
+    return False, False, None
 
 
 def _lines(path: Path) -> list[str]:
