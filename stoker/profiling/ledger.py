@@ -30,8 +30,8 @@ the device is never idle, to within microseconds where it is, since an idle devi
 once.
 
 Windows end at the present: a step that the device has begun and not finished is `compute` until now, and the rest of it
-belongs to the next window. So nothing is estimated later. Only events that are not complete are kept, some hundreds at
-most: if the device lags by more, its steps are bracketed together.
+belongs to the next window. So nothing is estimated later. Only events that are not complete are kept: as many as the
+queue of the device holds.
 
 Besides the time, the CPU time of the thread by phase (`TimeBreakdown.thread_cpu_s`) distinguishes a thread that runs
 Python from one that waits. It follows the thread's own line, rules 2 to 5: the innermost phase; `host` while a step is
@@ -66,9 +66,6 @@ _CALIBRATE_EVERY_S = 1.0
 _MAX_POLLS = 30
 """About 1 µs each on CUDA; an idle GPU reaches a recorded event some 10 µs after it was issued."""
 
-_MAX_OPEN_EVENTS = 512
-"""Events that are not complete. CUDA queues some 1,000 launches, and a step has hundreds."""
-
 MIN_INTERVAL_S = 20e-6
 """Shorter intervals of `begin` are ignored: `attribute` takes as long."""
 
@@ -89,9 +86,6 @@ class EventClock(Protocol):
     def resolve(self, event: Any) -> float | None:
         """The time of the event in seconds of the host's clock, or None if it is not complete. Called in the order of
         the events, and not again for a resolved one."""
-
-    def drop(self, event: Any) -> None:
-        """The event will never be resolved."""
 
 
 class ProfilerRanges(Protocol):
@@ -164,7 +158,6 @@ class Ledger:
         self._host_changes: deque[_Interval] = deque()
         self._device_changes: deque[_Interval] = deque()
         self._pending: deque[_PendingEvent] = deque()
-        self._dropped_steps = 0
         self._skew_s = 0.0
         self._not_before_s = start_s
         self._calibrated_s = start_s
@@ -342,17 +335,6 @@ class Ledger:
         if self._clock.on_host:
             self._device_changes.append(_Interval(issued_s, label, steps))
             return
-        if len(self._pending) >= _MAX_OPEN_EVENTS:
-            self._resolve_events(issued_s)
-        if len(self._pending) >= _MAX_OPEN_EVENTS:  # the device lags, so it also works between the last events
-            if self._pending[-1].label is None:
-                dropped = self._pending.pop()
-                self._clock.drop(dropped.event)
-                self._dropped_steps += dropped.steps
-            if label is not None:
-                self._dropped_steps += steps
-                return
-        steps, self._dropped_steps = steps + self._dropped_steps, 0
         self._pending.append(_PendingEvent(self._clock.record_event(), issued_s, label, steps))
 
     def _calibrate(self) -> None:

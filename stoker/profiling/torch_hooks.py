@@ -51,9 +51,6 @@ class LazyDeviceClock:
         time_s: float | None = self._device.resolve(event)
         return time_s
 
-    def drop(self, event: Any) -> None:
-        self._device.drop(event)
-
 
 class TorchHooks:
     """Adds intervals of torch's work to the ledger. Created in the training thread, which calls `poll` and `flush`.

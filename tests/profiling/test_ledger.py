@@ -51,9 +51,6 @@ class World:
         self.open.append(len(self.events) - 1)
         return self.open[-1]
 
-    def drop(self, event: int) -> None:
-        assert self.open.pop() == event, "only the newest can be of no use"
-
     def resolve(self, event: int) -> float | None:
         assert event == self.open[0], "events must be resolved in order, once"
         self.queries += 1
@@ -311,10 +308,10 @@ def test_an_exchange_lasts_as_long_as_the_device_is_at_it_and_only_where_computi
     assert window.phases == {"compute": 7, "comm": 2, "unattributed": 12}
 
 
-def test_events_are_bounded_when_the_device_lags_and_steps_are_counted() -> None:
+def test_steps_of_a_device_that_lags_are_counted() -> None:
     world = World()
     ledger = world.ledger()
-    windows, most = [], 0
+    windows = []
     for number in range(3_000):
         with ledger.compute():
             world.host(0.5)
@@ -323,10 +320,8 @@ def test_events_are_bounded_when_the_device_lags_and_steps_are_counted() -> None
                 world.device(1)
             with ledger.phase("eval"):
                 world.host(0.25)
-        most = max(most, len(world.open))
         if number % 100 == 99:
             windows.append(ledger.window())
-    assert 500 < most < 600
     world.host(20_000)
     windows.append(ledger.finish())
     closed = [window for window in windows if window is not None]

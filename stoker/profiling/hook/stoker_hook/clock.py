@@ -5,8 +5,8 @@ Each instant since the clock started is in exactly one slot, so the slots add up
 explicit phase is classified by what follows: work on a batch is training if a backward or an optimizer step comes
 after it, evaluation if none does (many loops do not use `no_grad`). Until that is known it is in a slot that begins
 with `maybe_`. Time after a step and before the next wait is the host's, except for an evaluation without a loader: from
-the call of `.eval()` of the model that the optimizer trains to the next `.train()`, batch or backward, and blocks of
-`no_grad` that take at least MIN_NO_GRAD_S. Time after the last step stays in `after_step`: the job ends.
+the call of `.eval()` of the model that the optimizer trains to the next `.train()`, batch or backward. Time after the
+last step stays in `after_step`: the job ends.
 
 The state file has 1,024 bytes of JSON (process, names of the slots), then a double per slot, in a mapped file of 4,096
 bytes; it needs no thread, no write and no lock, and remains after a SIGKILL. One process trains in one thread; other
@@ -53,9 +53,6 @@ CPU_OFFSET = len(SLOTS) - STARTUP
 """Offset from a slot of seconds to the slot of its CPU-seconds."""
 
 HEADER_BYTES, STATE_BYTES = 1024, 4096
-MIN_NO_GRAD_S = 0.25
-"""A block without gradients between two steps that takes this long is an evaluation; an average of the weights or a
-metric takes milliseconds (heuristic)."""
 MAX_UNPROVEN_BATCHES = 3
 """An iterator with this many batches and no backward is one of evaluation; some loops prefetch one or two."""
 
@@ -207,25 +204,6 @@ class PhaseClock:
         """Between steps: the model that is trained was put into its mode for evaluation, or for training."""
         self.update()
         self._set_base_slot(EVAL if is_evaluating else AFTER_STEP)
-
-    def begin_no_grad(self) -> "tuple[float, float, float] | None":
-        """For `end_no_grad`; None if this is not between two steps."""
-        if self._stack[0] != AFTER_STEP or not self.is_outside_phases():
-            return None
-        self.update()
-        return self._last, self.values[AFTER_STEP], self.values[AFTER_STEP + CPU_OFFSET]
-
-    def end_no_grad(self, begun: "tuple[float, float, float]") -> None:
-        if self._stack != [AFTER_STEP] or monotonic() - begun[0] < MIN_NO_GRAD_S:
-            return
-        self.update()
-        values = self.values
-        for slot, target, before in (
-            (AFTER_STEP, EVAL, begun[1]), (AFTER_STEP + CPU_OFFSET, EVAL + CPU_OFFSET, begun[2])
-        ):  # fmt: skip
-            inside = max(0.0, values[slot] - before)  # 0 if there was a batch inside
-            values[slot] -= inside
-            values[target] += inside
 
     def is_outside_phases(self) -> bool:
         """Whether this is the training thread, outside of explicit phases."""

@@ -116,44 +116,6 @@ def patch_modules(module: "Any") -> None:
     cls.eval = eval
 
 
-def patch_no_grad(module: "Any") -> None:
-    """torch.autograd.grad_mode: a long block without gradients between two steps is an evaluation."""
-    for name in ("no_grad", "inference_mode"):
-        _patch_no_grad_class(getattr(module, name))
-
-
-def _patch_no_grad_class(cls: "Any") -> None:
-    original_enter, original_exit = cls.__enter__, cls.__exit__
-
-    def __enter__(self: "Any") -> "Any":
-        self._stoker_begun = clock.begin_no_grad()
-        return original_enter(self)
-
-    def __exit__(self: "Any", *error: "Any") -> "Any":
-        result = original_exit(self, *error)
-        begun = getattr(self, "_stoker_begun", None)
-        if begun is not None:
-            clock.end_no_grad(begun)
-        return result
-
-    # torch.jit.script compiles this class from the source of its methods: that of the original
-    __enter__.__wrapped__, __exit__.__wrapped__ = original_enter, original_exit  # type: ignore[attr-defined]
-    cls.__enter__, cls.__exit__ = __enter__, __exit__
-
-
-def patch_serialization(module: "Any") -> None:
-    """torch.serialization, and what saves without it: a state that is pickled into a file, and files that are brought
-    to the disk by the training thread."""
-    import os
-    import pickle
-
-    patch_timed(module, "checkpoint", "save")
-    patch_timed(pickle, "checkpoint", "dump")
-    for name in ("fsync", "fdatasync"):
-        if hasattr(os, name):  # Windows and macOS have no fdatasync
-            patch_timed(os, "checkpoint", name)
-
-
 def patch_transformers(module: "Any") -> None:
     patch_timed(module, "checkpoint", "Trainer._save_checkpoint")
     patch_timed(module, "eval", "Trainer.evaluate")
