@@ -61,11 +61,6 @@ CONTEXT_BYTES = 65536
 """Earlier output of the job that is kept for the postmortem; it does not count as progress."""
 EXIT_CODE_TIMEOUT_S = 2.0
 """How long the parent of an ended job may take to reap it; after that the kernel reports the exit code here."""
-MAX_CANDIDATES = 5
-"""Processes that are suggested if there is none with the given PID."""
-
-_OWN_PROGRAMS = ("stoker", "output_relay")
-"""Programs that are not jobs."""
 
 _GET_INFO = 0xC040FF0B
 """PIDFD_GET_INFO = _IOWR(0xFF, 11, struct pidfd_info), 64 bytes (linux/pidfd.h, kernel 6.15 and later)."""
@@ -367,9 +362,9 @@ def _open_process(pid: int) -> AttachedProcess:
     except OSError:  # the ID of a thread, or there is none
         pidfd = -1
     if pidfd < 0:
-        leader = _thread_group_leader(pid)
-        cause = f"it is a thread of process {leader}" if leader not in (None, pid) else None
-        raise UsageError(f"There is no process {pid}.", cause=cause, choices=_candidates(), fix="stoker watch --pid N")
+        raise UsageError(
+            f"There is no process {pid}.", fix="give the PID of a process, not of a thread: `pgrep -af python`"
+        )
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, pidfd)
         try:
@@ -389,38 +384,13 @@ def _check_watchable(process: psutil.Process) -> None:
     pid = process.pid
     if not stacks.is_alive(process):
         raise UsageError(f"Process {pid} has already ended.", cause="its parent has not reaped it yet")
-    if pid in _ancestors():
+    if pid in {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}:
         description = "stoker itself" if pid == os.getpid() else "an ancestor of stoker"
-        raise UsageError(f"Process {pid} is {description}.", choices=_candidates(), fix="give the PID of the job")
+        raise UsageError(f"Process {pid} is {description}.", fix="give the PID of the job")
     owner = process.uids().effective
     if owner != os.geteuid() != 0:
         cause, fix = "only that user and root may read it", "run stoker as that user or as root"
         raise UsageError(f"Process {pid} belongs to user {owner}.", cause=cause, fix=fix)
-
-
-def _ancestors() -> set[int]:
-    """Of this process, and itself."""
-    return {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-
-
-def _thread_group_leader(pid: int) -> int | None:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("Tgid:")), None)
-
-
-def _candidates() -> list[str]:
-    """Python processes of this user, the busiest first: `PID (script)`."""
-    ancestors, candidates = _ancestors(), []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it ended, or may not be read
-            if process.pid not in ancestors and process.uids().effective == os.geteuid():
-                name = job_name(process.cmdline() or ["?"])
-                if stacks.is_python(process.pid) and name not in _OWN_PROGRAMS:
-                    candidates.append((sum(process.cpu_times()[:2]), f"{process.pid} ({name})"))
-    return [text for _, text in sorted(candidates, reverse=True)[:MAX_CANDIDATES]]
 
 
 def _describe_environment(job: AttachedProcess) -> dict[str, Any]:

@@ -235,9 +235,6 @@ def test_processes_that_are_refused() -> None:
         with pytest.raises(UsageError, match=what):
             attach(pid)
     child.wait()
-    with pytest.raises(UsageError) as thrown:
-        attach(thread.native_id or 0)
-    assert thrown.value.cause == f"it is a thread of process {os.getpid()}"
 
 
 def test_a_process_that_ends_during_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,21 +16,14 @@ from pathlib import Path
 
 import psutil
 
+from stoker.knowledge import read_toml
+
 _CHUNK_BYTES = 2048
 """A shorter first chunk is the whole file: the kernel fills a page with whole records of a list, and no record is half
 a page long (fs/seq_file.c)."""
 
-KERNEL_PATTERNS = {
-    "oom": r"Out of memory|oom-kill:|out of memory:|oom_reaper|invoked oom-killer",
-    "xid": r"NVRM: (?:Xid|GPU at)|nvidia-nvlink: .*(?:error|fail)",
-    "crash": r"segfault at|general protection|traps: |trap invalid opcode|bus error",
-    "hang": r"blocked for more than \d+ seconds|soft lockup|rcu: INFO: .*stall",
-    "storage": r"I/O error|EXT4-fs (?:error|warning)|XFS .*(?:error|corrupt)|nfs: server .* not responding"
-    r"|Remounting filesystem read-only",
-    "hardware": r"\[Hardware Error\]|mce: |EDAC .* [CU]E|thermal throttl",
-}  # fmt: skip
-"""Kind → patterns of messages of the kernel (mm/oom_kill.c, kernel/hung_task.c, arch/x86/kernel/traps.c, fs/ext4,
-fs/xfs) and of NVIDIA's module."""
+KERNEL_PATTERNS: dict[str, str] = read_toml("kernel_log.toml")
+"""Kind of failure → pattern of its lines in the kernel log."""
 
 _RECORD_BYTES = 8192
 """The longest record of /dev/kmsg (kernel documentation: ABI/testing/dev-kmsg); a shorter buffer is an error."""
