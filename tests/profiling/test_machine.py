@@ -1,13 +1,11 @@
 """The machine's counters from files as kernels show them, and from this machine."""
 
-import os
 from pathlib import Path
 
 import psutil
 import pytest
 
 from stoker.profiling.telemetry.machine import (
-    core_times,
     disk_usage,
     free_bytes,
     network_received_bytes,
@@ -32,18 +30,6 @@ def test_real_interfaces_are_counted_and_in_a_container_what_there_is(tmp_path: 
     (tmp_path / "class/veth1a").mkdir()
     assert network_received_bytes(str(tmp_path), tmp_path / "class") == 4036
     assert network_received_bytes(str(tmp_path / "gone")) is None
-
-
-@linux
-def test_cores_are_those_of_the_kernel_without_idle_and_io_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "stat").write_text(
-        "cpu  300 0 0 700 0 0 0 0 0 0\ncpu0 100 10 5 600 50 3 2 30 90 9\ncpu1 1 0 0 9 0 0 0 0 0 0\nintr 5 0 0\n"
-    )
-    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    tick = os.sysconf("SC_CLK_TCK")
-    assert core_times() == [pytest.approx((150 / tick, 800 / tick)), pytest.approx((1 / tick, 10 / tick))]
 
 
 @linux

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,10 +15,10 @@ from stoker.profiling.telemetry.host import OTHERS_INTERVAL_S, HostSampler, Othe
 class Shown:
     """A process as psutil shows it; command: its words."""
 
-    def __init__(self, pid: int, command: str) -> None:
+    def __init__(self, pid: int, command: str, cores: float) -> None:
         self.pid = pid
         self.words = command.split()
-        self.info = {"cpu_times": SimpleNamespace(user=100.0, system=0.0)}
+        self.info = {"cpu_percent": 100 * cores}
 
     def name(self) -> str:
         return Path(self.words[0]).name
@@ -28,40 +27,26 @@ class Shown:
         return self.words
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[Shown]:
-    processes: list[Shown] = []
-    monkeypatch.setattr(psutil, "process_iter", lambda _: iter(processes))
-    return processes
-
-
-def test_the_busiest_are_named_with_their_script_and_those_of_the_run_are_not(shown: list[Shown]) -> None:
-    others = OtherProcesses()
+def test_the_busiest_are_named_with_their_script_and_those_of_the_run_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     used = {
         "python train.py": 1.5,  # the run
         "/usr/bin/python3 -u /home/u/other.py --secret x": 1.0, "python3 -m pytest -q": 0.4,
         "cc1plus": 0.9, "sshd: a) b": 0.06, "bash": 0.02,
     }  # fmt: skip
-    shown += [Shown(10 + number, command) for number, command in enumerate(used)]
-    assert others.sample(0.0, 2.0, {10}) == {}, "the first reading is the baseline"
-    for process, cores in zip(shown, used.values(), strict=True):
-        process.info["cpu_times"].user += OTHERS_INTERVAL_S * cores
-    assert others.sample(1.0, 2.0, {10}) == {}, "all processes are not read each second"
-    cores = others.sample(OTHERS_INTERVAL_S, 2.0, {10})
+    shown = [Shown(10 + number, command, cores) for number, (command, cores) in enumerate(used.items())]
+    readings: list[int] = []
+    monkeypatch.setattr(psutil, "process_iter", lambda _: readings.append(1) or iter(shown))
+    others = OtherProcesses()
+    assert others.sample(0.0, 0.1, {10}) == {}
+    assert not readings, "only while others use the cores"
+    cores = others.sample(1.0, 2.0, {10})
     assert list(cores) == ["python3 other.py", "cc1plus", "python3 pytest"]
     assert list(cores.values()) == pytest.approx([1.0, 0.9, 0.4])
-
-
-def test_they_are_read_only_while_others_use_the_cores(shown: list[Shown]) -> None:
-    others = OtherProcesses()
-    shown.append(Shown(20, "cc1plus"))
-    for second in range(3):
-        assert others.sample(float(second), 0.1, set()) == {}
-    assert others.sample(3.0, 1.0, set()) == {}
-    shown[0].info["cpu_times"].user += OTHERS_INTERVAL_S
-    assert others.sample(3.0 + OTHERS_INTERVAL_S, 1.0, set()) == {"cc1plus": 1.0}
-    assert others.sample(4.0 + OTHERS_INTERVAL_S, 0.0, set()) == {}
-    assert others.sample(5.0 + OTHERS_INTERVAL_S, 1.0, set()) == {}, "a new baseline"
+    assert others.sample(2.0, 2.0, {10}) == cores
+    assert len(readings) == 1, "all processes are not read each second"
+    others.sample(1.0 + OTHERS_INTERVAL_S, 2.0, {10})
+    assert len(readings) == 2
+    assert others.sample(9.0, 0.0, {10}) == {}
 
 
 @pytest.mark.slow

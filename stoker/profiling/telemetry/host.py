@@ -43,6 +43,8 @@ OTHERS_INTERVAL_S = 5.0
 
 PRESSURE = {"psi_cpu": "cpu", "psi_memory": "memory", "psi_io": "io"}
 """Field of a sample → name of the kernel's pressure file."""
+RATES = ("process_cpu", "net_received_bytes_s", *PRESSURE)
+"""Fields that are the increase of a counter per second; of other counters, the increase is recorded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,43 +145,27 @@ class OtherProcesses:
 
     def __init__(self) -> None:
         self._cores: dict[str, float] = {}
-        self._before: tuple[float, dict[psutil.Process, float]] | None = None
+        self._read_s = -math.inf
 
     def sample(self, now_s: float, other_cores: float, run_pids: Set[int]) -> dict[str, float]:
         """Command name → cores in use, the busiest first, at most MAX_NAMES.
 
         now_s: from a monotonic clock; other_cores: mean number of cores that processes outside the run used since the
-        last sample. Empty if they use few, and until two readings have been made.
+        last sample. Empty if they use few, and until all processes were read twice.
         """
         if other_cores < MIN_OTHER_CORES:
-            self._cores, self._before = {}, None
-        elif self._before is None or now_s - self._before[0] >= OTHERS_INTERVAL_S:
-            before, self._before = self._before, (now_s, _cpu_times(run_pids))
-            if before is not None:
-                self._cores = _busiest(before[1], self._before[1], now_s - before[0])
+            self._cores = {}
+        elif now_s - self._read_s >= OTHERS_INTERVAL_S:
+            self._read_s = now_s
+            cores: dict[str, float] = {}
+            for process in psutil.process_iter(["cpu_percent"]):  # since the last time, as psutil keeps the processes
+                used = (process.info["cpu_percent"] or 0.0) / 100
+                if used >= MIN_PROCESS_CORES and process.pid not in run_pids:
+                    with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                        name = _command_name(process)
+                        cores[name] = cores.get(name, 0.0) + used
+            self._cores = dict(sorted(cores.items(), key=lambda item: -item[1])[:MAX_NAMES])
         return self._cores
-
-
-def _cpu_times(run_pids: Set[int]) -> dict[psutil.Process, float]:
-    """CPU-seconds so far of the processes outside the run."""
-    return {
-        process: times.user + times.system
-        for process in psutil.process_iter(["cpu_times"])
-        if process.pid not in run_pids and (times := process.info["cpu_times"]) is not None
-    }
-
-
-def _busiest(
-    before: dict[psutil.Process, float], now: dict[psutil.Process, float], duration_s: float
-) -> dict[str, float]:
-    cores: dict[str, float] = {}
-    for process, cpu_s in now.items():
-        used = (cpu_s - before.get(process, 0.0)) / duration_s
-        if used >= MIN_PROCESS_CORES:
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile
-                name = _command_name(process)
-                cores[name] = cores.get(name, 0.0) + used
-    return dict(sorted(cores.items(), key=lambda item: -item[1])[:MAX_NAMES])
 
 
 def _command_name(process: psutil.Process) -> str:
@@ -191,18 +177,6 @@ def _command_name(process: psutil.Process) -> str:
         if not argument.startswith("-"):
             break
     return name
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Counters:
-    """Counters at one moment, in seconds and bytes. per_second, increases: by the field of the sample that has their
-    rate, or their increase. cores_s: (busy, total) of each core."""
-
-    time_s: float
-    cores_s: list[tuple[float, float]]
-    per_second: dict[str, float | None]
-    increases: dict[str, float | None]
-    tree: ProcessTreeSample
 
 
 class HostSampler:
@@ -235,27 +209,29 @@ class HostSampler:
         )
         self._sample_count = 0
         self._slow_values: dict[str, Any] = {}
-        self._previous = self._read_counters()
+        self._time_s, self._counters, _ = self._read_counters()
+        psutil.cpu_percent(percpu=True)  # the next call returns the utilization since this one
 
     def sample(self, *, attempt: int = 0, gpus: Sequence[GpuSample] = ()) -> DeviceSample:
         """A line of devices.jsonl. Errors of the machine never raise."""
         unix_time = time.time()
-        before, after = self._previous, self._read_counters()
-        self._previous = after
-        duration_s = after.time_s - before.time_s
-        rates: dict[str, Any] = {
-            name: _per_second(before.per_second[name], value, duration_s) for name, value in after.per_second.items()
-        }
+        before_s, before = self._time_s, self._counters
+        now_s, counters, tree = self._read_counters()
+        self._time_s, self._counters = now_s, counters
+        values: dict[str, Any] = {}
+        for name, now in counters.items():
+            was = before[name]
+            values[name] = None if was is None or now is None else max(type(now)(0), now - was)
+        for name in RATES:
+            if values[name] is not None:
+                values[name] = values[name] / (now_s - before_s) if now_s > before_s else None
         for name in PRESSURE:
-            rates[name] = None if rates[name] is None else min(1.0, rates[name])
-        increases: dict[str, Any] = {
-            name: _increase(before.increases[name], value) for name, value in after.increases.items()
-        }
+            values[name] = None if values[name] is None else min(1.0, values[name])
         if self._sample_count % SLOW_SAMPLE_EVERY == 0:
             self._slow_values = self._read_slow_values()
         self._sample_count += 1
-        utilization = _core_utilization(before.cores_s, after.cores_s)
-        process_cpu = rates["process_cpu"]
+        utilization = [percent / 100 for percent in psutil.cpu_percent(percpu=True)]
+        process_cpu = values["process_cpu"]
         other_cores = 0.0 if process_cpu is None else sum(utilization) - process_cpu
         run_pids = {*self._processes.pids, os.getpid()}
         shm = machine.disk_usage(self._shm)
@@ -264,15 +240,14 @@ class HostSampler:
             attempt=attempt,
             gpus=list(gpus),
             cpu_core_utilization=utilization,
-            busiest_processes=self._other_processes.sample(after.time_s, other_cores, run_pids),
-            rss_bytes=after.tree.rss_bytes,
-            threads=after.tree.threads,
-            threads_running=after.tree.threads_running,
+            busiest_processes=self._other_processes.sample(now_s, other_cores, run_pids),
+            rss_bytes=tree.rss_bytes,
+            threads=tree.threads,
+            threads_running=tree.threads_running,
             shm_used_bytes=None if shm is None else shm[0],
             shm_total_bytes=None if shm is None else shm[1],
             **self._slow_values,
-            **rates,
-            **increases,
+            **values,
             **self._read_memory(),
         )
 
@@ -295,20 +270,21 @@ class HostSampler:
             "max_fds": max_fds,
         }
 
-    def _read_counters(self) -> _Counters:
+    def _read_counters(self) -> tuple[float, dict[str, float | None], ProcessTreeSample]:
+        """The time, counters in seconds and bytes by the field of the sample, and the processes."""
         time_s = self._now()
         tree = self._processes.sample(time_s)
         own_cpu_s = time.process_time() if tree.cpu_s is None and self._pid is None else tree.cpu_s
-        return _Counters(
-            time_s=time_s,
-            cores_s=machine.core_times(),
-            per_second={
+        return (
+            time_s,
+            {
                 "process_cpu": own_cpu_s,
                 "net_received_bytes_s": machine.network_received_bytes(f"{self._proc}/{self._root_pid}"),
                 **{name: machine.pressure_s(self._proc / "pressure" / file) for name, file in PRESSURE.items()},
+                "throttled_s": self._cgroup.throttled_s(),
+                "oom_kills": self._cgroup.oom_kills(),
             },
-            increases={"throttled_s": self._cgroup.throttled_s(), "oom_kills": self._cgroup.oom_kills()},
-            tree=tree,
+            tree,
         )
 
     def _read_memory(self) -> dict[str, Any]:
@@ -320,24 +296,6 @@ class HostSampler:
         if group is not None and group.limit < limit:
             limit, used, swap = group.limit, group.used, group.swap
         return {"memory_limit_bytes": limit, "memory_used_bytes": used, "swap_used_bytes": swap}
-
-
-def _core_utilization(before: list[tuple[float, float]], after: list[tuple[float, float]]) -> list[float]:
-    """Busy fraction of each core; empty if no time passed or the number of cores changed."""
-    pairs = list(zip(before, after, strict=False))
-    if len(before) != len(after) or any(new[1] <= old[1] for old, new in pairs):
-        return []
-    return [min(1.0, max(0.0, (new[0] - old[0]) / (new[1] - old[1]))) for old, new in pairs]
-
-
-def _increase(before: float | None, after: float | None) -> float | None:
-    """Integers stay integers."""
-    return None if before is None or after is None else max(type(after)(0), after - before)
-
-
-def _per_second(before: float | None, after: float | None, duration_s: float) -> float | None:
-    increase = _increase(before, after)
-    return None if increase is None or duration_s <= 0 else increase / duration_s
 
 
 def process_start_s() -> float:

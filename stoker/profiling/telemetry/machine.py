@@ -1,4 +1,4 @@
-"""What the kernel says of the machine: cores, pressure (PSI), memory, network, file systems, its log, process
+"""What the kernel says of the machine: pressure (PSI), memory, network, file systems, its log, process
 trees.
 
 Stateless functions over files of the kernel; `host` turns their values into rates. A value that this kernel does not
@@ -14,13 +14,7 @@ import os
 import re
 from pathlib import Path
 
-import psutil
-
 from stoker.knowledge import read_toml
-
-_CHUNK_BYTES = 2048
-"""A shorter first chunk is the whole file: the kernel fills a page with whole records of a list, and no record is half
-a page long (fs/seq_file.c)."""
 
 KERNEL_PATTERNS: dict[str, str] = read_toml("kernel_log.toml")
 """Kind of failure → pattern of its lines in the kernel log."""
@@ -30,18 +24,13 @@ _RECORD_BYTES = 8192
 
 
 def read(path: str) -> bytes:
-    """The whole file. Raises OSError.
-
-    The kernel returns most files a page at a time, whatever the size of the buffer: a longer list comes in chunks.
-    """
+    """The whole file. Raises OSError. The kernel returns most files a page at a time, whatever the size of the
+    buffer."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        data = os.read(fd, 65536)
-        more = len(data) >= _CHUNK_BYTES
-        while more:
-            chunk = os.read(fd, 65536)
+        data = b""
+        while chunk := os.read(fd, 65536):
             data += chunk
-            more = bool(chunk)
         return data
     finally:
         os.close(fd)
@@ -59,16 +48,6 @@ def read_text_or_none(path: str) -> str | None:
     """The text without surrounding whitespace; None if it is empty or cannot be read."""
     data = read_or_none(path)
     return None if data is None else data.decode(errors="replace").strip() or None
-
-
-def core_times() -> list[tuple[float, float]]:
-    """(busy, total) seconds of each core since boot. `user` includes the time of guests, so only the first eight
-    fields are added: user nice system idle iowait irq softirq steal (macOS: the first four)."""
-    times = psutil.cpu_times(percpu=True)
-    totals = [sum(core[:8]) for core in times]
-    return [
-        (total - core.idle - getattr(core, "iowait", 0.0), total) for core, total in zip(times, totals, strict=True)
-    ]
 
 
 def pressure_s(path: Path) -> float | None:

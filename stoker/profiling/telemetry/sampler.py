@@ -6,7 +6,6 @@ only the GPU values: it is queried in its own thread (`timeouts`), and another t
 """
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -31,8 +30,6 @@ POLL_TIMEOUT_MS = 200
 
 MAX_XIDS_PER_SAMPLE = 16
 """Maximum numbers of a GPU in one line of devices.jsonl."""
-
-_EVENT_TYPES = pynvml.nvmlEventTypeXidCriticalError | pynvml.nvmlEventTypeDoubleBitEccError
 
 
 class TelemetrySampler:
@@ -75,13 +72,9 @@ class TelemetrySampler:
             contextlib.closing(HostSampler(pid=self._pid, run_dir=self._run.path)) as host,
             contextlib.closing(DriverSampler(self._run, pid=self._pid)) as driver,
         ):
-            due_s = time.monotonic()
-            while True:
-                due_s = next_due(due_s, time.monotonic(), self._interval_s)
-                if self._stop.wait(due_s - time.monotonic()):
-                    return
-                gpus = driver.sample()
-                sample = host.sample(attempt=self._run.attempt, gpus=gpus)
+            start_s = time.monotonic()
+            while not self._stop.wait(self._interval_s - (time.monotonic() - start_s) % self._interval_s):
+                sample = host.sample(attempt=self._run.attempt, gpus=driver.sample())
                 self._run.append(DEVICES, sample)
                 self.last = sample
 
@@ -158,7 +151,7 @@ class XidListener:
         self._run = run
         self._lock = threading.Lock()
         self._pending_xids: dict[int, list[int]] = {}
-        self._reported: set[tuple[int, int | None]] = set()
+        self._reported: set[tuple[int, int]] = set()
         self._stop = threading.Event()
         self._index_by_handle = {handle_pointer(gpu.device): gpu.index for gpu in gpus if gpu.device is not None}
         self._events = _register_events([gpu.device for gpu in gpus if gpu.device is not None])
@@ -196,18 +189,14 @@ class XidListener:
         index = self._index_by_handle.get(handle_pointer(event.device))
         if index is None:  # not a GPU of this run
             return
-        # None: an uncorrected memory error without a number
-        xid = int(event.eventData) if event.eventType == pynvml.nvmlEventTypeXidCriticalError else None
-        if xid is not None:
-            with self._lock:
-                xids = self._pending_xids.setdefault(index, [])
-                if len(xids) < MAX_XIDS_PER_SAMPLE:
-                    xids.append(xid)
+        xid = int(event.eventData)
+        with self._lock:
+            xids = self._pending_xids.setdefault(index, [])
+            if len(xids) < MAX_XIDS_PER_SAMPLE:
+                xids.append(xid)
         if (index, xid) not in self._reported:
             self._reported.add((index, xid))
-            data = {"gpu": index} if xid is None else {"gpu": index, "xid": xid}
-            text = "uncorrected memory error" if xid is None else f"Xid {xid}"
-            self._run.event("gpu_fault", f"GPU {index}: {text}", **data)
+            self._run.event("gpu_fault", f"GPU {index}: Xid {xid}", gpu=index, xid=xid)
 
 
 def _register_events(handles: list[Any]) -> Any:
@@ -219,15 +208,9 @@ def _register_events(handles: list[Any]) -> Any:
     any_registered = False
     for handle in handles:
         with contextlib.suppress(pynvml.NVMLError):  # not supported by this GPU
-            types = pynvml.nvmlDeviceGetSupportedEventTypes(handle) & _EVENT_TYPES
-            if types:
-                pynvml.nvmlDeviceRegisterEvents(handle, types, events)
+            if pynvml.nvmlDeviceGetSupportedEventTypes(handle) & pynvml.nvmlEventTypeXidCriticalError:
+                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
                 any_registered = True
     if not any_registered and events is not None:
         pynvml.nvmlEventSetFree(events)
     return events if any_registered else None
-
-
-def next_due(due_s: float, now_s: float, interval_s: float) -> float:
-    """The first time after `now_s` that is a whole number of intervals, at least one, after `due_s`."""
-    return due_s + interval_s * max(1, math.floor((now_s - due_s) / interval_s) + 1)
