@@ -55,8 +55,8 @@ MAX_KERNEL_LINES, MAX_PIDS = 50, 256
 EMPTY_INPUT_WARNING_S = 30.0
 """After this time without output, a job that reads an empty file gets a warning."""
 
-MAX_OPEN_FILES, MAX_PROCESSES, MAX_EMPTY_FILES, MAX_CGROUPS, MAX_JOB_PIDS = 512, 512, 16, 32, 65536
-"""Bounds of the cost: open files of a process, processes of a job, empty files, cgroups, and PIDs that are kept."""
+MAX_OPEN_FILES, MAX_PROCESSES, MAX_EMPTY_FILES, MAX_JOB_PIDS = 512, 512, 16, 65536
+"""Bounds of the cost: open files of a process, processes of a job, empty files, and PIDs that are kept."""
 _NOT_INPUT = re.compile(r"^/(proc|sys|dev|run)/|\.(lock|pid|py|pyc)$|/\.")
 
 OutputSource = Callable[[], Iterator[bytes]]
@@ -318,7 +318,7 @@ class LogTail:
 
 
 class JobProcesses:
-    """State of a job's processes: their PIDs, out-of-memory kills in their cgroups, and empty input files that they
+    """State of a job's processes: their PIDs, out-of-memory kills in their cgroup, and empty input files that they
     read.
 
     pid: the root. `poll` is called every few seconds and costs a few milliseconds. An empty file counts if it was open
@@ -330,45 +330,31 @@ class JobProcesses:
         self._pid = pid
         self._empty_counts: dict[str, int] = {}
         self._named_empty_files = [path for path in _command_line_files(pid) if _is_empty(path)]
-        self._cgroups: dict[str, tuple[Cgroup, int | None]] = {}
-        """Membership → cgroup, and its count when it was first seen."""
-        self._oom_kills: int | None = None
+        self._cgroup = Cgroup.for_pid(pid)
+        self._oom_kills = self._first_oom_kills = self._cgroup.oom_kills()
 
     def poll(self) -> None:
         for pid in list_process_tree(self._pid, limit=MAX_PROCESSES):
             if len(self.pids) < MAX_JOB_PIDS:
                 self.pids.add(pid)
-            self._track_cgroup(pid)
             for path in _empty_inputs(pid):
                 if path in self._empty_counts or len(self._empty_counts) < MAX_EMPTY_FILES:
                     self._empty_counts[path] = self._empty_counts.get(path, 0) + 1
-        self._count_oom_kills()
+        self.oom_kills()
 
     def oom_kills(self) -> int | None:
-        """Out-of-memory kills since the cgroups were first seen with processes of the job: the maximum over the
-        cgroups, because version 2 includes descendants; also if they were removed with the job. None: not available."""
-        self._count_oom_kills()
-        return self._oom_kills
-
-    def _count_oom_kills(self) -> None:
-        for cgroup, baseline in self._cgroups.values():
-            if baseline is not None and (count := cgroup.oom_kills()) is not None:
-                self._oom_kills = max(self._oom_kills or 0, count - baseline)
+        """Out-of-memory kills in the cgroup since this object was made, also if it was removed with the job. None: not
+        available."""
+        count = self._cgroup.oom_kills()
+        self._oom_kills = self._oom_kills if count is None else count
+        if self._oom_kills is None or self._first_oom_kills is None:
+            return None
+        return max(0, self._oom_kills - self._first_oom_kills)
 
     def empty_inputs(self) -> list[str]:
         """The empty input files that are still empty, sorted."""
         repeated = {path for path, count in self._empty_counts.items() if count > 1}
         return sorted(path for path in repeated | set(self._named_empty_files) if _is_empty(path))
-
-    def _track_cgroup(self, pid: int) -> None:
-        """Starts counting in the process's cgroup: a job may enter a cgroup after its start."""
-        try:
-            text = Path(f"/proc/{pid}/cgroup").read_text()
-        except OSError:  # it ended
-            return
-        if text not in self._cgroups and len(self._cgroups) < MAX_CGROUPS:
-            cgroup = Cgroup.for_pid(pid)
-            self._cgroups[text] = (cgroup, cgroup.oom_kills())
 
 
 def _command_line_files(pid: int) -> list[str]:

@@ -16,42 +16,15 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-PATCHES = {
-    "torch.utils.data.dataloader": ("torch_loop", "patch_dataloader"),
-    "torch.optim.optimizer": ("torch_loop", "patch_optimizers"),
-    "torch.autograd": ("torch_loop", "patch_backward"),
-    "torch.nn.modules.module": ("torch_loop", "patch_modules"),
-    "torch.serialization": ("clock", "patch_timed", "checkpoint", "save"),
-    "torch._dynamo.callback": ("torch_loop", "patch_compilation"),
-    "safetensors.torch": ("clock", "patch_timed", "checkpoint", "save_file"),
-    "torch.distributed.checkpoint.state_dict_saver": ("clock", "patch_timed", "checkpoint", "save"),
-    "torch.distributed.distributed_c10d": ("torch_loop", "patch_collectives"),
-    "pytorch_lightning.trainer.trainer": ("clock", "patch_timed", "checkpoint", "Trainer.save_checkpoint"),
-    "lightning.pytorch.trainer.trainer": ("clock", "patch_timed", "checkpoint", "Trainer.save_checkpoint"),
-    "pytorch_lightning.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
-    "lightning.pytorch.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
-    "ultralytics.engine.validator": ("clock", "patch_timed", "eval", "BaseValidator.__call__"),
-    "transformers.trainer": ("torch_loop", "patch_transformers"),
-    "keras.src.trainers.epoch_iterator": ("tensorflow_loop", "patch_epoch_iterator"),
-    "keras.src.models.model": ("clock", "patch_timed", "checkpoint", "Model.save", "Model.save_weights"),
-    "keras.src.backend.torch.trainer": ("tensorflow_loop", "patch_torch_trainer"),
-    "keras.src.backend.tensorflow.trainer": ("tensorflow_loop", "patch_tensorflow_trainer"),
-    "keras.src.backend.tensorflow.optimizer": ("tensorflow_loop", "patch_keras_optimizer"),
-    "keras.src.optimizers.optimizer": ("tensorflow_loop", "patch_old_keras_optimizer"),
-    "tensorflow.python.data.ops.iterator_ops": ("tensorflow_loop", "patch_iterators"),
-    "tensorflow.python.distribute.input_lib": ("tensorflow_loop", "patch_distributed_iterators"),
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function": ("tensorflow_loop", "patch_functions"),
-    "tensorflow.python.eager.def_function": ("tensorflow_loop", "patch_functions"),
-    "tensorflow.python.eager.backprop": ("tensorflow_loop", "patch_gradients"),
-    "tensorflow.python.framework.func_graph": ("tensorflow_loop", "patch_tracing"),
-    "tensorflow.python.checkpoint.checkpoint":
-        ("clock", "patch_timed", "checkpoint", "Checkpoint.save", "Checkpoint.write"),
-    "tensorflow.python.checkpoint.checkpoint_management":
-        ("clock", "patch_timed", "checkpoint", "CheckpointManager.save"),
-    "tensorflow.python.saved_model.save": ("clock", "patch_timed", "checkpoint", "save"),
-}  # fmt: skip
-"""Module of a framework → (module of the hook, function, its further arguments) to call after its import."""
 
+def _read_patches() -> "dict[str, list[str]]":
+    """Module of a framework → module of the hook, function, its further arguments."""
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "patches.txt")) as file:
+        rows = [line.split() for line in file if not line.startswith("#")]
+    return {row[0]: row[1:] for row in rows}
+
+
+PATCHES = _read_patches()
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 """Their import begins the startup of a training, and may take most of it."""
 
