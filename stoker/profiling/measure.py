@@ -88,15 +88,11 @@ class Measure:
         self._written_steps = self._written_images = 0
         self._phase_depth = 0
         self._recording = False
-        self._closed = False
+        self.closed = False
         self._thread = 0
         self._window_start_s = 0.0
         self._scalars = ScalarLogger()
         self._telemetry: TelemetrySampler | None = None
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def path(self) -> Path | None:
@@ -113,7 +109,7 @@ class Measure:
                 location=_active.path,
                 fix="leave that block first",
             )
-        if self._closed or self._thread:
+        if self.closed or self._thread:
             raise UsageError("This stoker.measure was used before.", fix="call stoker.measure(…) again")
         start_s = time.perf_counter()
         self._writer = RankRecorder(
@@ -194,7 +190,9 @@ class Measure:
             self._scalars.add(values)
 
     def count_batch(self, batch: Any) -> None:
-        """Counts the images of a batch that did not come through `data`."""
+        """Counts the images of a batch; those of another phase than training do not count."""
+        if self._phase_depth or not self._recording:
+            return
         if self._num_images is None:
             count = count_images(batch) or None
         else:
@@ -204,6 +202,14 @@ class Measure:
             text = "images are not counted: the batch has no tensor, array or list whose length is their number"
             self._writer.event("info", f"{text}; pass `num_images=`")
         self._pending_images += count or 0
+        self._write_if_due()
+
+    def report_workers(self, batches: Any) -> None:
+        """Records how many processes load the data, if the iterable knows that (a DataLoader)."""
+        workers = getattr(batches, "num_workers", None)
+        if isinstance(workers, int) and self._recording and not (self._phase_depth or self._workers_reported):
+            self._workers_reported = True
+            self._writer.event("info", f"the loop's loader has {workers} worker processes", workers=workers)
 
     def attribute(self, name: str, start_s: float, end_s: float) -> None:
         """The thread was in a phase from start_s to end_s (`time.perf_counter`), which is known only afterwards."""
@@ -214,9 +220,9 @@ class Measure:
     def close(self, error: BaseException | None = None) -> None:
         """The same as leaving the block; for callbacks of frameworks. error: what ended the loop."""
         global _active
-        if self._closed or not self._thread or _active is not self:  # the last: in a forked process
+        if self.closed or not self._thread or _active is not self:  # the last: in a forked process
             return
-        self._closed = True
+        self.closed = True
         _active = None
         atexit.unregister(self._close_at_exit)
         if isinstance(error, SystemExit) and error.code in (None, 0):
@@ -237,19 +243,6 @@ class Measure:
             return contextlib.nullcontext()
         return self._ledger.phase("input_wait")
 
-    def batch_ready(self, batch: Any) -> None:
-        """A batch has arrived: counts its images."""
-        if not self._phase_depth and self._recording:
-            self.count_batch(batch)
-            self._write_if_due()
-
-    def report_workers(self, batches: Any) -> None:
-        """Records how many processes load the data, if the iterable knows that (a DataLoader)."""
-        workers = getattr(batches, "num_workers", None)
-        if isinstance(workers, int) and self._recording and not (self._phase_depth or self._workers_reported):
-            self._workers_reported = True
-            self._writer.event("info", f"the loop's loader has {workers} worker processes", workers=workers)
-
     @contextlib.contextmanager
     def _step_block(self, *, steps: int, num_images: int | None) -> Iterator[None]:
         self._check_inside_block("m.step()")
@@ -264,7 +257,7 @@ class Measure:
             self.count_steps(steps, num_images=num_images)
 
     def _check_inside_block(self, method: str) -> None:
-        if not self._thread or self._closed:
+        if not self._thread or self.closed:
             raise UsageError(f"{method} was called outside of its block.", fix="with stoker.measure(…) as m: …")
         if threading.get_ident() != self._thread:
             text = f"{method} was called in another thread than the one that entered stoker.measure."
@@ -361,7 +354,7 @@ class TimedBatches(Generic[Batch]):
                     batch = next(iterator)
                 except StopIteration:
                     return
-            measure.batch_ready(batch)
+            measure.count_batch(batch)
             yield batch
 
 

@@ -30,7 +30,7 @@ from torch.autograd.profiler import profile
 from stoker.hardware.device import Device, nvtx_enabled
 from stoker.profiling.ledger import Ledger
 from stoker.runs.records import TRACE_FILES, TRACES, RunFolder
-from stoker.runs.schemas import Gap, KernelTime, TraceWindow
+from stoker.runs.schemas import Gap, TraceWindow
 from stoker.storage.local_files import write_atomic
 
 WINDOW_STEPS = 4
@@ -53,8 +53,8 @@ _RUNTIME_CALL_PREFIXES = ("cuda", "cu", "hip")
 """Prefixes of calls of the driver and the runtime. Operators contain `::`, or are names of Python functions."""
 
 
-MAX_ENTRIES, MAX_NAME_LENGTH = 10, 160
-"""Maximum number of kernels and of gaps in a window, and length of a name; those of templates may have kilobytes."""
+MAX_GAPS = 10
+"""Maximum number of gaps in a window."""
 
 _TENSOR_CORES = re.compile(
     r"(?<![0-9])(884|1688|8816|16816|16832)|[hi]mma|gmma|tensorop|nvjet|fmha|flash_(fwd|bwd)"
@@ -311,13 +311,12 @@ def summarize_window(
     if end_s <= start_s:
         return None
     kernels = [event for event in counted if event.kind == "kernel"]
-    durations: dict[str, list[float]] = {}
+    seconds_by_name: dict[str, float] = {}
     for kernel in kernels:
-        durations.setdefault(kernel.name, []).append(kernel.duration_s)
-    totals = {name: sum(values) for name, values in sorted(durations.items(), key=lambda item: -sum(item[1]))}
-    kernel_s = sum(totals.values())
-    tensor_core_s = sum(total for name, total in totals.items() if _TENSOR_CORES.search(name.lower()))
-    collectives = {name for name in totals if _COLLECTIVE.search(name)}
+        seconds_by_name[kernel.name] = seconds_by_name.get(kernel.name, 0.0) + kernel.duration_s
+    kernel_s = sum(seconds_by_name.values())
+    tensor_core_s = sum(seconds for name, seconds in seconds_by_name.items() if _TENSOR_CORES.search(name.lower()))
+    collectives = {name for name in seconds_by_name if _COLLECTIVE.search(name)}
     busy = _union(counted, start_s, end_s)
     busy_s = _total_length(busy)
     not_collective = [event for event in counted if event.name not in collectives]
@@ -332,10 +331,6 @@ def summarize_window(
         copy_s=busy_s - _total_length(_union(kernels, start_s, end_s)),
         launches=len(kernels),
         kernel_median_s=statistics.median(kernel.duration_s for kernel in kernels) if kernels else None,
-        kernels=[
-            KernelTime(name=_truncate(name), count=len(durations[name]), total_s=totals[name])
-            for name in list(totals)[:MAX_ENTRIES]
-        ],
         gaps=_longest_gaps(busy, start_s, end_s, host_events),
         tensor_core_fraction=tensor_core_s / kernel_s if kernel_s > 0 else None,
     )
@@ -358,10 +353,6 @@ def _total_length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _truncate(name: str) -> str:
-    return name if len(name) <= MAX_NAME_LENGTH else name[: MAX_NAME_LENGTH - 1] + "…"
-
-
 def _longest_gaps(
     busy: Sequence[Interval], start_s: float, end_s: float, host_events: Sequence[TraceEvent]
 ) -> list[Gap]:
@@ -373,6 +364,6 @@ def _longest_gaps(
         middle = (start + end) / 2
         active = [event for event in host_events if event.start_s <= middle < event.end_s]
         innermost = max(active, key=lambda event: event.start_s, default=None)
-        return Gap(duration_s=end - start, host_op="" if innermost is None else _truncate(innermost.name))
+        return Gap(duration_s=end - start, host_op="" if innermost is None else innermost.name)
 
-    return [make_gap(*gap) for gap in sorted(gaps, key=lambda gap: gap[0] - gap[1])[:MAX_ENTRIES]]
+    return [make_gap(*gap) for gap in sorted(gaps, key=lambda gap: gap[0] - gap[1])[:MAX_GAPS]]

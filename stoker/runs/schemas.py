@@ -76,25 +76,12 @@ class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Kernel launches."""
     kernel_median_s: float | None = None
     """Median duration of a kernel, seconds."""
-    kernels: list["KernelTime"] = []
-    """The ten kernels with the most time."""
     gaps: list["Gap"] = []
     """The ten longest gaps without work, the longest first."""
     tensor_core_fraction: float | None = None
     """Fraction of the kernel time in kernels that use tensor cores, by their names."""
     slowdown: float | None = None
     """Duration of the window's steps over that of the steps before it, on the host's clock: 1.05 is 5 % slower."""
-
-
-class KernelTime(msgspec.Struct, kw_only=True):
-    """Kernels of one name in a trace."""
-
-    name: str
-    """Name of the kernel."""
-    count: int
-    """Number of launches."""
-    total_s: float
-    """Sum of their durations, seconds."""
 
 
 class Gap(msgspec.Struct, kw_only=True):
@@ -250,10 +237,8 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Seconds in which the cgroup's CPU quota throttled runnable threads, since the previous line."""
     cpu_limit_cores: float | None = None
     """Number of cores that this run may use, by affinity and quota."""
-    threads: int | None = None
-    """Threads of this process and its children."""
     threads_running: float | None = None
-    """Mean number of these that ran or waited for a core."""
+    """Mean number of threads of this process and its children that ran or waited for a core."""
     swap_used_bytes: int | None = None
     """Swap in use."""
     disk_free_bytes: int | None = None

@@ -36,7 +36,6 @@ def test_a_tree_of_files_is_summed(tmp_path: Path) -> None:
     told = ProcessTreeSampler(10, tmp_path).sample(0.0)
     assert told.cpu_s == 1127 / os.sysconf("SC_CLK_TCK")
     assert told.rss_bytes == (5 + 7 + 11) * os.sysconf("SC_PAGE_SIZE")
-    assert told.threads == 4
     assert told.threads_running is None, "this kernel keeps no such times"
     assert list_process_tree(10, tmp_path) == [10, 20, 30, 99]
 

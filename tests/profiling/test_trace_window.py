@@ -1,12 +1,11 @@
 """Profiler windows as arithmetic: constructed records, the same course second by second."""
 
 import itertools
-import json
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.profiling.trace import MAX_NAME_LENGTH, Kind, TraceEvent, summarize_window
+from stoker.profiling.trace import Kind, TraceEvent, summarize_window
 from stoker.runs.schemas import TraceWindow
 
 
@@ -33,9 +32,6 @@ def test_busy_is_the_union_of_kernels_and_copies_and_each_has_what_it_does_alone
     assert (found.wall_s, found.busy_s) == (15, 13)
     assert (found.copy_s, found.comm_s) == (2, 4)
     assert (found.launches, found.kernel_median_s) == (4, 4)
-    assert [(share.name, share.count, share.total_s) for share in found.kernels][:2] == [
-        ("conv", 2, 8), ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1, 5),
-    ]  # fmt: skip
     assert [(gap.duration_s, gap.host_op) for gap in found.gaps] == [(2, "")]
 
 
@@ -84,9 +80,7 @@ def test_without_work_of_the_device_there_is_no_line() -> None:
 def test_a_line_stays_short() -> None:
     moments = [TraceEvent("kernel", "void " + "x" * 500 + str(n % 50), 2 * n, 1) for n in range(5_000)]
     found = line(moments)
-    assert (len(found.kernels), len(found.gaps), found.launches) == (10, 10, 5_000)
-    assert max(len(share.name) for share in found.kernels) == MAX_NAME_LENGTH
-    assert len(json.dumps([share.name for share in found.kernels])) < 3_000
+    assert (len(found.gaps), found.launches) == (10, 5_000)
 
 
 names = st.sampled_from(["conv", "ncclDevKernel_AllReduce", "Memcpy HtoD"])

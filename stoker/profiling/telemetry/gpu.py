@@ -9,12 +9,10 @@ machine with CUDA_DEVICE_ORDER=PCI_BUS_ID. A MIG slice has its own memory, proce
 temperature and memory errors are those of the whole GPU, and utilization is not available. Who samples, and how often:
 `sampler`."""
 
-import contextlib
 import ctypes
 import dataclasses
 import math
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -305,7 +303,7 @@ class GpmCounters:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._samples: list[Any] = []
-        """The driver's buffers of the older and the newer sample; they are swapped."""
+        """The driver's buffers of the older and the newer sample; they are swapped, and kept until the process ends."""
         self._num_filled = 0
         self._request = pynvml.c_nvmlGpmMetricsGet_t()
 
@@ -332,8 +330,6 @@ class GpmCounters:
         if older is None or newer is None:
             return False
         self._samples = [older, newer]
-        finalizer = weakref.finalize(self, _free_samples, older, newer)
-        finalizer.atexit = False  # a driver that hangs must not delay process exit
         return True
 
     def _compute_metrics(self) -> dict[str, float]:
@@ -350,12 +346,6 @@ class GpmCounters:
             for field, metric in zip(METRICS, request.metrics, strict=False)
             if metric.nvmlReturn == pynvml.NVML_SUCCESS and math.isfinite(metric.value)
         }
-
-
-def _free_samples(*samples: Any) -> None:
-    with contextlib.suppress(pynvml.NVMLError):  # the GPU is lost, and its buffers with it
-        for sample in samples:
-            pynvml.nvmlGpmSampleFree(sample)
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,9 +55,8 @@ class ProcessTreeSample:
     """CPU-seconds so far, including children that ended and were waited for."""
     rss_bytes: int | None = None
     """Shared memory counts in each process."""
-    threads: int | None = None
     threads_running: float | None = None
-    """Mean number that ran or waited for a CPU, between the last two times that all threads were read."""
+    """Mean number of threads that ran or waited for a CPU, between the last two times that all threads were read."""
 
 
 class ProcessTreeSampler:
@@ -80,16 +79,15 @@ class ProcessTreeSampler:
         if self._sample_count >= self._next_walk:
             self._walk(now_s)
         self._sample_count += 1
-        ticks = pages = threads = 0
+        ticks = pages = 0
         for pid in self.pids:
             if (text := read_or_none(f"{self._proc}/{pid}/stat")) is not None:  # None: it ended
                 fields = text.rpartition(b")")[2].split()  # a name may contain blanks and brackets
                 ticks += sum(map(int, fields[11:15]))
-                threads, pages = threads + int(fields[17]), pages + int(fields[21])
+                pages += int(fields[21])
         return ProcessTreeSample(
             cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
             rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
-            threads=threads,
             threads_running=self._threads_running,
         )
 
@@ -242,7 +240,6 @@ class HostSampler:
             cpu_core_utilization=utilization,
             busiest_processes=self._other_processes.sample(now_s, other_cores, run_pids),
             rss_bytes=tree.rss_bytes,
-            threads=tree.threads,
             threads_running=tree.threads_running,
             shm_used_bytes=None if shm is None else shm[0],
             shm_total_bytes=None if shm is None else shm[1],
