@@ -18,7 +18,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import StokerError, UsageError, writing
+from stoker.errors import StokerError, writing
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
 from stoker.profiling.telemetry.environment import describe_loop
@@ -26,7 +26,7 @@ from stoker.runs.records import EVENTS, RANKS, STEPS, RunFolder, make_run, read_
 from stoker.runs.schemas import Event, StepWindow
 
 RUNS_DIR = Path("runs")
-_FIX = 'give another folder: stoker.measure("runs/NAME")'
+_FIX = 'give another folder: stoker.measure("runs/NAME"); of several ranks, enter it after init_process_group'
 _MAX_PENDING_WINDOWS = 3600
 """Windows that are kept while the folder is not known: at least an hour."""
 _JOIN_TIMEOUT_S = 5.0
@@ -151,14 +151,8 @@ class RankRecorder:
             {} if price_per_device_hour is None else {"price_per_device_hour": price_per_device_hour}
         )
         environment = describe_loop(dirs={"run": run})
-        try:
-            recorder = recording(run, environment, " ".join(environment["argv"]), fix=_FIX, **options)
-            self.folder, self.lock = self._stack.enter_context(recorder)
-        except UsageError as error:
-            if self.world_size == 1 and "Another job" in error.what:
-                error.cause = "a second process measures there, or a rank whose number is not known yet"
-                error.fix = f"{_FIX}; or enter the block after init_process_group"
-            raise
+        recorder = recording(run, environment, " ".join(environment["argv"]), fix=_FIX, **options)
+        self.folder, self.lock = self._stack.enter_context(recorder)
         recorded_steps = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
         if first_step is None:
             self.step = recorded_steps

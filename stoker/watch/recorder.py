@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import psutil
-
 from stoker.errors import writing
 from stoker.hardware.cgroup import Cgroup
 from stoker.profiling.telemetry.environment import describe_job
@@ -322,14 +320,13 @@ class JobProcesses:
     read.
 
     pid: the root. `poll` is called every few seconds and costs a few milliseconds. An empty file counts if it was open
-    for reading only in two polls, or if the command line names it; a reader that spins opens it repeatedly.
+    for reading only in two polls.
     """
 
     def __init__(self, pid: int) -> None:
         self.pids: set[int] = {pid}
         self._pid = pid
         self._empty_counts: dict[str, int] = {}
-        self._named_empty_files = [path for path in _command_line_files(pid) if _is_empty(path)]
         self._cgroup = Cgroup.for_pid(pid)
         self._oom_kills = self._first_oom_kills = self._cgroup.oom_kills()
 
@@ -353,18 +350,7 @@ class JobProcesses:
 
     def empty_inputs(self) -> list[str]:
         """The empty input files that are still empty, sorted."""
-        repeated = {path for path, count in self._empty_counts.items() if count > 1}
-        return sorted(path for path in repeated | set(self._named_empty_files) if _is_empty(path))
-
-
-def _command_line_files(pid: int) -> list[str]:
-    """Files that are arguments of the command line, also after `--option=`."""
-    try:
-        process = psutil.Process(pid)
-        args, cwd = [arg.rpartition("=")[2] for arg in process.cmdline()[1:]], process.cwd()
-    except psutil.Error:  # it ended, or may not be read
-        return []
-    return [path for arg in args if arg and not _NOT_INPUT.search(path := os.path.join(cwd, arg))]
+        return sorted(path for path, count in self._empty_counts.items() if count > 1 and _is_empty(path))
 
 
 def _empty_inputs(pid: int) -> list[str]:

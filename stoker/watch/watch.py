@@ -425,7 +425,7 @@ def _open_output(job: AttachedProcess) -> Iterator[tuple[list[BinaryIO], str]]:
             try:
                 file_status = fd_path.stat()
                 if not stat.S_ISREG(file_status.st_mode):
-                    reasons.append(f"its {name} is {_describe_file_type(file_status.st_mode, os.readlink(fd_path))}")
+                    reasons.append(f"its {name} is not a file but {os.readlink(fd_path)}")
                     continue
                 if any(os.path.samestat(file_status, os.fstat(file.fileno())) for file in files):
                     continue
@@ -438,14 +438,6 @@ def _open_output(job: AttachedProcess) -> Iterator[tuple[list[BinaryIO], str]]:
             yield files, "; ".join([status, *(f"not recorded: {reason}" for reason in reasons)])
         else:
             yield files, f"not recorded: {'; '.join(reasons)}; steps and error messages are not known"
-
-
-def _describe_file_type(mode: int, name: str) -> str:
-    if stat.S_ISFIFO(mode):
-        return "a pipe, which only its reader can read"
-    if stat.S_ISSOCK(mode):
-        return "a socket"
-    return "a terminal, which cannot be read" if name.startswith(("/dev/pts/", "/dev/tty")) else name
 
 
 class FileOutput:

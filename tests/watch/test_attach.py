@@ -83,7 +83,7 @@ def test_the_end_of_a_foreign_process(end: str, code: int, kind: str, data: dict
         assert attach(pid, str(run)) == code
     first, *_, last = events(run)
     assert first.data["job"]["pid"] == pid
-    assert first.data["coverage"]["output"].startswith("not recorded: its stdout is a pipe")
+    assert first.data["coverage"]["output"].startswith("not recorded: its stdout is not a file but pipe:[")
     assert last.kind == kind
     assert {name: last.data[name] for name in data} == data
     assert not (run / OUTPUT).exists()

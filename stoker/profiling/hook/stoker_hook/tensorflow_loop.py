@@ -56,7 +56,6 @@ class LoopState:
         self.in_fit = False
         """Keras runs the loop."""
         self.traced_code: set[Any] = set()
-        self.is_published = False
 
 
 state = LoopState()
@@ -151,9 +150,7 @@ def _count_trace(function: "Any") -> None:
 
 def _count_step(stepper: "Any") -> None:
     """stepper: a function or an optimizer."""
-    if not state.is_published:
-        state.is_published = True
-        clock.publish(f"TensorFlow {getattr(sys.modules.get('tensorflow'), '__version__', '')}".rstrip())
+    clock.publish(f"TensorFlow {getattr(sys.modules.get('tensorflow'), '__version__', '')}".rstrip())
     clock.count_optimizer_step(stepper, None)
 
 

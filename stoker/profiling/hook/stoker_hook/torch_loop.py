@@ -9,7 +9,6 @@ from functools import wraps
 from sys import modules
 from weakref import ref
 
-from . import report_failure
 from .clock import (
     BUSY,
     COMM,
@@ -28,9 +27,6 @@ from .instruments import time_compilations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
-MAX_PENDING = 256
-"""Pairs of events that are not complete; if the device lags by more, its time is not measured."""
 
 
 def _report_torch_version() -> None:
@@ -223,11 +219,7 @@ class DeviceEvents:
         return event
 
     def _add_interval(self, slot: int, start: "Any") -> None:
-        if len(self._pending) < MAX_PENDING:
-            self._pending.append((slot, start, self._record()))
-        else:
-            self._free_events.append(start)
-            report_failure("events", RuntimeError("the device lags too far behind: a part of its time is not measured"))
+        self._pending.append((slot, start, self._record()))
 
     def _resolve(self) -> None:
         while self._pending and self._pending[0][2].query():
