@@ -30,7 +30,7 @@ from stoker.preflight.host import Host, check_host
 from stoker.preflight.network import check_network
 from stoker.preflight.static import check_sources
 from stoker.preflight.variables import check_variables
-from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.machine import TimeoutWorker
 from stoker.report import format as fmt
 from stoker.storage.uri import is_uri
 from stoker.training.cluster import find_place

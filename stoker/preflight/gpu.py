@@ -35,8 +35,7 @@ from stoker.preflight.gpu_versions import driver_fix, driver_is_too_old, version
 from stoker.preflight.programs import run_program
 from stoker.profiling.telemetry.environment import detect_container
 from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, in_host_pid_namespace, read_driver
-from stoker.profiling.telemetry.machine import list_process_tree, read_kernel_lines
-from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.machine import TimeoutWorker, list_process_tree, read_kernel_lines
 from stoker.report import format as fmt
 
 STAGE_TIMEOUT_S, TRIAL_TIMEOUT_S = 20.0, 32.0

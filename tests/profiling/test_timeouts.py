@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.machine import TimeoutWorker
 
 
 def test_answers_come_until_one_hangs_and_again_after_it() -> None:

@@ -135,7 +135,7 @@ def run_patched(job: str, directory: Path) -> None:
     from stoker.profiling.hook import stoker_hook
     from stoker.profiling.hook.stoker_hook import clock
 
-    stoker_hook.STATE_DIR = clock.clock._directory = str(directory)
+    stoker_hook.failures.STATE_DIR = clock.clock._directory = str(directory)
     clock.clock.publish()
     for name, (module, function, *args) in stoker_hook.PATCHES.items():
         if name in sys.modules:

@@ -21,8 +21,7 @@ from typing import Any
 from stoker.hardware.cgroup import Cgroup, host_cores, host_memory
 from stoker.knowledge import read_toml
 from stoker.profiling.telemetry.gpu import GpuSampler
-from stoker.profiling.telemetry.machine import read_meminfo, read_text_or_none
-from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.machine import TimeoutWorker, read_meminfo, read_text_or_none
 from stoker.secrets import is_secret_name, mask_argv, mask_secrets
 
 PACKAGES = ("stoker", "torch", "torchvision", "numpy", "opencv-python-headless", "simplejpeg", "pyarrow")

@@ -20,8 +20,7 @@ import psutil
 
 from stoker.hardware.cgroup import Cgroup, usable_cores
 from stoker.profiling.telemetry import machine
-from stoker.profiling.telemetry.machine import read, read_or_none
-from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.machine import TimeoutWorker, read, read_or_none
 from stoker.runs.schemas import DeviceSample, GpuSample
 
 FREE_BYTES_TIMEOUT_S = 0.2

@@ -4,7 +4,8 @@ trees.
 Stateless functions over files of the kernel; `host` turns their values into rates. A value that this kernel does not
 provide is None. Files are read in a third of pathlib's time, because a sample reads hundreds of them. The log covers
 the whole machine, so a line is evidence only together with a PID or a time; `stoker/diagnosis/` decides. Ordinary users
-and most containers may not read it. Limits of the container: `stoker/hardware/cgroup.py`.
+and most containers may not read it. What may hang (a driver, a storage that is gone) is asked by a `TimeoutWorker`, with
+a timeout. Limits of the container: `stoker/hardware/cgroup.py`.
 """
 
 import contextlib
@@ -12,9 +13,14 @@ import dataclasses
 import errno
 import os
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from stoker.knowledge import read_toml
+
+Answer = TypeVar("Answer")
 
 KERNEL_PATTERNS: dict[str, str] = read_toml("kernel_log.toml")
 """Kind of failure → pattern of its lines in the kernel log."""
@@ -166,3 +172,42 @@ def _next_record(fd: int) -> bytes:
         except OSError as error:
             if error.errno != errno.EPIPE:  # EPIPE: overwritten before it was read; the next one is complete
                 raise
+
+
+class TimeoutWorker(Generic[Answer]):
+    """Repeats a query, each time in a daemon thread, which does not delay process exit. A query that is not answered
+    yet is not started again."""
+
+    def __init__(self, query: Callable[[], Answer], *, name: str) -> None:
+        self._query = query
+        self._name = name
+        self._thread: threading.Thread | None = None
+
+    def call(self, timeout_s: float) -> Answer | None:
+        """The answer of a query that starts now; None if it does not come in time: a late answer is dropped. Raises the
+        exception of the query."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        answers: list[Answer] = []
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(self._query())
+            except Exception as error:  # noqa: BLE001 (raised in the calling thread)
+                errors.append(error)
+
+        self._thread = threading.Thread(target=ask, name=self._name, daemon=True)
+        self._thread.start()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return None
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    def stop(self, timeout_s: float = 0.2) -> bool:
+        """Whether no query is running any more. A thread that hangs is abandoned."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()

@@ -2,7 +2,7 @@
 
 It is independent of the training: where devices.jsonl and the ledger disagree, that is a finding. A value that cannot
 be read is absent from the line; if the sampler itself fails, it writes an event and stops. A driver that hangs costs
-only the GPU values: it is queried in its own thread (`timeouts`), and another thread receives its errors.
+only the GPU values: it is queried in its own thread (`TimeoutWorker`), and another thread receives its errors.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import pynvml
 
 from stoker.profiling.telemetry.gpu import Gpu, GpuSampler, handle_pointer
 from stoker.profiling.telemetry.host import HostSampler
-from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.machine import TimeoutWorker
 from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 

@@ -3,12 +3,14 @@
 `start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
 it: `torch_loop.py` and `tensorflow_loop.py`, which is also for Keras. They report to `clock.py`, whose values are in
 shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by stoker itself.
-Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once, and the
-job goes on.
+Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once
+(`failures.py`), and the job goes on.
 """
 
 import os
 import sys
+
+from . import failures
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,23 +29,6 @@ def _read_patches() -> "dict[str, list[str]]":
 PATCHES = _read_patches()
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 """Their import begins the startup of a training, and may take most of it."""
-
-
-STATE_DIR = ""
-"""Set by `start`, before other modules are imported."""
-_reported: "set[str]" = set()
-
-
-def report_failure(location: str, error: BaseException) -> None:
-    """Writes a failure of the hook into the state directory, once per location."""
-    if location in _reported or len(_reported) > 20:
-        return
-    _reported.add(location)
-    try:
-        with open(os.path.join(STATE_DIR, "errors-%d" % os.getpid()), "a") as file:  # noqa: UP031 (quick to import)
-            file.write(f"{location}: {type(error).__name__}: {error}\n")
-    except OSError:  # the watcher is gone, or the disk is full
-        return
 
 
 class PatchingFinder:
@@ -74,7 +59,7 @@ def _publish_clock() -> None:
 
             clock.publish()
         except Exception as error:  # noqa: BLE001 (the job goes on without timing)
-            report_failure("clock", error)
+            failures.report_failure("clock", error)
 
 
 def _patch_after_import(loader: "Any", name: str, module: str, function: str, *args: str) -> None:
@@ -88,7 +73,7 @@ def _patch_after_import(loader: "Any", name: str, module: str, function: str, *a
         try:
             getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported, *args)
         except Exception as error:  # noqa: BLE001 (the job's import succeeded: it goes on without timing)
-            report_failure(name, error)
+            failures.report_failure(name, error)
 
     try:
         loader.exec_module = exec_module
@@ -98,8 +83,7 @@ def _patch_after_import(loader: "Any", name: str, module: str, function: str, *a
 
 def start(directory: str) -> None:
     """Marks that a Python process has loaded the hook, and waits for a framework."""
-    global STATE_DIR
-    STATE_DIR = directory
+    failures.STATE_DIR = directory
     try:
         os.close(os.open(os.path.join(directory, "loaded"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:

@@ -22,7 +22,7 @@ from _thread import get_ident
 from time import monotonic, thread_time
 from weakref import ref
 
-from . import STATE_DIR, report_failure
+from .failures import STATE_DIR, report_failure
 from .instruments import count_images, timed
 
 TYPE_CHECKING = False

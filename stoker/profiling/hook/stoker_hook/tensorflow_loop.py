@@ -16,7 +16,6 @@ from _thread import get_ident
 from functools import wraps
 from time import monotonic
 
-from . import STATE_DIR, report_failure
 from .clock import (
     BATCHES,
     CHECKPOINT,
@@ -29,6 +28,7 @@ from .clock import (
     patch_timed,
     timed_next,
 )  # fmt: skip
+from .failures import STATE_DIR, report_failure
 from .instruments import count_images
 
 TYPE_CHECKING = False
