@@ -1,11 +1,10 @@
-"""What the kernel says of the machine: pressure (PSI), memory, network, file systems, its log, process
-trees.
+"""What the kernel says of the machine: pressure (PSI), memory, network, file systems, its log, process trees.
 
 Stateless functions over files of the kernel; `host` turns their values into rates. A value that this kernel does not
 provide is None. Files are read in a third of pathlib's time, because a sample reads hundreds of them. The log covers
 the whole machine, so a line is evidence only together with a PID or a time; `stoker/diagnosis/` decides. Ordinary users
-and most containers may not read it. What may hang (a driver, a storage that is gone) is asked by a `TimeoutWorker`. Limits
-of the container: `stoker/hardware/cgroup.py`.
+and most containers may not read it. What may hang (a driver, a storage that is gone) is asked by a `TimeoutWorker`.
+Limits of the container: `stoker/hardware/cgroup.py`.
 """
 
 import contextlib
