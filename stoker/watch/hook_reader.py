@@ -24,7 +24,6 @@ from typing import TypeVar
 
 import psutil
 
-from stoker.data.formats.tfrecord_bytes import message_class
 from stoker.profiling import hook
 from stoker.runs.schemas import StepWindow
 from stoker.watch.stacks import cpu_seconds, is_alive
@@ -177,6 +176,8 @@ def input_wait_s(trace: bytes) -> float:
     """Seconds in which a step fetched a batch, by a trace of TensorFlow's profiler; overlapping ones count once. Raises
     ValueError if the bytes are not a trace."""
     from google.protobuf.message import DecodeError
+
+    from stoker.data.formats.tfrecord_bytes import message_class  # loads numpy, which other jobs do not need
 
     try:
         events = message_class("ProfilerTrace").FromString(trace).trace_events
