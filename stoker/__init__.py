@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stoker.errors import StokerError
     from stoker.evaluation.metrics import Metrics
     from stoker.inference.model import Model, Prediction, load
-    from stoker.profiling.measure.measure import measure
+    from stoker.profiling.measure import measure
     from stoker.training.local_ranks import Result
 
 set_spin_count()  # before torch loads OpenMP
@@ -42,7 +42,7 @@ _HOME = {
     "StokerError": "stoker.errors",
     "check": "stoker.api",
     "load": "stoker.inference.model",
-    "measure": "stoker.profiling.measure.measure",
+    "measure": "stoker.profiling.measure",
     "plan": "stoker.api",
     "train": "stoker.api",
 }

@@ -37,7 +37,7 @@ def watch(
         Time the job from the inside; `--no-hook` leaves its environment unchanged.
     """
     from stoker.errors import UsageError
-    from stoker.watch.attach import attach
+    from stoker.watch.watch import attach
     from stoker.watch.watch import watch as watch_job
 
     if pid is not None and command:

@@ -336,7 +336,7 @@ class DeviceClock:
 
     The time of an event is computed from the event resolved before it: the difference of two events is a float32 in ms,
     which loses precision over hours. So `resolve` must be called in the order of the events. Events are reused after
-    they are resolved or dropped: there is at most one more than the number of pending events. A CPU has no events.
+    they are resolved: there is at most one more than the number of pending events. A CPU has no events.
     """
 
     def __init__(self, device: Device) -> None:
@@ -370,10 +370,6 @@ class DeviceClock:
         self._pool.append(self._last_event)
         self._last_event = mark
         return self._last_s
-
-    def drop(self, mark: torch.Event) -> None:
-        """Returns an event that will not be resolved."""
-        self._pool.append(mark)
 
 
 _NSIGHT_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")

@@ -12,8 +12,9 @@ dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.p
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`cli/flag_names.py`).
-frames.toml: functions of frameworks in stacks (`watch/frames.py`).
+frames.toml: functions of frameworks in stacks (`watch/stacks.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/accelerators.py`).
+kernel_log.toml: lines of the kernel about failures (`profiling/telemetry/machine.py`).
 links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
     (`hardware/prices.py`).
@@ -21,6 +22,7 @@ mig.toml: MIG slices of GPUs (`launching/containers.py`).
 models.toml: detector architectures (`config/architectures.py`).
 output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
+output_lines.toml: how jobs print their progress (`watch/output.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
 quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of

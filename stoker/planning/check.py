@@ -29,7 +29,7 @@ from stoker.preflight.host import Host, check_host
 from stoker.preflight.network import check_network
 from stoker.preflight.static import check_sources
 from stoker.preflight.variables import check_variables
-from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.machine import TimeoutWorker
 from stoker.report import format as fmt
 from stoker.storage.uri import is_uri
 from stoker.training.cluster import find_place
@@ -108,7 +108,7 @@ class Prober:
         found: list[Finding] | None = []
         what, evidence, fix = "was not asked: the time was over", "", "`--deep` takes the time"
         if left_s > 0:
-            worker = TimeoutWorker(lambda: probe, name=f"check: {name}")
+            worker = TimeoutWorker(probe, name=f"check: {name}")
             what, fix = f"did not answer within {left_s:.0f} s", "`--deep` waits longer"
             try:
                 found = worker.call(left_s)

@@ -42,9 +42,7 @@ from stoker.preflight.gpu_rules import (
 )
 from stoker.profiling.telemetry.environment import detect_container
 from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, in_host_pid_namespace, read_driver
-from stoker.profiling.telemetry.kernel_log import read_kernel_lines
-from stoker.profiling.telemetry.processes import list_process_tree
-from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.machine import TimeoutWorker, list_process_tree, read_kernel_lines
 from stoker.report import format as fmt
 
 TRIAL_TIMEOUT_S = 30.0
@@ -99,7 +97,7 @@ def _observe(
     read_state: Callable[[Mapping[str, str]], DriverState],
 ) -> tuple[DriverState | None, Trial]:
     """The driver before the trial, with clocks and links as they were while the GPU was busiest, and the trial."""
-    worker = TimeoutWorker(lambda: lambda: read_state(env), name="driver")
+    worker = TimeoutWorker(lambda: read_state(env), name="driver")
     state = worker.call(DRIVER_TIMEOUT_S)
     busiest = state
 
@@ -293,7 +291,7 @@ def without_own(driver: DriverState, index: int) -> DriverState:
 
 
 def ask_driver(env: Mapping[str, str]) -> DriverState | None:
-    worker = TimeoutWorker(lambda: lambda: read_driver(env), name="driver")
+    worker = TimeoutWorker(lambda: read_driver(env), name="driver")
     state = worker.call(SHORT_DRIVER_TIMEOUT_S)
     worker.stop()
     return state

@@ -19,7 +19,7 @@ from stoker.hardware.cuda_trial import TorchFacts, kernel_driver
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.tables import DRIVERS_BY_MAJOR
 from stoker.profiling.telemetry.gpu import EXCLUSIVE, PROHIBITED, DriverState, GpuState
-from stoker.profiling.telemetry.kernel_log import KernelLine
+from stoker.profiling.telemetry.machine import KernelLine
 from stoker.report import format as fmt
 
 DRIVER_TIMEOUT_S = 5.0

@@ -30,8 +30,8 @@ the device is never idle, to within microseconds where it is, since an idle devi
 once.
 
 Windows end at the present: a step that the device has begun and not finished is `compute` until now, and the rest of it
-belongs to the next window. So nothing is estimated later. Only events that are not complete are kept, some hundreds at
-most: if the device lags by more, its steps are bracketed together.
+belongs to the next window. So nothing is estimated later. Only events that are not complete are kept: as many as the
+queue of the device holds.
 
 Besides the time, the CPU time of the thread by phase (`TimeBreakdown.thread_cpu_s`) distinguishes a thread that runs
 Python from one that waits. It follows the thread's own line, rules 2 to 5: the innermost phase; `host` while a step is
@@ -66,9 +66,6 @@ _CALIBRATE_EVERY_S = 1.0
 _MAX_POLLS = 30
 """About 1 µs each on CUDA; an idle GPU reaches a recorded event some 10 µs after it was issued."""
 
-_MAX_OPEN_EVENTS = 512
-"""Events that are not complete. CUDA queues some 1,000 launches, and a step has hundreds."""
-
 MIN_INTERVAL_S = 20e-6
 """Shorter intervals of `begin` are ignored: `attribute` takes as long."""
 
@@ -90,9 +87,6 @@ class EventClock(Protocol):
         """The time of the event in seconds of the host's clock, or None if it is not complete. Called in the order of
         the events, and not again for a resolved one."""
 
-    def drop(self, event: Any) -> None:
-        """The event will never be resolved."""
-
 
 class ProfilerRanges(Protocol):
     """Receives phases and steps as nested ranges; `Ranges` in `stoker/hardware/device.py` (NVTX)."""
@@ -102,12 +96,11 @@ class ProfilerRanges(Protocol):
 
 
 class _Interval(msgspec.Struct, frozen=True, gc=False):  # 7 × cheaper than a NamedTuple; 8 per step
-    """What the thread is in, or what the device does (None: no phase), from start_s on. steps: of the device that end
-    there; stage: of the thread's `input_wait`."""
+    """What the thread is in, or what the device does (None: no phase), from start_s on. stage: of the thread's
+    `input_wait`."""
 
     start_s: float
     label: str | None
-    steps: int = 0
     stage: str = _QUEUE_STAGE
 
 
@@ -117,7 +110,6 @@ class _PendingEvent(msgspec.Struct, frozen=True):
     event: Any
     issued_s: float
     label: str | None
-    steps: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +117,7 @@ class TimeBreakdown:
     """Where the time from start_s to end_s (of `time.perf_counter`) went.
 
     phases: device-seconds by phase, all positive; they add up to wall_s × devices. input_wait_stages: device-seconds of
-    `input_wait` by stage of `records.INPUT_STAGES`; they add up to it. steps: optimizer steps that the device finished.
+    `input_wait` by stage of `records.INPUT_STAGES`; they add up to it.
     host_bound_steps: issued steps that the device had finished when the last of their work was issued; None on a CPU.
     thread_cpu_s: CPU-seconds of the training thread by phase.
     """
@@ -135,7 +127,6 @@ class TimeBreakdown:
     wall_s: float
     phases: dict[str, float]
     input_wait_stages: dict[str, float]
-    steps: int
     host_bound_steps: int | None
     thread_cpu_s: dict[str, float]
 
@@ -164,7 +155,6 @@ class Ledger:
         self._host_changes: deque[_Interval] = deque()
         self._device_changes: deque[_Interval] = deque()
         self._pending: deque[_PendingEvent] = deque()
-        self._dropped_steps = 0
         self._skew_s = 0.0
         self._not_before_s = start_s
         self._calibrated_s = start_s
@@ -176,7 +166,7 @@ class Ledger:
         """In which the time until `_accounted_until_s` ended."""
         self._phase_s: dict[str, float] = {}
         self._input_stage_s: dict[str, float] = {}
-        self._steps = self._host_bound_steps = 0
+        self._host_bound_steps = 0
         self._thread_now = thread_now
         self._last_cpu_s = thread_now()
         self._cpu_by_phase: defaultdict[str, float] = defaultdict(float)
@@ -270,7 +260,7 @@ class Ledger:
         finally:
             self._leave()
             self._in_step, self._device_phase = False, previous
-            self._record_event(previous, steps=int(completed))
+            self._record_event(previous)
             if completed and not self._clock.on_host:
                 self._host_bound_steps += self._device_is_idle()
 
@@ -291,13 +281,12 @@ class Ledger:
             wall_s=wall_s,
             phases=phases,
             input_wait_stages=stages,
-            steps=self._steps,
             host_bound_steps=None if self._clock.on_host else self._host_bound_steps,
             thread_cpu_s={name: seconds for name, seconds in self._cpu_by_phase.items() if seconds > 0},
         )
         self._window_start_s, self._phase_s, self._input_stage_s = self._accounted_until_s, {}, {}
         self._cpu_by_phase.clear()
-        self._steps = self._host_bound_steps = 0
+        self._host_bound_steps = 0
         return breakdown
 
     def finish(self) -> TimeBreakdown | None:
@@ -337,23 +326,12 @@ class Ledger:
             self._record_event(label)
         return previous
 
-    def _record_event(self, label: str | None, *, steps: int = 0) -> None:
+    def _record_event(self, label: str | None) -> None:
         issued_s = self._now()
         if self._clock.on_host:
-            self._device_changes.append(_Interval(issued_s, label, steps))
+            self._device_changes.append(_Interval(issued_s, label))
             return
-        if len(self._pending) >= _MAX_OPEN_EVENTS:
-            self._resolve_events(issued_s)
-        if len(self._pending) >= _MAX_OPEN_EVENTS:  # the device lags, so it also works between the last events
-            if self._pending[-1].label is None:
-                dropped = self._pending.pop()
-                self._clock.drop(dropped.event)
-                self._dropped_steps += dropped.steps
-            if label is not None:
-                self._dropped_steps += steps
-                return
-        steps, self._dropped_steps = steps + self._dropped_steps, 0
-        self._pending.append(_PendingEvent(self._clock.record_event(), issued_s, label, steps))
+        self._pending.append(_PendingEvent(self._clock.record_event(), issued_s, label))
 
     def _calibrate(self) -> None:
         """Once a second, queries a step's first event at once: an idle device has reached it, which bounds its time."""
@@ -384,7 +362,7 @@ class Ledger:
             earliest_s, latest_s = max(first.issued_s, self._not_before_s), self._now()
             time_s = min(max(device_s + self._skew_s, earliest_s), latest_s)
             self._skew_s = time_s - device_s
-            self._device_changes.append(_Interval(time_s, first.label, first.steps))
+            self._device_changes.append(_Interval(time_s, first.label))
 
     def _account_until_now(self) -> None:
         """Assigns all time until now. Intervals of the device after that are kept for the next call."""
@@ -397,7 +375,6 @@ class Ledger:
                     break
                 self._account_until(device[0].start_s)
                 self._device = device.popleft()
-                self._steps += self._device.steps
             else:
                 self._account_until(host[0].start_s)
                 self._host = host.popleft()
@@ -419,8 +396,7 @@ class Ledger:
 def _insert_interval(
     changes: deque[_Interval], before: _Interval, label: str | None, start_s: float, end_s: float
 ) -> None:
-    """Replaces what was in [start_s, end_s]; steps that ended in it still end there. before: the interval before the
-    first change."""
+    """Replaces what was in [start_s, end_s]. before: the interval before the first change."""
     later = []
     while changes and changes[-1].start_s >= start_s:
         later.append(changes.pop())
@@ -428,8 +404,6 @@ def _insert_interval(
     changes.append(_Interval(start_s, label))
     while later and later[-1].start_s <= end_s:
         resumed = later.pop()
-        if resumed.steps:
-            changes.append(_Interval(resumed.start_s, label, resumed.steps))
     changes.append(_Interval(end_s, resumed.label, stage=resumed.stage))
     changes.extend(reversed(later))
 

@@ -76,25 +76,12 @@ class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Kernel launches."""
     kernel_median_s: float | None = None
     """Median duration of a kernel, seconds."""
-    kernels: list["KernelTime"] = []
-    """The ten kernels with the most time."""
     gaps: list["Gap"] = []
     """The ten longest gaps without work, the longest first."""
     tensor_core_fraction: float | None = None
     """Fraction of the kernel time in kernels that use tensor cores, by their names."""
     slowdown: float | None = None
     """Duration of the window's steps over that of the steps before it, on the host's clock: 1.05 is 5 % slower."""
-
-
-class KernelTime(msgspec.Struct, kw_only=True):
-    """Kernels of one name in a trace."""
-
-    name: str
-    """Name of the kernel."""
-    count: int
-    """Number of launches."""
-    total_s: float
-    """Sum of their durations, seconds."""
 
 
 class Gap(msgspec.Struct, kw_only=True):
@@ -124,8 +111,6 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     compile, python, other, idle. They add up to 1."""
     frames: dict[str, float] = {}
     """`function (file:line)` of the innermost frame of the job's own code → fraction of the samples; at most five."""
-    active_threads: float | None = None
-    """Mean number of running threads."""
     process_cpu: float | None = None
     """CPU-seconds per second of the process in this time: all its threads, without its children."""
 
@@ -200,23 +185,12 @@ class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """NVML's bit mask of clock event reasons."""
     sm_clock_max_mhz: int | None = None
     """Highest clock of the multiprocessors."""
-    memory_clock_mhz: int | None = None
-    """Clock of the memory."""
-    memory_utilization: float | None = None
-    """Fraction of the driver's last sample period in which its memory was read or written, 0 … 1."""
     sm_active: float | None = None
     """Mean fraction of the multiprocessors with work since the previous line (GPM counters, Hopper and later)."""
-    sm_occupancy: float | None = None
-    """Mean fraction of the warps that the multiprocessors can hold."""
     tensor_active: float | None = None
     """Fraction of the time in which the tensor cores worked."""
     dram_active: float | None = None
     """Fraction of the memory bandwidth that was used."""
-    pcie_sent_bytes_s: float | None = None
-    pcie_received_bytes_s: float | None = None
-    """Sent to the host and received from it by the GPU."""
-    nvlink_sent_bytes_s: float | None = None
-    nvlink_received_bytes_s: float | None = None
     pcie_generation: int | None = None
     pcie_generation_max: int | None = None
     pcie_width: int | None = None
@@ -233,8 +207,6 @@ class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The GPU is shared by a hypervisor."""
     other_processes: int | None = None
     """Compute processes on it that do not belong to this run."""
-    energy_j: float | None = None
-    """Since the driver was loaded."""
 
 
 class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -265,24 +237,13 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Seconds in which the cgroup's CPU quota throttled runnable threads, since the previous line."""
     cpu_limit_cores: float | None = None
     """Number of cores that this run may use, by affinity and quota."""
-    threads: int | None = None
-    """Threads of this process and its children."""
     threads_running: float | None = None
-    """Mean number of these that ran or waited for a core."""
-    page_cache_bytes: int | None = None
-    """Files that the kernel keeps in memory."""
+    """Mean number of threads of this process and its children that ran or waited for a core."""
     swap_used_bytes: int | None = None
     """Swap in use."""
-    read_bytes_s: float | None = None
-    written_bytes_s: float | None = None
-    """By this process and its children, from and to storage (page cache hits are not counted)."""
-    disk_read_bytes_s: float | None = None
-    disk_written_bytes_s: float | None = None
-    """By the whole machine."""
     disk_free_bytes: int | None = None
     """On the file system of the run folder."""
     net_received_bytes_s: float | None = None
-    net_sent_bytes_s: float | None = None
     """By the machine (in a container: by the container), without loopback."""
     shm_used_bytes: int | None = None
     shm_total_bytes: int | None = None

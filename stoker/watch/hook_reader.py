@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -21,10 +22,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 from stoker.profiling import hook
 from stoker.runs.schemas import StepWindow
-from stoker.watch.processes import read_status
-from stoker.watch.tensorflow_trace import input_wait_s
+from stoker.watch.stacks import cpu_seconds, is_alive
 
 HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
@@ -36,6 +38,9 @@ cores are those of a hang (`diagnosis/causes/`); the time is longer than a wait 
 healthy step (heuristic)."""
 
 HEADER_BYTES = 1024
+
+_INPUT_WAIT_OP = re.compile(rb"^(?:MultiDevice)?Iterator\w{0,60}GetNext\w{0,60}Op::(?:DoCompute|ComputeAsync)")
+"""The fetch of a batch by a step of TensorFlow; prefetching by the input pipeline has other names."""
 
 SLOT_PHASES = {
     "startup": "startup", "input_wait": "input_wait", "maybe_wait": "input_wait", "compute": "compute",
@@ -165,6 +170,25 @@ def _device_phase_seconds(
     phases["unattributed"] = min(unseen_s, rest_s)
     phases["sync" if syncs >= steps > 0 else "host"] = rest_s - phases["unattributed"]
     return phases
+
+
+def input_wait_s(trace: bytes) -> float:
+    """Seconds in which a step fetched a batch, by a trace of TensorFlow's profiler; overlapping ones count once. Raises
+    ValueError if the bytes are not a trace."""
+    from google.protobuf.message import DecodeError
+
+    from stoker.data.formats.tfrecord_bytes import message_class  # loads numpy, which other jobs do not need
+
+    try:
+        events = message_class("ProfilerTrace").FromString(trace).trace_events
+    except DecodeError as error:
+        raise ValueError("these bytes are not a Trace") from error
+    waits = (event for event in events if _INPUT_WAIT_OP.match(event.name))
+    total_ps = end_ps = 0
+    for start_ps, duration_ps in sorted((event.timestamp_ps, event.duration_ps) for event in waits):
+        total_ps += max(0, start_ps + duration_ps - max(start_ps, end_ps))
+        end_ps = max(end_ps, start_ps + duration_ps)
+    return total_ps / 1e12
 
 
 Key = TypeVar("Key")
@@ -357,17 +381,16 @@ class HookReader:
                 # In the first trace, steps take batches that were prefetched while the graph was built.
                 typical = fractions[1:] or fractions
                 state = dataclasses.replace(state, input_fraction=sum(typical) / len(typical))
-            status = read_status(state.pid)
-            is_alive = status is not None and status.state not in "ZX"
+            is_running, is_asleep, cpu_s = _read_process(state.pid)
             idle_time = self._idle_times.setdefault(state.name, IdleTime())
             previous = self._states.get(state.name)
-            cpu_s = None if previous is None else previous.process_cpu_s
-            if status is not None and is_alive:
-                cpu_s = status.cpu_ticks / os.sysconf("SC_CLK_TCK")
-                idle_time.update(state, cpu_s, now_s, is_asleep=status.state == "S")
+            if cpu_s is not None:
+                idle_time.update(state, cpu_s, now_s, is_asleep=is_asleep)
+            elif previous is not None:
+                cpu_s = previous.process_cpu_s
             state = dataclasses.replace(state, process_cpu_s=cpu_s, idle=dict(idle_time.seconds))
             self._states[state.name] = state
-            if is_alive and not state.values["ended"]:
+            if is_running and not state.values["ended"]:
                 living.setdefault(state.rank, []).append(state)
             else:
                 ended.setdefault(state.rank, []).append(state)
@@ -433,6 +456,16 @@ class HookReader:
             "not recorded: no Python process of the job has loaded the hook (it is not Python, runs with -I or -E, or "
             f"sets another PYTHONPATH){failed}"
         )
+
+
+def _read_process(pid: int) -> tuple[bool, bool, float | None]:
+    """(whether it has not ended, whether its main thread is asleep, its CPU-seconds)."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        with process.oneshot():
+            if is_alive(process):
+                return True, process.status() == psutil.STATUS_SLEEPING, cpu_seconds(process)
+    return False, False, None
 
 
 def _lines(path: Path) -> list[str]:

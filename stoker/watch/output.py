@@ -1,12 +1,9 @@
 """Progress from a training job's output: pure functions, a line in, `Progress` or None out; and windows of them.
 
 Supported are the TF Object Detection API, Keras, torchvision's MetricLogger, Ultralytics, Lightning, the Hugging Face
-Trainer, and plain `loss=` or `loss:`; the patterns follow lines that these print. None of them matches prose: a loss
-counts only as a number after its name, in a line that also has a step counter, or has only such pairs. `LineSplitter`
-makes lines from bytes, `ProgressWindows` adds the values up.
-
-Any bytes may come, so the time is proportional to their number: patterns are for lines whose runs of spaces are one
-space, all repeats are bounded, and what can be divided in one way only is not divided again (possessive repeats).
+Trainer, and plain `loss=` or `loss:`; the patterns are in `knowledge/progress_lines.toml`. None of them matches prose:
+a loss counts only as a number after its name, in a line that also has a step counter, or has only such pairs.
+`LineSplitter` makes lines from bytes, `ProgressWindows` adds the values up.
 """
 
 import codecs
@@ -15,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 
+from stoker.knowledge import read_toml
 from stoker.runs.schemas import StepWindow
 
 MAX_LINE_LENGTH = 2048
@@ -76,9 +74,15 @@ _SPACES = re.compile(r"\s{2,}+")
 _KEYWORD = re.compile(r"%|loss|epoch|step|learning_rate", re.IGNORECASE)
 """What every line of progress contains: most other lines end here."""
 
-_NUMBER = r"[-+]?(?:\d{1,20}+(?:[.,]\d{1,25}+)?(?:[eE][-+]?\d{1,4})?|\.\d{1,25}|nan|NaN|inf|Infinity)"
-_NUMBER_END = r"(?!\.{0,20}\w)"
-_PAIR = re.compile(rf"(?<![\w/])'?([A-Za-z][\w/.-]{{0,80}}+)'?\s?[=:]\s?'?({_NUMBER}){_NUMBER_END}'?")
+_TABLE = read_toml("progress_lines.toml")
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern.replace("NUMBER", _TABLE["number"]).replace("END", _TABLE["end"]))
+
+
+LAYOUTS = {name: _compile(pattern) for name, pattern in _TABLE["layouts"].items()}
+_PARTS = {name: _compile(pattern) for name, pattern in _TABLE["parts"].items()}
 
 
 def parse_progress(line: str) -> Progress | None:
@@ -103,9 +107,9 @@ class ProgressParser:
 
     def read(self, line: str) -> Progress | None:
         line = _normalize(line)
-        if _KERAS_EPOCH.match(line):
+        if LAYOUTS["keras_epoch"].match(line):
             self._is_training = True
-        elif bar := _KERAS_BAR.match(line):
+        elif bar := LAYOUTS["keras_bar"].match(line):
             if self._is_training is False:
                 return None
             if self._is_training and bar["step"] == bar["total"]:
@@ -114,24 +118,19 @@ class ProgressParser:
 
 
 def parse_number(text: str) -> float:
-    """The value of a text that matches `_NUMBER`; a comma is the decimal point of another locale."""
+    """The value of a text that matches `number`; a comma is the decimal point of another locale."""
     return float(text.replace(",", "."))
-
-
-_DICT_START = re.compile(r"(?:\S{0,80}INFO\S{0,80}?:(?:tensorflow:)?|[IW]\d{4} .{0,200}?\] )?\s?\{?\s?(?=')")
-_DICT_ENTRY = re.compile(rf"'[^']{{0,200}}+'\s?:\s?(?:{_NUMBER}|'[^']{{0,200}}+'|None)\s?,?\s?")
-_DICT_END = re.compile(r"\}?\s?$")
 
 
 def parse_dict(line: str) -> Progress | None:
     """A dict of numbers, or one line of it: the Hugging Face Trainer's, the TF Object Detection API's losses."""
-    start = _DICT_START.match(line)
+    start = _PARTS["dict_start"].match(line)
     position = end = start.end() if start is not None else 0
-    while (entry := _DICT_ENTRY.match(line, end)) is not None:
+    while (entry := _PARTS["dict_entry"].match(line, end)) is not None:
         end = entry.end()
-    if end == position or not _DICT_END.match(line, end):
+    if end == position or not _PARTS["dict_end"].match(line, end):
         return None
-    pairs = dict(_DICT_PAIR.findall(line))
+    pairs = dict(_PARTS["dict_pair"].findall(line))
     losses = {
         "total" if name in ("loss", "Loss/total_loss") else name.removeprefix("Loss/"): parse_number(value)
         for name, value in pairs.items()
@@ -141,43 +140,9 @@ def parse_dict(line: str) -> Progress | None:
     return Progress(losses=losses, lr=lr, grad_norm=grad_norm) if losses or lr is not None else None
 
 
-_DICT_PAIR = re.compile(rf"'([^']{{0,200}}+)'\s?:\s?'?({_NUMBER})")
-
-_KERAS_EPOCH = re.compile(r"^Epoch (?P<epoch>\d{1,15})/\d{1,15}\s?$")
-_KERAS_BAR = re.compile(
-    r"^\s?(?P<step>\d{1,15})/(?P<total>\d{1,15}|Unknown)\s(?:\[[=>.]{0,200}+\]|━{1,200}+|(?=- \d{1,15}s -))\s?"
-    r"(?P<pairs_with_loss>.*)$"
-)
-_LAYOUTS = (
-    _KERAS_EPOCH,
-    _KERAS_BAR,
-    re.compile(rf"\bStep (?P<step>\d{{1,15}}) per-step time (?P<step_s>{_NUMBER})s\b(?P<pairs>.*)"),
-    re.compile(  # MetricLogger of torchvision, which counts steps from 0
-        r"^\s?(?:\S{1,100}:)?\s?Epoch: \[(?P<epoch>\d{1,15})\]\s"
-        r"\[\s?(?P<step_from_0>\d{1,15})/(?P<total>\d{1,15})\]\seta: (?P<pairs>.*)$"
-    ),
-    re.compile(  # Ultralytics: losses without names
-        rf"^\s?(?P<epoch>\d{{1,15}})/\d{{1,15}}\s[\d.]{{1,20}}[GMK]B?\s(?P<losses>(?:{_NUMBER}\s){{1,20}})\d{{1,15}}\s\d{{1,15}}:"
-        r"\s\d{1,3}%\s?\S{0,100}\s?(?:\S{1,100}?\s)?(?P<step>\d{1,15})/(?P<total>\d{1,15})\s"
-    ),
-    re.compile(r"^\s?Epoch\sGPU_mem\s(?P<columns>(?:\w{1,40}\s){1,20})Instances\sSize\s?$"),  # its header
-    re.compile(  # the rich bar of Lightning
-        r"^\s?Epoch (?P<epoch>\d{1,15})(?:/-?\d{1,15})?\s[━╸╺ ]{1,200}+(?P<step>\d{1,15})/(?P<total>\d{1,15})\s"
-        r"\S{1,40} • \S{1,40}\s\S{1,40}\s?(?P<pairs>.*)$"
-    ),
-    re.compile(  # tqdm, of Lightning and the Hugging Face Trainer
-        r"^\s?(?:(?P<title>[^|]{0,200}?):)?\s?\d{1,3}%\s?\|[^|]{0,500}+\|\s?(?P<step>\d{1,15})/(?P<total>\d{1,15})\s?"
-        r"\[[^\]<]{0,100}+<[^\],]{0,100}+,\s?(?:\?|\S{1,40}?)\s?(?:it/s|s/it)(?P<pairs>.*)\]"
-    ),
-)
-"""What frameworks print, with the meaning of each part as the name of its group."""
-_STEP_TIME = re.compile(rf"(?<!\d)({_NUMBER})(us|ms|s)/step")
-_EPOCH_WORD = re.compile(r"\bepoch\b\D{0,3}(\d{1,15})", re.IGNORECASE)
-
-
 def parse_layout(line: str) -> Progress | None:
     """A line in one of the layouts."""
-    match = next((match for layout in _LAYOUTS if (match := layout.search(line)) is not None), None)
+    match = next((match for layout in LAYOUTS.values() if (match := layout.search(line)) is not None), None)
     return None if match is None else _layout_progress(match.groupdict())
 
 
@@ -188,11 +153,11 @@ def _layout_progress(group: dict[str, str | None]) -> Progress | None:
         f"loss_{n}": parse_number(value) for n, value in enumerate((group.get("losses") or "").split(), start=1)
     }
     title = (group.get("title") or "").strip()
-    epoch = group.get("epoch") or ((word := _EPOCH_WORD.search(title)) and word[1])
+    epoch = group.get("epoch") or ((word := _PARTS["epoch_word"].search(title)) and word[1])
     is_tqdm = "title" in group
     if not losses and ("pairs_with_loss" in group or (title and epoch is None)):  # a download, a validation, predict
         return None
-    step_time = _STEP_TIME.search(text)
+    step_time = _PARTS["step_time"].search(text)
     step_s = pairs.get("time") if group.get("step_s") is None else parse_number(group["step_s"] or "")
     if step_time is not None:
         step_s = parse_number(step_time[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[step_time[2]]
@@ -211,31 +176,18 @@ def _layout_progress(group: dict[str, str | None]) -> Progress | None:
     )
 
 
-_COUNTER = re.compile(
-    r"(?<!\w)(?:global_?)?(?:steps?|iters?|iteration|batch|it)(?!\w)\s?[=:#]?\s?[\[(]?\s?(\d{1,15})(?!\d)"
-    r"(?:\s?/\s?(\d{1,15})(?!\d))?",
-    re.IGNORECASE,
-)
-_EPOCH_COUNTER = re.compile(r"(?<!\w)epoch\s?[=:#]?\s?[\[(]?\s?(\d{1,15})(?!\d)", re.IGNORECASE)
-_ONLY_PAIRS = re.compile(
-    rf"^\W{{0,40}}+(?:[A-Za-z][\w/.-]{{0,80}}+\s?[=:]\s?{_NUMBER}{_NUMBER_END}[\s,;|)(-]{{0,20}}+)++$"
-)
-_LOSS_VALUE = re.compile(
-    r"loss'?\s?(?:=|:\s?[-+]?(?:\d+[.,]\d|\d+[eE]|nan\b|inf\b))", re.IGNORECASE
-)  # "the loss: 3 ships" is prose
-_IMG_PER_S = re.compile(rf"(?<!\d)({_NUMBER})\s?(?:img|imgs|images|samples)/s(?:ec)?\b")
-
-
 def parse_plain(line: str) -> Progress | None:
     """`step 100 loss=0.53 lr: 0.001`: a loss, with a counter or only with such pairs."""
     pairs = _pairs(line)
     losses = _losses(pairs)
     if not losses:
         return None
-    counter, epoch = _COUNTER.search(line), _EPOCH_COUNTER.search(line)
-    if not _ONLY_PAIRS.match(line) and ((counter is None and epoch is None) or not _LOSS_VALUE.search(line)):
+    counter, epoch = _PARTS["counter"].search(line), _PARTS["epoch_counter"].search(line)
+    if not _PARTS["only_pairs"].match(line) and (
+        (counter is None and epoch is None) or not _PARTS["loss_value"].search(line)
+    ):
         return None
-    speed = _IMG_PER_S.search(line)
+    speed = _PARTS["img_per_s"].search(line)
     return Progress(
         step=int(counter[1]) if counter else None,
         total_steps=int(counter[2]) if counter and counter[2] else None,
@@ -252,7 +204,7 @@ PARSERS: tuple[Callable[[str], Progress | None], ...] = (parse_layout, parse_dic
 
 
 def _pairs(text: str) -> dict[str, float]:
-    return {name: parse_number(value) for name, value in _PAIR.findall(text)}
+    return {name: parse_number(value) for name, value in _PARTS["pair"].findall(text)}
 
 
 def _losses(pairs: dict[str, float]) -> dict[str, float]:

@@ -1,31 +1,32 @@
 """Writes the run folder of a watched job from the driver, the kernel and the job's output (data source 0).
 
-A thread follows output.log, which the output relay writes, so that nothing here can delay the job. Neighbors: starting
-the job and its end (`watch.py`), a running job (`attach.py`), stacks (`stacks.py`), processes (`processes.py`), parsing
-lines and windows (`output.py`).
+A thread follows output.log, which the output relay writes, so that nothing here can delay the job. Its processes are
+read from /proc, only files that any user who may see the job can read. Neighbors: starting the job, or attaching to it
+(`watch.py`), stacks (`stacks.py`), parsing lines and windows (`output.py`), the hook (`hook_reader.py`).
 """
 
 import contextlib
 import json
 import os
 import re
+import stat
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from stoker.errors import writing
+from stoker.hardware.cgroup import Cgroup
 from stoker.profiling.telemetry.environment import describe_job
-from stoker.profiling.telemetry.kernel_log import read_kernel_lines
+from stoker.profiling.telemetry.machine import list_process_tree, read_kernel_lines
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
 from stoker.secrets import mask_argv
 from stoker.watch import stacks
 from stoker.watch.hook_reader import HookReader
 from stoker.watch.output import LineSplitter, ProgressParser, ProgressWindows
-from stoker.watch.processes import JobProcesses
 
 RUNS_DIR = Path("runs")
 
@@ -51,6 +52,13 @@ MAX_KERNEL_LINES, MAX_PIDS = 50, 256
 """Maximum lines of the kernel log and PIDs in the last event."""
 EMPTY_INPUT_WARNING_S = 30.0
 """After this time without output, a job that reads an empty file gets a warning."""
+
+MAX_OPEN_FILES, MAX_PROCESSES, MAX_EMPTY_FILES, MAX_JOB_PIDS = 512, 512, 16, 65536
+"""Bounds of the cost: open files of a process, processes of a job, empty files, and PIDs that are kept."""
+_NOT_INPUT = re.compile(r"^/(proc|sys|dev|run)/|\.(lock|pid|py|pyc)$|/\.")
+
+OutputSource = Callable[[], Iterator[bytes]]
+"""Returns the job's output since the last call."""
 
 
 @contextlib.contextmanager
@@ -108,21 +116,6 @@ def _name(text: str) -> str:
     return re.sub(r"[^\w.]+", "_", text).strip("._") or "job"
 
 
-class OutputSource(Protocol):
-    """The job's output."""
-
-    def read(self) -> Iterator[bytes]:
-        """The data since the last call. It may be closed early: the next call returns the rest."""
-        ...
-
-    def unread_bytes(self) -> int:
-        """What `read` would return now."""
-        ...
-
-    skipped_bytes: int
-    """What was removed before it was read."""
-
-
 class Recorder:
     """Records a job in its run folder.
 
@@ -151,7 +144,8 @@ class Recorder:
         self._windows = ProgressWindows(attempt=folder.attempt, devices=self._devices, start_s=time.time())
         self._events_written: set[str] = set()
         log = folder.path / OUTPUT
-        self._output = output or LogTail(log, log.stat().st_size if log.exists() else 0)  # earlier attempts wrote that
+        start = log.stat().st_size if log.exists() else 0  # earlier attempts wrote that
+        self._read_output = output or LogTail(log, start).read
 
     @contextlib.contextmanager
     def following(self, job: int) -> Iterator[None]:
@@ -229,7 +223,7 @@ class Recorder:
         while True:
             stopping = self._stop.wait(0.0 if is_behind else POLL_INTERVAL_S)
             is_behind, deadline_s = False, time.monotonic() + (MAX_LAST_READ_S if stopping else MAX_READ_S)
-            for data in self._output.read():
+            for data in self._read_output():
                 last_output_s = time.monotonic()
                 _feed_lines(windows, parser, lines.feed(data))
                 if time.monotonic() > deadline_s:
@@ -237,10 +231,9 @@ class Recorder:
                     break
             if stopping:
                 _feed_lines(windows, parser, lines.feed(b"", final=True))
-                unread_bytes = self._output.skipped_bytes + (self._output.unread_bytes() if is_behind else 0)
-                if unread_bytes:
-                    text = f"{unread_bytes:,} bytes of the job's output were not read: steps in them are not recorded"
-                    self._write_once("warning", text, unread_bytes=unread_bytes)
+                if is_behind:
+                    text = "the end of the job's output was not read: steps in it are not recorded"
+                    self._folder.event("warning", text)
             if windows.non_finite_loss is not None:
                 text = f"the job printed that {windows.non_finite_loss}"
                 self._write_once("warning", text, not_finite=windows.non_finite_loss)
@@ -297,11 +290,6 @@ class LogTail:
         self._path = path
         self._start = start
         self._file: BinaryIO | None = None
-        self.skipped_bytes = 0
-        """Of files that were rotated away twice before they were read."""
-
-    def unread_bytes(self) -> int:
-        return 0 if self._file is None else os.fstat(self._file.fileno()).st_size - self._file.tell()
 
     def read(self) -> Iterator[bytes]:
         """The data since the last call."""
@@ -317,9 +305,6 @@ class LogTail:
                 yield data
             if not rotated:
                 return
-            previous = self._path.with_name(f"{self._path.stem}.1{self._path.suffix}")
-            if previous.exists() and not os.path.samestat(os.fstat(self._file.fileno()), previous.stat()):
-                self.skipped_bytes += previous.stat().st_size
             self._file.close()
             self._file = None
 
@@ -328,3 +313,66 @@ class LogTail:
             return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
         except FileNotFoundError:  # between two files
             return True
+
+
+class JobProcesses:
+    """State of a job's processes: their PIDs, out-of-memory kills in their cgroup, and empty input files that they
+    read.
+
+    pid: the root. `poll` is called every few seconds and costs a few milliseconds. An empty file counts if it was open
+    for reading only in two polls.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pids: set[int] = {pid}
+        self._pid = pid
+        self._empty_counts: dict[str, int] = {}
+        self._cgroup = Cgroup.for_pid(pid)
+        self._oom_kills = self._first_oom_kills = self._cgroup.oom_kills()
+
+    def poll(self) -> None:
+        for pid in list_process_tree(self._pid, limit=MAX_PROCESSES):
+            if len(self.pids) < MAX_JOB_PIDS:
+                self.pids.add(pid)
+            for path in _empty_inputs(pid):
+                if path in self._empty_counts or len(self._empty_counts) < MAX_EMPTY_FILES:
+                    self._empty_counts[path] = self._empty_counts.get(path, 0) + 1
+        self.oom_kills()
+
+    def oom_kills(self) -> int | None:
+        """Out-of-memory kills in the cgroup since this object was made, also if it was removed with the job. None: not
+        available."""
+        count = self._cgroup.oom_kills()
+        self._oom_kills = self._oom_kills if count is None else count
+        if self._oom_kills is None or self._first_oom_kills is None:
+            return None
+        return max(0, self._oom_kills - self._first_oom_kills)
+
+    def empty_inputs(self) -> list[str]:
+        """The empty input files that are still empty, sorted."""
+        return sorted(path for path, count in self._empty_counts.items() if count > 1 and _is_empty(path))
+
+
+def _empty_inputs(pid: int) -> list[str]:
+    """Files of zero bytes that a process has open for reading only."""
+    paths = []
+    with contextlib.suppress(OSError):  # it ended meanwhile, or may not be read
+        for fd in os.listdir(f"/proc/{pid}/fd")[:MAX_OPEN_FILES]:
+            with contextlib.suppress(OSError):
+                fd_path = Path(f"/proc/{pid}/fd/{fd}")
+                file_status = fd_path.stat()
+                if file_status.st_size or not stat.S_ISREG(file_status.st_mode) or not file_status.st_nlink:
+                    continue
+                path = os.readlink(fd_path)
+                flags = re.search(r"^flags:\s*(\d+)", Path(f"/proc/{pid}/fdinfo/{fd}").read_text(), re.MULTILINE)
+                if flags and int(flags[1], 8) & os.O_ACCMODE == os.O_RDONLY and not _NOT_INPUT.search(path):
+                    paths.append(path)
+    return paths
+
+
+def _is_empty(path: str) -> bool:
+    try:
+        file_status = os.stat(path)
+    except OSError:  # removed, or in another mount namespace
+        return False
+    return stat.S_ISREG(file_status.st_mode) and file_status.st_size == 0

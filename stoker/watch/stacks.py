@@ -1,30 +1,34 @@
-"""Samples the Python stacks of a watched job into stacks.jsonl (data source 1).
+"""Samples the Python stacks of a watched job into stacks.jsonl (data source 1), and classifies them.
 
 py-spy reads the stacks from outside, without stopping the job, also if the job is stopped. A sample takes some 20 ms of
-a CPU, none of the job's; samples are so rare that this stays below MAX_CPU_FRACTION of a core. `frames.py` classifies a
-stack. If stacks cannot be read, the reason is reported once.
+a CPU, none of the job's; samples are so rare that this stays below MAX_CPU_FRACTION of a core. `classify` is a pure
+function over py-spy's frames: `knowledge/frames.toml` has functions of frameworks by file and name; other frames are
+the job's own code. If stacks cannot be read, the reason is reported once.
 """
 
 import collections
+import contextlib
 import dataclasses
+import linecache
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
+import psutil
 
-from stoker.profiling.telemetry.processes import list_process_tree
+from stoker.knowledge import read_toml
+from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.runs.records import RANKS, STACKS, RunFolder
 from stoker.runs.schemas import StackWindow
-from stoker.watch import processes
-from stoker.watch.frames import HELPER, Frame, classify, innermost_job_frame
 
 WINDOW_S = 10.0
 """Time of a line."""
@@ -41,6 +45,8 @@ MAX_PROCESSES = 8
 HELPER_RECHECK_POLLS = 12
 """Polls after which these are sampled again."""
 MAX_FRAMES = 5
+MAX_TREE = 512
+"""Processes of a job that are looked at."""
 PROCESS_POLL_S = 0.5
 """Time between polls for the first Python process of a job; then once in a window."""
 MAX_FAILURES = 5
@@ -52,6 +58,72 @@ PERMISSION_HINT = (
     "docker run --cap-add SYS_PTRACE"
 )
 RECORDED = "sampled by py-spy, from outside the job"
+
+_PYTHON = re.compile(r"(^|/)(python|pypy)[\d.]*\w?$")
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
+
+KINDS = (
+    "input_wait", "decode", "compute", "sync", "comm", "checkpoint", "compile", "python", "other", "idle",
+)  # fmt: skip
+"""Kinds of work of the main thread; docs/run-folder.md describes them."""
+
+HELPER = "helper"
+"""A process that does not train: a loader worker, a launcher. Not one of KINDS: such stacks do not count."""
+
+
+class Frame(msgspec.Struct, frozen=True, rename={"function": "name", "file": "filename"}):
+    """A frame in the JSON of py-spy; a stack has the innermost frame first. function: may include its class."""
+
+    function: str
+    file: str
+    line: int
+
+
+class FrameRule(NamedTuple):
+    """A row of frames.toml, which explains the fields."""
+
+    kind: str
+    file: re.Pattern[str]
+    function: re.Pattern[str]
+    covers_callees: bool
+
+
+def _rule(kind: str, file: str, function: str = ".+", covers_callees: bool = False) -> FrameRule:
+    return FrameRule(kind, re.compile(f"(^|/)(?:{file})"), re.compile(f"(?:{function})$"), covers_callees)
+
+
+_TABLE = read_toml("frames.toml")
+WORKER_RULES, FRAME_RULES = ([_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame"))
+_LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
+
+_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/profiling/hook/")
+
+
+def is_python(pid: int) -> bool:
+    """By the name of the program, else by whether Python's library is loaded."""
+    try:
+        if _PYTHON.search(os.readlink(f"/proc/{pid}/exe")):
+            return True
+        return re.search(r"/libpython\d", Path(f"/proc/{pid}/maps").read_text(errors="replace")) is not None
+    except OSError:  # it ended, or may not be read
+        return False
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended; a zombie has ended."""
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.Error:
+        return False
+
+
+def cpu_seconds(process: psutil.Process) -> float | None:
+    """Of the process so far: all its threads, without its children; None: it ended."""
+    try:
+        return sum(process.cpu_times()[:2])
+    except psutil.Error:
+        return None
 
 
 def find_py_spy() -> str | None:
@@ -68,20 +140,12 @@ class NotReadable(Exception):
         self.forbidden = forbidden
 
 
-class _PySpyFrame(msgspec.Struct):
-    """A frame in the JSON of py-spy."""
-
-    name: str
-    filename: str
-    line: int
-
-
 class _PySpyThread(msgspec.Struct):
     """A thread in the JSON of py-spy."""
 
     pid: int
     active: bool
-    frames: list[_PySpyFrame]
+    frames: list[Frame]
     os_thread_id: int | None = None
     thread_name: str | None = None
 
@@ -111,19 +175,16 @@ def dump_stacks(pid: int, py_spy: str) -> list[_PySpyThread]:
 
 @dataclasses.dataclass
 class _StackSamples:
-    """Samples of one process since the last line. is_training: a sample was not of a helper process or
-    an import."""
+    """Samples of one process since the last line. start_cpu_s: its CPU-seconds at start_s; is_training: a sample was
+    not of a helper process or an import."""
 
     pid: int
     rank: int
     cwd: str
     start_s: float
-    start_ticks: int = 0
-    """CPU ticks of the process at start_s."""
+    start_cpu_s: float = 0.0
     is_training: bool = False
     failures: int = 0
-    samples: int = 0
-    active: int = 0
     main_thread: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     frames: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
@@ -132,37 +193,35 @@ class _StackSamples:
         main_thread = next((t for t in threads if t.os_thread_id == self.pid or t.thread_name == "MainThread"), None)
         if main_thread is None:
             return True  # it is starting or ending
-        stack = [Frame(frame.name, self._absolute_path(frame.filename), frame.line) for frame in main_thread.frames]
+        stack = [
+            Frame(f.function, f.file if f.file.startswith("<") else os.path.join(self.cwd, f.file), f.line)
+            for f in main_thread.frames  # older Pythons keep relative file names
+        ]
         kind = classify(stack, active=main_thread.active)
         if kind == HELPER and not self.is_training:
             return False
         self.is_training |= kind not in ("other", "idle")  # a launcher imports the framework, too
-        self.samples += 1
-        self.active += sum(thread.active for thread in threads)
         self.main_thread["idle" if kind == HELPER else kind] += 1
         if (job_frame := innermost_job_frame(stack, self.cwd)) is not None:
             self.frames[job_frame] += 1
         return True
 
-    def make_window(self, now_s: float, attempt: int, cpu_ticks: int | None) -> StackWindow:
-        """The window of the samples; starts the next one. cpu_ticks: of the process so far; None: it ended."""
-        wall_s = max(0.0, now_s - self.start_s)
-        window = StackWindow(
-            t=now_s, attempt=attempt, pid=self.pid, wall_s=wall_s, samples=self.samples,
-            main_thread={kind: count / self.samples for kind, count in self.main_thread.most_common()},
-            frames={name: count / self.samples for name, count in self.frames.most_common(MAX_FRAMES)},
-            active_threads=self.active / self.samples,
-            process_cpu=(cpu_ticks - self.start_ticks) / os.sysconf("SC_CLK_TCK") / wall_s
-            if cpu_ticks is not None and wall_s > 0 else None,
-        )  # fmt: skip
-        self.start_s, self.samples, self.active, self.start_ticks = now_s, 0, 0, cpu_ticks or 0
+    def make_window(self, now_s: float, attempt: int, cpu_s: float | None) -> StackWindow | None:
+        """The window of the samples, None without samples; starts the next one. cpu_s: of the process so far; None: it
+        ended."""
+        wall_s, samples = max(0.0, now_s - self.start_s), self.main_thread.total()
+        window = None
+        if samples:
+            window = StackWindow(
+                t=now_s, attempt=attempt, pid=self.pid, wall_s=wall_s, samples=samples,
+                main_thread={kind: count / samples for kind, count in self.main_thread.most_common()},
+                frames={name: count / samples for name, count in self.frames.most_common(MAX_FRAMES)},
+                process_cpu=(cpu_s - self.start_cpu_s) / wall_s if cpu_s is not None and wall_s > 0 else None,
+            )  # fmt: skip
+        self.start_s, self.start_cpu_s = now_s, cpu_s or 0.0
         self.main_thread.clear()
         self.frames.clear()
         return window
-
-    def _absolute_path(self, file: str) -> str:
-        """Older Pythons keep relative file names."""
-        return file if file.startswith(("/", "<")) or not self.cwd else os.path.join(self.cwd, file)
 
 
 class StackSampler:
@@ -185,10 +244,10 @@ class StackSampler:
         self._pid = pid
         self._on_unavailable = on_unavailable
         self._training_pids = training_pids
-        self._windows: dict[processes.Process, _StackSamples] = {}
-        self._cpu_ticks: dict[processes.Process, int] = {}
-        self._is_python: dict[processes.Process, bool] = {}
-        self._helpers: set[processes.Process] = set()
+        self._windows: dict[psutil.Process, _StackSamples] = {}
+        self._cpu_s: dict[psutil.Process, float] = {}
+        self._is_python: dict[psutil.Process, bool] = {}
+        self._helpers: set[psutil.Process] = set()
         self._num_polls = 0
         self._any_sampled = False
         self._stop = threading.Event()
@@ -214,7 +273,7 @@ class StackSampler:
             self._on_unavailable("not recorded: py-spy is not installed")
             return
         next_poll_s, cost_s, spent_s, last_failure = 0.0, 0.0, 0.0, "no Python process of the job was seen"
-        queue: collections.deque[processes.Process] = collections.deque()
+        queue: collections.deque[psutil.Process] = collections.deque()
         wait_s, start_s = 0.0, time.monotonic()
         while not self._stop.wait(wait_s):
             now_s = time.monotonic()
@@ -242,7 +301,7 @@ class StackSampler:
                 if error.forbidden:
                     self._on_unavailable(f"not recorded: {error}")
                     return
-                if window.failures >= MAX_FAILURES or not queue[-1].is_alive():
+                if window.failures >= MAX_FAILURES or not is_alive(queue[-1]):
                     queue.pop()
             sample_cpu_s = _children_cpu_s() - cpu_before_s
             spent_s += sample_cpu_s
@@ -253,57 +312,55 @@ class StackSampler:
         if not self._any_sampled:
             self._on_unavailable(f"not recorded: {last_failure}")
 
-    def _busiest_processes(self) -> list[processes.Process]:
+    def _busiest_processes(self) -> list[psutil.Process]:
         """The busiest Python processes since the last poll. Windows of ended processes are kept until they are
         written."""
         self._num_polls += 1
         if self._num_polls % HELPER_RECHECK_POLLS == 0:  # a launcher may train now
             self._helpers.clear()
-        cpu_ticks: dict[processes.Process, int] = {}
-        for pid in list_process_tree(self._pid, limit=processes.MAX_PROCESSES):
-            status = processes.read_status(pid)
-            if status is None or status.state in "ZX":
-                continue
-            process = processes.Process(pid, status.start_ticks)
-            # a process without CPU time may have called exec since
-            if process not in self._is_python or not self._cpu_ticks.get(process):
-                self._is_python[process] = processes.is_python(pid)
-            if self._is_python[process]:
-                cpu_ticks[process] = status.cpu_ticks
+        cpu_s: dict[psutil.Process, float] = {}
+        for pid in list_process_tree(self._pid, limit=MAX_TREE):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                process = psutil.Process(pid)
+                # a process without CPU time may have called exec since
+                if process not in self._is_python or not self._cpu_s.get(process):
+                    self._is_python[process] = is_python(pid)
+                if self._is_python[process] and is_alive(process):
+                    cpu_s[process] = cpu_seconds(process) or 0.0
         trainers = self._training_pids()
-        candidates = [process for process in cpu_ticks if process.pid in trainers]
+        candidates = [process for process in cpu_s if process.pid in trainers]
         if not candidates:  # not known yet, or never: no hook
-            candidates = [process for process in cpu_ticks if process not in self._helpers]
-        busiest = sorted(candidates, key=lambda process: self._cpu_ticks.get(process, 0) - cpu_ticks[process])[
-            :MAX_PROCESSES
-        ]
-        self._cpu_ticks = cpu_ticks
-        self._is_python = {process: is_python for process, is_python in self._is_python.items() if process in cpu_ticks}
+            candidates = [process for process in cpu_s if process not in self._helpers]
+        busiest = sorted(candidates, key=lambda process: self._cpu_s.get(process, 0.0) - cpu_s[process])[:MAX_PROCESSES]
+        self._cpu_s = cpu_s
+        self._is_python = {process: is_python for process, is_python in self._is_python.items() if process in cpu_s}
         for process in busiest:
             if process not in self._windows:
-                self._windows[process] = _StackSamples(
-                    process.pid, processes.read_rank(process.pid), processes.read_cwd(process.pid), time.time(),
-                    cpu_ticks[process],
-                )  # fmt: skip
+                self._windows[process] = _new_samples(process, cpu_s[process])
         return busiest
 
     def _write_windows(self, now_s: float, *, min_s: float) -> None:
         """Writes the windows that are long enough."""
-        for process, window in list(self._windows.items()):
-            if now_s - window.start_s < min_s:
+        for process, samples in list(self._windows.items()):
+            if now_s - samples.start_s < min_s:
                 continue
-            if window.samples:
-                name = STACKS if window.rank == 0 else f"{RANKS}/{window.rank:04d}/{STACKS}"
+            is_running = is_alive(process)
+            window = samples.make_window(now_s, self._folder.attempt, cpu_seconds(process) if is_running else None)
+            if window is not None:
+                name = STACKS if samples.rank == 0 else f"{RANKS}/{samples.rank:04d}/{STACKS}"
                 (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
-                status = processes.read_status(process.pid)
-                is_alive = status is not None and status.start_ticks == process.start_ticks
-                cpu_ticks = status.cpu_ticks if status is not None and is_alive else None
-                self._folder.append(name, window.make_window(now_s, self._folder.attempt, cpu_ticks))
-            elif not process.is_alive():
+                self._folder.append(name, window)
+            elif not is_running:
                 del self._windows[process]
-            else:
-                status = processes.read_status(process.pid)
-                window.start_s, window.start_ticks = now_s, 0 if status is None else status.cpu_ticks
+
+
+def _new_samples(process: psutil.Process, cpu_s: float) -> _StackSamples:
+    env: dict[str, str] = {}
+    cwd = ""
+    with contextlib.suppress(psutil.Error):  # it ended, or may not be read
+        env, cwd = process.environ(), process.cwd()
+    rank = next((int(env[name]) for name in _RANK_VARIABLES if env.get(name, "").isdecimal()), 0)
+    return _StackSamples(process.pid, rank, cwd, time.time(), cpu_s)
 
 
 def _affordable_after_s(cost_s: float, elapsed_s: float) -> float:
@@ -315,3 +372,81 @@ def _affordable_after_s(cost_s: float, elapsed_s: float) -> float:
 def _children_cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def is_job_code(frame: Frame) -> bool:
+    """Whether the frame is in a file of the job: not installed, not of Python itself, not generated."""
+    return bool(frame.file) and _NOT_JOB_CODE.search(frame.file) is None
+
+
+def classify(stack: Sequence[Frame], *, active: bool) -> str:
+    """The kind of work of a thread: one of KINDS or HELPER. stack: innermost frame first; active: it is runnable."""
+    if any(_matches(rule, frame) for rule in WORKER_RULES for frame in stack):
+        return HELPER
+    if _is_importing(stack):
+        return "other"
+    rules = [_find_rule(frame) for frame in stack]
+    kinds = [rule.kind for rule in rules if rule is not None]
+    covering_kind = next((rule.kind for rule in reversed(rules) if rule is not None and rule.covers_callees), None)
+    if (
+        covering_kind == "input_wait"
+        and kinds
+        and (kinds[0] == "decode" or _kind_from_source_line(stack[0]) == "decode")
+    ):
+        return "decode"  # a loader without workers: the training thread decodes
+    if covering_kind is not None:
+        return covering_kind
+    if stack and (line_kind := _kind_from_source_line(stack[0])) is not None:
+        return line_kind
+    if kinds:
+        return kinds[0]
+    if not active:
+        return "idle"
+    return "python" if any(is_job_code(frame) for frame in stack) else "other"
+
+
+def innermost_job_frame(stack: Sequence[Frame], cwd: str = "") -> str | None:
+    """`function (file:line)` of the innermost frame in a file of the job, relative to its working directory `cwd`."""
+    for frame in stack:
+        if is_job_code(frame):
+            name = frame.function.rpartition("<locals>.")[2]
+            file = frame.file
+            if cwd and file.startswith(cwd.rstrip("/") + "/"):
+                file = file[len(cwd.rstrip("/")) + 1 :]
+            elif file.count("/") > 2:
+                file = "/".join(file.split("/")[-3:])
+            return f"{name} ({file}:{frame.line})"
+    return None
+
+
+def _is_importing(stack: Sequence[Frame]) -> bool:
+    """Whether an installed module is being imported."""
+    for frame in stack:
+        if is_job_code(frame):
+            return False
+        if _base_name(frame.function) == "_find_and_load":
+            return True
+    return False
+
+
+def _find_rule(frame: Frame) -> FrameRule | None:
+    if frame.function == "<module>" and "importlib" not in frame.file:  # code of an import is not training
+        return None
+    return next((rule for rule in FRAME_RULES if _matches(rule, frame)), None)
+
+
+def _matches(rule: FrameRule, frame: Frame) -> bool:
+    return rule.file.search(frame.file) is not None and rule.function.match(_base_name(frame.function)) is not None
+
+
+def _base_name(function: str) -> str:
+    """The function's name without its class and enclosing functions."""
+    return function.rpartition(".")[2]
+
+
+def _kind_from_source_line(frame: Frame) -> str | None:
+    """The kind by the text of the source line, if the frame is in a file of the job."""
+    if not is_job_code(frame) or not frame.file.startswith("/") or not frame.file.isprintable():
+        return None
+    text = linecache.getline(frame.file, frame.line)
+    return next((kind for kind, pattern in _LINE_PATTERNS if pattern.search(text)), None)

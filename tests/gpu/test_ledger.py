@@ -81,14 +81,13 @@ def test_profiler_windows_see_the_share_that_the_marks_see(device: Device, tmp_p
     assert by_cupti == pytest.approx(by_marks, abs=0.05)
     assert line.launches == pytest.approx(2 * WINDOW_STEPS * work.count, rel=0.05)
     assert line.tensor_core_fraction is not None
-    assert line.tensor_core_fraction > 0.5, [share.name for share in line.kernels]
+    assert line.tensor_core_fraction > 0.5
     assert line.gaps[0].duration_s == pytest.approx(0.03, rel=0.5)
     assert (tmp_path / TRACE_FILES).is_dir()
 
 
 def test_a_device_that_is_never_out_of_work_does_not_starve(device: Device, tmp_path: Path):
     account, (line,) = train(device, 200, Work(device, 0.01), tmp_path)
-    assert account.steps == 200
     assert account.host_bound_steps == pytest.approx(0, abs=4)  # the first, and those around the profiler
     assert line.busy_s > 0.9 * line.wall_s
 

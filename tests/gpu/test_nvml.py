@@ -37,7 +37,9 @@ def during(work: Callable[[], object], *, for_s: float = 2.0) -> tuple[GpuSample
 
 
 def has_gpm() -> None:
-    if not GpuSampler().describe()["gpus"][0]["gpm"]:
+    sampler = GpuSampler()
+    sampler.sample()
+    if sampler.sample()[0].sm_active is None:
         pytest.skip("GPM counters begin with Hopper")
 
 
@@ -49,7 +51,6 @@ def test_a_gpu_that_multiplies_has_busy_multiprocessors_and_tensor_cores() -> No
     assert sample.sm_active > 0.8
     assert sample.tensor_active is not None
     assert sample.tensor_active > 0.4
-    assert sample.energy_j
 
 
 def test_a_gpu_that_does_nothing_has_idle_multiprocessors() -> None:
@@ -57,17 +58,6 @@ def test_a_gpu_that_does_nothing_has_idle_multiprocessors() -> None:
     sample, _, _ = during(lambda: time.sleep(0.05))
     assert sample.sm_active is not None
     assert sample.sm_active < 0.05
-
-
-def test_copies_are_counted_in_bytes_a_second() -> None:
-    """100 MB at a time to the device: what the counter says must be what was copied, within a fifth."""
-    has_gpm()
-    host = torch.empty(100_000_000, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(host, device="cuda")
-    sample, count, took_s = during(lambda: device.copy_(host, non_blocking=True))
-    assert sample.pcie_received_bytes_s == pytest.approx(count * host.numel() / took_s, rel=0.2)
-    assert sample.pcie_sent_bytes_s is not None
-    assert sample.pcie_sent_bytes_s < 0.2 * sample.pcie_received_bytes_s
 
 
 def test_the_telemetry_opens_listens_and_ends(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_the_figures_of_the_title(index: Index) -> None:
 def test_fix_names_the_kind_of_storage(
     index: Index, monkeypatch: pytest.MonkeyPatch, kind: str, network: bool, limit_fix: str
 ) -> None:
-    storage = {"kind": kind, "network": network, "rotational": None}
+    storage = {"kind": kind, "network": network}
     monkeypatch.setattr(data_path, "describe_storage", lambda _: storage)
     finding = judge(index, RATE, 1e-6, 410.0, "the GPU takes")
     assert limit_fix in finding.fix

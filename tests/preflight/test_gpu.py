@@ -19,7 +19,7 @@ from stoker.hardware.cuda_trial import TorchDevice, TorchFacts, gpu_evidence
 from stoker.preflight.gpu import check_gpu, check_tensorflow, silent_cpu
 from stoker.preflight.gpu_rules import GpuFacts, Trial, runs_on, version_findings, xid_findings
 from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, GpuState
-from stoker.profiling.telemetry.kernel_log import KernelLine
+from stoker.profiling.telemetry.machine import KernelLine
 from stoker.runs.schemas import GpuSample
 from tests.nvml import driver_library
 

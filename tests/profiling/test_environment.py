@@ -31,7 +31,6 @@ def test_it_is_json_and_says_what_a_run_ran_on(tmp_path: Path) -> None:
     assert told["storage"] == {}
     assert describe(dirs={"run": tmp_path, "data": "gs://b/x"})["storage"]["data"]["network"] is True
     if sys.platform == "linux":
-        assert told["max_fds"] is None or told["max_fds"] > 2
         assert told["swap_bytes"] is not None
 
 

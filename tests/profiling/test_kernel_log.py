@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.profiling.telemetry.kernel_log import KernelLine, read_kernel_lines
+from stoker.profiling.telemetry.machine import KernelLine, read_kernel_lines
 
 RECORDS = [
     b"6,339,5000000,-;usb 1-1: new device\n SUBSYSTEM=usb\n",

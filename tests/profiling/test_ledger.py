@@ -51,9 +51,6 @@ class World:
         self.open.append(len(self.events) - 1)
         return self.open[-1]
 
-    def drop(self, event: int) -> None:
-        assert self.open.pop() == event, "only the newest can be of no use"
-
     def resolve(self, event: int) -> float | None:
         assert event == self.open[0], "events must be resolved in order, once"
         self.queries += 1
@@ -92,7 +89,7 @@ def test_time_before_the_first_phase_is_startup_and_later_time_without_a_phase_i
     window = ledger.finish()
     assert window is not None
     assert window.phases == {"startup": 5, "input_wait": 1, "unattributed": 4}
-    assert (window.start_s, window.end_s, window.wall_s, window.steps) == (0, 10, 10, 0)
+    assert (window.start_s, window.end_s, window.wall_s) == (0, 10, 10)
 
 
 def test_the_wait_of_the_device_for_the_copy_of_its_images_is_h2d() -> None:
@@ -111,7 +108,6 @@ def test_the_wait_of_the_device_for_the_copy_of_its_images_is_h2d() -> None:
     window = ledger.finish()
     assert rounded(window) == {"input_wait": 1, "h2d": 4, "compute": 30, "unattributed": 9}
     assert window is not None
-    assert window.steps == 3
 
 
 def test_work_of_the_device_while_the_thread_waits_for_input_is_compute() -> None:
@@ -125,7 +121,6 @@ def test_work_of_the_device_while_the_thread_waits_for_input_is_compute() -> Non
     window = ledger.finish()
     assert window is not None
     assert window.phases == {"compute": 6, "input_wait": 2}
-    assert window.steps == 1
 
 
 def test_a_device_still_at_other_work_leaves_the_issuing_of_a_step_to_host() -> None:
@@ -164,7 +159,6 @@ def test_a_phase_inside_a_step_interrupts_it_and_the_step_counts_once() -> None:
     window = ledger.finish()
     assert window is not None
     assert window.phases == {"compute": 5, "input_wait": 2}
-    assert window.steps == 1
 
 
 def test_work_done_again_is_recovery() -> None:
@@ -176,7 +170,6 @@ def test_work_done_again_is_recovery() -> None:
     window = ledger.finish()
     assert window is not None
     assert window.phases == {"recovery": 4, "compute": 2}
-    assert window.steps == 3
 
 
 def test_a_step_that_the_device_has_not_ended_is_carried_into_the_next_window() -> None:
@@ -192,8 +185,8 @@ def test_a_step_that_the_device_has_not_ended_is_carried_into_the_next_window() 
         second = ledger.window()
     assert first is not None
     assert second is not None
-    assert (first.phases, first.steps) == ({"compute": 4}, 0)
-    assert (second.phases, second.steps) == ({"compute": 7, "input_wait": 13}, 1)
+    assert first.phases == {"compute": 4}
+    assert second.phases == {"compute": 7, "input_wait": 13}
     assert second.start_s == first.end_s
 
 
@@ -231,7 +224,6 @@ def test_a_step_that_raises_takes_time_but_is_not_counted() -> None:
     window = ledger.finish()
     assert window is not None
     assert window.phases == {"compute": 3}
-    assert window.steps == 1
 
 
 @pytest.mark.parametrize("name", ["compute", "unattributed", "coffee"])
@@ -278,7 +270,7 @@ def test_a_step_that_the_device_has_finished_when_it_is_issued_is_host_bound() -
             world.host(issues_s)
     window = ledger.window()
     assert window is not None
-    assert (window.host_bound_steps, window.steps) == (3, 4)
+    assert window.host_bound_steps == 3
     world.host(1)
     later = ledger.finish()
     assert later is not None
@@ -311,10 +303,10 @@ def test_an_exchange_lasts_as_long_as_the_device_is_at_it_and_only_where_computi
     assert window.phases == {"compute": 7, "comm": 2, "unattributed": 12}
 
 
-def test_events_are_bounded_when_the_device_lags_and_steps_are_counted() -> None:
+def test_steps_of_a_device_that_lags_are_counted() -> None:
     world = World()
     ledger = world.ledger()
-    windows, most = [], 0
+    windows = []
     for number in range(3_000):
         with ledger.compute():
             world.host(0.5)
@@ -323,17 +315,14 @@ def test_events_are_bounded_when_the_device_lags_and_steps_are_counted() -> None
                 world.device(1)
             with ledger.phase("eval"):
                 world.host(0.25)
-        most = max(most, len(world.open))
         if number % 100 == 99:
             windows.append(ledger.window())
-    assert 500 < most < 600
     world.host(20_000)
     windows.append(ledger.finish())
     closed = [window for window in windows if window is not None]
     spent: collections.Counter[str] = collections.Counter()
     for window in closed:
         spent.update(window.phases)
-    assert sum(window.steps for window in closed) == 3_000
     assert spent["compute"] + spent["comm"] == pytest.approx(15_000, rel=1e-3)
     assert spent.total() == pytest.approx(world.now_s)
     assert ledger._clock is world
@@ -388,7 +377,6 @@ def test_the_state_between_windows_is_bounded() -> None:
     window = ledger.finish()
     assert window is not None
     assert window.phases == {"compute": pytest.approx(20)}
-    assert window.steps == 20_000
 
 
 def test_a_real_clock_on_a_cpu_knows_no_host_and_adds_up() -> None:
@@ -405,7 +393,6 @@ def test_a_real_clock_on_a_cpu_knows_no_host_and_adds_up() -> None:
     windows.append(ledger.finish())
     ended_s = time.perf_counter()
     closed = [window for window in windows if window is not None]
-    assert sum(window.steps for window in closed) == 2_000
     assert set().union(*(window.phases for window in closed)) == {
         "startup", "input_wait", "compute", "unattributed",
     }  # fmt: skip
@@ -477,7 +464,7 @@ def test_what_is_learnt_afterwards_is_taken_from_what_was_said_and_on_a_cpu_from
             world.host(1)
         window = ledger.finish()
         assert window is not None
-        assert (window.phases, window.steps) == (expected, 1)
+        assert window.phases == expected
 
 
 def test_an_interval_changes_neither_an_earlier_window_nor_the_future() -> None:
@@ -746,7 +733,6 @@ def test_windows_agree_with_an_oracle_second_by_second(
         assert window.phases == {label: count * devices for label, count in labels.items()}
         assert window.host_bound_steps is None or not on_host
     assert at_s == world.now_s
-    assert sum(window.steps for window in windows) == len(oracle.ended)
     assert sum(window.host_bound_steps or 0 for window in windows) == (0 if on_host else len(oracle.starved))
 
 
@@ -768,7 +754,6 @@ def test_no_device_clock_makes_time_negative_or_lost(program: list[tuple], offse
         assert all(took_s > 0 for took_s in window.phases.values())
         assert math.isclose(sum(window.phases.values()), window.wall_s, rel_tol=1e-9, abs_tol=1e-9)
     assert at_s == world.now_s
-    assert sum(window.steps for window in windows) == len(oracle.ended)
 
 
 # --- what a wait was made of ----------------------------------------------------------------------------------------

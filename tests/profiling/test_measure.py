@@ -18,8 +18,8 @@ import stoker
 from stoker.diagnosis.reader import read_run
 from stoker.errors import ConfigError, DataError, UsageError
 from stoker.monitor.options import MonitoringOptions
-from stoker.profiling.measure import measure as measure_module
-from stoker.profiling.measure.measure import PHASES
+from stoker.profiling import measure as measure_module
+from stoker.profiling.measure import PHASES
 from stoker.report.explain import explain_run
 from stoker.runs.records import (
     CONFIG,

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.machine import TimeoutWorker
 
 
 def test_answers_come_until_one_hangs_and_again_after_it() -> None:
@@ -18,7 +18,7 @@ def test_answers_come_until_one_hangs_and_again_after_it() -> None:
             release.wait()
         return len(queries)
 
-    worker = TimeoutWorker(lambda: query, name="test")
+    worker = TimeoutWorker(query, name="test")
     assert worker.call(60) == 1
     assert worker.call(0.001) is None
     assert worker.call(0.001) is None
@@ -36,7 +36,7 @@ def test_a_late_answer_is_not_taken_for_a_new_one() -> None:
         release.wait()
         return next(answers)
 
-    worker = TimeoutWorker(lambda: query, name="test")
+    worker = TimeoutWorker(query, name="test")
     assert worker.call(0.001) is None
     release.set()
     while (answer := worker.call(60)) is None:
@@ -46,10 +46,10 @@ def test_a_late_answer_is_not_taken_for_a_new_one() -> None:
 
 
 def test_what_it_raises_travels() -> None:
-    def make() -> None:
+    def query() -> None:
         raise ZeroDivisionError("no driver")
 
-    worker = TimeoutWorker(make, name="test")  # type: ignore[arg-type]
+    worker = TimeoutWorker(query, name="test")
     with pytest.raises(ZeroDivisionError, match="no driver"):
         worker.call(60)
     assert worker.stop(60)

@@ -11,7 +11,7 @@ import torch._dynamo.callback
 import stoker
 from stoker.diagnosis.reader import read_run
 from stoker.profiling.ledger import Ledger
-from stoker.profiling.measure.torch_hooks import LazyDeviceClock
+from stoker.profiling.torch_hooks import LazyDeviceClock
 
 
 @pytest.fixture
@@ -99,7 +99,6 @@ def test_a_device_that_comes_later_has_its_own_clock_from_then_on() -> None:
     account = ledger.window(0.0)
     assert account is not None
     assert account.phases == {"compute": 7.0, "unattributed": 1.0, "host": 1.0}
-    assert account.steps == 2
 
 
 def test_a_gpu_that_the_loop_does_not_use_is_not_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ DOCUMENT = (DOCS / "run-folder.md").read_text()
 FILES = {
     "steps.jsonl": [schemas.StepWindow],
     "devices.jsonl": [schemas.DeviceSample, schemas.GpuSample],
-    "traces.jsonl": [schemas.TraceWindow, schemas.KernelTime, schemas.Gap],
+    "traces.jsonl": [schemas.TraceWindow, schemas.Gap],
     "stacks.jsonl": [schemas.StackWindow],
     "probes.jsonl": [schemas.Probe],
     "events.jsonl": [schemas.Event],

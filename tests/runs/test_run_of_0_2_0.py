@@ -21,6 +21,15 @@ from stoker.training.checkpoint import Manifest, healthy_steps
 
 RUN = Path(__file__).with_name("run_of_0_2_0")
 
+NOT_READ = {
+    f".{name}"
+    for name in (
+        "threads", "page_cache_bytes", "read_bytes_s", "written_bytes_s", "disk_read_bytes_s", "disk_written_bytes_s",
+        "net_sent_bytes_s",
+    )
+}  # fmt: skip
+"""Of devices.jsonl: no rule and no screen used them, so they are no longer recorded."""
+
 
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -38,7 +47,7 @@ def test_each_field_of_its_records_is_read(name: str, kind: type[msgspec.Struct]
     for line in (RUN / name).read_bytes().splitlines():
         again = msgspec.json.decode(msgspec.json.encode(msgspec.json.decode(line, type=kind)))
         written = msgspec.json.decode(line)
-        assert _lost(written, again) == []
+        assert set(_lost(written, again)) <= NOT_READ
 
 
 def _lost(written: object, again: object, place: str = "") -> list[str]:

@@ -1,8 +1,6 @@
 """`stoker watch --pid N` on real processes: how they end, what is read of them, whom it refuses."""
 
 import contextlib
-import dataclasses
-import errno
 import os
 import platform
 import re
@@ -14,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stoker.diagnosis.postmortem import explain
@@ -30,12 +29,11 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
-from stoker.watch import attach as attach_module
-from stoker.watch import processes, recorder
-from stoker.watch.attach import FileOutput, attach, read_exit_code
+from stoker.watch import recorder
+from stoker.watch import watch as attach_module
 from stoker.watch.output_relay import RotatingLog
-from stoker.watch.processes import Process, read_status
 from stoker.watch.recorder import Recorder, open_run_folder
+from stoker.watch.watch import FileOutput, attach, read_exit_code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
 
@@ -85,7 +83,7 @@ def test_the_end_of_a_foreign_process(end: str, code: int, kind: str, data: dict
         assert attach(pid, str(run)) == code
     first, *_, last = events(run)
     assert first.data["job"]["pid"] == pid
-    assert first.data["coverage"]["output"].startswith("not recorded: its stdout is a pipe")
+    assert first.data["coverage"]["output"].startswith("not recorded: its stdout is not a file but pipe:[")
     assert last.kind == kind
     assert {name: last.data[name] for name in data} == data
     assert not (run / OUTPUT).exists()
@@ -95,9 +93,8 @@ def test_the_end_of_a_foreign_process(end: str, code: int, kind: str, data: dict
 def test_sources_of_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen(["sh", "-c", "exit 9"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    seen = read_status(child.pid)
-    assert seen is not None
-    ended = attach_module.AttachedProcess(Process(child.pid, seen.start_ticks), os.pidfd_open(child.pid), ["sh"], "/")
+    start_ticks = int(attach_module._stat_fields(child.pid)[19])
+    ended = attach_module.AttachedProcess(child.pid, os.pidfd_open(child.pid), ["sh"], "/", start_ticks)
     monkeypatch.setattr(attach_module, "EXIT_CODE_TIMEOUT_S", 0.0)
     told = attach_module._GET_INFO
     assert read_exit_code(ended) == 9, "it has not been waited for: /proc says so"
@@ -212,11 +209,10 @@ def test_a_live_job_that_spins_on_an_empty_file_gets_a_warning(tmp_path: Path, m
 
 def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
-    own = read_status(os.getpid())
-    assert own is not None
-    job = {"pid": os.getpid(), "start_ticks": own.start_ticks, "boot": boot_id()}
+    start_ticks = int(attach_module._stat_fields(os.getpid())[19])
+    job = {"pid": os.getpid(), "start_ticks": start_ticks, "boot": boot_id()}
     folder = RunFolder(tmp_path, 1)
-    for changed, lives in (({}, True), ({"start_ticks": own.start_ticks + 1}, False), ({"boot": "another"}, False)):
+    for changed, lives in (({}, True), ({"start_ticks": start_ticks + 1}, False), ({"boot": "another"}, False)):
         folder.event("resumed", job={**job, **changed})
         assert is_held(tmp_path, read_run(tmp_path).events.job) is lives
     folder.close()
@@ -239,35 +235,14 @@ def test_processes_that_are_refused() -> None:
         with pytest.raises(UsageError, match=what):
             attach(pid)
     child.wait()
-    with pytest.raises(UsageError) as thrown:
-        attach(thread.native_id or 0)
-    assert thrown.value.cause == f"it is a thread of process {os.getpid()}"
 
 
-def test_a_kernel_thread_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that /proc shows as a child of kthreadd, without a command line."""
-    parent, pid = foreign_process("exit 0", tmp_path)
-    status = read_status(pid)
-    assert status is not None
-    kernels = dataclasses.replace(status, parent_pid=2)
-    monkeypatch.setattr(processes, "read_status", lambda _: kernels)
-    monkeypatch.setattr(processes, "read_command", lambda _: [])
-    with pytest.raises(UsageError, match=f"Process {pid} is a kernel thread."):
-        attach(pid)
-    parent.communicate()
-
-
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESRCH])
-def test_a_process_that_ends_during_the_check(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def readlink(path: Path) -> str:
-        raise OSError(number, os.strerror(number), str(path))
+def test_a_process_that_ends_during_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(process: psutil.Process) -> str:
+        raise psutil.NoSuchProcess(process.pid)
 
     parent, pid = foreign_process("exit 0", tmp_path)
-    monkeypatch.setattr(attach_module.os, "readlink", readlink)
-    with pytest.raises(UsageError, match=rf"^Process {pid} has just ended\.$"):
-        attach(pid)
-    monkeypatch.undo()
-    monkeypatch.setattr(attach_module, "PROC", tmp_path)
+    monkeypatch.setattr(psutil.Process, "cwd", ended)
     with pytest.raises(UsageError, match=rf"^Process {pid} has just ended\.$"):
         attach(pid)
     parent.communicate()

@@ -169,7 +169,6 @@ def test_a_loader_that_fails_leaves_the_clock_in_order(timed: Timed) -> None:
     timed.takes(1.0)
     timed.clock.end_source(source, failed=True)
     assert timed.clock.is_outside_phases()
-    assert timed.count(hook.EPOCHS) == 0
     assert timed.seconds() == {"startup": 8.0, "input_wait": 1.0}
 
 
@@ -224,39 +223,6 @@ def test_a_part_of_the_model_is_not_the_model(timed: Timed) -> None:
     assert timed.clock.is_of_training(parameters[:3])
     assert not timed.clock.is_of_training(parameters[:2])
     assert not timed.clock.is_of_training([object() for _ in range(9)]), "frozen, or another model"
-
-
-def no_grad(timed: Timed, seconds: float) -> None:
-    begun = timed.clock.begin_no_grad()
-    timed.computes(seconds)
-    if begun is not None:
-        timed.clock.end_no_grad(begun)
-
-
-def test_a_long_block_without_gradients_between_steps_is_evaluation(timed: Timed) -> None:
-    source = started(timed)
-    timed.takes(0.5)
-    no_grad(timed, 3.0)
-    no_grad(timed, hook.MIN_NO_GRAD_S / 2)  # an average of the weights
-    timed.batch(source)
-    no_grad(timed, 5.0)  # a teacher, in the step
-    timed.step()
-    expected = {"startup": 8.0, "host": 0.5 + hook.MIN_NO_GRAD_S / 2, "eval": 3.0, "input_wait": 1.0, "compute": 7.0}
-    assert timed.seconds() == pytest.approx(expected)
-    assert timed.computed() == pytest.approx({"host": hook.MIN_NO_GRAD_S / 2, "eval": 3.0, "compute": 5.0})
-
-
-def test_an_evaluation_by_a_loader_inside_such_a_block_counts_once(timed: Timed) -> None:
-    started(timed)
-    begun = timed.clock.begin_no_grad()
-    assert begun is not None
-    timed.takes(1.0)
-    evaluation = BatchSource()
-    timed.batch(evaluation, works=1.0, is_evaluating=True)
-    timed.end(evaluation)
-    timed.takes(0.5)
-    timed.clock.end_no_grad(begun)
-    assert timed.seconds() == {"startup": 8.0, "host": 1.0, "eval": 2.5}
 
 
 def test_batches_that_are_accumulated_before_the_first_backward_are_training_if_the_framework_says_so(

@@ -28,18 +28,6 @@ def test_the_newest_is_kept_and_a_reader_misses_nothing(tmp_path: Path) -> None:
     assert b"".join(parts).endswith(kept)
     assert 100 <= len(older) < 110
     assert len(list(tmp_path.iterdir())) == 2
-    assert tail.skipped_bytes == 0
-
-
-def test_a_reader_that_is_too_slow_knows_what_it_missed(tmp_path: Path) -> None:
-    path = tmp_path / "output.log"
-    log, tail = RotatingLog(str(path), max_bytes=100), LogTail(path, 0)
-    log.write(b"a" * 100)
-    assert next(tail.read()) == b"a" * 100
-    log.write(b"b" * 100)
-    log.write(b"c" * 100)
-    assert b"".join(tail.read()) == b"c" * 100
-    assert tail.skipped_bytes == 100
 
 
 def test_a_reader_begins_where_an_attempt_before_ended(tmp_path: Path) -> None:
@@ -48,34 +36,26 @@ def test_a_reader_begins_where_an_attempt_before_ended(tmp_path: Path) -> None:
     tail = LogTail(path, 7)
     assert b"".join(tail.read()) == b""
     RotatingLog(str(path)).write(b"now\n")
-    assert tail.unread_bytes() == 4
     assert b"".join(tail.read()) == b"now\n"
-    assert tail.unread_bytes() == 0
 
 
 def test_output_that_was_not_read_to_its_end_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that printed more than can be read in the time after its end."""
 
-    class Endless:
-        skipped_bytes = 7
-
-        def read(self) -> Iterator[bytes]:
-            yield b"step 5 loss: 1.5\n"
-            while True:
-                yield b"."
-
-        def unread_bytes(self) -> int:
-            return 1000
+    def endless() -> Iterator[bytes]:
+        yield b"step 5 loss: 1.5\n"
+        while True:
+            yield b"."
 
     monkeypatch.setattr("stoker.watch.recorder.MAX_LAST_READ_S", 0.01)
     (tmp_path / ENVIRONMENT).write_text('{"gpu": {"gpus": []}}')
     folder = RunFolder(tmp_path, 1)
-    recorder = Recorder(folder, ["job"], output=Endless())
+    recorder = Recorder(folder, ["job"], output=endless)
     recorder._stop.set()
     recorder._record_until_stopped()
     folder.close()
     (event,) = read_lines(tmp_path, EVENTS, Event)
-    assert event.text == "1,007 bytes of the job's output were not read: steps in them are not recorded"
+    assert event.text == "the end of the job's output was not read: steps in it are not recorded"
     assert [window.step for window in read_lines(tmp_path, STEPS, StepWindow)] == [5]
 
 

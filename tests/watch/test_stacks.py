@@ -71,7 +71,6 @@ def test_a_python_job_has_windows(rank: str, name: str, tmp_path: Path) -> None:
     assert window.main_thread == {"idle": 1.0}
     assert window.frames == {"wait_for_input (train.py:4)": 1.0}
     assert window.samples >= 1
-    assert window.active_threads == 0.0
 
 
 def test_a_job_without_python_has_a_reason(tmp_path: Path) -> None:
@@ -168,14 +167,15 @@ def test_of_a_job_with_the_hook_only_processes_that_train_are_sampled(tmp_path: 
 
 
 def test_a_window_of_stacks_has_the_cpu_time_of_all_threads() -> None:
-    samples = stacks._StackSamples(1, 0, "", start_s=100.0, start_ticks=1000)
-    hertz = os.sysconf("SC_CLK_TCK")
-    samples.samples = 2
-    assert samples.make_window(110.0, 1, 1000 + 15 * hertz).process_cpu == 1.5
-    samples.samples = 1
-    assert samples.make_window(114.0, 1, 1000 + 17 * hertz).process_cpu == 0.5
-    samples.samples = 1
-    assert samples.make_window(116.0, 1, None).process_cpu is None, "it ended"
+    samples = stacks._StackSamples(1, 0, "", start_s=100.0, start_cpu_s=10.0)
+    used: list[float | None] = []
+    for now_s, cpu_s in ((110.0, 25.0), (114.0, 27.0), (116.0, None)):
+        samples.main_thread["compute"] = 2
+        window = samples.make_window(now_s, 1, cpu_s)
+        assert window is not None
+        used.append(window.process_cpu)
+    assert used == [1.5, 0.5, None], "at last it had ended"
+    assert samples.make_window(120.0, 1, None) is None, "without samples"
 
 
 def test_samples_stay_within_their_budget_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_samples_stay_within_their_budget_of_cpu_time(monkeypatch: pytest.Monkey
 
 def test_a_launcher_that_imports_the_framework_first_is_a_helper() -> None:
     def stack(file: str, function: str) -> list[stacks._PySpyThread]:
-        return [stacks._PySpyThread(1, True, [stacks._PySpyFrame(function, file, 1)], 1)]
+        return [stacks._PySpyThread(1, True, [stacks.Frame(function, file, 1)], 1)]
 
     imports = stack("<frozen importlib._bootstrap>", "_find_and_load")
     launches = stack("/lib/site-packages/torch/distributed/launcher/api.py", "launch_agent")

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from stoker.errors import PreflightError
-from stoker.profiling.measure.measure import Measure
+from stoker.profiling.measure import Measure
 
 
 class Session:

@@ -1,15 +1,18 @@
 """The host's part of a line of devices.jsonl: the machine and the processes of a run.
 
-Rates and fractions are differences since the previous sample, of counters that `machine`, `processes` and `cgroup`
-read. A value that the machine does not provide (macOS has no /proc, old kernels no pressure) is None. No torch, and
-cheap: it runs once a second next to the training (`sampler`), at a cost that does not grow with the run's threads;
-values that change slowly or cost more are read in every tenth sample and repeated in between.
+Rates and fractions are differences since the previous sample, of counters that `machine` and `cgroup` read. A value
+that the machine does not provide (macOS has no /proc, old kernels no pressure) is None. No torch, and cheap: it runs
+once a second next to the training (`sampler`). Files of threads are read less often the more threads there are; values
+that change slowly or cost more are read in every tenth sample and repeated in between.
 """
 
+import contextlib
 import dataclasses
+import itertools
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +20,160 @@ import psutil
 
 from stoker.hardware.cgroup import Cgroup, usable_cores
 from stoker.profiling.telemetry import machine
-from stoker.profiling.telemetry.processes import (
-    SLOW_SAMPLE_EVERY,
-    OtherProcesses,
-    ProcessTreeSample,
-    ProcessTreeSampler,
-)
-from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.profiling.telemetry.machine import TimeoutWorker, read, read_or_none
 from stoker.runs.schemas import DeviceSample, GpuSample
 
 FREE_BYTES_TIMEOUT_S = 0.2
 """Timeout of the query for free bytes: a folder on NFS whose server is gone never answers."""
 
+SLOW_SAMPLE_EVERY = 10
+"""Samples between two readings of the slow values."""
+
+THREADS_PER_SAMPLE = 64
+"""Average number of threads whose files are read in a sample: some 15 µs each, so a millisecond."""
+
+MIN_OTHER_CORES = 0.25
+"""Cores in use by others from which they are named: less hardly slows a run down (heuristic)."""
+MIN_PROCESS_CORES = 0.05
+"""A process that uses less is not named."""
+MAX_NAMES = 3
+OTHERS_INTERVAL_S = 5.0
+"""Time between two readings of all processes: some 40 µs each."""
 
 PRESSURE = {"psi_cpu": "cpu", "psi_memory": "memory", "psi_io": "io"}
 """Field of a sample → name of the kernel's pressure file."""
+RATES = ("process_cpu", "net_received_bytes_s", *PRESSURE)
+"""Fields that are the increase of a counter per second; of other counters, the increase is recorded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Counters:
-    """Counters at one moment, in seconds and bytes. per_second, increases: by the field of the sample that has their
-    rate, or their increase. cores_s: (busy, total) of each core."""
+class ProcessTreeSample:
+    """A process tree at one moment. None: not available."""
 
-    time_s: float
-    cores_s: list[tuple[float, float]]
-    per_second: dict[str, float | None]
-    increases: dict[str, float | None]
-    tree: ProcessTreeSample
+    cpu_s: float | None = None
+    """CPU-seconds so far, including children that ended and were waited for."""
+    rss_bytes: int | None = None
+    """Shared memory counts in each process."""
+    threads_running: float | None = None
+    """Mean number of threads that ran or waited for a CPU, between the last two times that all threads were read."""
+
+
+class ProcessTreeSampler:
+    """Samples the tree of `pid` repeatedly, from /proc: psutil takes four times as long. pids: its processes, as of the
+    last time that all threads were read."""
+
+    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
+        self.pids = [pid]
+        self._pid = pid
+        self._proc = str(proc)
+        self._sample_count = 0
+        self._next_walk = 0
+        self._previous_busy: tuple[float, dict[str, int]] | None = None
+        self._threads_running: float | None = None
+
+    def sample(self, now_s: float) -> ProcessTreeSample:
+        """now_s: from a monotonic clock."""
+        if not os.path.exists(f"{self._proc}/{self._pid}/stat"):
+            return ProcessTreeSample(rss_bytes=None if os.path.exists(f"{self._proc}/stat") else _rss_bytes(self._pid))
+        if self._sample_count >= self._next_walk:
+            self._walk(now_s)
+        self._sample_count += 1
+        ticks = pages = 0
+        for pid in self.pids:
+            if (text := read_or_none(f"{self._proc}/{pid}/stat")) is not None:  # None: it ended
+                fields = text.rpartition(b")")[2].split()  # a name may contain blanks and brackets
+                ticks += sum(map(int, fields[11:15]))
+                pages += int(fields[21])
+        return ProcessTreeSample(
+            cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
+            rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            threads_running=self._threads_running,
+        )
+
+    def _walk(self, now_s: float) -> None:
+        """Lists the processes again, and how long each thread ran or waited for a CPU.
+
+        So a new child is found at once if there are few threads, and within a minute if there are thousands.
+        """
+        busy_ns: dict[str, int] = {}
+        pids = [self._pid]
+        for pid in pids:  # grows during the loop
+            task_dir = f"{self._proc}/{pid}/task"
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                for thread in os.listdir(task_dir):
+                    with contextlib.suppress(OSError):  # the thread ended
+                        pids += map(int, read(f"{task_dir}/{thread}/children").split())
+                    if (times := read_or_none(f"{task_dir}/{thread}/schedstat")) is not None:
+                        ran_ns, waited_ns, *_ = map(int, times.split())
+                        busy_ns[f"{pid}/{thread}"] = ran_ns + waited_ns
+        previous = self._previous_busy
+        # all 0: this kernel does not count these times (documentation: scheduler/sched-stats)
+        self._previous_busy = (now_s, busy_ns) if any(busy_ns.values()) else None
+        if previous is None or self._previous_busy is None or now_s <= previous[0]:
+            self._threads_running = None
+        else:
+            increase_ns = sum(max(0, ns - previous[1].get(thread, 0)) for thread, ns in busy_ns.items())
+            self._threads_running = min(float(len(busy_ns)), increase_ns / 1e9 / (now_s - previous[0]))
+        self.pids = pids
+        self._next_walk = self._sample_count + math.ceil(max(1, len(busy_ns)) / THREADS_PER_SAMPLE)
+
+
+def _rss_bytes(pid: int) -> int | None:
+    """Resident memory of a process without its children, where there is no /proc."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).memory_info().rss
+    return None
+
+
+def max_open_fds(pids: Sequence[int]) -> tuple[int | None, int | None]:
+    """(open files, its limit) of the process that has the most open files."""
+    counts: list[tuple[int, int | None]] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, AttributeError):  # it ended, or is another user's; not Linux
+            process = psutil.Process(pid)
+            limit = process.rlimit(psutil.RLIMIT_NOFILE)[0]
+            counts.append((process.num_fds(), limit if limit > 0 else None))
+    return max(counts, key=lambda count: count[0], default=(None, None))
+
+
+class OtherProcesses:
+    """Names the busiest processes of the machine outside the run. All processes are read, so this is done only while
+    others use the cores. A container sees only its own processes."""
+
+    def __init__(self) -> None:
+        self._cores: dict[str, float] = {}
+        self._read_s = -math.inf
+
+    def sample(self, now_s: float, other_cores: float, run_pids: Set[int]) -> dict[str, float]:
+        """Command name → cores in use, the busiest first, at most MAX_NAMES.
+
+        now_s: from a monotonic clock; other_cores: mean number of cores that processes outside the run used since the
+        last sample. Empty if they use few, and until all processes were read twice.
+        """
+        if other_cores < MIN_OTHER_CORES:
+            self._cores = {}
+        elif now_s - self._read_s >= OTHERS_INTERVAL_S:
+            self._read_s = now_s
+            cores: dict[str, float] = {}
+            for process in psutil.process_iter(["cpu_percent"]):  # since the last time, as psutil keeps the processes
+                used = (process.info["cpu_percent"] or 0.0) / 100
+                if used >= MIN_PROCESS_CORES and process.pid not in run_pids:
+                    with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                        name = _command_name(process)
+                        cores[name] = cores.get(name, 0.0) + used
+            self._cores = dict(sorted(cores.items(), key=lambda item: -item[1])[:MAX_NAMES])
+        return self._cores
+
+
+def _command_name(process: psutil.Process) -> str:
+    """The name of the program; for an interpreter, its script or module too: `python train.py`."""
+    name = process.name()
+    for argument, following in itertools.pairwise([*process.cmdline()[1:], ""]):
+        if argument == "-m" or argument.endswith((".py", ".sh", ".pl", ".R")):
+            return f"{name} {following if argument == '-m' else os.path.basename(argument)}"
+        if not argument.startswith("-"):
+            break
+    return name
 
 
 class HostSampler:
@@ -69,57 +199,51 @@ class HostSampler:
         self._cgroup = cgroup or (Cgroup() if pid is None else Cgroup.for_pid(pid))
         self._now = now
         self._processes = ProcessTreeSampler(self._root_pid, proc)
-        self._other_processes = OtherProcesses({self._root_pid, os.getpid()}, proc)
+        self._other_processes = OtherProcesses()
         self._shm = "/dev/shm" if pid is None else f"{proc}/{pid}/root/dev/shm"
         self._free_bytes_worker = (
-            None if run_dir is None else TimeoutWorker(lambda: lambda: machine.free_bytes(run_dir), name="free bytes")
+            None if run_dir is None else TimeoutWorker(lambda: machine.free_bytes(run_dir), name="free bytes")
         )
         self._sample_count = 0
-        self._cpu_limit_cores: float | None = None
-        self._free_bytes: int | None = None
-        self._previous = self._read_counters()
+        self._slow_values: dict[str, Any] = {}
+        self._time_s, self._counters, _ = self._read_counters()
+        psutil.cpu_percent(percpu=True)  # the next call returns the utilization since this one
 
     def sample(self, *, attempt: int = 0, gpus: Sequence[GpuSample] = ()) -> DeviceSample:
         """A line of devices.jsonl. Errors of the machine never raise."""
         unix_time = time.time()
-        before, after = self._previous, self._read_counters()
-        self._previous = after
-        duration_s = after.time_s - before.time_s
-        rates: dict[str, Any] = {
-            name: _per_second(before.per_second[name], value, duration_s) for name, value in after.per_second.items()
-        }
+        before_s, before = self._time_s, self._counters
+        now_s, counters, tree = self._read_counters()
+        self._time_s, self._counters = now_s, counters
+        values: dict[str, Any] = {}
+        for name, now in counters.items():
+            was = before[name]
+            values[name] = None if was is None or now is None else max(type(now)(0), now - was)
+        for name in RATES:
+            if values[name] is not None:
+                values[name] = values[name] / (now_s - before_s) if now_s > before_s else None
         for name in PRESSURE:
-            rates[name] = None if rates[name] is None else min(1.0, rates[name])
-        increases: dict[str, Any] = {
-            name: _increase(before.increases[name], value) for name, value in after.increases.items()
-        }
+            values[name] = None if values[name] is None else min(1.0, values[name])
         if self._sample_count % SLOW_SAMPLE_EVERY == 0:
-            self._cpu_limit_cores = self._usable_cores()
-            self._free_bytes = (
-                None if self._free_bytes_worker is None else self._free_bytes_worker.call(FREE_BYTES_TIMEOUT_S)
-            )
+            self._slow_values = self._read_slow_values()
         self._sample_count += 1
-        utilization = _core_utilization(before.cores_s, after.cores_s)
-        process_cpu = rates["process_cpu"]
+        utilization = [percent / 100 for percent in psutil.cpu_percent(percpu=True)]
+        process_cpu = values["process_cpu"]
         other_cores = 0.0 if process_cpu is None else sum(utilization) - process_cpu
-        shm, tree = machine.disk_usage(self._shm), after.tree
+        run_pids = {*self._processes.pids, os.getpid()}
+        shm = machine.disk_usage(self._shm)
         return DeviceSample(
             t=unix_time,
             attempt=attempt,
             gpus=list(gpus),
             cpu_core_utilization=utilization,
-            busiest_processes=self._other_processes.sample(after.time_s, other_cores),
+            busiest_processes=self._other_processes.sample(now_s, other_cores, run_pids),
             rss_bytes=tree.rss_bytes,
-            cpu_limit_cores=self._cpu_limit_cores,
-            threads=tree.threads,
             threads_running=tree.threads_running,
-            disk_free_bytes=self._free_bytes,
             shm_used_bytes=None if shm is None else shm[0],
             shm_total_bytes=None if shm is None else shm[1],
-            open_fds=tree.open_fds,
-            max_fds=tree.max_fds,
-            **rates,
-            **increases,
+            **self._slow_values,
+            **values,
             **self._read_memory(),
         )
 
@@ -128,73 +252,46 @@ class HostSampler:
         if self._free_bytes_worker is not None:
             self._free_bytes_worker.stop()
 
-    def _read_counters(self) -> _Counters:
+    def _read_slow_values(self) -> dict[str, Any]:
+        open_fds, max_fds = max_open_fds(self._processes.pids)
+        worker = self._free_bytes_worker
+        try:
+            cores = usable_cores(self._root_pid, self._cgroup)
+        except ProcessLookupError:  # the job ended
+            cores = None
+        return {
+            "cpu_limit_cores": cores,
+            "disk_free_bytes": None if worker is None else worker.call(FREE_BYTES_TIMEOUT_S),
+            "open_fds": open_fds,
+            "max_fds": max_fds,
+        }
+
+    def _read_counters(self) -> tuple[float, dict[str, float | None], ProcessTreeSample]:
+        """The time, counters in seconds and bytes by the field of the sample, and the processes."""
         time_s = self._now()
         tree = self._processes.sample(time_s)
-        disk_read, disk_written = machine.disk_bytes(self._proc) or (None, None)
-        received, sent = machine.network_bytes(f"{self._proc}/{self._root_pid}") or (None, None)
         own_cpu_s = time.process_time() if tree.cpu_s is None and self._pid is None else tree.cpu_s
-        return _Counters(
-            time_s=time_s,
-            cores_s=machine.core_times(),
-            per_second={
+        return (
+            time_s,
+            {
                 "process_cpu": own_cpu_s,
-                "read_bytes_s": tree.read_bytes,
-                "written_bytes_s": tree.written_bytes,
-                "disk_read_bytes_s": disk_read,
-                "disk_written_bytes_s": disk_written,
-                "net_received_bytes_s": received,
-                "net_sent_bytes_s": sent,
+                "net_received_bytes_s": machine.network_received_bytes(f"{self._proc}/{self._root_pid}"),
                 **{name: machine.pressure_s(self._proc / "pressure" / file) for name, file in PRESSURE.items()},
+                "throttled_s": self._cgroup.throttled_s(),
+                "oom_kills": self._cgroup.oom_kills(),
             },
-            increases={"throttled_s": self._cgroup.throttled_s(), "oom_kills": self._cgroup.oom_kills()},
-            tree=tree,
+            tree,
         )
 
     def _read_memory(self) -> dict[str, Any]:
         """Of the cgroup if its limit is lower, else of the machine. Page cache does not count as used."""
-        meminfo = machine.read_meminfo(self._proc)
-        if not meminfo:
-            virtual = psutil.virtual_memory()
-            total, free = virtual.total, virtual.available
-            cache = swap = None
-        else:
-            total, free = meminfo["MemTotal"], meminfo.get("MemAvailable", meminfo["MemFree"])
-            cache = meminfo.get("Cached", 0) + meminfo.get("Buffers", 0) - meminfo.get("Shmem", 0)
-            swap = meminfo.get("SwapTotal", 0) - meminfo.get("SwapFree", 0)
-        used, group = total - free, self._cgroup.memory_state()
-        if group is not None and group.limit < total:
-            total, used, cache, swap = group.limit, group.used, group.page_cache, group.swap
-        return {
-            "memory_limit_bytes": total,
-            "memory_used_bytes": used,
-            "page_cache_bytes": cache,
-            "swap_used_bytes": swap,
-        }
-
-    def _usable_cores(self) -> float | None:
-        try:
-            return usable_cores(self._root_pid, self._cgroup)
-        except ProcessLookupError:  # the job ended
-            return None
-
-
-def _core_utilization(before: list[tuple[float, float]], after: list[tuple[float, float]]) -> list[float]:
-    """Busy fraction of each core; empty if no time passed or the number of cores changed."""
-    pairs = list(zip(before, after, strict=False))
-    if len(before) != len(after) or any(new[1] <= old[1] for old, new in pairs):
-        return []
-    return [min(1.0, max(0.0, (new[0] - old[0]) / (new[1] - old[1]))) for old, new in pairs]
-
-
-def _increase(before: float | None, after: float | None) -> float | None:
-    """Integers stay integers."""
-    return None if before is None or after is None else max(type(after)(0), after - before)
-
-
-def _per_second(before: float | None, after: float | None, duration_s: float) -> float | None:
-    increase = _increase(before, after)
-    return None if increase is None or duration_s <= 0 else increase / duration_s
+        memory, meminfo = psutil.virtual_memory(), machine.read_meminfo(self._proc)
+        limit, used = memory.total, memory.total - memory.available
+        swap = meminfo["SwapTotal"] - meminfo["SwapFree"] if "SwapTotal" in meminfo else None
+        group = self._cgroup.memory_state()
+        if group is not None and group.limit < limit:
+            limit, used, swap = group.limit, group.used, group.swap
+        return {"memory_limit_bytes": limit, "memory_used_bytes": used, "swap_used_bytes": swap}
 
 
 def process_start_s() -> float:

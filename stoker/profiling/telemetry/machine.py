@@ -1,41 +1,41 @@
-"""Counters of the machine: CPU cores, pressure (PSI), memory, disks, network, /dev/shm.
+"""What the kernel says of the machine: pressure (PSI), memory, network, file systems, its log, process trees.
 
 Stateless functions over files of the kernel; `host` turns their values into rates. A value that this kernel does not
-provide is None. Files are read in a third of pathlib's time, because a sample reads hundreds of them. The processes of
-the run: `processes`; limits of the container: `stoker/hardware/cgroup.py`.
+provide is None. Files are read in a third of pathlib's time, because a sample reads hundreds of them. The log covers
+the whole machine, so a line is evidence only together with a PID or a time; `stoker/diagnosis/` decides. Ordinary users
+and most containers may not read it. What may hang (a driver, a storage that is gone) is asked by a `TimeoutWorker`.
+Limits of the container: `stoker/hardware/cgroup.py`.
 """
 
+import contextlib
+import dataclasses
+import errno
 import os
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
-import psutil
+from stoker.knowledge import read_toml
 
-SECTOR_BYTES = 512
-"""Unit of /proc/diskstats, for all disks (kernel documentation: admin-guide/iostats)."""
+Answer = TypeVar("Answer")
 
-_VIRTUAL_DEVICES = re.compile(r"loop|ram|zram|dm-|md|sr|fd|nvme\d+c\d+n\d+$")
-"""Block devices on top of others, whose bytes would count twice, or that are not storage."""
+KERNEL_PATTERNS: dict[str, str] = read_toml("kernel_log.toml")
+"""Kind of failure → pattern of its lines in the kernel log."""
 
-
-_CHUNK_BYTES = 2048
-"""A shorter first chunk is the whole file: the kernel fills a page with whole records of a list, and no record is half
-a page long (fs/seq_file.c)."""
+_RECORD_BYTES = 8192
+"""The longest record of /dev/kmsg (kernel documentation: ABI/testing/dev-kmsg); a shorter buffer is an error."""
 
 
 def read(path: str) -> bytes:
-    """The whole file. Raises OSError.
-
-    The kernel returns most files a page at a time, whatever the size of the buffer: a longer list comes in chunks.
-    """
+    """The whole file. Raises OSError. The kernel returns most files a page at a time, whatever the size of the
+    buffer."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        data = os.read(fd, 65536)
-        more = len(data) >= _CHUNK_BYTES
-        while more:
-            chunk = os.read(fd, 65536)
+        data = b""
+        while chunk := os.read(fd, 65536):
             data += chunk
-            more = bool(chunk)
         return data
     finally:
         os.close(fd)
@@ -55,30 +55,11 @@ def read_text_or_none(path: str) -> str | None:
     return None if data is None else data.decode(errors="replace").strip() or None
 
 
-def parse_number(text: bytes, key: bytes) -> int:
-    """The number after `key`; 0 if the key is absent."""
-    _, _, rest = text.partition(key)
-    fields = rest.split(maxsplit=1)
-    return int(fields[0]) if fields else 0
-
-
-def core_times() -> list[tuple[float, float]]:
-    """(busy, total) seconds of each core since boot. `user` includes the time of guests, so only the first eight
-    fields are added: user nice system idle iowait irq softirq steal (macOS: the first four)."""
-    times = psutil.cpu_times(percpu=True)
-    totals = [sum(core[:8]) for core in times]
-    return [
-        (total - core.idle - getattr(core, "iowait", 0.0), total) for core, total in zip(times, totals, strict=True)
-    ]
-
-
 def pressure_s(path: Path) -> float | None:
     """Seconds since boot in which some task waited, from a pressure file (kernel documentation: accounting/psi)."""
-    text = read_or_none(str(path))  # absent, or pressure accounting is off (EOPNOTSUPP)
-    if text is None:
-        return None
-    some_line = next((line for line in text.splitlines() if line.startswith(b"some")), b"")
-    return parse_number(some_line, b"total=") / 1e6 if b"total=" in some_line else None
+    text = read_or_none(str(path)) or b""  # absent, or pressure accounting is off (EOPNOTSUPP)
+    match = re.search(rb"^some .*total=(\d+)", text, re.MULTILINE)
+    return int(match[1]) / 1e6 if match else None
 
 
 def read_meminfo(proc: Path) -> dict[str, int]:
@@ -92,40 +73,20 @@ def read_meminfo(proc: Path) -> dict[str, int]:
     return sizes
 
 
-def disk_bytes(proc: Path, blocks: Path = Path("/sys/block")) -> tuple[int, int] | None:
-    """(read, written) bytes since boot of all disks. Partitions and devices on top of disks (device mapper, RAID, loop)
-    do not count."""
-    text = read_or_none(f"{proc}/diskstats")
-    try:
-        disks = {name for name in os.listdir(blocks) if not _VIRTUAL_DEVICES.match(name)}
-    except OSError:  # no sysfs: partitions cannot be distinguished from disks
-        return None
-    if text is None:
-        return None
-    read_sectors = written_sectors = 0
-    for line in text.splitlines():
-        fields = line.split()
-        if len(fields) >= 10 and fields[2].decode() in disks:
-            read_sectors, written_sectors = read_sectors + int(fields[5]), written_sectors + int(fields[9])
-    return read_sectors * SECTOR_BYTES, written_sectors * SECTOR_BYTES
-
-
-def network_bytes(proc_dir: str, interfaces: Path = Path("/sys/class/net")) -> tuple[int, int] | None:
-    """(received, sent) bytes since boot in the network namespace of a process. proc_dir: its folder in /proc. Physical
+def network_received_bytes(proc_dir: str, interfaces: Path = Path("/sys/class/net")) -> int | None:
+    """Received bytes since boot in the network namespace of a process. proc_dir: its folder in /proc. Physical
     interfaces if there are any, because bridges and veth pairs carry the same bytes; else all but loopback. Traffic
     that bypasses the kernel (RDMA) is not included."""
     text = read_or_none(f"{proc_dir}/net/dev")
     if text is None:
         return None
-    by_interface: dict[str, tuple[int, int]] = {}
-    for line in text.splitlines()[2:]:
-        name, _, rest = line.decode().partition(":")
-        fields = rest.split()
-        if name.strip() != "lo" and len(fields) >= 9:
-            by_interface[name.strip()] = int(fields[0]), int(fields[8])
-    physical = [counts for name, counts in by_interface.items() if os.path.exists(f"{interfaces}/{name}/device")]
-    selected = physical or list(by_interface.values())
-    return sum(received for received, _ in selected), sum(sent for _, sent in selected)
+    by_interface: dict[str, int] = {}
+    for line in text.decode().splitlines()[2:]:
+        name, _, rest = line.partition(":")
+        if name.strip() != "lo":
+            by_interface[name.strip()] = int(rest.split()[0])
+    physical = [count for name, count in by_interface.items() if os.path.exists(f"{interfaces}/{name}/device")]
+    return sum(physical or by_interface.values())
 
 
 def disk_usage(path: str) -> tuple[int, int] | None:
@@ -144,3 +105,108 @@ def free_bytes(path: Path) -> int | None:
     except OSError:
         return None
     return stats.f_bavail * stats.f_frsize
+
+
+def list_process_tree(pid: int, proc: Path = Path("/proc"), *, limit: int | None = None) -> list[int]:
+    """A process and all its descendants, at most `limit`, the process first. From the kernel's lists of children:
+    reading all processes takes tens of milliseconds on a large machine."""
+    pids = [pid]
+    for member in pids:  # grows during the loop
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for thread in os.listdir(f"{proc}/{member}/task"):
+                with contextlib.suppress(OSError):  # the thread ended
+                    pids += map(int, read(f"{proc}/{member}/task/{thread}/children").split())
+        if limit is not None and len(pids) >= limit:
+            return pids[:limit]
+    return pids
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelLine:
+    """monotonic_s: seconds since boot, `time.monotonic` to within seconds; kind: a key of KERNEL_PATTERNS."""
+
+    monotonic_s: float
+    kind: str
+    text: str
+
+
+def read_kernel_lines(start_s: float = 0.0, *, log: Path = Path("/dev/kmsg")) -> list[KernelLine] | None:
+    """The lines of the kernel log about a failure (KERNEL_PATTERNS), written at `start_s` or later, the oldest first;
+    None if the log may not be read. The kernel keeps the newest few thousand lines of all kinds."""
+    try:
+        fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # dmesg_restrict, a container, not Linux
+        return None
+    lines: list[KernelLine] = []
+    try:
+        while record := _next_record(fd):
+            line = parse_record(record)
+            if line is not None and line.monotonic_s >= start_s:
+                lines.append(line)
+    except PermissionError:  # some kernels refuse only the read
+        return None
+    finally:
+        os.close(fd)
+    return lines
+
+
+def parse_record(record: bytes) -> KernelLine | None:
+    """A record of /dev/kmsg, `priority,number,microseconds,flags;text`; None if it matches no pattern."""
+    head, _, rest = record.decode(errors="replace").partition(";")
+    text = rest.partition("\n")[0]  # lines with properties follow
+    fields = head.split(",")
+    if len(fields) < 3 or not fields[2].isdecimal():
+        return None
+    kind = next((kind for kind, pattern in KERNEL_PATTERNS.items() if re.search(pattern, text)), None)
+    return None if kind is None else KernelLine(monotonic_s=int(fields[2]) / 1e6, kind=kind, text=text)
+
+
+def _next_record(fd: int) -> bytes:
+    """The next record; empty at the end."""
+    while True:
+        try:
+            return os.read(fd, _RECORD_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            if error.errno != errno.EPIPE:  # EPIPE: overwritten before it was read; the next one is complete
+                raise
+
+
+class TimeoutWorker(Generic[Answer]):
+    """Repeats a query, each time in a daemon thread, which does not delay process exit. A query that is not answered
+    yet is not started again."""
+
+    def __init__(self, query: Callable[[], Answer], *, name: str) -> None:
+        self._query = query
+        self._name = name
+        self._thread: threading.Thread | None = None
+
+    def call(self, timeout_s: float) -> Answer | None:
+        """The answer of a query that starts now; None if it does not come in time: a late answer is dropped. Raises the
+        exception of the query."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        answers: list[Answer] = []
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(self._query())
+            except Exception as error:  # noqa: BLE001 (raised in the calling thread)
+                errors.append(error)
+
+        self._thread = threading.Thread(target=ask, name=self._name, daemon=True)
+        self._thread.start()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return None
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    def stop(self, timeout_s: float = 0.2) -> bool:
+        """Whether no query is running any more. A thread that hangs is abandoned."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()

@@ -1,7 +1,7 @@
 """The part of `stoker watch` in each Python process of a job: a clock that records the phase of the training.
 
 `start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
-it: `torch_loop.py`, `keras_loop.py` (`fit`) and `tensorflow_loop.py`. They report to `clock.py`, whose values are in
+it: `torch_loop.py` and `tensorflow_loop.py`, which is also for Keras. They report to `clock.py`, whose values are in
 shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by stoker itself.
 Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once
 (`failures.py`), and the job goes on.
@@ -18,43 +18,15 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-PATCHES = {
-    "torch.utils.data.dataloader": ("torch_loop", "patch_dataloader"),
-    "torch.optim.optimizer": ("torch_loop", "patch_optimizers"),
-    "torch.autograd": ("torch_loop", "patch_backward"),
-    "torch.autograd.grad_mode": ("torch_loop", "patch_no_grad"),
-    "torch.nn.modules.module": ("torch_loop", "patch_modules"),
-    "torch.serialization": ("torch_loop", "patch_serialization"),
-    "torch._dynamo.callback": ("torch_loop", "patch_compilation"),
-    "safetensors.torch": ("clock", "patch_timed", "checkpoint", "save_file"),
-    "torch.distributed.checkpoint.state_dict_saver": ("clock", "patch_timed", "checkpoint", "save"),
-    "torch.distributed.distributed_c10d": ("torch_loop", "patch_collectives"),
-    "pytorch_lightning.trainer.trainer": ("clock", "patch_timed", "checkpoint", "Trainer.save_checkpoint"),
-    "lightning.pytorch.trainer.trainer": ("clock", "patch_timed", "checkpoint", "Trainer.save_checkpoint"),
-    "pytorch_lightning.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
-    "lightning.pytorch.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
-    "ultralytics.engine.validator": ("clock", "patch_timed", "eval", "BaseValidator.__call__"),
-    "transformers.trainer": ("torch_loop", "patch_transformers"),
-    "keras.src.trainers.epoch_iterator": ("keras_loop", "patch_epoch_iterator"),
-    "keras.src.models.model": ("clock", "patch_timed", "checkpoint", "Model.save", "Model.save_weights"),
-    "keras.src.backend.torch.trainer": ("keras_loop", "patch_torch_trainer"),
-    "keras.src.backend.tensorflow.trainer": ("keras_loop", "patch_tensorflow_trainer"),
-    "keras.src.backend.tensorflow.optimizer": ("tensorflow_loop", "patch_keras_optimizer"),
-    "keras.src.optimizers.optimizer": ("tensorflow_loop", "patch_old_keras_optimizer"),
-    "tensorflow.python.data.ops.iterator_ops": ("tensorflow_loop", "patch_iterators"),
-    "tensorflow.python.distribute.input_lib": ("tensorflow_loop", "patch_distributed_iterators"),
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function": ("tensorflow_loop", "patch_functions"),
-    "tensorflow.python.eager.def_function": ("tensorflow_loop", "patch_functions"),
-    "tensorflow.python.eager.backprop": ("tensorflow_loop", "patch_gradients"),
-    "tensorflow.python.framework.func_graph": ("tensorflow_loop", "patch_tracing"),
-    "tensorflow.python.checkpoint.checkpoint":
-        ("clock", "patch_timed", "checkpoint", "Checkpoint.save", "Checkpoint.write"),
-    "tensorflow.python.checkpoint.checkpoint_management":
-        ("clock", "patch_timed", "checkpoint", "CheckpointManager.save"),
-    "tensorflow.python.saved_model.save": ("clock", "patch_timed", "checkpoint", "save"),
-}  # fmt: skip
-"""Module of a framework → (module of the hook, function, its further arguments) to call after its import."""
 
+def _read_patches() -> "dict[str, list[str]]":
+    """Module of a framework → module of the hook, function, its further arguments."""
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "patches.txt")) as file:
+        rows = [line.split() for line in file if not line.startswith("#")]
+    return {row[0]: row[1:] for row in rows}
+
+
+PATCHES = _read_patches()
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 """Their import begins the startup of a training, and may take most of it."""
 

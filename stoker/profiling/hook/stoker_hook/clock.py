@@ -5,8 +5,8 @@ Each instant since the clock started is in exactly one slot, so the slots add up
 explicit phase is classified by what follows: work on a batch is training if a backward or an optimizer step comes
 after it, evaluation if none does (many loops do not use `no_grad`). Until that is known it is in a slot that begins
 with `maybe_`. Time after a step and before the next wait is the host's, except for an evaluation without a loader: from
-the call of `.eval()` of the model that the optimizer trains to the next `.train()`, batch or backward, and blocks of
-`no_grad` that take at least MIN_NO_GRAD_S. Time after the last step stays in `after_step`: the job ends.
+the call of `.eval()` of the model that the optimizer trains to the next `.train()`, batch or backward. Time after the
+last step stays in `after_step`: the job ends.
 
 The state file has 1,024 bytes of JSON (process, names of the slots), then a double per slot, in a mapped file of 4,096
 bytes; it needs no thread, no write and no lock, and remains after a SIGKILL. One process trains in one thread; other
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     Call = TypeVar("Call", bound=Callable[..., Any])
 
 SLOTS = (
-    "begin", "last_update", "current_slot", "ended", "rank", "world", "steps", "batches", "num_images", "epochs", "lr",
-    "first_step", "device", "busy", "device_comm", "syncs", "workers", "recompiles",
+    "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr",
+    "device", "busy", "device_comm", "syncs", "workers", "recompiles",
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
     "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
@@ -44,8 +44,8 @@ newest training loader, −1 if not known. `recompiles`: traces of functions tha
 known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
 `device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
 
-(BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, WORLD, STEPS, BATCHES, IMAGES, EPOCHS, LR,
- FIRST_STEP, DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES,
+(BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, STEPS, BATCHES, IMAGES, LR,
+ DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES,
  STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE,
  MAYBE_WAIT, MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
 
@@ -53,9 +53,6 @@ CPU_OFFSET = len(SLOTS) - STARTUP
 """Offset from a slot of seconds to the slot of its CPU-seconds."""
 
 HEADER_BYTES, STATE_BYTES = 1024, 4096
-MIN_NO_GRAD_S = 0.25
-"""A block without gradients between two steps that takes this long is an evaluation; an average of the weights or a
-metric takes milliseconds (heuristic)."""
 MAX_UNPROVEN_BATCHES = 3
 """An iterator with this many batches and no backward is one of evaluation; some loops prefetch one or two."""
 
@@ -107,12 +104,12 @@ class PhaseClock:
         self._other_steps = 0
         self.device_events: Any = None
         """Events of the device, if there is one."""
-        for unknown in (RANK, WORLD, LR, WORKERS, RECOMPILES):
+        for unknown in (RANK, LR, WORKERS, RECOMPILES):
             self.values[unknown] = -1.0
         self.values[BEGIN] = self.values[LAST_UPDATE] = self._last = monotonic()
         self._last_cpu = thread_time()
         self.values[CURRENT_SLOT] = STARTUP
-        _read_rank_from_env(self.values)
+        self.values[RANK] = _rank_from_env()
 
     def publish(self, framework: str = "") -> None:
         """Creates the state file and adds the framework to it."""
@@ -208,25 +205,6 @@ class PhaseClock:
         self.update()
         self._set_base_slot(EVAL if is_evaluating else AFTER_STEP)
 
-    def begin_no_grad(self) -> "tuple[float, float, float] | None":
-        """For `end_no_grad`; None if this is not between two steps."""
-        if self._stack[0] != AFTER_STEP or not self.is_outside_phases():
-            return None
-        self.update()
-        return self._last, self.values[AFTER_STEP], self.values[AFTER_STEP + CPU_OFFSET]
-
-    def end_no_grad(self, begun: "tuple[float, float, float]") -> None:
-        if self._stack != [AFTER_STEP] or monotonic() - begun[0] < MIN_NO_GRAD_S:
-            return
-        self.update()
-        values = self.values
-        for slot, target, before in (
-            (AFTER_STEP, EVAL, begun[1]), (AFTER_STEP + CPU_OFFSET, EVAL + CPU_OFFSET, begun[2])
-        ):  # fmt: skip
-            inside = max(0.0, values[slot] - before)  # 0 if there was a batch inside
-            values[slot] -= inside
-            values[target] += inside
-
     def is_outside_phases(self) -> bool:
         """Whether this is the training thread, outside of explicit phases."""
         return self.enabled and len(self._stack) == 1 and get_ident() == self.thread_id
@@ -289,7 +267,6 @@ class PhaseClock:
             if source.is_training is None and source.batches and not failed:
                 self._mark_as_evaluation(source)
             if source.is_training:
-                self.values[EPOCHS] += 0 if failed else 1
                 self._set_base_slot(AFTER_STEP)
             if source in self._open_sources:
                 self._open_sources.remove(source)
@@ -360,7 +337,6 @@ class PhaseClock:
             self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
             if not self._has_stepped:
                 self._has_stepped = True
-                values[FIRST_STEP] = self._last
                 if self.make_device_events is not None:
                     self.device_events = self.make_device_events(self)
             self._stack[0] = AFTER_STEP
@@ -387,15 +363,12 @@ class PhaseClock:
         report_failure(location, error)
 
 
-def _read_rank_from_env(values: "Any") -> None:
-    names = (
-        ("LOCAL_RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("SLURM_LOCALID", "SLURM_NTASKS"), ("RANK", "WORLD_SIZE"),
-    )  # fmt: skip
-    for rank, world in names:
-        if os.environ.get(rank, "").isdigit() and os.environ.get(world, "").isdigit():
-            values[RANK], values[WORLD] = float(os.environ[rank]), float(os.environ[world])
-            return
+def _rank_from_env() -> float:
+    """The rank within this machine, as launchers name it; −1 if not known."""
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "RANK"):
+        if os.environ.get(name, "").isdigit():
+            return float(os.environ[name])
+    return -1.0
 
 
 def _count(batch: "Any", count: "Any") -> int:

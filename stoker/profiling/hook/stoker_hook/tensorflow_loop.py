@@ -1,12 +1,13 @@
-"""Hooks for training loops of TensorFlow that users write: batches of eager iterators, calls of a `tf.function`,
-tracing, checkpoints.
+"""Hooks for TensorFlow and Keras. In loops that users write: batches of eager iterators, calls of a `tf.function`,
+tracing. Of Keras: `fit`, `evaluate` and checkpoints, also on torch.
 
 A step is a call of a `tf.function` whose trace took a gradient (`GradientTape.gradient`, as the backward of torch), or
 an optimizer's update outside of graphs. A call that traces is `compile` as a whole: the first run of a new graph
 optimizes and compiles it in C++. A trace is a recompilation if the same Python function was traced in an earlier call.
-A step that is given an iterator fetches its batches inside its graph, as in Keras' `fit` (`keras_loop.py`), where
-TensorFlow's profiler is sampled; inside of `fit` only traces are timed here. One function per module of TensorFlow,
-called after its import. Not timed: calls of a ConcreteFunction, sessions of TensorFlow 1.
+A step that is given an iterator fetches its batches inside its graph, as in Keras' `fit` on TensorFlow: only
+TensorFlow's profiler, which is sampled, knows the fraction of that. On torch, the batches of Keras come from an
+EpochIterator, one at a time. On JAX steps return before they are done, so nothing is timed. One function per module of
+a framework, called after its import. Not timed: calls of a ConcreteFunction, sessions of TensorFlow 1.
 """
 
 import os
@@ -15,8 +16,20 @@ from _thread import get_ident
 from functools import wraps
 from time import monotonic
 
-from .clock import BATCHES, CHECKPOINT, COMPILE, COMPUTE, GRAPH, RECOMPILES, clock, timed_next
+from .clock import (
+    BATCHES,
+    CHECKPOINT,
+    COMPILE,
+    COMPUTE,
+    GRAPH,
+    RECOMPILES,
+    SOURCE_ATTR,
+    clock,
+    patch_timed,
+    timed_next,
+)  # fmt: skip
 from .failures import STATE_DIR, report_failure
+from .instruments import count_images
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,7 +56,6 @@ class LoopState:
         self.in_fit = False
         """Keras runs the loop."""
         self.traced_code: set[Any] = set()
-        self.is_published = False
 
 
 state = LoopState()
@@ -138,9 +150,7 @@ def _count_trace(function: "Any") -> None:
 
 def _count_step(stepper: "Any") -> None:
     """stepper: a function or an optimizer."""
-    if not state.is_published:
-        state.is_published = True
-        clock.publish(f"TensorFlow {getattr(sys.modules.get('tensorflow'), '__version__', '')}".rstrip())
+    clock.publish(f"TensorFlow {getattr(sys.modules.get('tensorflow'), '__version__', '')}".rstrip())
     clock.count_optimizer_step(stepper, None)
 
 
@@ -204,24 +214,10 @@ def _patch_apply(cls: "Any", name: str) -> None:
     setattr(cls, name, apply)
 
 
-def wrap_fit(original: "Any") -> "Any":
-    """Keras' `fit`: its waits and steps are timed by `keras_loop.py`."""
-
-    @wraps(original)
-    def fit(*args: "Any", **kwargs: "Any") -> "Any":
-        was_in_fit, state.in_fit = state.in_fit, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            state.in_fit = was_in_fit
-
-    return fit
-
-
 class ProfilerSampler:
     """The fraction of a step that waits for its input, where the step fetches its batches inside its graph and Python
     cannot time it. So a few steps run under TensorFlow's profiler, in the first minute several times, then once a
-    minute, and the trace is written next to the state file for the watcher (`stoker/watch/tensorflow_trace.py`). At
+    minute, and the trace is written next to the state file for the watcher (`stoker/watch/hook_reader.py`). At
     other times the profiler is off, and a profiler session of the user has priority. In the training thread."""
 
     def __init__(self) -> None:
@@ -310,3 +306,88 @@ def run_graph_step(owner: "Any", call: "Any", steps: int = 1) -> "Any":
     clock.values[BATCHES] += steps
     clock.count_optimizer_step(owner, None, steps)
     return result
+
+
+def patch_epoch_iterator(module: "Any") -> None:
+    """keras.src.trainers.epoch_iterator: `__next__` returns a list of batches, one per step."""
+    iterator_class = module.EpochIterator
+    original_next = iterator_class.__next__
+
+    def __next__(self: "Any") -> "Any":
+        if not clock.is_outside_phases() or "keras.src.backend.torch.trainer" not in sys.modules:
+            return original_next(self)
+        return timed_next(self, original_next, lambda batches: sum(map(count_images, batches[-1])))
+
+    iterator_class.__next__ = __next__
+
+
+def patch_torch_trainer(module: "Any") -> None:
+    trainer = module.TorchTrainer
+    patch_timed(module, "eval", "TorchTrainer.evaluate", "TorchTrainer.predict")
+    clock.publish(_framework_name("torch"))
+
+    def wrap_step(self: "Any", step: "Any") -> "Any":
+        @wraps(step)
+        def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
+            result = step(*args, **kwargs)
+            clock.count_optimizer_step(self, None)
+            return result
+
+        return wrapper
+
+    _patch_train_function(trainer, wrap_step)
+
+
+def wrap_fit(original: "Any") -> "Any":
+    """Keras' `fit`, in which other calls than its steps are not timed."""
+
+    @wraps(original)
+    def fit(*args: "Any", **kwargs: "Any") -> "Any":
+        was_in_fit, state.in_fit = state.in_fit, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            state.in_fit = was_in_fit
+
+    return fit
+
+
+def patch_tensorflow_trainer(module: "Any") -> None:
+    trainer = module.TensorFlowTrainer
+    patch_timed(module, "eval", "TensorFlowTrainer.evaluate", "TensorFlowTrainer.predict")
+    clock.publish(_framework_name("tensorflow"))
+    trainer.fit = wrap_fit(trainer.fit)
+
+    def wrap_step(self: "Any", step: "Any") -> "Any":
+        def train_function(*args: "Any", **kwargs: "Any") -> "Any":
+            # `train_on_batch` has its batch already: its step is timed as that of any `tf.function`
+            if not state.in_fit or not clock.is_outside_phases():
+                return step(*args, **kwargs)
+            steps = int(getattr(self, "steps_per_execution", 1) or 1)
+            return run_graph_step(self, lambda: step(*args, **kwargs), steps)
+
+        return train_function
+
+    _patch_train_function(trainer, wrap_step)
+
+
+def _patch_train_function(trainer: "Any", wrap: "Any") -> None:
+    """Wraps each model's train_function when it is created."""
+    original = trainer.make_train_function
+
+    @wraps(original)
+    def make_train_function(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+        result = original(self, *args, **kwargs)
+        function = self.train_function
+        if function is not None and not hasattr(function, SOURCE_ATTR):
+            wrapped = wrap(self, function)
+            setattr(wrapped, SOURCE_ATTR, True)
+            self.train_function = wrapped
+        return result
+
+    trainer.make_train_function = make_train_function
+
+
+def _framework_name(backend: str) -> str:
+    version = getattr(sys.modules.get("keras.src.version"), "__version__", "")
+    return f"Keras {version} on {backend}"

@@ -17,21 +17,16 @@ from .clock import (
     DEVICE_COMM,
     RANK,
     SYNCS,
-    WORLD,
     clock,
     patch_timed,
     timed_next,
 )
-from .failures import report_failure
 from .instruments import patch_collectives as time_collectives
 from .instruments import time_compilations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
-MAX_PENDING = 256
-"""Pairs of events that are not complete; if the device lags by more, its time is not measured."""
 
 
 def _report_torch_version() -> None:
@@ -117,44 +112,6 @@ def patch_modules(module: "Any") -> None:
     cls.eval = eval
 
 
-def patch_no_grad(module: "Any") -> None:
-    """torch.autograd.grad_mode: a long block without gradients between two steps is an evaluation."""
-    for name in ("no_grad", "inference_mode"):
-        _patch_no_grad_class(getattr(module, name))
-
-
-def _patch_no_grad_class(cls: "Any") -> None:
-    original_enter, original_exit = cls.__enter__, cls.__exit__
-
-    def __enter__(self: "Any") -> "Any":
-        self._stoker_begun = clock.begin_no_grad()
-        return original_enter(self)
-
-    def __exit__(self: "Any", *error: "Any") -> "Any":
-        result = original_exit(self, *error)
-        begun = getattr(self, "_stoker_begun", None)
-        if begun is not None:
-            clock.end_no_grad(begun)
-        return result
-
-    # torch.jit.script compiles this class from the source of its methods: that of the original
-    __enter__.__wrapped__, __exit__.__wrapped__ = original_enter, original_exit  # type: ignore[attr-defined]
-    cls.__enter__, cls.__exit__ = __enter__, __exit__
-
-
-def patch_serialization(module: "Any") -> None:
-    """torch.serialization, and what saves without it: a state that is pickled into a file, and files that are brought
-    to the disk by the training thread."""
-    import os
-    import pickle
-
-    patch_timed(module, "checkpoint", "save")
-    patch_timed(pickle, "checkpoint", "dump")
-    for name in ("fsync", "fdatasync"):
-        if hasattr(os, name):  # Windows and macOS have no fdatasync
-            patch_timed(os, "checkpoint", name)
-
-
 def patch_transformers(module: "Any") -> None:
     patch_timed(module, "checkpoint", "Trainer._save_checkpoint")
     patch_timed(module, "eval", "Trainer.evaluate")
@@ -190,10 +147,9 @@ def patch_collectives(module: "Any") -> None:
     def init_process_group(*args: "Any", **kwargs: "Any") -> "Any":
         result = original(*args, **kwargs)
         try:
-            clock.values[WORLD] = float(module.get_world_size())
             if clock.values[RANK] < 0:  # else the rank within this machine is known already
                 clock.values[RANK] = float(module.get_rank())
-            if clock.values[WORLD] > 1 and not patches:
+            if module.get_world_size() > 1 and not patches:
                 patches.extend(time_collectives(lambda: clock.begin(COMM), clock.is_outside_phases, _begin_exchange))
         except Exception as error:  # noqa: BLE001
             clock.disable("init_process_group", error)
@@ -263,11 +219,7 @@ class DeviceEvents:
         return event
 
     def _add_interval(self, slot: int, start: "Any") -> None:
-        if len(self._pending) < MAX_PENDING:
-            self._pending.append((slot, start, self._record()))
-        else:
-            self._free_events.append(start)
-            report_failure("events", RuntimeError("the device lags too far behind: a part of its time is not measured"))
+        self._pending.append((slot, start, self._record()))
 
     def _resolve(self) -> None:
         while self._pending and self._pending[0][2].query():

@@ -1,24 +1,33 @@
-"""Observes torch while a training loop runs: its device's clock, compilation, saving, waits for other ranks.
+"""Observes torch while a training loop runs: its device's clock, compilation, saving, waits for other ranks, and the
+values that the loop logs.
 
 torch is never imported here: a loop without it is measured by the host's clock alone. Each step checks again, since a
 script may import torch, choose its GPU and join its process group at any time. Nothing here uses a GPU that the loop
-does not use: that would take GPU memory.
+does not use: that would take GPU memory. The host never waits for a logged tensor: those of a window are sent to the
+host together, asynchronously, and read when the next window is written. So the loss of a GPU is in the line after the
+window that it belongs to.
 """
 
+import math
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
+from stoker.errors import UsageError
 from stoker.profiling.hook.stoker_hook.instruments import Patch, patch_collectives, time_compilations, timed
 from stoker.profiling.ledger import Ledger
 
 if TYPE_CHECKING:
-    from stoker.hardware.device import Device
+    from stoker.hardware.device import Device, ReadyEvent, SideStream
+
+LR_KEY, GRAD_NORM_KEY = "lr", "grad_norm"
+_RECORD_NAMES = {"loss": "total"}
+"""Name in `Measure.log` → name in the records, where they differ."""
 
 
 class LazyDeviceClock:
@@ -41,9 +50,6 @@ class LazyDeviceClock:
     def resolve(self, event: Any) -> float | None:
         time_s: float | None = self._device.resolve(event)
         return time_s
-
-    def drop(self, event: Any) -> None:
-        self._device.drop(event)
 
 
 class TorchHooks:
@@ -156,3 +162,92 @@ class TorchHooks:
         self._device_pending = False
         self.device = Device(device)
         self._clock.use_device(self.device)
+
+
+class ScalarSummary(NamedTuple):
+    """losses: means over the finite values; lr: the newest; not_finite: the first loss that was not finite, the first
+    time."""
+
+    losses: dict[str, float]
+    lr: float | None
+    grad_norm: float | None
+    not_finite: str | None
+
+
+class ScalarLogger:
+    """The values of `Measure.log` since the last window. Numbers and CPU tensors are added up at once; device tensors
+    are copied on the device, so that the loop may change them."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._lr: float | None = None
+        self._not_finite: str | None = None
+        self._is_reported = False
+        self._stream: SideStream | None = None
+        self._device_values: dict[str, list[Any]] = {}
+        self._pending_copy: tuple[list[str], list[Any], ReadyEvent] | None = None
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Raises UsageError for a value that is neither a number nor a tensor of one number."""
+        for key, value in values.items():
+            name = _RECORD_NAMES.get(key, key)
+            if value is None:
+                continue
+            try:
+                if getattr(getattr(value, "device", None), "type", "cpu") != "cpu" and hasattr(value, "detach"):
+                    self._device_values.setdefault(name, []).append(value.detach().reshape(()).clone())
+                else:
+                    self._add_value(name, float(value.detach() if hasattr(value, "detach") else value))
+            except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
+                needed = "a number, or a tensor of one number"
+                raise UsageError(f"m.log({key}=…) needs {needed}; it is a {type(value).__name__}.") from error
+
+    def take(self, device: "Device | None", *, wait: bool = False) -> ScalarSummary:
+        """Returns the values on the host and starts the copies of the others. wait: for the copies."""
+        self._read_copies(wait=wait)
+        if device is None:  # not known yet, or not used by torch: keep only the newest values
+            self._device_values = {name: values[-1:] for name, values in self._device_values.items()}
+        elif self._device_values and self._pending_copy is None:
+            self._start_copy(device)
+            if wait:
+                self._read_copies(wait=True)
+        means = {name: total / count for name, (total, count) in self._sums.items()}
+        summary = ScalarSummary(
+            losses=means, lr=self._lr, grad_norm=means.pop(GRAD_NORM_KEY, None), not_finite=self._not_finite
+        )
+        self._sums, self._lr, self._not_finite = {}, None, None
+        return summary
+
+    def _add_value(self, name: str, value: float) -> None:
+        if name == LR_KEY:
+            self._lr = value
+        elif math.isfinite(value):
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + value, count + 1)
+        elif name != GRAD_NORM_KEY and not self._is_reported:  # with a loss scaler, a gradient may be infinite
+            self._is_reported = True
+            self._not_finite = f"{'loss' if name == 'total' else name} is {value}"
+
+    def _start_copy(self, device: "Device") -> None:
+        import torch
+
+        stacked = [
+            torch.stack([value.float().to(device.torch_device) for value in values])
+            for values in self._device_values.values()
+        ]
+        self._stream = self._stream or device.make_stream()  # only one: torch has few streams and reuses them
+        copies, ready = self._stream.to_host(stacked)
+        self._pending_copy = (list(self._device_values), copies, ready)
+        self._device_values = {}
+
+    def _read_copies(self, *, wait: bool) -> None:
+        if self._pending_copy is None:
+            return
+        names, copies, ready = self._pending_copy
+        if wait:
+            ready.synchronize()
+        if ready.done():
+            self._pending_copy = None
+            for name, values in zip(names, copies, strict=True):
+                for value in values.tolist():
+                    self._add_value(name, value)

@@ -2,7 +2,9 @@
 
 It measures and writes records, nothing else: the loop's results, their order, its random numbers and its exceptions do
 not change. If the recording fails, one warning is printed and the loop goes on without records. All calls must come
-from the thread that entered the block. Cost and use: docs/measure.md.
+from the thread that entered the block. `run_writer.py` writes the records and shares the run folder between ranks,
+`torch_hooks.py` observes torch. Cost and use: docs/measure.md. Callbacks for frameworks: `callbacks/`; jobs whose code
+is not changed: `stoker/watch/`.
 """
 
 import atexit
@@ -21,10 +23,9 @@ from stoker.errors import UsageError
 from stoker.monitor.options import MonitoringOptions
 from stoker.profiling.hook.stoker_hook.instruments import count_images
 from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown
-from stoker.profiling.measure.logged_scalars import ScalarLogger
-from stoker.profiling.measure.run_writer import RankRecorder, exit_code_for, script_name
-from stoker.profiling.measure.torch_hooks import LazyDeviceClock, TorchHooks
+from stoker.profiling.run_writer import RankRecorder, exit_code_for
 from stoker.profiling.telemetry.sampler import TelemetrySampler
+from stoker.profiling.torch_hooks import LazyDeviceClock, ScalarLogger, TorchHooks
 from stoker.runs.schemas import StepWindow
 
 WINDOW_S = 1.0
@@ -87,15 +88,11 @@ class Measure:
         self._written_steps = self._written_images = 0
         self._phase_depth = 0
         self._recording = False
-        self._closed = False
+        self.closed = False
         self._thread = 0
         self._window_start_s = 0.0
         self._scalars = ScalarLogger()
         self._telemetry: TelemetrySampler | None = None
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def path(self) -> Path | None:
@@ -112,16 +109,11 @@ class Measure:
                 location=_active.path,
                 fix="leave that block first",
             )
-        if self._closed or self._thread:
+        if self.closed or self._thread:
             raise UsageError("This stoker.measure was used before.", fix="call stoker.measure(…) again")
         start_s = time.perf_counter()
         self._writer = RankRecorder(
-            self._run,
-            self._name or script_name(),
-            self._price_per_device_hour,
-            self._first_step,
-            _num_entered,
-            self._monitor,
+            self._run, self._name, self._price_per_device_hour, self._first_step, _num_entered, self._monitor
         )
         _num_entered += 1
         self.step_count = self._writer.step
@@ -168,7 +160,7 @@ class Measure:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The thread is in phase `name` (one of `stoker.profiling.measure.measure.PHASES`: "eval", "checkpoint",
+        """The thread is in phase `name` (one of `stoker.profiling.measure.PHASES`: "eval", "checkpoint",
         "sync" …) until the block ends. The innermost phase counts. Raises UsageError for other names."""
         self._check_inside_block("m.phase()")
         if name not in PHASES:
@@ -191,14 +183,16 @@ class Measure:
 
     def log(self, **values: Any) -> None:
         """Logs losses and other values, as numbers or tensors of one number; `lr` and `grad_norm` have records of their
-        own. A line of steps.jsonl has the means. The host never waits for a device tensor (`logged_scalars.py`). Raises
+        own. A line of steps.jsonl has the means. The host never waits for a device tensor (`torch_hooks.py`). Raises
         UsageError for a value that is not a number."""
         self._check_inside_block("m.log()")
         if self._recording:
             self._scalars.add(values)
 
     def count_batch(self, batch: Any) -> None:
-        """Counts the images of a batch that did not come through `data`."""
+        """Counts the images of a batch; those of another phase than training do not count."""
+        if self._phase_depth or not self._recording:
+            return
         if self._num_images is None:
             count = count_images(batch) or None
         else:
@@ -208,6 +202,14 @@ class Measure:
             text = "images are not counted: the batch has no tensor, array or list whose length is their number"
             self._writer.event("info", f"{text}; pass `num_images=`")
         self._pending_images += count or 0
+        self._write_if_due()
+
+    def report_workers(self, batches: Any) -> None:
+        """Records how many processes load the data, if the iterable knows that (a DataLoader)."""
+        workers = getattr(batches, "num_workers", None)
+        if isinstance(workers, int) and self._recording and not (self._phase_depth or self._workers_reported):
+            self._workers_reported = True
+            self._writer.event("info", f"the loop's loader has {workers} worker processes", workers=workers)
 
     def attribute(self, name: str, start_s: float, end_s: float) -> None:
         """The thread was in a phase from start_s to end_s (`time.perf_counter`), which is known only afterwards."""
@@ -218,9 +220,9 @@ class Measure:
     def close(self, error: BaseException | None = None) -> None:
         """The same as leaving the block; for callbacks of frameworks. error: what ended the loop."""
         global _active
-        if self._closed or not self._thread or _active is not self:  # the last: in a forked process
+        if self.closed or not self._thread or _active is not self:  # the last: in a forked process
             return
-        self._closed = True
+        self.closed = True
         _active = None
         atexit.unregister(self._close_at_exit)
         if isinstance(error, SystemExit) and error.code in (None, 0):
@@ -241,19 +243,6 @@ class Measure:
             return contextlib.nullcontext()
         return self._ledger.phase("input_wait")
 
-    def batch_ready(self, batch: Any) -> None:
-        """A batch has arrived: counts its images."""
-        if not self._phase_depth and self._recording:
-            self.count_batch(batch)
-            self._write_if_due()
-
-    def report_workers(self, batches: Any) -> None:
-        """Records how many processes load the data, if the iterable knows that (a DataLoader)."""
-        workers = getattr(batches, "num_workers", None)
-        if isinstance(workers, int) and self._recording and not (self._phase_depth or self._workers_reported):
-            self._workers_reported = True
-            self._writer.event("info", f"the loop's loader has {workers} worker processes", workers=workers)
-
     @contextlib.contextmanager
     def _step_block(self, *, steps: int, num_images: int | None) -> Iterator[None]:
         self._check_inside_block("m.step()")
@@ -268,7 +257,7 @@ class Measure:
             self.count_steps(steps, num_images=num_images)
 
     def _check_inside_block(self, method: str) -> None:
-        if not self._thread or self._closed:
+        if not self._thread or self.closed:
             raise UsageError(f"{method} was called outside of its block.", fix="with stoker.measure(…) as m: …")
         if threading.get_ident() != self._thread:
             text = f"{method} was called in another thread than the one that entered stoker.measure."
@@ -292,8 +281,8 @@ class Measure:
 
     def _write(self, breakdown: TimeBreakdown | None, *, wait: bool = False) -> None:
         scalars = self._scalars.take(self._torch_hooks.device, wait=wait)
-        for name, text in scalars.warnings.items():
-            self._writer.event("warning", text, step=self.step_count, **{name: text})
+        if scalars.not_finite is not None:
+            self._writer.event("warning", scalars.not_finite, step=self.step_count, not_finite=scalars.not_finite)
         if breakdown is None or breakdown.wall_s <= 0:
             return
         window = StepWindow(
@@ -365,7 +354,7 @@ class TimedBatches(Generic[Batch]):
                     batch = next(iterator)
                 except StopIteration:
                     return
-            measure.batch_ready(batch)
+            measure.count_batch(batch)
             yield batch
 
 

@@ -1,12 +1,11 @@
 """Profiler windows as arithmetic: constructed records, the same course second by second."""
 
 import itertools
-import json
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.profiling.kernels import MAX_NAME_LENGTH, Kind, TraceEvent, summarize_window
+from stoker.profiling.trace import Kind, TraceEvent, summarize_window
 from stoker.runs.schemas import TraceWindow
 
 
@@ -14,8 +13,8 @@ def course(*rows: tuple[Kind, str, float, float] | tuple[Kind, str, float, float
     return [TraceEvent(*row) for row in rows]
 
 
-def line(moments: list[TraceEvent], since_s: float = 0.0) -> TraceWindow:
-    found = summarize_window(moments, issue_start_s=since_s, unix_time_zero=1000.0, attempt=1, step=54, steps=4)
+def line(moments: list[TraceEvent]) -> TraceWindow:
+    found = summarize_window(moments, unix_time_zero=1000.0, attempt=1, step=54, steps=4)
     assert found is not None
     return found
 
@@ -33,9 +32,6 @@ def test_busy_is_the_union_of_kernels_and_copies_and_each_has_what_it_does_alone
     assert (found.wall_s, found.busy_s) == (15, 13)
     assert (found.copy_s, found.comm_s) == (2, 4)
     assert (found.launches, found.kernel_median_s) == (4, 4)
-    assert [(share.name, share.count, share.total_s) for share in found.kernels][:2] == [
-        ("conv", 2, 8), ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1, 5),
-    ]  # fmt: skip
     assert [(gap.duration_s, gap.host_op) for gap in found.gaps] == [(2, "")]
 
 
@@ -50,11 +46,11 @@ def test_the_window_begins_where_the_device_ends_what_was_issued_before_it() -> 
     assert [gap.duration_s for gap in found.gaps] == [2]
 
 
-def test_a_gap_names_what_the_host_was_in_for_most_of_it() -> None:
+def test_a_gap_names_what_the_host_was_in_at_its_middle() -> None:
     found = line(
         course(
             ("kernel", "a", 0, 1), ("kernel", "b", 11, 1), ("kernel", "c", 16, 1), ("kernel", "d", 19, 1),
-            ("op", "aten::item", 0, 10), ("call", "cudaStreamSynchronize", 2, 8),  # innermost, 8 of 10 seconds
+            ("op", "aten::item", 0, 10), ("call", "cudaStreamSynchronize", 2, 8),  # innermost
             ("op", "aten::add", 13, 1),  # one of four: the rest is Python
             ("op", "aten::index", 17, 2),
         )
@@ -78,15 +74,13 @@ def test_tensor_cores_are_known_by_the_names_of_their_kernels() -> None:
 
 def test_without_work_of_the_device_there_is_no_line() -> None:
     host = course(("op", "aten::conv2d", 0, 3))
-    assert summarize_window(host, issue_start_s=0, unix_time_zero=1, attempt=1, step=4, steps=4) is None
+    assert summarize_window(host, unix_time_zero=1, attempt=1, step=4, steps=4) is None
 
 
 def test_a_line_stays_short() -> None:
     moments = [TraceEvent("kernel", "void " + "x" * 500 + str(n % 50), 2 * n, 1) for n in range(5_000)]
     found = line(moments)
-    assert (len(found.kernels), len(found.gaps), found.launches) == (10, 10, 5_000)
-    assert max(len(share.name) for share in found.kernels) == MAX_NAME_LENGTH
-    assert len(json.dumps([share.name for share in found.kernels])) < 3_000
+    assert (len(found.gaps), found.launches) == (10, 5_000)
 
 
 names = st.sampled_from(["conv", "ncclDevKernel_AllReduce", "Memcpy HtoD"])

@@ -14,26 +14,19 @@ import signal
 import sys
 import time
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import StokerError, UsageError, writing
+from stoker.errors import StokerError, writing
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
 from stoker.profiling.telemetry.environment import describe_loop
-from stoker.runs.records import (
-    EVENTS,
-    RANKS,
-    STEPS,
-    RunFolder,
-    make_run,
-    read_lines,
-    recording,
-)
+from stoker.runs.records import EVENTS, RANKS, STEPS, RunFolder, make_run, read_lines, recording
 from stoker.runs.schemas import Event, StepWindow
 
 RUNS_DIR = Path("runs")
-_FIX = 'give another folder: stoker.measure("runs/NAME")'
+_FIX = 'give another folder: stoker.measure("runs/NAME"); of several ranks, enter it after init_process_group'
 _MAX_PENDING_WINDOWS = 3600
 """Windows that are kept while the folder is not known: at least an hour."""
 _JOIN_TIMEOUT_S = 5.0
@@ -61,7 +54,7 @@ class RankRecorder:
     def __init__(
         self,
         run: Path | None,
-        name_prefix: str,
+        name: str | None,
         price_per_device_hour: float | None,
         first_step: int | None,
         loop_index: int,
@@ -74,12 +67,12 @@ class RankRecorder:
         self.lock: int | None = None
         self._key = f"stoker/measure/{loop_index}"
         self._published = self.world_size == 1
-        self._pending_windows: list[StepWindow] = []
+        self._pending_windows: deque[StepWindow] = deque(maxlen=_MAX_PENDING_WINDOWS)
         self._warned = False
         self._stack = contextlib.ExitStack()
         if self.rank == 0:
             monitor.validate()
-            folder = self._open(run, name_prefix, price_per_device_hour, first_step)
+            folder = self._open(run, name or _script_name(), price_per_device_hour, first_step)
             stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
             try:
                 self._stack.enter_context(monitoring(folder, monitor, stop=stop))
@@ -94,7 +87,7 @@ class RankRecorder:
     def write(self, window: StepWindow) -> None:
         self._share_run_dir()
         if self.folder is None:
-            self._pending_windows = [*self._pending_windows[1 - _MAX_PENDING_WINDOWS :], window]
+            self._pending_windows.append(window)
             return
         window.attempt = self.folder.attempt
         self.folder.append(self._steps_file(), window)
@@ -110,12 +103,7 @@ class RankRecorder:
         """The last event. error: the text of the exception that ended the loop; None: it finished."""
         self._share_run_dir()
         deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
-        while (
-            self.folder is None
-            and error is None
-            and time.monotonic() < deadline_s
-            and _process_group_store() is not None
-        ):
+        while self.folder is None and error is None and time.monotonic() < deadline_s and _process_group_store():
             time.sleep(0.05)
             self._share_run_dir()
         if self.folder is None:
@@ -154,23 +142,17 @@ class RankRecorder:
         self.lock = None
 
     def _open(
-        self, run: Path | None, name_prefix: str, price_per_device_hour: float | None, first_step: int | None
+        self, run: Path | None, name: str, price_per_device_hour: float | None, first_step: int | None
     ) -> RunFolder:
         if run is None:
             with writing("The run folder cannot be created.", RUNS_DIR, fix=_FIX):
-                run = make_run(RUNS_DIR, name_prefix)
+                run = make_run(RUNS_DIR, name)
         options = {"measured": True, "ranks": self.world_size} | (
             {} if price_per_device_hour is None else {"price_per_device_hour": price_per_device_hour}
         )
         environment = describe_loop(dirs={"run": run})
-        try:
-            recorder = recording(run, environment, " ".join(environment["argv"]), fix=_FIX, **options)
-            self.folder, self.lock = self._stack.enter_context(recorder)
-        except UsageError as error:
-            if self.world_size == 1 and "Another job" in error.what:
-                error.cause = "a second process measures there, or a rank whose number is not known yet"
-                error.fix = f"{_FIX}; or enter the block after init_process_group"
-            raise
+        recorder = recording(run, environment, " ".join(environment["argv"]), fix=_FIX, **options)
+        self.folder, self.lock = self._stack.enter_context(recorder)
         recorded_steps = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
         if first_step is None:
             self.step = recorded_steps
@@ -201,9 +183,8 @@ class RankRecorder:
         self.folder = RunFolder(path, shared["attempt"])
         self._stack.callback(self.folder.close)
         self.redo_until_step = shared["redo_until"]
-        for window in self._pending_windows:
-            self.write(window)
-        self._pending_windows = []
+        while self._pending_windows:
+            self.write(self._pending_windows.popleft())
 
     def _steps_file(self) -> str:
         return STEPS if self.rank == 0 else f"{RANKS}/{self.rank:04d}/{STEPS}"
@@ -230,12 +211,8 @@ def exit_code_for(error: BaseException | None) -> int:
     return 0 if error is None else 1
 
 
-def script_name() -> str:
+def _script_name() -> str:
     """The name of the running script or module; "loop" if there is none (a notebook, `python -c`)."""
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    path = Path(getattr(main, "__file__", None) or "")
+    path = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
     name = path.parent.name if path.stem == "__main__" else path.stem
-    if spec is not None:
-        name = spec.name.removesuffix(".__main__").rpartition(".")[2]
     return "".join(c if c.isalnum() or c in "._" else "_" for c in name) or "loop"
