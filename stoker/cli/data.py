@@ -370,7 +370,7 @@ def pack(
     settings = from_fields({**fields, "val_fraction": val_fraction, "train": train, "val": val, "splits": splits}).data
     index = open_index_of(settings)
     if on == "ray":
-        from stoker.launching.ray_pack import on_ray
+        from stoker.launching.ray_cluster import on_ray
 
         run_shards = on_ray(settings, address)
     else:

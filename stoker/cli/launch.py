@@ -47,8 +47,8 @@ def launch(
     dry_run
         Print exactly what would be submitted.
     """
+    from stoker.launching.jobs import submit
     from stoker.launching.request import check_launch, make_spec
-    from stoker.launching.submit import submit
 
     if where is None:
         raise UsageError("Where should it be launched?", choices=PLACES, fix="stoker launch local demo")
@@ -120,8 +120,8 @@ def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f
 @launch_app.command(sort_key=3)
 def cancel(run: Run, /) -> None:
     """Asks the newest job of a run to save and end, for good, and waits until it has. The run can be continued."""
+    from stoker.launching.jobs import cancel as cancel_job
     from stoker.launching.jobs import last_job
-    from stoker.launching.submit import cancel as cancel_job
 
     job = last_job(run)
     state = cancel_job(job)
@@ -153,7 +153,6 @@ def advise(
         Print it as JSON.
     """
     from stoker.launching import advise as launch_advise
-    from stoker.launching import submit
 
     by_s = None if by is None else parse_time_s(by, "--by")
     advice = launch_advise.advise(run, by_s=by_s, price_per_device_hour=price_per_device_hour)
@@ -162,5 +161,5 @@ def advise(
     else:
         launch_advise.print_advice(advice)
     if apply:
-        change, job = submit.apply(advice)
+        change, job = launch_advise.apply(advice)
         print_text(f"applied: {change.title}: {job.place} job {job.id}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """What is known about the world, as TOML files: a row more is a change of data. `read_toml` reads one of them; the
 schema and the code that uses it are where it is needed. No rules and no computations here.
 
-assumptions.toml: what `stoker plan` assumes (`planning/estimate.py`, `planning/roofline.py`).
+assumptions.toml: what `stoker plan` assumes (`planning/duration.py`, `planning/predict.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
@@ -10,11 +10,11 @@ endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`cli/flag_names.py`).
 frames.toml: functions of frameworks in stacks (`watch/frames.py`).
-gpus.toml: peaks of GPUs, by data sheets (`planning/accelerators.py`).
+gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
 links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
     (`hardware/prices.py`).
-mig.toml: MIG slices of GPUs (`launching/containers.py`).
+mig.toml: MIG slices of GPUs (`launching/request.py`).
 models.toml: detector architectures (`config/architectures.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).

@@ -3,7 +3,7 @@
 `advise` reads a run folder and asks each rule for a change; at most three are returned, the cheapest image first. All
 figures are of training time: without startup, compilation, evaluation and checkpoints. Not here: why time is lost
 (`stoker/diagnosis/`), advice without figures after any run (`report/sizing.py`, whose thresholds hold here, too), and
-plans without a run (`planning/plan.py`). Nothing is changed.
+plans without a run (`planning/plan.py`). `apply` ends the job and submits it again with the best change.
 
 Assumed of a change: a device works as long on each image. The loader delivers as before, and in proportion to the
 vCPUs of another machine. A device of another kind is faster by the smaller of the ratios of peak arithmetic and memory
@@ -23,14 +23,12 @@ from rich.console import RenderableType
 
 from stoker.config.durations import parse_duration
 from stoker.diagnosis.reader import read_run
-from stoker.diagnosis.run_data import RunRecords
 from stoker.errors import UsageError
 from stoker.findings.finding import Evidence, Finding
-from stoker.launching.containers import MIG_SLICES
-from stoker.launching.jobs import read_jobs
-from stoker.launching.spec import Job
-from stoker.planning.accelerators import GPUS, Accelerator, identify
-from stoker.planning.machines import Machine, listed_machines
+from stoker.launching.jobs import CANCEL_WAIT_S, cancel, last_job, read_jobs, submit
+from stoker.launching.request import MIG_SLICES, check_launch, make_spec
+from stoker.launching.spec import Job, LaunchRequest, PlaceOptions, open_place
+from stoker.planning.machines import GPUS, Accelerator, Machine, identify, listed_machines
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.environment import gpu_names, read_environment
@@ -53,8 +51,8 @@ from stoker.runs import records
 MIN_TRAINING_S = 60.0
 """Training time below which nothing is advised: a minute, in which the loader has tuned itself and the GPU is warm.
 Heuristic."""
-MAX_SHARED_BUSY = 0.4
-"""GPU busy below which two jobs fit on one GPU: together they stay within the 0.8 that NVIDIA calls effective use."""
+MAX_SMALL_BUSY = 0.4
+"""GPU busy below which a job is too small for its GPU: half of the 0.8 that NVIDIA calls effective use."""
 MIN_SAVING = 0.05
 """A change is worth a restart if an image becomes cheaper, or training faster, by more than this. Heuristic."""
 MAX_CHANGES = 3
@@ -64,6 +62,7 @@ FIRST_EXCHANGE = 0.1
 """Fraction of the time that exchanging gradients is assumed to take where there was one device."""
 PLACES_WITH_MACHINES = ("k8s", "vertex", "gcp-batch")
 PLACES_WITH_SLICES = ("slurm", "k8s")
+PLACES_TO_APPLY = ("slurm", "k8s")
 NOT_TRAINING = frozenset({"startup", "compile", "eval", "checkpoint", "recovery", "idle"})
 
 
@@ -73,14 +72,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     img_per_s: float
     busy: float
-    """Fraction of the training time in which a GPU computes, by its telemetry; of a shared one, for all its jobs."""
+    """Fraction of the training time in which a GPU computes, by its telemetry."""
     price_per_hour: float | None = None
     """Of all its devices."""
     cost_per_epoch: float | None = None
 
 
 class Change(Finding, frozen=True, kw_only=True):
-    """A proposal: fewer_devices, more_devices, other_machine, larger_batch, mig_slice or shared_gpu."""
+    """A proposal: fewer_devices, more_devices, other_machine or mig_slice."""
 
     before: Figures
     after: Figures
@@ -124,7 +123,6 @@ class Measured:
     """Per device and hour."""
     price_source: str
     epoch_images: int | None
-    batch_size: int | None
     time_left_s: float | None
     """Until the end of the training, as it goes on now."""
     by_s: float | None
@@ -151,34 +149,14 @@ class Measured:
     def storage_is_slow(self) -> bool:
         return (self.usage.fetch_fraction or 0.0) >= MIN_FETCH_FRACTION
 
-    def has_cores_for(self, jobs: int) -> bool | None:
-        """Whether so many such jobs leave cores of this machine free; None: not known."""
-        usage = self.usage
-        if usage.cores is None or usage.used_cores is None:
-            return None
-        return jobs * usage.used_cores < CPU_SATURATED_FRACTION * usage.cores
-
     @property
     def is_input_bound(self) -> bool:
         """Whether the devices wait, and no setting of the loader helps: `input_wait` of at least 20 % (highly
         input-bound, TensorFlow Profiler), and all cores busy or the storage slow."""
+        used, cores = self.usage.used_cores, self.usage.cores
+        are_cores_busy = used is not None and cores is not None and used >= CPU_SATURATED_FRACTION * cores
         waits = self.usage.fraction("input_wait") >= INPUT_BOUND_HIGH
-        return waits and (self.has_cores_for(1) is False or self.storage_is_slow)
-
-    @property
-    def has_half_the_memory(self) -> bool:
-        used = self.usage.gpu_memory_fraction
-        return used is not None and used <= MAX_SHARED_MEMORY_FRACTION
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the job is too small for its GPU, and not because it waits for input."""
-        is_alone = self.devices == 1 and not self.usage.mig and self.usage.fraction("input_wait") < INPUT_BOUND_HIGH
-        return is_alone and self.gpu_busy < MAX_SHARED_BUSY and self.has_half_the_memory
-
-    @property
-    def is_late(self) -> bool:
-        return not self.is_in_time(self.img_per_s)
+        return waits and (are_cores_busy or self.storage_is_slow)
 
     def is_in_time(self, img_per_s: float) -> bool:
         """Whether a training at this speed ends before the deadline, if there is one."""
@@ -186,7 +164,11 @@ class Measured:
             return True
         return self.time_left_s * self.img_per_s / img_per_s <= self.by_s
 
-    def figures(self, devices: int, img_per_s: float, busy: float, relative_price: float) -> Figures:
+    @property
+    def is_late(self) -> bool:
+        return not self.is_in_time(self.img_per_s)
+
+    def figures(self, devices: int, img_per_s: float, busy: float, relative_price: float = 1.0) -> Figures:
         """relative_price: of an hour, to that of the run."""
         price = None if self.price is None else self.devices * self.price * relative_price
         cost = None if price is None or self.epoch_images is None else price * self.epoch_images / img_per_s / 3600
@@ -196,7 +178,7 @@ class Measured:
 
     @property
     def now(self) -> Figures:
-        return self.figures(self.devices, self.img_per_s, self.gpu_busy, 1.0)
+        return self.figures(self.devices, self.img_per_s, self.gpu_busy)
 
     def change(
         self,
@@ -230,7 +212,7 @@ class Measured:
         )
 
     def evidence(self, *names: str) -> list[Evidence]:
-        """What was measured, of these: phases, and gpu_busy, cores, memory, loader. What is not known is left out."""
+        """What was measured, of these: phases, and gpu_busy, memory, loader. What is not known is left out."""
         usage, found = self.usage, []
         for name in names:
             value: float | None = usage.fraction(name)
@@ -245,7 +227,7 @@ class Measured:
             elif name == "loader" and self.storage_is_slow:
                 value, source = usage.fetch_fraction, "steps.jsonl: input_wait_stages.fetch"
                 text = f"{fmt.percentage(value)} of this was reading bytes"
-            elif name in ("loader", "cores"):
+            elif name == "loader":
                 value, source = usage.used_cores, "devices.jsonl: process_cpu, cpu_limit_cores"
                 text = f"{usage.used_cores or 0:.1f} of {usage.cores or 0:.3g} cores in use"
             if value is not None:
@@ -260,41 +242,37 @@ def advise(run: str | Path, *, by_s: float | None = None, price_per_device_hour:
     Raises UsageError if the run is too short, used no GPU, or has no telemetry.
     """
     m = _measure(open_records(run), by_s, price_per_device_hour)
-    changes = [change for rule in RULES if (change := rule(m)) is not None and _is_worth(m, change)]
+
+    def is_worth(change: Change) -> bool:
+        """Cheaper without being slower than the deadline allows; or, where the training is late, faster."""
+        if m.is_late:
+            return change.after.img_per_s > (1 + MIN_SAVING) * m.img_per_s
+        return m.is_in_time(change.after.img_per_s) and change.relative_cost < 1 - MIN_SAVING
+
+    changes = [change for rule in RULES if (change := rule(m)) is not None and is_worth(change)]
     changes.sort(key=lambda change: (m.is_late and not m.is_in_time(change.after.img_per_s), change.relative_cost))
-    largest = sorted(m.usage.phase_fractions, key=lambda name: -m.usage.fraction(name))[:2]
+    largest = sorted(m.usage.phase_fractions, key=lambda name: -m.usage.fraction(name))
+    compute = m.usage.fraction("compute")
+    if changes:
+        summary = f"{fmt.plural(len(changes[:MAX_CHANGES]), 'change')}, the best first"
+    elif m.is_late:
+        summary = "no change: none was found with which the training would end before the deadline"
+    elif m.usage.fraction("input_wait") >= INPUT_BOUND_HIGH:
+        summary = "no change of devices: they wait for input, though cores are free; `stoker why` says what would help"
+    elif compute >= MIN_COMPUTE_FRACTION:
+        in_time = "" if m.by_s is None or m.time_left_s is None else ", and the training ends before the deadline"
+        summary = f"no change: the devices compute {fmt.percentage(compute)} of the training time{in_time}"
+    else:
+        name = next((name for name in largest if name != "compute"), "compute")
+        summary = f"no change of devices: most time is lost in {name}, which `stoker why` explains"
     return LaunchAdvice(
         run=str(run),
         now=m.now,
-        evidence=m.evidence(*dict.fromkeys(["compute", *largest]), "gpu_busy"),
+        evidence=m.evidence(*dict.fromkeys(["compute", *largest[:2]]), "gpu_busy"),
         changes=changes[:MAX_CHANGES],
-        summary=_summary(m, len(changes[:MAX_CHANGES])),
+        summary=summary,
         price_source=m.price_source,
     )
-
-
-def _is_worth(m: Measured, change: Change) -> bool:
-    """Cheaper without being slower than the deadline allows; or, where the training is late, faster."""
-    if m.is_late:
-        return change.after.img_per_s > (1 + MIN_SAVING) * m.img_per_s
-    return m.is_in_time(change.after.img_per_s) and change.relative_cost < 1 - MIN_SAVING
-
-
-def _summary(m: Measured, count: int) -> str:
-    if count:
-        return f"{fmt.plural(count, 'change')}, the best first"
-    if m.is_late:
-        return "no change: none was found with which the training would end before the deadline"
-    if m.usage.fraction("input_wait") >= INPUT_BOUND_HIGH:
-        return "no change of devices: they wait for input, though cores are free; `stoker why` says what would help"
-    if (compute := m.usage.fraction("compute")) >= MIN_COMPUTE_FRACTION:
-        left = "" if m.by_s is None or m.time_left_s is None else ", and the training ends before the deadline"
-        return f"no change: the devices compute {fmt.percentage(compute)} of the training time{left}"
-    name = max((name for name in m.usage.phase_fractions if name != "compute"), key=m.usage.fraction, default="compute")
-    return f"no change of devices: most time is lost in {name}, which `stoker why` explains"
-
-
-# Facts
 
 
 def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None) -> Measured:
@@ -311,37 +289,36 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
             fix=f"let it train for {fmt.duration(MIN_TRAINING_S)}; `stoker plan DATA` needs no run",
         )
     names = gpu_names(environment)
-    busy, source = _gpu_busy(run)
-    if busy is None:
+    counters = {"sm_active": run.training.sm_active, "utilization": run.training.utilization}
+    source = next((name for name, mean in counters.items() if mean.count >= MIN_SAMPLES), None)
+    if source is None:
         raise UsageError(
             "The run has too little telemetry of its GPUs." if names else "The run used no GPU.",
             location=path / records.DEVICES,
             cause=f"fewer than {MIN_SAMPLES} lines of training say how busy GPUs were",
             fix="`stoker train` records it where the driver is; `stoker plan DATA` predicts it on GPUs",
         )
-    usage = resource_usage(run, environment)
     price = resolve_price(run.recorded_price, price_per_device_hour, environment)
     run_settings = settings.get("run", {})
-    epoch_images, batch_size, images_left = run.facts.get("num_images"), None, None
-    if isinstance(run_settings.get("batch_size"), int):
-        batch_size = run_settings["batch_size"]
+    epoch_images, images_left = run.facts.get("num_images"), None
+    if isinstance(batch_size := run_settings.get("batch_size"), int):
         length = parse_duration(str(run_settings.get("max_duration", "0min")))
         total = {"steps": length.value * batch_size, "epochs": epoch_images and length.value * epoch_images}
-        if total.get(length.unit) is not None:
-            images_left = max(0.0, total[length.unit] - totals.step * batch_size)
+        if (all_images := total.get(length.unit)) is not None:
+            images_left = max(0.0, all_images - totals.step * batch_size)
     img_per_s = totals.num_images / wall_s
+    fractions = {name: seconds / training_s for name, seconds in phases.items()}
     return Measured(
         run=path,
-        usage=dataclasses.replace(usage, phase_fractions={name: s / training_s for name, s in phases.items()}),
+        usage=dataclasses.replace(resource_usage(run, environment), phase_fractions=fractions),
         on_node=len(names),
         img_per_s=img_per_s,
-        gpu_busy=busy,
+        gpu_busy=counters[source].value or 0.0,
         busy_source=source,
         accelerator=identify(names[0]) if names else None,
         price=None if price is None else (price.low + price.high) / 2,
         price_source="" if price is None else price.source,
         epoch_images=epoch_images,
-        batch_size=batch_size,
         time_left_s=None if images_left is None else images_left / img_per_s,
         by_s=by_s,
         data=str(settings.get("data", {}).get("data", "DATA")),
@@ -350,79 +327,53 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
     )
 
 
-def _gpu_busy(run: RunRecords) -> tuple[float | None, str]:
-    """(mean of SM activity, else of the driver's utilization, over the training; its field)."""
-    for mean, name in ((run.training.sm_active, "sm_active"), (run.training.utilization, "utilization")):
-        if mean.count >= MIN_SAMPLES:
-            return mean.value, name
-    return None, ""
-
-
 # Rules
 
 
-def fewer_devices_for_input(m: Measured) -> Change | None:
-    """As many devices as the loader feeds."""
-    if not m.is_input_bound:
+def fewer_devices(m: Measured) -> Change | None:
+    """As many devices as the loader feeds; or half of them, each with twice the images of a step, where the exchange of
+    gradients takes at least 25 % of the time (`report/sizing.py`), which then is paid for twice the work."""
+    comm = m.usage.fraction("comm")
+    if m.is_input_bound:
+        count, flags = _at_least(m, math.ceil(m.img_per_s / m.device_rate))
+        img_per_s = min(m.img_per_s, count * m.device_rate)
+        reason, evidence, assumption = "the loader feeds no more", "input_wait", "the loader delivers as before"
+    elif comm >= MIN_COMM_FRACTION:
+        count, flags = _at_least(m, m.devices // 2)
+        work, exchange = (1 - comm) * m.devices / count, comm if count > 1 else 0.0
+        img_per_s = m.img_per_s / (work + exchange)
+        reason, evidence = "less of the time is communication", "comm"
+        assumption = "the same batch, an exchange of gradients takes as long"
+    else:
         return None
-    count, flags = _at_least(m, math.ceil(m.img_per_s / m.device_rate))
     if count >= m.devices:
         return None
     return m.change(
         "fewer_devices",
-        f"{fmt.plural(count, 'device')} instead of {m.devices}: the loader feeds no more",
-        m.evidence("input_wait", "loader"),
+        f"{fmt.plural(count, 'device')} instead of {m.devices}: {reason}",
+        m.evidence(evidence, "loader" if m.is_input_bound else "memory"),
         devices=count,
-        img_per_s=min(m.img_per_s, count * m.device_rate),
+        img_per_s=img_per_s,
         flags=flags,
-        assumption="the loader delivers as before",
-    )
-
-
-def fewer_devices_for_communication(m: Measured) -> Change | None:
-    """Half of the devices, each with twice the images of a step: where the exchange of gradients takes at least 25 % of
-    the time (`report/sizing.py`), which then is paid for twice the work."""
-    comm = m.usage.fraction("comm")
-    if m.devices < 2 or comm < MIN_COMM_FRACTION:
-        return None
-    count, flags = _at_least(m, m.devices // 2)
-    work, exchange = (1 - comm) * m.devices / count, comm if count > 1 else 0.0
-    return m.change(
-        "fewer_devices",
-        f"{fmt.plural(count, 'device')} instead of {m.devices}: less of the time is communication",
-        m.evidence("comm", "memory"),
-        devices=count,
-        img_per_s=m.img_per_s / (work + exchange),
-        flags=flags,
-        assumption="the same batch, an exchange of gradients takes as long",
-    )
-
-
-def larger_batch(m: Measured) -> Change | None:
-    """Twice the images per step on the same devices: where the exchange of gradients takes at least 25 % of the time
-    and twice the peak fits the memory. It changes the training: the learning rate follows."""
-    comm = m.usage.fraction("comm")
-    if m.devices < 2 or comm < MIN_COMM_FRACTION or m.batch_size is None or not m.has_half_the_memory:
-        return None
-    return m.change(
-        "larger_batch",
-        f"batches of {2 * m.batch_size} instead of {m.batch_size}: half as many exchanges of gradients",
-        m.evidence("comm", "memory"),
-        img_per_s=m.img_per_s * 2 / (2 * (1 - comm) + comm),
-        flags={"batch-size": str(2 * m.batch_size)},
-        assumption="a new run, whose learning rate follows the batch size",
+        assumption=assumption,
     )
 
 
 def mig_slice(m: Measured) -> Change | None:
-    """The smallest MIG slice that the job fits: its SMs stay below 80 % activity, a tenth of its memory is left."""
-    profiles = [] if m.accelerator is None else [name.split("g.") for name in MIG_SLICES.get(m.accelerator.key, ())]
-    for sms, memory in profiles if m.is_small else ():
-        if memory.endswith("+me"):
-            continue
+    """The smallest MIG slice that a job fits which is too small for its GPU, and not because it waits for input: its
+    SMs stay below 80 % activity, a tenth of its memory is left."""
+    usage = m.usage
+    memory_fraction = 1.0 if usage.gpu_memory_fraction is None else usage.gpu_memory_fraction
+    is_alone = m.devices == 1 and not usage.mig and m.accelerator is not None
+    if not is_alone or m.accelerator is None or usage.fraction("input_wait") >= INPUT_BOUND_HIGH:
+        return None
+    if m.gpu_busy >= MAX_SMALL_BUSY or memory_fraction > MAX_SHARED_MEMORY_FRACTION:
+        return None
+    profiles = [name.split("g.") for name in MIG_SLICES.get(m.accelerator.key, ()) if not name.endswith("+me")]
+    for sms, memory in profiles:
         all_sms, all_memory_gb = int(profiles[-1][0]), int(profiles[-1][1].removesuffix("gb"))
         sm_part, memory_part = int(sms) / all_sms, int(memory.removesuffix("gb")) / all_memory_gb
-        if m.gpu_busy > SM_ACTIVE_HIGH * sm_part or (m.usage.gpu_memory_fraction or 0.0) > 0.9 * memory_part:
+        if m.gpu_busy > SM_ACTIVE_HIGH * sm_part or memory_fraction > 0.9 * memory_part:
             continue
         count = min(all_sms // int(sms), round(1 / memory_part))
         return m.change(
@@ -436,22 +387,6 @@ def mig_slice(m: Measured) -> Change | None:
             relative_price=1 / count,
         )
     return None
-
-
-def shared_gpu(m: Measured) -> Change | None:
-    """Two such jobs on one GPU, with MPS where the driver has it, if there are cores for both loaders."""
-    if not m.is_small or not m.has_cores_for(2):
-        return None
-    return m.change(
-        "shared_gpu",
-        "two such jobs on one GPU, with MPS (`nvidia-cuda-mps-control -d` on the machine)",
-        m.evidence("gpu_busy", "memory", "cores"),
-        img_per_s=m.img_per_s,
-        device_speed=0.5,
-        flags={"env": "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50"},
-        assumption="per job; a second one shares the price",
-        relative_price=0.5,
-    )
 
 
 def more_devices(m: Measured) -> Change | None:
@@ -513,17 +448,14 @@ def other_machine(m: Measured) -> Change | None:
     )
 
 
-RULES: tuple[Callable[[Measured], Change | None], ...] = (
-    fewer_devices_for_input, other_machine, fewer_devices_for_communication, larger_batch, mig_slice, shared_gpu,
-    more_devices,
-)  # fmt: skip
+RULES: tuple[Callable[[Measured], Change | None], ...] = (fewer_devices, other_machine, mig_slice, more_devices)
 
 
 def _at_least(m: Measured, count: int) -> tuple[int, dict[str, str]]:
     """(at least `count` devices, flags): as many on each node, no more than a node of the run had."""
     has_nodes = m.devices > m.on_node
-    nodes = math.ceil(count / (m.on_node if has_nodes else DEVICES_PER_NODE))
-    on_each = math.ceil(count / nodes)
+    nodes = max(1, math.ceil(count / (m.on_node if has_nodes else DEVICES_PER_NODE)))
+    on_each = max(1, math.ceil(count / nodes))
     return nodes * on_each, {"devices": str(on_each)} | ({"nodes": str(nodes)} if nodes > 1 or has_nodes else {})
 
 
@@ -534,20 +466,20 @@ def _speed(old: Accelerator, new: Accelerator) -> float:
 
 
 def _command(m: Measured, flags: dict[str, str]) -> str:
-    """Continues the run with other devices; other settings of the training need a new run. At the run's place where it
-    has such devices, else at one that has, else `stoker train` on the machine itself. The values of --env are the
-    user's to repeat: launch.json does not keep them."""
+    """Continues the run with other devices. At the run's place where it has such devices, else at one that has, else
+    `stoker train` on the machine itself. The values of --env are the user's to repeat: launch.json does not keep
+    them."""
     place: str | None = m.place
     if "machine-type" in flags and place not in PLACES_WITH_MACHINES:
         place = "gcp-batch" if listed_machines()[flags["machine-type"]].cloud == "GCP" else None
     if "gpu" in flags and place not in PLACES_WITH_SLICES:
         place = None
-    target = [m.data] if m.is_finished or "batch-size" in flags else ["--resume", str(m.run)]
     options: dict[str, Any] = {}
     if m.job is not None and place == m.place:
         asked = {name: value for name, value in m.job.request.items() if name not in ("run_dir", "resume", "env")}
         options = {name.replace("_", "-"): value for name, value in (asked | m.job.options).items()}
-    words = ["stoker", "train", *target] if place is None else ["stoker", "launch", place, *target]
+    words = ["stoker", "train"] if place is None else ["stoker", "launch", place]
+    words += [m.data] if m.is_finished else ["--resume", str(m.run)]
     for name, value in (options | flags).items() if place is not None else ():
         for one in value if isinstance(value, list) else [value]:
             words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
@@ -558,7 +490,47 @@ def _command(m: Measured, flags: dict[str, str]) -> str:
     return f"stoker launch cancel {shlex.quote(str(m.run))} && {text}" if must_stop else text
 
 
-# Terminal
+def apply(advice: LaunchAdvice) -> tuple[Change, Job]:
+    """Ends the newest job of a run and submits it again, at its place, with the best proposal. Returns the proposal and
+    the new job. Everything is checked before the old job is asked to end.
+
+    Raises UsageError if there is no proposal, or the place is not one of PLACES_TO_APPLY.
+    """
+    old = last_job(advice.run)
+    if old.place not in PLACES_TO_APPLY:
+        raise UsageError(
+            f"--apply is not possible at {old.place}.",
+            location=advice.run,
+            choices=PLACES_TO_APPLY,
+            fix="the proposals have commands that do the same by hand",
+        )
+    possible = (change for change in advice.changes if old.place != "slurm" or "machine-type" not in change.flags)
+    change = next(possible, None)
+    if change is None:
+        cause = "Slurm has no machine types: name a partition" if advice.changes else advice.summary
+        raise UsageError("No proposal can be applied.", location=advice.run, cause=cause)
+    if names := old.request.get("env"):
+        raise UsageError(
+            f"The values of --env are not kept in {old.run}.",
+            cause=f"the job has {', '.join(map(str, names))}",
+            fix=f"{change.command} --env NAME=VALUE",
+        )
+    flags = {name.replace("-", "_"): value for name, value in change.flags.items()}
+    kept = {name: value for name, value in old.request.items() if name not in ("resume", "run_dir")}
+    request = msgspec.convert(kept | flags | {"resume": old.run}, LaunchRequest, strict=False)
+    place = open_place(old.place)
+    spec = make_spec(request, place, PlaceOptions(**old.options), data=None, settings=(), on_cpu=False)
+    spec = dataclasses.replace(spec, name=old.name, log=old.log or spec.log)
+    check_launch(spec, place)
+    state = cancel(old)
+    if state.is_live:
+        raise UsageError(
+            f"The {old.place} job {old.id} has not ended within {CANCEL_WAIT_S:.0f} s.",
+            location=old.run,
+            cause=state.text,
+            fix=f"`stoker launch status {old.run}`; when it has ended: {change.command}",
+        )
+    return change, submit(spec, place, request)
 
 
 def print_advice(advice: LaunchAdvice, file: TextIO | None = None, *, width: int | None = None) -> None:

@@ -17,15 +17,19 @@ import msgspec
 import yaml
 
 from stoker.errors import ConfigError, PreflightError, UsageError, nearest, needs_package
-from stoker.launching.containers import (
+from stoker.launching.request import MIG_SLICES, check_container
+from stoker.launching.spec import (
     FAILING_EXIT_CODES,
     PORT,
-    check_container,
-    check_mig_slice,
+    Job,
+    JobStatus,
+    LaunchSpec,
+    Mount,
+    Place,
+    State,
     fill,
     read_template,
 )
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Mount, Place, State
 from stoker.planning.machines import Machine, listed_machines
 
 KINDS = {
@@ -45,9 +49,6 @@ LIMIT: dict[str, Any] = {"_request_timeout": 30}
 """Seconds for an answer: the client itself waits without end. Following a log takes as long as the job."""
 RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime that Kubeflow Trainer comes with."""
-SPOT_GRACE_S = 15
-"""Of the 30 s of a spot VM, for pods that are not the system's ("Termination and graceful shutdown" in
-cloud.google.com/kubernetes-engine/docs/concepts/spot-vms). EKS and AKS give more."""
 GKE_SPOT = ("cloud.google.com/gke-spot", "true")
 SPOT_LABELS = (
     GKE_SPOT,
@@ -65,7 +66,6 @@ class Kubernetes(Place):
     name = "k8s"
     file = "{name}.yaml"
     options = frozenset({"namespace", "queue", "kind", "service_account"})
-    spot_grace_s = SPOT_GRACE_S
 
     def check(self, spec: LaunchSpec) -> list[str]:
         kind = _kind(spec)
@@ -77,7 +77,7 @@ class Kubernetes(Place):
         check_container(spec, "Kubernetes")
         machine = _machine(spec)
         if spec.mig_slice is not None:
-            check_mig_slice(spec.mig_slice, machine.accelerator if machine else None)
+            _check_mig_slice(spec.mig_slice, machine.accelerator if machine else None)
         for mount in spec.mounts:
             _volume(mount, 0)
         for flag, value in (("--namespace", spec.options.namespace), ("--queue", spec.options.queue)):
@@ -140,6 +140,16 @@ class Kubernetes(Place):
         cluster.delete()
         if cluster.kind == "job":
             cluster.delete_service()
+
+
+def _check_mig_slice(name: str, accelerator: str | None) -> None:
+    """Raises UsageError for a slice that the GPU, or if it is unknown any GPU, does not have."""
+    if accelerator is not None and accelerator not in MIG_SLICES:
+        raise UsageError(f"A {accelerator} has no MIG slices.", choices=sorted(MIG_SLICES), fix="leave out --gpu")
+    gpus = [accelerator] if accelerator is not None else list(MIG_SLICES)
+    slices = list(dict.fromkeys(name for gpu in gpus for name in MIG_SLICES[gpu]))
+    if name not in slices:
+        raise UsageError(f"There is no MIG slice {name} of {accelerator or 'any GPU'}.", choices=slices)
 
 
 # What is submitted

@@ -24,11 +24,11 @@ from pathlib import Path
 
 from stoker.errors import PreflightError, UsageError, writing
 from stoker.launching.jobs import read_log, recorded_end
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, states
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, states_by_word
 
 COMMAND_TIMEOUT_S = 60
 """Of a client: it waits for a controller that is busy or restarts."""
-_STATES = states(
+_STATES = states_by_word(
     {
         "queued": "PENDING REQUEUED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD",
         "succeeded": "COMPLETED",

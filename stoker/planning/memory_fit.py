@@ -108,7 +108,7 @@ def predict_fit(user_config: Config) -> Finding:
 
     from stoker.data.index import open_index_of
     from stoker.hardware.device import Device
-    from stoker.planning.accelerators import find_accelerator
+    from stoker.planning.machines import find_accelerator
     from stoker.planning.predict import predict_steps
     from stoker.training.defaults.derive import derive_for_plan
 

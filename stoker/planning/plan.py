@@ -23,13 +23,13 @@ from stoker.data.index import Index, open_index_of
 from stoker.errors import ConfigError, DataError, UsageError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
-from stoker.planning.accelerators import find_accelerator
 from stoker.planning.duration import MachinePlan, Placement, TrainingJob, plan_machine
 from stoker.planning.machines import (
     THIS_MACHINE,
     Machine,
     choose_machines,
     describe_prices,
+    find_accelerator,
     listed_machines,
     read_prices,
     this_machine,
@@ -111,7 +111,7 @@ def make_plan(
         accelerators = dict.fromkeys(row.accelerator for row in rows if row.step_source == source)
         notes.append(f"time of a step on {', '.join(accelerators)}: {source}")
     epochs = job.images_seen / job.num_images
-    recommendation = recommend(rows, limits, epochs=epochs, asked_spot=spot)
+    recommendation = recommend(rows, limits)
     height, width = config.data.image_size
     steps = round(job.images_seen / config.run.batch_size)
     chosen = None if recommendation.choice is None else rows[recommendation.choice]

@@ -13,8 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from stoker.errors import writing
-from stoker.planning.estimate import Estimate
-from stoker.planning.machines import THIS_MACHINE
+from stoker.planning.machines import THIS_MACHINE, Estimate
 from stoker.planning.plan import Plan
 from stoker.planning.recommend import compact_duration, describe_cost, describe_duration, money
 from stoker.report import console

@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import PreflightError, StokerError, UsageError
-from stoker.launching.advise import advise
+from stoker.launching.advise import advise, apply
 from stoker.launching.jobs import last_job, remember
 from stoker.launching.kubernetes import Kubernetes
 from stoker.launching.spec import Job, LaunchRequest, LaunchSpec, Mount, PlaceOptions
-from stoker.launching.submit import apply
 from stoker.training.cluster import find_place
 from tests.fixtures.launching_advise import make_run
 from tests.launching.cloud import IMAGE, FakeApi, make_spec, serving
@@ -232,7 +231,7 @@ def test_any_argument_survives_the_file(texts: list[str]):
         ({"options": PlaceOptions(queue="gpus/a")}, "--queue 'gpus/a'"),
         ({"max_nodes": 8}, "a fixed number of nodes"),
         ({"gpu": "1g.11gb"}, "MIG slice 1g.11gb"),
-        ({"gpu": "1g.5gb", "machine_type": "a2-ultragpu-1g"}, "A a100-80 has no MIG slice 1g.5gb"),
+        ({"gpu": "1g.5gb", "machine_type": "a2-ultragpu-1g"}, "no MIG slice 1g.5gb of a100-80"),
         ({"gpu": "1g.5gb", "machine_type": "g2-standard-8"}, "A l4 has no MIG slices"),
         ({"mounts": (Mount("/data"),)}, "--mount /data"),
         ({"mounts": (Mount("/data", "s3://bucket"),)}, "--mount s3://bucket"),

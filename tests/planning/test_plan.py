@@ -21,7 +21,7 @@ from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index
 from stoker.errors import ConfigError, UsageError
 from stoker.planning import plan as plan_module
-from stoker.planning.accelerators import Accelerator
+from stoker.planning.machines import Accelerator
 from stoker.planning.plan import Plan, make_plan, to_dict, train_command
 from stoker.planning.predict import StepPrediction
 from stoker.planning.recommend import Limits
