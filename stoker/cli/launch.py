@@ -139,7 +139,7 @@ def advise(
     apply: bool = False,
     json: bool = False,
 ) -> None:
-    """Says whether fewer, more or other devices, or a part of one GPU, would train it cheaper or in time.
+    """Says whether fewer, more or other devices would train it cheaper or in time.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
-"""Advice on the devices of a run: fewer, more, others, or a part of one GPU, with the figures from its records.
+"""Advice on the devices of a run: fewer, more or others, with the figures from its records.
 
 `advise` reads a run folder and asks each rule for a change; at most three are returned, the cheapest image first. All
 figures are of training time: without startup, compilation, evaluation and checkpoints. Not here: why time is lost
-(`stoker/diagnosis/`), advice without figures after any run (`report/sizing.py`, whose thresholds hold here, too), and
-plans without a run (`planning/plan.py`). `apply` ends the job and submits it again with the best change.
+(`stoker/diagnosis/`), advice without figures after any run, also on parts of a GPU (`report/sizing.py`, whose thresholds
+hold here, too), and plans without a run (`planning/plan.py`). `apply` submits the job again with the best change.
 
 Assumed of a change: a device works as long on each image. The loader delivers as before, and in proportion to the
 vCPUs of another machine. A device of another kind is faster by the smaller of the ratios of peak arithmetic and memory
@@ -26,7 +26,7 @@ from stoker.diagnosis.reader import read_run
 from stoker.errors import UsageError
 from stoker.findings.finding import Evidence, Finding
 from stoker.launching.jobs import CANCEL_WAIT_S, cancel, last_job, read_jobs, submit
-from stoker.launching.request import MIG_SLICES, check_launch, make_spec
+from stoker.launching.request import check_launch, make_spec
 from stoker.launching.spec import Job, LaunchRequest, PlaceOptions, open_place
 from stoker.planning.machines import GPUS, Accelerator, Machine, identify, listed_machines
 from stoker.report import format as fmt
@@ -37,12 +37,10 @@ from stoker.report.findings_terminal import explain_line, finding_lines
 from stoker.report.sizing import (
     CPU_SATURATED_FRACTION,
     INPUT_BOUND_HIGH,
-    MAX_SHARED_MEMORY_FRACTION,
     MIN_COMM_FRACTION,
     MIN_COMPUTE_FRACTION,
     MIN_FETCH_FRACTION,
     MIN_SAMPLES,
-    SM_ACTIVE_HIGH,
     ResourceUsage,
     resource_usage,
 )
@@ -51,8 +49,6 @@ from stoker.runs import records
 MIN_TRAINING_S = 60.0
 """Training time below which nothing is advised: a minute, in which the loader has tuned itself and the GPU is warm.
 Heuristic."""
-MAX_SMALL_BUSY = 0.4
-"""GPU busy below which a job is too small for its GPU: half of the 0.8 that NVIDIA calls effective use."""
 MIN_SAVING = 0.05
 """A change is worth a restart if an image becomes cheaper, or training faster, by more than this. Heuristic."""
 MAX_CHANGES = 3
@@ -61,7 +57,6 @@ DEVICES_PER_NODE = 8
 FIRST_EXCHANGE = 0.1
 """Fraction of the time that exchanging gradients is assumed to take where there was one device."""
 PLACES_WITH_MACHINES = ("k8s", "vertex", "gcp-batch")
-PLACES_WITH_SLICES = ("slurm", "k8s")
 PLACES_TO_APPLY = ("slurm", "k8s")
 NOT_TRAINING = frozenset({"startup", "compile", "eval", "checkpoint", "recovery", "idle"})
 
@@ -71,17 +66,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: int
     img_per_s: float
-    busy: float
-    """Fraction of the training time in which a GPU computes, by its telemetry."""
     price_per_hour: float | None = None
     """Of all its devices."""
     cost_per_epoch: float | None = None
 
 
 class Change(Finding, frozen=True, kw_only=True):
-    """A proposal: fewer_devices, more_devices, other_machine or mig_slice."""
+    """A proposal: fewer_devices, more_devices or other_machine."""
 
-    before: Figures
     after: Figures
     assumption: str = ""
     """What `after` rests on; a clause."""
@@ -168,17 +160,11 @@ class Measured:
     def is_late(self) -> bool:
         return not self.is_in_time(self.img_per_s)
 
-    def figures(self, devices: int, img_per_s: float, busy: float, relative_price: float = 1.0) -> Figures:
+    def figures(self, devices: int, img_per_s: float, relative_price: float) -> Figures:
         """relative_price: of an hour, to that of the run."""
         price = None if self.price is None else self.devices * self.price * relative_price
         cost = None if price is None or self.epoch_images is None else price * self.epoch_images / img_per_s / 3600
-        return Figures(
-            devices=devices, img_per_s=img_per_s, busy=min(1.0, busy), price_per_hour=price, cost_per_epoch=cost
-        )
-
-    @property
-    def now(self) -> Figures:
-        return self.figures(self.devices, self.img_per_s, self.gpu_busy)
+        return Figures(devices=devices, img_per_s=img_per_s, price_per_hour=price, cost_per_epoch=cost)
 
     def change(
         self,
@@ -187,23 +173,18 @@ class Measured:
         evidence: list[Evidence],
         *,
         img_per_s: float,
+        devices: int,
         flags: dict[str, str],
         assumption: str,
-        devices: int | None = None,
-        device_speed: float = 1.0,
         relative_price: float | None = None,
     ) -> Change:
-        """img_per_s, devices: after it; device_speed: of a device after it, to one of the run; relative_price: of an
-        hour, to that of the run; None: as the devices."""
-        count = self.devices if devices is None else devices
-        work = img_per_s / count / (self.img_per_s / self.devices)
-        ratio = count / self.devices if relative_price is None else relative_price
+        """img_per_s, devices: after it; relative_price: of an hour, to that of the run; None: as the devices."""
+        ratio = devices / self.devices if relative_price is None else relative_price
         return Change(
             id=kind,
             severity="info",
             title=title,
-            before=self.now,
-            after=self.figures(count, img_per_s, self.gpu_busy * work / device_speed, ratio),
+            after=self.figures(devices, img_per_s, ratio),
             evidence=evidence,
             assumption=assumption,
             flags=flags,
@@ -267,7 +248,7 @@ def advise(run: str | Path, *, by_s: float | None = None, price_per_device_hour:
         summary = f"no change of devices: most time is lost in {name}, which `stoker why` explains"
     return LaunchAdvice(
         run=str(run),
-        now=m.now,
+        now=m.figures(m.devices, m.img_per_s, 1.0),
         evidence=m.evidence(*dict.fromkeys(["compute", *largest[:2]]), "gpu_busy"),
         changes=changes[:MAX_CHANGES],
         summary=summary,
@@ -359,36 +340,6 @@ def fewer_devices(m: Measured) -> Change | None:
     )
 
 
-def mig_slice(m: Measured) -> Change | None:
-    """The smallest MIG slice that a job fits which is too small for its GPU, and not because it waits for input: its
-    SMs stay below 80 % activity, a tenth of its memory is left."""
-    usage = m.usage
-    memory_fraction = 1.0 if usage.gpu_memory_fraction is None else usage.gpu_memory_fraction
-    is_alone = m.devices == 1 and not usage.mig and m.accelerator is not None
-    if not is_alone or m.accelerator is None or usage.fraction("input_wait") >= INPUT_BOUND_HIGH:
-        return None
-    if m.gpu_busy >= MAX_SMALL_BUSY or memory_fraction > MAX_SHARED_MEMORY_FRACTION:
-        return None
-    profiles = [name.split("g.") for name in MIG_SLICES.get(m.accelerator.key, ()) if not name.endswith("+me")]
-    for sms, memory in profiles:
-        all_sms, all_memory_gb = int(profiles[-1][0]), int(profiles[-1][1].removesuffix("gb"))
-        sm_part, memory_part = int(sms) / all_sms, int(memory.removesuffix("gb")) / all_memory_gb
-        if m.gpu_busy > SM_ACTIVE_HIGH * sm_part or memory_fraction > 0.9 * memory_part:
-            continue
-        count = min(all_sms // int(sms), round(1 / memory_part))
-        return m.change(
-            "mig_slice",
-            f"a MIG slice {sms}g.{memory}, of which the GPU has {count}",
-            m.evidence("gpu_busy", "memory"),
-            img_per_s=m.img_per_s,
-            device_speed=sm_part,
-            flags={"gpu": f"{sms}g.{memory}"},
-            assumption=f"the other {count - 1} slices are used, and paid for, by others",
-            relative_price=1 / count,
-        )
-    return None
-
-
 def more_devices(m: Measured) -> Change | None:
     """Enough devices for the deadline: where the training would miss it and computes at least 85 % of its time."""
     if not m.is_late or m.usage.fraction("compute") < MIN_COMPUTE_FRACTION or not m.time_left_s or not m.by_s:
@@ -441,14 +392,14 @@ def other_machine(m: Measured) -> Change | None:
         f"{best.name}: {count} × {gpu.name}, {best.vcpus:g} vCPUs",
         m.evidence(*(("input_wait", "loader") if m.is_input_bound else ("compute", "gpu_busy")), "memory"),
         img_per_s=rate(best),
-        device_speed=_speed(own_gpu, gpu),
+        devices=count,
         flags={"machine-type": best.name},
         assumption="the GPU by its data sheet, a vCPU as fast as a core of this machine",
         relative_price=(best.price or 0.0) / (count * m.price),
     )
 
 
-RULES: tuple[Callable[[Measured], Change | None], ...] = (fewer_devices, other_machine, mig_slice, more_devices)
+RULES: tuple[Callable[[Measured], Change | None], ...] = (fewer_devices, other_machine, more_devices)
 
 
 def _at_least(m: Measured, count: int) -> tuple[int, dict[str, str]]:
@@ -472,8 +423,6 @@ def _command(m: Measured, flags: dict[str, str]) -> str:
     place: str | None = m.place
     if "machine-type" in flags and place not in PLACES_WITH_MACHINES:
         place = "gcp-batch" if listed_machines()[flags["machine-type"]].cloud == "GCP" else None
-    if "gpu" in flags and place not in PLACES_WITH_SLICES:
-        place = None
     options: dict[str, Any] = {}
     if m.job is not None and place == m.place:
         asked = {name: value for name, value in m.job.request.items() if name not in ("run_dir", "resume", "env")}
@@ -484,8 +433,6 @@ def _command(m: Measured, flags: dict[str, str]) -> str:
         for one in value if isinstance(value, list) else [value]:
             words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
     text = shlex.join(words)
-    if "gpu" in flags and place is None:
-        text = f"nvidia-smi mig -cgi {flags['gpu']} -C && CUDA_VISIBLE_DEVICES=MIG-… {text}"
     must_stop = not m.is_finished and m.job is not None
     return f"stoker launch cancel {shlex.quote(str(m.run))} && {text}" if must_stop else text
 
@@ -535,10 +482,10 @@ def apply(advice: LaunchAdvice) -> tuple[Change, Job]:
 
 def print_advice(advice: LaunchAdvice, file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints the run as it is and the proposals, each with its evidence and command."""
-    rendered = table("", "devices", "img/s", "busy", "$/h", "$/epoch", right=(1, 2, 3, 4, 5))
+    rendered = table("", "devices", "img/s", "$/h", "$/epoch", right=(1, 2, 3, 4))
     for name, figures in [("now", advice.now), *((f"{n}", c.after) for n, c in enumerate(advice.changes, 1))]:
         costs = map(fmt.cost, (figures.price_per_hour, figures.cost_per_epoch))
-        cells = [name, str(figures.devices), fmt.number(figures.img_per_s), fmt.percentage(figures.busy), *costs]
+        cells = [name, str(figures.devices), fmt.number(figures.img_per_s), *costs]
         rendered.add_row(*map(plain_text, cells))
     lines: list[RenderableType] = [plain_text(f"{advice.run}: {advice.summary}", "bold"), "", rendered, ""]
     lines.append(plain_text("; ".join(evidence.text for evidence in advice.evidence)))

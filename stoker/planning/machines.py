@@ -11,7 +11,7 @@ import re
 import statistics
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -292,19 +292,13 @@ def choose_machines(
         by_lower_case = {known_name.lower(): known_name for known_name in known}
         if key not in by_lower_case:
             near = nearest(key, by_lower_case)
-            similar = [other for other in known if _family(other) == _family(key)]
             raise UsageError(
                 f"There is no machine {name!r}" + (f"; did you mean {by_lower_case[near]!r}?" if near else "."),
-                choices=similar or [f"{family}…" for family in dict.fromkeys(map(_family, known))],
+                choices=[other for other in known if other[:2] == key[:2]] or list(known),
                 fix="name a machine of the table (docs/plan.md), or describe it in a file: --prices FILE",
             )
         chosen[by_lower_case[key]] = known[by_lower_case[key]]
     return list(chosen.values())
-
-
-def _family(name: str) -> str:
-    """a2, g5, n1."""
-    return re.split(r"[-.+]", name)[0]
 
 
 def this_machine(device: "Device", price_per_device_hour: float | None = None) -> Machine | None:
@@ -338,7 +332,7 @@ _Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 class _UserMachine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A table of the user's file. The first five are required of a machine that is not in the table."""
 
-    accelerator: str | None = None
+    accelerator: Literal[tuple(GPUS)] | None = None  # type: ignore[valid-type]
     gpus: _Count | None = None
     vcpus: _Size | None = None
     memory_gib: _Size | None = None
@@ -352,71 +346,49 @@ class _UserMachine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
 def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machine]:
     """`machines` with the prices and the machines of the user's TOML file (docs/plan.md describes it).
 
-    Raises ConfigError, which names the file, the line and the valid choices.
+    Raises ConfigError, which names the file, the machine and the valid choices.
     """
     try:
-        text = regular_files.read_text(path, max_bytes=MAX_PRICES_BYTES)
+        tables = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_PRICES_BYTES))
     except FileNotFoundError as error:
         raise ConfigError("The file of prices does not exist.", location=path, fix="--prices FILE") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("The file of prices cannot be read.", location=path, cause=str(error)) from error
-    try:
-        tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        line = re.search(r"at line (\d+)", str(error))
-        location = f"{path}:{line[1]}" if line else str(path)
-        raise ConfigError(
-            "The file of prices is not valid TOML.", location=location, cause=str(error),
-            fix='["a2-highgpu-1g"] in one line, price = 2.90 in the next',
-        ) from error  # fmt: skip
+    except (OSError, ValueError, RecursionError) as error:
+        fix = '["a2-highgpu-1g"] in one line, price = 2.90 in the next'
+        raise ConfigError("The file of prices cannot be read.", location=path, cause=str(error), fix=fix) from error
     result = dict(machines)
     for name, row in tables.items():
-        result[name] = _user_machine(name, row, machines.get(name), path=path, text=text)
-    return result
-
-
-def _user_machine(name: str, row: object, known: Machine | None, *, path: Path, text: str) -> Machine:
-    def fail(what: str, *, key: str = "", choices: Iterable[str] = (), **others: str) -> ConfigError:
-        return ConfigError(what, location=f"{path}:{_line_of(text, name, key)}", choices=list(choices), **others)
-
-    if not isinstance(row, dict):
-        raise fail(f"{name!r} is not a table of a machine.", fix=f'["{name}"], and its keys below')
-    if name == THIS_MACHINE:
-        raise fail("This machine has no row in a file of prices.", fix="--price-per-device-hour PRICE")
-    fields = _UserMachine.__struct_fields__
-    choices = {"accelerator": list(GPUS), "link": list(links())}
-    for key, value in row.items():
+        if name == THIS_MACHINE:
+            fix = "--price-per-device-hour PRICE"
+            raise ConfigError("This machine has no row in a file of prices.", location=path, fix=fix)
         try:
-            msgspec.convert({key: value}, _UserMachine)
-            is_valid, cause = key not in choices or value in choices[key], ""
+            msgspec.convert(row, _UserMachine)
         except msgspec.ValidationError as error:
-            is_valid, cause = False, str(error)
-        if not is_valid:
-            valid = choices.get(key, fields if key not in fields else ())
-            fix = 'a name with a dot is written in quotes: ["g5.xlarge"]' if isinstance(value, dict) else ""
-            raise fail(f"{key} = {value!r} of {name!r} is not valid.", key=key, choices=valid, cause=cause, fix=fix)
-    missing = [key for key in fields[:5] if key not in row]
-    if known is None and missing:
-        near = nearest(name, listed_machines())
-        raise fail(
-            f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}.",
-            fix="add them, or correct the name" + (f": {near}?" if near else ""),
+            raise ConfigError(
+                f"[{name}] is not a machine.",
+                location=path,
+                cause=str(error),
+                choices=[*_UserMachine.__struct_fields__, "accelerator = …", *GPUS],
+                fix='a name with a dot is in quotes: ["g5.xlarge"]',
+            ) from error
+        if "link" in row and row["link"] not in links():
+            raise ConfigError(f"[{name}] has no link {row['link']!r}.", location=path, choices=links())
+        missing = [key for key in _UserMachine.__struct_fields__[:5] if key not in row]
+        if name not in machines and missing:
+            near = nearest(name, machines)
+            raise ConfigError(
+                f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}.",
+                location=path,
+                fix="add them, or correct the name" + (f": {near}?" if near else ""),
+            )
+        known = machines.get(name) or Machine(
+            name=name,
+            cloud="",
+            accelerator=row["accelerator"],
+            gpus=row["gpus"],
+            vcpus=row["vcpus"],
+            memory_gib=row["memory_gib"],
+            link="none" if row["gpus"] == 1 else "pcie4",
         )
-    changes: dict[str, Any] = row | {"source": str(path)}
-    if "spot_price" in row:
-        changes["spot_price"] = exactly(row["spot_price"])
-    if known is not None:
-        return msgspec.structs.replace(known, **changes)
-    return Machine(name=name, cloud="", **{"link": "none" if row["gpus"] == 1 else "pcie4"} | changes)
-
-
-def _line_of(text: str, machine: str, key: str) -> int:
-    """The line of a machine's table in a TOML file, or of one of its keys, counted from 1."""
-    current, found = "", 1
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[\s*(.+?)\s*\]", line):
-            current = header[1].strip("\"'")
-            found = number if current == machine else found
-        elif current == machine and key and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
-            return number
-    return found
+        spot = {"spot_price": exactly(row["spot_price"])} if "spot_price" in row else {}
+        result[name] = msgspec.structs.replace(known, **row | spot, source=str(path))
+    return result

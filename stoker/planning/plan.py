@@ -5,7 +5,6 @@ Opens the data, derives the training as `stoker train` would on a GPU, predicts 
 """
 
 import math
-import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +20,9 @@ from stoker.data.images import cache_policy
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index_of
 from stoker.errors import ConfigError, DataError, UsageError
-from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
 from stoker.planning.duration import MachinePlan, Placement, TrainingJob, plan_machine
 from stoker.planning.machines import (
-    THIS_MACHINE,
     Machine,
     choose_machines,
     describe_prices,
@@ -40,8 +37,6 @@ from stoker.report import format as fmt
 from stoker.training.defaults.derive import derive_for_plan, total_steps
 
 MAX_NAMED_GPUS = 4096
-MAX_LOAD = 1.5
-"""Load average per core above which measurements of this machine are disturbed. Heuristic."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,18 +111,10 @@ def make_plan(
     steps = round(job.images_seen / config.run.batch_size)
     chosen = None if recommendation.choice is None else rows[recommendation.choice]
     if chosen is not None and chosen.sync_reason:
-        is_lossy = parse_sync(chosen.sync or "plain").kind in ("every", "powersgd")
-        lost = "; it costs AP at equal images (docs/scaling.md)" if is_lossy else ""
-        notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason}{lost}")
+        notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason} (docs/scaling.md: what it costs)")
     if this is not None and this.accelerator == "cpu" and has_gpu and "model" in reasons:
         notes.append(
-            "the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: "
-            f"`--on {THIS_MACHINE}` plans it"
-        )
-    if (load := os.getloadavg()[0]) > MAX_LOAD * host_cores():
-        notes.append(
-            f"this machine is busy (load {load:.0f} on {host_cores()} cores): what is measured here, its own row and "
-            "loading, looks slower than it is"
+            "the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: `--on this` plans it"
         )
     return Plan(
         data=str(user_config.data.data),

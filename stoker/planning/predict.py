@@ -288,14 +288,12 @@ def _most_similar(accelerator: Accelerator, config: Config) -> list[MeasuredStep
     kinds: dict[bytes, list[MeasuredStep]] = {}
     for line in calibration.measured_steps(accelerator.matches, threads=threads):
         kinds.setdefault(msgspec.json.encode((line.settings, line.batch_size, line.micro_batches)), []).append(line)
-
-    def distance(lines: list[MeasuredStep]) -> tuple[bool, bool]:
-        return lines[0].model != config.model.model, lines[0].precision != config.run.precision
-
-    chosen = sorted(kinds.values(), key=distance)[:MAX_SAMPLES]  # stable: the newest first
-    return [
-        msgspec.structs.replace(lines[0], step_s=statistics.median(line.step_s for line in lines)) for lines in chosen
-    ]
+    medians = [
+        msgspec.structs.replace(lines[0], step_s=statistics.median(line.step_s for line in lines))
+        for lines in kinds.values()
+    ]  # the newest first, which sorting keeps
+    medians.sort(key=lambda line: (line.model != config.model.model, line.precision != config.run.precision))
+    return medians[:MAX_SAMPLES]
 
 
 def _calibrate(job: _Job, traces: Traces) -> Efficiency:

@@ -4,7 +4,7 @@ Three sources are compared: what shows that a GPU is there (`hardware/gpu_eviden
 (`telemetry/gpu.py`), and a trial in a process of its own, which really multiplies and convolves
 (`hardware/cuda_trial.py`). `check_gpu` collects them as `GpuFacts`, from which each rule makes its findings: those
 about versions are in `gpu_versions.py`, those about each GPU in `gpu_condition.py`. Whether the model fits the memory
-is tried in `planning/memory_fit.py`.
+is tried in `planning/check.py`.
 """
 
 import os
