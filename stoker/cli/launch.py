@@ -136,7 +136,6 @@ def advise(
     *,
     by: str | None = None,
     price_per_device_hour: float | None = None,
-    apply: bool = False,
     json: bool = False,
 ) -> None:
     """Says whether fewer, more or other devices would train it cheaper or in time.
@@ -147,8 +146,6 @@ def advise(
         Time until which it has to be done: 90min, 6h, 2d.
     price_per_device_hour
         Default: that of the run, else the list price of its machine.
-    apply
-        End the job and submit it again with the best proposal that changes its devices only: on Slurm and Kubernetes.
     json
         Print it as JSON.
     """
@@ -160,6 +157,3 @@ def advise(
         print_json(advice)
     else:
         launch_advise.print_advice(advice)
-    if apply:
-        change, job = launch_advise.apply(advice)
-        print_text(f"applied: {change.title}: {job.place} job {job.id}", file=sys.stderr)

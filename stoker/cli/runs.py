@@ -1,5 +1,6 @@
 """The commands that record and read runs: `watch`, `why` and `report`. Each imports its code when it runs."""
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +106,9 @@ def why(
     if probe and (all_ is not None or compare is not None):
         raise UsageError("--probe takes exactly one run.", fix="stoker why RUN --probe")
     if all_ is not None:
-        _print_summary(_summarize_runs(all_, price_per_device_hour), json=json)
+        from stoker.report.runs_summary_tables import print_runs_summary
+
+        _print(_summarize_runs(all_, price_per_device_hour), print_runs_summary, json=json)
     elif compare is not None:
         from stoker.report.compare import compare as compare_runs
         from stoker.report.compare import print_comparison
@@ -124,8 +127,7 @@ def why(
         from stoker.report.explain import explain_run
         from stoker.report.explain_terminal import print_explanation
 
-        explanation = explain_run(str(run), price_per_device_hour)
-        _print(explanation, print_explanation, json=json)
+        _print(explain_run(str(run), price_per_device_hour), print_explanation, json=json)
 
 
 def _print(value: Any, print_text: Callable[[Any], None], *, json: bool) -> None:
@@ -138,21 +140,12 @@ def _print(value: Any, print_text: Callable[[Any], None], *, json: bool) -> None
 def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "RunsSummary":
     from stoker.report.runs_summary import summarize_runs
 
-    is_terminal = sys.stderr.isatty()
-    summary = summarize_runs(
-        runs_dir,
-        price_per_device_hour,
-        (lambda count: print(f"\r{count:,} runs", end="", file=sys.stderr)) if is_terminal else None,
-    )
-    if is_terminal:
-        print("\r\x1b[K", end="", file=sys.stderr)
+    if not sys.stderr.isatty():
+        return summarize_runs(runs_dir, price_per_device_hour)
+    show = functools.partial(print, end="", file=sys.stderr)
+    summary = summarize_runs(runs_dir, price_per_device_hour, lambda count: show(f"\r{count:,} runs"))
+    show("\r\x1b[K")
     return summary
-
-
-def _print_summary(summary: "RunsSummary", *, json: bool) -> None:
-    from stoker.report.runs_summary_tables import print_runs_summary
-
-    _print(summary, print_runs_summary, json=json)
 
 
 def report(
@@ -189,7 +182,7 @@ def report(
     if all_ is not None:
         summary = _summarize_runs(all_, price_per_device_hour)
         if json:
-            _print_summary(summary, json=True)
+            print_json(summary)
         else:
             print_text(write_runs_summary(summary, out))
     elif json:

@@ -14,6 +14,7 @@ gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
 links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
     (`hardware/prices.py`).
+launch.toml: states of jobs in the words of their places (`launching/spec.py`).
 mig.toml: MIG slices of GPUs (`launching/request.py`).
 models.toml: detector architectures (`config/architectures.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).

@@ -2,8 +2,9 @@
 
 `advise` reads a run folder and asks each rule for a change; at most three are returned, the cheapest image first. All
 figures are of training time: without startup, compilation, evaluation and checkpoints. Not here: why time is lost
-(`stoker/diagnosis/`), advice without figures after any run, also on parts of a GPU (`report/sizing.py`, whose thresholds
-hold here, too), and plans without a run (`planning/plan.py`). `apply` submits the job again with the best change.
+(`stoker/diagnosis/`), advice without figures after any run, also on parts of a GPU (`report/sizing.py`, whose
+thresholds hold here, too), and plans without a run (`planning/plan.py`). Nothing is changed: each proposal has its
+command.
 
 Assumed of a change: a device works as long on each image. The loader delivers as before, and in proportion to the
 vCPUs of another machine. A device of another kind is faster by the smaller of the ratios of peak arithmetic and memory
@@ -25,9 +26,8 @@ from stoker.config.durations import parse_duration
 from stoker.diagnosis.reader import read_run
 from stoker.errors import UsageError
 from stoker.findings.finding import Evidence, Finding
-from stoker.launching.jobs import CANCEL_WAIT_S, cancel, last_job, read_jobs, submit
-from stoker.launching.request import check_launch, make_spec
-from stoker.launching.spec import Job, LaunchRequest, PlaceOptions, open_place
+from stoker.launching.jobs import read_jobs
+from stoker.launching.spec import Job
 from stoker.planning.machines import GPUS, Accelerator, Machine, identify, listed_machines
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables, table
@@ -57,7 +57,6 @@ DEVICES_PER_NODE = 8
 FIRST_EXCHANGE = 0.1
 """Fraction of the time that exchanging gradients is assumed to take where there was one device."""
 PLACES_WITH_MACHINES = ("k8s", "vertex", "gcp-batch")
-PLACES_TO_APPLY = ("slurm", "k8s")
 NOT_TRAINING = frozenset({"startup", "compile", "eval", "checkpoint", "recovery", "idle"})
 
 
@@ -194,26 +193,26 @@ class Measured:
 
     def evidence(self, *names: str) -> list[Evidence]:
         """What was measured, of these: phases, and gpu_busy, memory, loader. What is not known is left out."""
-        usage, found = self.usage, []
-        for name in names:
-            value: float | None = usage.fraction(name)
-            text, source = f"{name} {fmt.percentage(value)} of the training time", f"steps.jsonl: phases.{name}"
-            if name == "gpu_busy":
-                counter = "SM activity" if self.busy_source == "sm_active" else "the driver's utilization"
-                value, source = self.gpu_busy, f"devices.jsonl: gpus.{self.busy_source}"
-                text = f"GPU busy {fmt.percentage(value)} ({counter})"
-            elif name == "memory":
-                value, source = usage.gpu_memory_fraction, "devices.jsonl: gpus.memory_used_bytes"
-                text = f"at most {fmt.percentage(value)} of the GPU memory in use"
-            elif name == "loader" and self.storage_is_slow:
-                value, source = usage.fetch_fraction, "steps.jsonl: input_wait_stages.fetch"
-                text = f"{fmt.percentage(value)} of this was reading bytes"
-            elif name == "loader":
-                value, source = usage.used_cores, "devices.jsonl: process_cpu, cpu_limit_cores"
-                text = f"{usage.used_cores or 0:.1f} of {usage.cores or 0:.3g} cores in use"
-            if value is not None:
-                found.append(Evidence(text=text, value=value, source=source))
-        return found
+        usage, memory = self.usage, self.usage.gpu_memory_fraction
+        counter = "SM activity" if self.busy_source == "sm_active" else "the driver's utilization"
+        busy = f"GPU busy {fmt.percentage(self.gpu_busy)} ({counter})"
+        loader = (f"{usage.used_cores or 0:.1f} of {usage.cores or 0:.3g} cores in use", usage.used_cores)
+        if self.storage_is_slow:
+            loader = (f"{fmt.percentage(usage.fetch_fraction)} of this was reading bytes", usage.fetch_fraction)
+        known = {
+            "gpu_busy": (busy, self.gpu_busy, f"devices.jsonl: gpus.{self.busy_source}"),
+            "memory": (
+                f"at most {fmt.percentage(memory)} of the GPU memory in use",
+                memory,
+                "devices.jsonl: gpus.memory_used_bytes",
+            ),
+            "loader": (*loader, "steps.jsonl: input_wait_stages; devices.jsonl: process_cpu"),
+        }
+        for name, fraction in usage.phase_fractions.items():
+            text = f"{name} {fmt.percentage(fraction)} of the training time"
+            known[name] = (text, fraction, f"steps.jsonl: phases.{name}")
+        found = (known[name] for name in names if name in known)
+        return [Evidence(text=text, value=value, source=source) for text, value, source in found if value is not None]
 
 
 def advise(run: str | Path, *, by_s: float | None = None, price_per_device_hour: float | None = None) -> LaunchAdvice:
@@ -435,49 +434,6 @@ def _command(m: Measured, flags: dict[str, str]) -> str:
     text = shlex.join(words)
     must_stop = not m.is_finished and m.job is not None
     return f"stoker launch cancel {shlex.quote(str(m.run))} && {text}" if must_stop else text
-
-
-def apply(advice: LaunchAdvice) -> tuple[Change, Job]:
-    """Ends the newest job of a run and submits it again, at its place, with the best proposal. Returns the proposal and
-    the new job. Everything is checked before the old job is asked to end.
-
-    Raises UsageError if there is no proposal, or the place is not one of PLACES_TO_APPLY.
-    """
-    old = last_job(advice.run)
-    if old.place not in PLACES_TO_APPLY:
-        raise UsageError(
-            f"--apply is not possible at {old.place}.",
-            location=advice.run,
-            choices=PLACES_TO_APPLY,
-            fix="the proposals have commands that do the same by hand",
-        )
-    possible = (change for change in advice.changes if old.place != "slurm" or "machine-type" not in change.flags)
-    change = next(possible, None)
-    if change is None:
-        cause = "Slurm has no machine types: name a partition" if advice.changes else advice.summary
-        raise UsageError("No proposal can be applied.", location=advice.run, cause=cause)
-    if names := old.request.get("env"):
-        raise UsageError(
-            f"The values of --env are not kept in {old.run}.",
-            cause=f"the job has {', '.join(map(str, names))}",
-            fix=f"{change.command} --env NAME=VALUE",
-        )
-    flags = {name.replace("-", "_"): value for name, value in change.flags.items()}
-    kept = {name: value for name, value in old.request.items() if name not in ("resume", "run_dir")}
-    request = msgspec.convert(kept | flags | {"resume": old.run}, LaunchRequest, strict=False)
-    place = open_place(old.place)
-    spec = make_spec(request, place, PlaceOptions(**old.options), data=None, settings=(), on_cpu=False)
-    spec = dataclasses.replace(spec, name=old.name, log=old.log or spec.log)
-    check_launch(spec, place)
-    state = cancel(old)
-    if state.is_live:
-        raise UsageError(
-            f"The {old.place} job {old.id} has not ended within {CANCEL_WAIT_S:.0f} s.",
-            location=old.run,
-            cause=state.text,
-            fix=f"`stoker launch status {old.run}`; when it has ended: {change.command}",
-        )
-    return change, submit(spec, place, request)
 
 
 def print_advice(advice: LaunchAdvice, file: TextIO | None = None, *, width: int | None = None) -> None:

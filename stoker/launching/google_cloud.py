@@ -26,10 +26,9 @@ from stoker.launching.spec import (
     Mount,
     Place,
     PlaceOptions,
-    State,
     fill,
     read_template,
-    states_by_word,
+    state_of,
 )
 from stoker.planning.machines import GPUS, Machine, listed_machines
 
@@ -57,8 +56,6 @@ class GoogleCloud(Place):
     """Of its jobs in the API, with `{name}` where the client chooses the name."""
     buckets: str
     """How --mount names a bucket."""
-    states: dict[str, State]
-    """By the words of the API."""
 
     def check(self, spec: LaunchSpec) -> list[str]:
         check_container(spec, self.title)
@@ -85,7 +82,7 @@ class GoogleCloud(Place):
             return JobStatus(state="unknown", text=f"{self.title} has no such job: it was deleted")
         state, reason, exit_code = self.describe(found)
         return JobStatus(
-            state=self.states.get(state, "unknown"), text=f"{state}: {reason}" if reason else state, exit_code=exit_code
+            state=state_of(self.name, state), text=f"{state}: {reason}" if reason else state, exit_code=exit_code
         )
 
     def cancel(self, job: Job) -> None:
@@ -161,15 +158,6 @@ class Vertex(GoogleCloud):
     api = "https://{region}-aiplatform.googleapis.com/v1"
     collection = "customJobs"
     buckets = "gs://BUCKET:/gcs/BUCKET"
-    states = states_by_word(
-        {
-            "queued": "JOB_STATE_QUEUED JOB_STATE_PENDING",
-            "running": "JOB_STATE_RUNNING JOB_STATE_UPDATING JOB_STATE_CANCELLING",
-            "succeeded": "JOB_STATE_SUCCEEDED JOB_STATE_PARTIALLY_SUCCEEDED",
-            "failed": "JOB_STATE_FAILED JOB_STATE_EXPIRED",
-            "cancelled": "JOB_STATE_CANCELLED",
-        }
-    )
 
     def check(self, spec: LaunchSpec) -> list[str]:
         warnings = super().check(spec)
@@ -222,13 +210,6 @@ class Vertex(GoogleCloud):
 
 MAX_RETRIES = 10
 """Of Batch: cloud.google.com/batch/docs/automate-task-retries."""
-DRIVER_VOLUMES = ("/var/lib/nvidia/lib64:/usr/local/nvidia/lib64", "/var/lib/nvidia/bin:/usr/local/nvidia/bin")
-"""Where Batch's image has the driver, and where containers look for it
-(cloud.google.com/batch/docs/create-run-job-gpus)."""
-START = 'export RANK="$BATCH_NODE_INDEX" MASTER_ADDR="$BATCH_MAIN_NODE_HOSTNAME"; exec stoker "$@"'
-OPEN_PORTS = "iptables -w -I INPUT -p tcp -j ACCEPT || true"
-"""Batch's image drops what comes from other machines, and ranks connect to ports that the kernel chooses. The firewall
-of the network stays as it is."""
 
 
 class GcpBatch(GoogleCloud):
@@ -237,15 +218,6 @@ class GcpBatch(GoogleCloud):
     api = "https://batch.googleapis.com/v1"
     collection = "jobs?jobId={name}"
     buckets = "gs://BUCKET:/path"
-    states = states_by_word(
-        {
-            "queued": "QUEUED SCHEDULED",
-            "running": "RUNNING CANCELLATION_IN_PROGRESS",
-            "succeeded": "SUCCEEDED",
-            "failed": "FAILED",
-            "cancelled": "CANCELLED DELETION_IN_PROGRESS",
-        }
-    )
 
     def check(self, spec: LaunchSpec) -> list[str]:
         warnings = super().check(spec)
@@ -258,13 +230,13 @@ class GcpBatch(GoogleCloud):
 
     def render(self, spec: LaunchSpec) -> str:
         machine_type, accelerator, count = self.find_machine(spec)
-        several = spec.max_nodes > 1
+        template, several = read_template("gcp_batch.yaml"), spec.max_nodes > 1
         variables = {**spec.env, **({"WORLD_SIZE": str(spec.max_nodes), "MASTER_PORT": str(PORT)} if several else {})}
         accelerators = None
         if accelerator is not None and machine_type.startswith("n1-"):  # other types have their GPUs
             accelerators = [{"type": accelerator.lower().replace("_", "-"), "count": str(count)}]
         values = {
-            "runnables": _runnables(spec),
+            "runnables": _runnables(spec, template),
             "cpu_milli": str(spec.cpus * 1000),
             "memory_mib": str(int(spec.memory_gib * 1024)),
             "retries": MAX_RETRIES if spec.spot else spec.restarts,
@@ -280,7 +252,7 @@ class GcpBatch(GoogleCloud):
             "has_gpus": accelerator is not None or None,
             "service_account": spec.options.service_account and {"email": spec.options.service_account},
         }
-        return _to_json(fill(read_template("gcp_batch.yaml"), values))
+        return _to_json(fill(template["job"], values))
 
     def describe(self, found: dict[str, Any]) -> tuple[str, str, int | None]:
         status = found.get("status", {})
@@ -302,20 +274,20 @@ def _volume(mount: Mount, number: int) -> dict[str, Any]:
     return {"nfs": {"server": server, "remotePath": export}, "mountPath": _host_path(number)}
 
 
-def _runnables(spec: LaunchSpec) -> list[dict[str, Any]]:
+def _runnables(spec: LaunchSpec, template: dict[str, Any]) -> list[dict[str, Any]]:
     several = spec.max_nodes > 1
     options = [f"--shm-size={int(spec.shm_gib * 1024)}m"]
     options += ["--network=host"] if several else []
     options += ["--privileged"] if spec.gpus else []
     volumes = [f"{_host_path(number)}:{mount.path}" for number, mount in enumerate(spec.mounts)]
-    container = {
-        "imageUri": spec.image,
+    values = {
+        "image": spec.image,
         "entrypoint": "/bin/sh" if several else "stoker",
-        "commands": ["-c", START, "stoker", *spec.arguments] if several else list(spec.arguments),
-        "volumes": [*volumes, *(DRIVER_VOLUMES if spec.gpus else ())] or None,
+        "commands": [*template["start"], *spec.arguments] if several else list(spec.arguments),
+        "volumes": [*volumes, *(template["driver_volumes"] if spec.gpus else ())] or None,
         "options": " ".join(options),
     }
-    return [*([{"script": {"text": OPEN_PORTS}}] if several else []), {"container": container}]
+    return [*([template["open_ports"]] if several else []), fill(template["runnable"], values)]
 
 
 def _host_path(number: int) -> str:

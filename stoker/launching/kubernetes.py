@@ -49,16 +49,6 @@ TIMEOUT_S = 30
 """For an answer: the client itself waits without end. Following a log takes as long as the job."""
 RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime that Kubeflow Trainer comes with."""
-GKE_SPOT = ("cloud.google.com/gke-spot", "true")
-SPOT_LABELS = (
-    GKE_SPOT,
-    ("eks.amazonaws.com/capacityType", "SPOT"),
-    ("karpenter.sh/capacity-type", "spot"),
-    ("kubernetes.azure.com/scalesetpriority", "spot"),
-)
-"""How GKE, EKS, Karpenter and AKS mark spot nodes."""
-SPOT_TAINTS = (GKE_SPOT, SPOT_LABELS[3])
-"""GKE and AKS taint them with the same key and value."""
 FOLLOW_S = 2.0
 
 
@@ -299,19 +289,17 @@ def _placement(spec: LaunchSpec) -> dict[str, Any]:
         "cloud.google.com/gke-gpu-partition-size": spec.mig_slice if is_gke else None,
         "cloud.google.com/gke-accelerator": gpu if is_gke else None,
         "nvidia.com/gpu.product": None if is_gke else gpu,
-        GKE_SPOT[0]: GKE_SPOT[1] if spec.spot and is_gke else None,
+        "cloud.google.com/gke-spot": "true" if spec.spot and is_gke else None,
     }
-    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if spec.gpus else []
-    taints = () if not spec.spot else SPOT_TAINTS[:1] if is_gke else SPOT_TAINTS
-    tolerations += [{"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"} for key, value in taints]
-    affinity = None
-    if spec.spot and not is_gke:  # terms are alternatives
-        terms = [
-            {"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]} for key, value in SPOT_LABELS
-        ]
-        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-        affinity = {"nodeAffinity": required}
-    return {"affinity": affinity, "node_selector": fill(selector, {}) or None, "tolerations": tolerations or None}
+    rows = read_template("kubernetes.yaml")["placement"]
+    tolerations = rows["gpu_tolerations"] if spec.gpus else []
+    if spec.spot:
+        tolerations = [*tolerations, *(rows["spot_tolerations"][:1] if is_gke else rows["spot_tolerations"])]
+    return {
+        "affinity": rows["spot_affinity"] if spec.spot and not is_gke else None,
+        "node_selector": fill(selector, {}) or None,
+        "tolerations": tolerations or None,
+    }
 
 
 def _volume(mount: Mount, number: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.errors import DataError, PreflightError, UsageError, needs_package
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, states_by_word
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
 from stoker.storage.uri import expand_variables, is_uri
 
 with contextlib.suppress(ModuleNotFoundError):  # where it is needed, `needs_package` names it
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from stoker.data.convert.pack_destination import Destination
     from stoker.data.convert.packing import PackOptions, Plan, PlannedShard, RunShards, ShardRecord
     from stoker.data.index import Index
-
-_STATES = states_by_word(
-    {"queued": "PENDING", "running": "RUNNING", "succeeded": "SUCCEEDED", "failed": "FAILED", "cancelled": "STOPPED"}
-)
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +87,7 @@ class Ray(Place):
                 return JobStatus(state="unknown", text="the cluster has no such job: it was started again since")
             raise PreflightError("Ray's job server does not answer as it should.", cause=str(error)) from error
         return JobStatus(
-            state=_STATES.get(info.status.value, "unknown"),
+            state=state_of("ray", info.status.value),
             text=f"{info.status.value}: {info.message}",
             exit_code=info.driver_exit_code,
         )

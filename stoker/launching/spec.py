@@ -2,6 +2,7 @@
 documents: templates whose optional fields are None. `stoker --help` imports it."""
 
 import dataclasses
+import functools
 import importlib
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from stoker.errors import UsageError, nearest
+from stoker.knowledge import read_toml
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """Of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""
@@ -263,9 +265,16 @@ def open_place(name: str) -> Place:
     return place
 
 
-def states_by_word(words: Mapping[State, str]) -> dict[str, State]:
-    """States by the words of a place. words: those of each state, with spaces between them."""
-    return {word: state for state, text in words.items() for word in text.split()}
+@functools.cache
+def _states(place: str) -> dict[str, State]:
+    words = msgspec.convert(read_toml("launch.toml")[place], dict[Literal[State, "default"], str])
+    default = msgspec.convert(words.pop("default", "unknown"), State)
+    return {"": default} | {word: state for state, text in words.items() for word in text.split()}
+
+
+def state_of(place: str, word: str) -> State:
+    """The state that a place calls so (`knowledge/launch.toml`)."""
+    return _states(place).get(word, _states(place)[""])
 
 
 def read_template(name: str) -> Any:

@@ -79,7 +79,7 @@ def recommend(rows: Sequence[MachinePlan], limits: Limits) -> Recommendation:
         summary = f"this machine: {describe_duration(own.duration_s)}, without rent"
     else:
         summary = f"no machine trains this {limits}".rstrip()
-        changes = _changes(rows, possible, limits)
+        changes = _changes(possible, limits)
     verdicts = [
         Suitability(
             machine=row.label,
@@ -180,32 +180,21 @@ def _reason(row: MachinePlan, choice: MachinePlan | None, limits: Limits) -> str
     return f"{words}{'dearer' if dearer else 'cheaper'}{loader}"
 
 
-def _changes(rows: Sequence[MachinePlan], possible: Sequence[MachinePlan], limits: Limits) -> list[str]:
+def _changes(possible: Sequence[MachinePlan], limits: Limits) -> list[str]:
     """What would make one of the rows meet the limits."""
     smaller = "a smaller --image-size or --model"
     if not possible:
-        too_large = any(row.fits == "no" for row in rows)
-        return [f"{smaller}, or --activation-checkpointing: the memory is too small"] if too_large else []
-    in_time, affordable = (
-        [row for row in possible if meets(row, one) != "no"]
-        for one in (Limits(by_s=limits.by_s), Limits(budget=limits.budget))
-    )
+        return [f"{smaller}, or --activation-checkpointing, if the memory is too small"]
     changes = []
+    fastest, cheapest = (min(possible, key=lambda row: _rank(row, by_time=by_time)) for by_time in (True, False))
     if limits.by_s is not None:
-        fastest = min(affordable or possible, key=lambda row: row.duration_s.expected)
-        if fastest.duration_s.expected > limits.by_s:
-            longer = math.ceil(fastest.duration_s.expected / 60)
-            changes.append(f"--by {longer}min: {fastest.label} is then in time, as expected")
-        changes.append(f"{smaller}, or fewer --epochs: {_bottleneck(fastest)}")
-        if all(row.gpus == 1 for row in rows):
-            changes.append("--gpus 2 4 8: machines with several GPUs")
-    if limits.budget is not None:
-        cheapest = min(in_time or possible, key=lambda row: _rank(row, by_time=False))
-        if cheapest.cost is not None and cheapest.cost.expected > limits.budget:
-            cents = math.ceil(100 * cheapest.cost.expected)
-            changes.append(f"--budget {cents / 100:.2f}: enough for {cheapest.label}, as expected")
-        if not any(row.spot for row in rows):
-            changes.append("--spot: spot machines cost 60 to 91 % less (GCP's range), with preemptions")
+        minutes = math.ceil(fastest.duration_s.expected / 60)
+        changes.append(f"--by {minutes}min: {fastest.label} is then in time, as expected")
+        changes.append(f"{smaller}, fewer --epochs, or --gpus 2 4 8: {_bottleneck(fastest)}")
+    if limits.budget is not None and cheapest.cost is not None:
+        cents = math.ceil(100 * cheapest.cost.expected)
+        changes.append(f"--budget {cents / 100:.2f}: enough for {cheapest.label}, as expected")
+        changes.append("--spot: spot machines cost 60 to 91 % less (GCP's range), with preemptions")
     return changes
 
 

@@ -82,11 +82,9 @@ def test_what_to_change() -> None:
     poor = recommend(ROWS, Limits(budget=2))
     assert any(change.startswith("--budget 5.00") for change in poor.changes)
     assert any(change.startswith("--spot") for change in poor.changes)
-    offered = recommend([row("offered", 1, 5, spot=True)], Limits(budget=2))
-    assert not any(change.startswith("--spot") for change in offered.changes)
     full = recommend([row("tiny", 1, 1, problem="does not fit", fits="no")], Limits())
     assert "--image-size" in full.changes[0]
-    assert any(change.startswith("--gpus ") for change in late.changes)
+    assert any("--gpus 2 4 8" in change for change in late.changes)
     several = recommend([row("eight", 1, 9, gpus=8)], Limits())
     assert any("tested on CPUs only" in reason for reason in several.reasons)
 
