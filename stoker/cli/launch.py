@@ -138,7 +138,7 @@ def advise(
     price_per_device_hour: float | None = None,
     json: bool = False,
 ) -> None:
-    """Says whether fewer, more or other devices would train it cheaper or in time.
+    """Says whether fewer or more devices would train it cheaper or in time.
 
     Parameters
     ----------

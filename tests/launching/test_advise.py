@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from stoker.cli.app import app
 from stoker.errors import UsageError
-from stoker.launching.advise import MAX_CHANGES, LaunchAdvice, advise, print_advice
+from stoker.launching.advise import LaunchAdvice, advise, print_advice
 from stoker.launching.jobs import remember
-from stoker.launching.spec import PLACES, Job
+from stoker.launching.spec import Job
 from tests.fixtures.launching_advise import make_run
 from tests.report.runs import write_run
 
@@ -34,21 +34,10 @@ def test_devices_that_the_loader_cannot_feed(tmp_path: Path) -> None:
     assert "input_wait 40 % of the training time" in [evidence.text for evidence in change.evidence]
 
 
-def test_one_device_that_the_loader_cannot_feed(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", {"compute": 0.3, "input_wait": 0.7}, busy=0.3, memory=0.2, used_cores=11.9)
-    change = by_kind(advise(run))["other_machine"]
-    assert change.after.price_per_hour < 3.0
-    assert change.relative_cost < 0.95
-    assert change.command in (
-        f"stoker launch gcp-batch --resume {run} --machine-type {change.flags['machine-type']}",
-        f"stoker train --resume {run}",
-    )
-
-
 def test_waiting_for_input_with_free_cores_is_no_matter_of_devices(tmp_path: Path) -> None:
     advice = advise(make_run(tmp_path / "run", {"compute": 0.6, "input_wait": 0.4}, devices=4, used_cores=4.0))
     assert advice.changes == []
-    assert "though cores are free" in advice.summary
+    assert "they wait for input" in advice.summary
 
 
 def test_communication(tmp_path: Path) -> None:
@@ -103,12 +92,6 @@ def test_a_run_that_computes_all_the_time_stays_as_it_is(tmp_path: Path) -> None
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too short"):
         advise(write_run(tmp_path / "short", phases={"compute": 10.0}, samples=60, gpu={"utilization": 0.5}))
-    with pytest.raises(UsageError, match="too little telemetry"):
-        advise(make_run(tmp_path / "silent", {"compute": 1.0}, samples=0))
-    with pytest.raises(UsageError, match="too little telemetry"):
-        advise(make_run(tmp_path / "few", {"compute": 1.0}, samples=20))
-    with pytest.raises(UsageError, match="used no GPU"):
-        advise(write_run(tmp_path / "cpu", phases={"compute": 100.0}, samples=60))
     with pytest.raises(UsageError):
         advise(tmp_path / "absent")
 
@@ -118,17 +101,6 @@ def test_the_command_cancels_the_job_and_continues_at_its_place(tmp_path: Path) 
     remember(Job(place="slurm", id="7", name="stoker-run", run=str(run), t=0.0, options={"partition": "spare"}))
     command = by_kind(advise(run))["fewer_devices"].command
     assert command == f"stoker launch cancel {run} && stoker launch slurm --resume {run} --partition spare --devices 3"
-
-
-@pytest.mark.parametrize("place", [*PLACES])
-def test_the_place_accepts_the_command(place: str, tmp_path: Path) -> None:
-    """Machine types are asked for where they exist."""
-    starving = make_run(tmp_path / "starving", {"compute": 0.3, "input_wait": 0.7}, busy=0.3, memory=0.2, used_cores=12)
-    remember(Job(place=place, id="7", name="stoker-run", run=str(starving), t=0.0))
-    machine = by_kind(advise(starving))["other_machine"]
-    if place in ("k8s", "vertex", "gcp-batch"):
-        assert f"stoker launch {place} --resume" in machine.command
-    assert place in ("k8s", "vertex", "gcp-batch") or f"launch {place} --resume" not in machine.command
 
 
 @given(
@@ -153,7 +125,6 @@ def test_figures_agree(
         tmp_path_factory.mktemp("any") / "run", phases, devices=devices, busy=busy, memory=memory, used_cores=used_cores
     )
     advice = advise(run, by_s=by_s)
-    assert len(advice.changes) <= MAX_CHANGES
     assert advice.summary.startswith("no change") == (not advice.changes)
     for change in advice.changes:
         before, after = advice.now, change.after
