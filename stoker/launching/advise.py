@@ -1,6 +1,6 @@
 """Advice on the number of devices of a run: fewer or more, with the figures from its records.
 
-`advise` reads a run folder and asks each rule for a change. All figures are of training time: without startup,
+`advise` reads a run folder and proposes at most one change. All figures are of training time: without startup,
 compilation, evaluation and checkpoints. Not here: why time is lost (`stoker/diagnosis/`), advice without figures after
 any run, also on other GPUs and parts of one (`report/sizing.py`, whose thresholds hold here, too), and other machines
 (`planning/plan.py`). Nothing is changed: each proposal has its command.
@@ -13,7 +13,6 @@ time on one.
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -83,7 +82,7 @@ class LaunchAdvice(msgspec.Struct, frozen=True, kw_only=True):
     evidence: list[Evidence]
     """Where the training time goes."""
     changes: list[Change]
-    """The best first; empty: no change."""
+    """At most one; empty: no change."""
     summary: str
     price_source: str = ""
     """Empty: no price is known."""
@@ -172,19 +171,11 @@ def advise(run: str | Path, *, by_s: float | None = None, price_per_device_hour:
     Raises UsageError if the run is too short.
     """
     m = _measure(open_records(run), by_s, price_per_device_hour)
-
-    def is_worth(change: Change) -> bool:
-        """Cheaper without being slower than the deadline allows; or, where the training is late, faster."""
-        if m.is_late:
-            return change.after.img_per_s > (1 + MIN_SAVING) * m.img_per_s
-        return m.is_in_time(change.after.img_per_s) and change.relative_cost < 1 - MIN_SAVING
-
-    changes = [change for rule in RULES if (change := rule(m)) is not None and is_worth(change)]
-    changes.sort(key=lambda change: (m.is_late and not m.is_in_time(change.after.img_per_s), change.relative_cost))
+    changes = [change for change in [_propose(m)] if change is not None]
     largest = sorted(m.usage.phase_fractions, key=lambda name: -m.usage.fraction(name))
     compute = m.usage.fraction("compute")
     if changes:
-        summary = f"{fmt.plural(len(changes), 'change')}, the best first"
+        summary = "1 change"
     elif m.is_late:
         summary = "no change: none was found with which the training would end before the deadline"
     elif m.usage.fraction("input_wait") >= INPUT_BOUND_HIGH:
@@ -244,59 +235,39 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
     )
 
 
-# Rules
-
-
-def fewer_devices(m: Measured) -> Change | None:
-    """As many devices as the loader feeds; or half of them, each with twice the images of a step, where the exchange of
-    gradients takes at least 25 % of the time (`report/sizing.py`), which then is paid for twice the work."""
+def _propose(m: Measured) -> Change | None:
+    """Enough devices for the deadline, where the training would miss it and computes at least 85 % of its time. As many
+    as the loader feeds. Half of them, each with twice the images of a step, where the exchange of gradients takes at
+    least 25 % of the time (`report/sizing.py`), which then is paid for twice the work."""
     comm = m.usage.fraction("comm")
-    if m.is_input_bound:
+    if m.is_late and m.time_left_s and m.by_s and m.usage.fraction("compute") >= MIN_COMPUTE_FRACTION:
+        exchange = comm if m.devices > 1 else FIRST_EXCHANGE
+        per_device = m.img_per_s / m.devices * (1 - exchange if m.devices == 1 else 1.0)
+        count, flags = _at_least(m, math.ceil(m.img_per_s * m.time_left_s / m.by_s / per_device))
+        img_per_s, phase = count * per_device, "compute"
+        reason = f"{fmt.duration(m.time_left_s)} are left on these, {fmt.duration(m.by_s)} until the deadline"
+        assumption = f"{fmt.percentage(exchange)} of the time for the exchange of gradients, and cores for each loader"
+    elif m.is_input_bound:
         count, flags = _at_least(m, math.ceil(m.img_per_s / m.device_rate))
-        img_per_s = min(m.img_per_s, count * m.device_rate)
-        reason, phase, assumption = "the loader feeds no more", "input_wait", "the loader delivers as before"
+        img_per_s, phase = min(m.img_per_s, count * m.device_rate), "input_wait"
+        reason, assumption = "the loader feeds no more", "the loader delivers as before"
     elif comm >= MIN_COMM_FRACTION:
         count, flags = _at_least(m, m.devices // 2)
         work, exchange = (1 - comm) * m.devices / count, comm if count > 1 else 0.0
-        img_per_s = m.img_per_s / (work + exchange)
-        reason, phase = "less of the time is communication", "comm"
+        img_per_s, phase = m.img_per_s / (work + exchange), "comm"
+        reason = "less of the time is communication"
         assumption = "the same batch, an exchange of gradients takes as long"
     else:
         return None
-    if count >= m.devices:
+    relative_cost = count / m.devices * m.img_per_s / img_per_s
+    if m.is_late:
+        is_worth = img_per_s > (1 + MIN_SAVING) * m.img_per_s
+    else:
+        is_worth = m.is_in_time(img_per_s) and relative_cost < 1 - MIN_SAVING
+    if count == m.devices or not is_worth:
         return None
-    return _change(m, "fewer_devices", count, flags, img_per_s, reason=reason, phase=phase, assumption=assumption)
-
-
-def more_devices(m: Measured) -> Change | None:
-    """Enough devices for the deadline: where the training would miss it and computes at least 85 % of its time."""
-    if not m.is_late or m.usage.fraction("compute") < MIN_COMPUTE_FRACTION or not m.time_left_s or not m.by_s:
-        return None
-    comm = m.usage.fraction("comm") if m.devices > 1 else FIRST_EXCHANGE
-    per_device = m.img_per_s / m.devices * (1 - comm if m.devices == 1 else 1.0)
-    count, flags = _at_least(m, math.ceil(m.img_per_s * m.time_left_s / m.by_s / per_device))
-    reason = f"{fmt.duration(m.time_left_s)} are left on these, {fmt.duration(m.by_s)} until the deadline"
-    assumption = f"{fmt.percentage(comm)} of the time for the exchange of gradients, and cores for each loader"
-    img_per_s = count * per_device
-    return _change(m, "more_devices", count, flags, img_per_s, reason=reason, phase="compute", assumption=assumption)
-
-
-RULES: tuple[Callable[[Measured], Change | None], ...] = (fewer_devices, more_devices)
-
-
-def _change(
-    m: Measured,
-    id: str,
-    count: int,
-    flags: dict[str, str],
-    img_per_s: float,
-    *,
-    reason: str,
-    phase: str,
-    assumption: str,
-) -> Change:
     return Change(
-        id=id,
+        id="more_devices" if count > m.devices else "fewer_devices",
         severity="info",
         title=f"{fmt.plural(count, 'device')} instead of {m.devices}: {reason}",
         after=m.figures(count, img_per_s),
@@ -304,7 +275,7 @@ def _change(
         assumption=assumption,
         flags=flags,
         command=_command(m, flags),
-        relative_cost=count / m.devices * m.img_per_s / img_per_s,
+        relative_cost=relative_cost,
     )
 
 
@@ -335,16 +306,15 @@ def _command(m: Measured, flags: dict[str, str]) -> str:
 def print_advice(advice: LaunchAdvice, file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints the run as it is and the proposals, each with its evidence and command."""
     rendered = table("", "devices", "img/s", "$/h", "$/epoch", right=(1, 2, 3, 4))
-    for name, figures in [("now", advice.now), *((f"{n}", c.after) for n, c in enumerate(advice.changes, 1))]:
+    for name, figures in [("now", advice.now), *(("then", change.after) for change in advice.changes)]:
         costs = map(fmt.cost, (figures.price_per_hour, figures.cost_per_epoch))
         cells = [name, str(figures.devices), fmt.number(figures.img_per_s), *costs]
         rendered.add_row(*map(plain_text, cells))
     lines: list[RenderableType] = [plain_text(f"{advice.run}: {advice.summary}", "bold"), "", rendered, ""]
     lines.append(plain_text("; ".join(evidence.text for evidence in advice.evidence)))
-    for number, change in enumerate(advice.changes, 1):
+    for change in advice.changes:
         evidence = [*change.evidence, Evidence(text=f"assumed: {change.assumption}")]
-        shown = msgspec.structs.replace(change, title=f"{number}. {change.title}", evidence=evidence)
-        lines += ["", *finding_lines(shown)]
+        lines += ["", *finding_lines(msgspec.structs.replace(change, evidence=evidence))]
     prices = advice.price_source or "unknown; `--price-per-device-hour` of the training sets it"
     lines += ["", plain_text(f"figures are of the training time; price: {prices}"), *explain_line(advice.changes)]
     print_renderables(lines, file, width=width)

@@ -201,7 +201,7 @@ class Vertex(GoogleCloud):
         return _to_json(fill(template["job"], {**values, "pools": pools}))
 
     def describe(self, found: dict[str, Any]) -> tuple[str, str, int | None]:
-        return found["state"], found.get("error", {}).get("message", ""), None
+        return found.get("state", ""), found.get("error", {}).get("message", ""), None
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
         query = f'resource.type="ml_job" resource.labels.job_id="{job.id.rpartition("/")[2]}"'
@@ -257,7 +257,7 @@ class GcpBatch(GoogleCloud):
     def describe(self, found: dict[str, Any]) -> tuple[str, str, int | None]:
         status = found.get("status", {})
         last = (status.get("statusEvents") or [{}])[-1]
-        return status["state"], last.get("description", ""), last.get("taskExecution", {}).get("exitCode")
+        return status.get("state", ""), last.get("description", ""), last.get("taskExecution", {}).get("exitCode")
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
         found = self.find(job)

@@ -143,7 +143,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
     text = io.StringIO()
     print_advice(advise(run), text, width=120)
-    assert "1. 3 devices instead of 4: the loader feeds no more" in text.getvalue()
+    assert "3 devices instead of 4: the loader feeds no more" in text.getvalue()
     assert f"stoker launch local --resume {run} --devices 3" in text.getvalue()
     app(["launch", "advise", str(run), "--by", "2h", "--json"], result_action="return_value")
     document = json.loads(capsys.readouterr().out)
