@@ -235,15 +235,10 @@ def _table() -> dict[str, Any]:
     return read_toml("machines.toml")
 
 
-def spot_date() -> str:
-    """The day of the spot prices of the table."""
-    return str(_table()["spot_date"])
-
-
 def describe_prices() -> str:
     """Where and of when the prices of the table are, a clause."""
     regions = " and ".join(f"{cloud} {region}" for cloud, region in REGIONS.items())
-    return f"list prices of {regions}, {CURRENCY}, on demand as of {AS_OF}, spot of {spot_date()}"
+    return f"list prices of {regions}, {CURRENCY}, on demand as of {AS_OF}, spot of {_table()['spot_date']}"
 
 
 @functools.cache

@@ -60,11 +60,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Source of the prices, a clause."""
     notes: list[str]
 
-    @property
-    def has_sync(self) -> bool:
-        """Whether machines with several GPUs exchange in another way than by default."""
-        return any(row.sync not in (None, "plain") or row.sync_reason for row in self.rows)
-
 
 def make_plan(
     user_config: Config,

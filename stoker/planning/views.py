@@ -65,8 +65,7 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _table(plan: Plan, shown: Sequence[int]) -> RenderableType:
-    sync = ("--sync",) if plan.has_sync else ()
-    columns = ("", "machine", "$/h", "memory", "img/s", "busy", "limited by", *sync, "vCPUs needed", "MB/s", "time")
+    columns = ("", "machine", "$/h", "memory", "img/s", "busy", "limited by", "vCPUs needed", "MB/s", "time")
     numbers = [
         n for n, name in enumerate(columns) if name in ("$/h", "memory", "img/s", "busy", "vCPUs needed", "MB/s")
     ]
@@ -82,7 +81,7 @@ def _table(plan: Plan, shown: Sequence[int]) -> RenderableType:
         else:
             cells += [
                 fmt.number(row.img_per_s.expected), fmt.percentage(row.utilization.expected),
-                _LIMITS.get(row.limited_by, row.limited_by), *([row.sync or ""] if plan.has_sync else []),
+                _LIMITS.get(row.limited_by, row.limited_by),
                 f"{row.required_vcpus:.1f} of {row.vcpus:g}", fmt.number(row.required_mb_per_s),
                 describe_duration(row.duration_s), describe_cost(row.cost),
             ]  # fmt: skip

