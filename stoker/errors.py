@@ -6,6 +6,7 @@ not a `StokerError` and reaches the top is a bug in stoker. `StokerError.__str__
 
 import contextlib
 import difflib
+import functools
 from collections.abc import Iterable, Iterator
 
 from stoker.printable import printable
@@ -49,18 +50,10 @@ class StokerError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.location, self.cause, self.choices, self.fix))
-
-
-def _rebuild(
-    kind: type[StokerError],
-    what: str,
-    location: str | None,
-    cause: str | None,
-    choices: tuple[str, ...],
-    fix: str | None,
-) -> StokerError:
-    return kind(what, location=location, cause=cause, choices=choices, fix=fix)
+        kind = functools.partial(
+            type(self), location=self.location, cause=self.cause, choices=self.choices, fix=self.fix
+        )  # pickle itself passes no keywords
+        return (kind, (self.what,))
 
 
 class UsageError(StokerError):

@@ -3,7 +3,7 @@
 Peak: a step is traced without memory (`stoker/planning/trace.py`); the same counter then counts the same step on real
 CPU tensors. Two smaller batch sizes make the line on which the largest batch is looked for.
 
-Time: steps of two models calibrate the few fractions of the roofline (`stoker/planning/roofline.py`), and four others
+Time: steps of two models calibrate the few fractions of the roofline (`stoker/planning/predict.py`), and four others
 are predicted with them. One process with one thread takes the steps in turn, in CPU-seconds, and the
 micro-benchmark of the CPU once a round. The models were chosen before the first measurement. A second group
 of four (`--second`) was looked at only when the method was final: it is the honest figure.
@@ -103,7 +103,7 @@ def make_spec(case: Case, *, precision: str = "fp32", on_cpu: bool = True) -> An
 
 def trace(*steps: tuple[Any, int, int]) -> list[Any]:
     """Traces of (spec, batch size, memory of the device)."""
-    from stoker.planning.traces import Step, trace_steps
+    from stoker.planning.trace import Step, trace_steps
 
     answers = trace_steps([Step(*step) for step in steps])
     if errors := [answer.error for answer in answers if answer.trace is None]:
@@ -161,7 +161,7 @@ def peaks(folder: Path) -> dict[str, Any]:
 
 def times(folder: Path, rounds: int) -> dict[str, Any]:
     """CPU-seconds of steps of all cases in turn, and the micro-benchmark of the CPU once a round."""
-    from stoker.planning.accelerators import measure_cpu
+    from stoker.planning.machines import measure_cpu
 
     steps = {case.label: RealStep(case, "cpu", "fp32") for case in read_cases(folder)}
     for step in steps.values():
@@ -228,8 +228,8 @@ def compare_times(report: Report, calibration: Sequence[Case], groups: dict[str,
     """Adds the rows of the calibration and of each group of held-out models, and a bar for each group."""
     import msgspec
 
-    from stoker.planning.accelerators import Accelerator
-    from stoker.planning.roofline import CPU, Sample, fit, step_time
+    from stoker.planning.machines import Accelerator
+    from stoker.planning.predict import CPU, Sample, fit, step_time
 
     cases = [*calibration, *(case for group in groups.values() for case in group)]
     with concurrent.futures.ThreadPoolExecutor(1) as background:
@@ -292,7 +292,7 @@ def plan(folder: Path) -> dict[str, Any]:
     from stoker.config.settings import from_fields
     from stoker.data.index import open_index_of
     from stoker.hardware.device import Device
-    from stoker.planning.accelerators import GPUS
+    from stoker.planning.machines import GPUS
     from stoker.planning.predict import loader_demand, predict_steps
     from stoker.training.defaults.derive import derive_for_plan
 
@@ -331,8 +331,8 @@ def compare_gpu(report: Report, cases: Sequence[Case], rounds: int) -> None:
     """Peak and time of steps on this machine's GPU."""
     import torch
 
-    from stoker.planning.accelerators import identify
-    from stoker.planning.roofline import GPU, step_time
+    from stoker.planning.machines import identify
+    from stoker.planning.predict import GPU, step_time
 
     if not torch.cuda.is_available():
         report.rows.append({"what": "GPU: n/a: no GPU here"})

@@ -1,9 +1,8 @@
 """The command line: the app, the exit codes, and the translation of flags of other tools.
 
-The commands are in `train.py`, `check.py`, `plan.py`, `launch.py`, `models.py`, `runs.py`, `watch.py`, `data.py` and
-`migrate.py`. Each imports its code when it runs, so that `stoker --help` and `stoker why` start at once, also where
-torch is not installed. An error of the exception tree becomes a message and its exit code; any other exception is a bug
-and keeps its traceback.
+The commands are in `train.py`, `planning.py`, `launch.py`, `models.py`, `runs.py` and `data.py`. Each imports its code
+when it runs, so that `stoker --help` and `stoker why` start at once, also where torch is not installed. An error of the
+exception tree becomes a message and its exit code; any other exception is a bug and keeps its traceback.
 """
 
 import contextlib
@@ -18,16 +17,13 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App, Parameter
 
-from stoker.cli.check import check
 from stoker.cli.data import data_app
 from stoker.cli.flag_names import translate
 from stoker.cli.launch import launch_app
-from stoker.cli.migrate import import_pipeline
 from stoker.cli.models import evaluate, export, list_models, predict
-from stoker.cli.plan import plan
-from stoker.cli.runs import report, why
-from stoker.cli.train import train, train_help
-from stoker.cli.watch import watch
+from stoker.cli.planning import check, plan
+from stoker.cli.runs import report, watch, why
+from stoker.cli.train import import_pipeline, train, train_help
 from stoker.errors import StokerError
 from stoker.printable import print_text
 

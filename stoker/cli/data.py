@@ -1,13 +1,15 @@
 """The `stoker data` commands: check, describe, preview, convert, pack and split a data set. Each imports its code when
 it runs."""
 
+import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from stoker.config.settings import DataSettings
+from stoker.config.settings import Config, DataSettings, from_fields
+from stoker.config.settings import check as check_settings
 from stoker.printable import print_json, print_text
 
 data_app = App(
@@ -18,14 +20,33 @@ data_app = App(
     help_format="plaintext",
 )
 
-Format = Annotated[str | None, Parameter(help="Format of the annotations, where automatic detection is wrong.")]
-Classes = Annotated[list[str] | None, Parameter(consume_multiple=True, help="Only these classes, in this order.")]
-AllowOutside = Annotated[
-    bool, Parameter(help="Read images that the data set names outside its folder: by absolute paths, `..` or links.")
-]
-Train = Annotated[str | None, Parameter(help="Annotation file of the training split, where DATA does not tell.")]
-Val = Annotated[str | None, Parameter(help="Annotation file of the validation split.")]
-Splits = Annotated[str | None, Parameter(help="Folder of lists, as `stoker data split` writes it.")]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the annotations are read, as for `stoker train`."""
+
+    format: str | None = None
+    """Format of the annotations, where automatic detection is wrong."""
+    classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
+    """Only these classes, in this order."""
+    allow_outside: bool = False
+    """Read images that the data set names outside its folder: by absolute paths, `..` or links."""
+    train: str | None = None
+    """Annotation file of the training split, where DATA does not tell."""
+    val: str | None = None
+    """Annotation file of the validation split."""
+    splits: str | None = None
+    """Folder of lists, as `stoker data split` writes it."""
+
+    def settings(self, data: str, **others: Any) -> Config:
+        """With other settings. Raises ConfigError."""
+        config = from_fields({"data": data, **dataclasses.asdict(self), "classes": self.classes or None, **others})
+        check_settings(config)
+        return config
+
+
+HowToRead = Annotated[Reading, Parameter(name="*", group="Annotations")]
+READING = Reading()
 Data = Annotated[str, Parameter(help="Folder or file with labeled images, also in a bucket (gs://, s3://), or `demo`.")]
 
 
@@ -34,12 +55,7 @@ def check(
     data: Data,
     /,
     *,
-    format: Format = None,
-    classes: Classes = None,
-    allow_outside: AllowOutside = False,
-    train: Train = None,
-    val: Val = None,
-    splits: Splits = None,
+    reading: HowToRead = READING,
     annotations_only: bool = False,
     max_bad_fraction: float | None = None,
     max_bad_boxes: float | None = None,
@@ -64,30 +80,26 @@ def check(
     json
         Print everything as JSON, with all locations.
     """
-    from stoker.config.settings import check as check_settings
-    from stoker.config.settings import from_fields
     from stoker.data.index import split_options
     from stoker.data.validation.check import check_dataset
     from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
     from stoker.errors import DataError, UsageError
     from stoker.report.console import progress_bar
 
-    fields = {"train": train, "val": val, "splits": splits, "max_bad_fraction": max_bad_fraction}
-    user_config = from_fields({**fields, "max_bad_boxes": max_bad_boxes})
-    check_settings(user_config)
+    settings = reading.settings(data, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes).data
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers} is out of range.", choices=["1 or more"])
     with progress_bar("images") as on_progress:
         report = check_dataset(
             data,
-            format=format,
-            classes=classes or (),
-            allow_outside=allow_outside,
+            format=reading.format,
+            classes=reading.classes,
+            allow_outside=reading.allow_outside,
             decode_images=not annotations_only,
             workers=workers,
             max_bad_fraction=DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction,
             max_bad_boxes=DEFAULT_MAX_BAD_BOXES if max_bad_boxes is None else max_bad_boxes,
-            splits=split_options(user_config.data),
+            splits=split_options(settings),
             progress=on_progress,
         )
     if json:
@@ -105,9 +117,7 @@ def stats(
     data: Data,
     /,
     *,
-    format: Format = None,
-    classes: Classes = None,
-    allow_outside: AllowOutside = False,
+    reading: HowToRead = READING,
     split: str | None = None,
     image_size: tuple[int, int] | None = None,
     model: str | None = None,
@@ -131,8 +141,6 @@ def stats(
     json
         Print everything as JSON.
     """
-    from stoker.config.settings import check as check_settings
-    from stoker.config.settings import from_fields
     from stoker.data.index import open_index_of
     from stoker.data.validation.stats import compute_stats
     from stoker.hardware.device import select_device
@@ -141,9 +149,7 @@ def stats(
     from stoker.report.html import write_dataset_stats
     from stoker.training.defaults.derive import derive_model_input
 
-    fields = {"data": data, "format": format, "classes": classes, "allow_outside": allow_outside}
-    user_config = from_fields({**fields, "image_size": image_size, "model": model})
-    check_settings(user_config)
+    user_config = reading.settings(data, image_size=image_size, model=model)
     check_image_size(user_config)
     index = open_index_of(user_config.data)
     if out is not None:
@@ -201,11 +207,8 @@ def preview(
     batch_size
         Images per optimizer step; it decides what is not set as well.
     """
-    import dataclasses
-
     from stoker.config.durations import join_length
-    from stoker.config.settings import Config, settings_table
-    from stoker.config.settings import check as check_settings
+    from stoker.config.settings import settings_table
     from stoker.data.index import open_index_of, require_images
     from stoker.evaluation.draw import IMAGE_SUFFIXES, save_image
     from stoker.hardware.cgroup import host_cores
@@ -249,12 +252,7 @@ def convert(
     /,
     *,
     to: Literal["coco", "voc", "yolo", "tfrecord"],
-    format: Format = None,
-    classes: Classes = None,
-    allow_outside: AllowOutside = False,
-    train: Train = None,
-    val: Val = None,
-    splits: Splits = None,
+    reading: HowToRead = READING,
     val_fraction: float | None = None,
     shards: int = 1,
     hardlink: bool = False,
@@ -277,14 +275,12 @@ def convert(
     hardlink
         Hard links instead of copies of the images: no disk space, but editing one changes both.
     """
-    from stoker.config.settings import from_fields
     from stoker.data.convert import convert as convert_data
     from stoker.data.index import open_index_of
     from stoker.report.console import progress_bar
     from stoker.report.dataset import print_converted
 
-    fields = {"data": data, "format": format, "classes": classes, "allow_outside": allow_outside}
-    settings = from_fields({**fields, "val_fraction": val_fraction, "train": train, "val": val, "splits": splits}).data
+    settings = reading.settings(data, val_fraction=val_fraction).data
     index = open_index_of(settings)
     with progress_bar("images") as on_progress:
         converted = convert_data(index, out, to, shards=shards, hardlink=hardlink, progress=on_progress)
@@ -297,12 +293,7 @@ def pack(
     dest: str,
     /,
     *,
-    format: Format = None,
-    classes: Classes = None,
-    allow_outside: AllowOutside = False,
-    train: Train = None,
-    val: Val = None,
-    splits: Splits = None,
+    reading: HowToRead = READING,
     val_fraction: float | None = None,
     image_size: tuple[int, int] | None = None,
     quality: int | None = None,
@@ -340,7 +331,6 @@ def pack(
     """
     import msgspec
 
-    from stoker.config.settings import from_fields
     from stoker.data.index import open_index_of
     from stoker.data.packing import DEFAULT_QUALITY, DEFAULT_SHARD_MIB, PackOptions, in_threads
     from stoker.data.packing import pack as pack_data
@@ -366,11 +356,10 @@ def pack(
     options = PackOptions(
         shard_mib=shard_mib or DEFAULT_SHARD_MIB, image_size=image_size, quality=quality or DEFAULT_QUALITY
     )
-    fields = {"data": data, "format": format, "classes": classes, "allow_outside": allow_outside}
-    settings = from_fields({**fields, "val_fraction": val_fraction, "train": train, "val": val, "splits": splits}).data
+    settings = reading.settings(data, val_fraction=val_fraction).data
     index = open_index_of(settings)
     if on == "ray":
-        from stoker.launching.ray_pack import on_ray
+        from stoker.launching.ray_cluster import on_ray
 
         run_shards = on_ray(settings, address)
     else:
@@ -389,9 +378,7 @@ def split(
     out: Path,
     /,
     *,
-    format: Format = None,
-    classes: Classes = None,
-    allow_outside: AllowOutside = False,
+    reading: HowToRead = READING,
     val_fraction: float = 0.1,
     test_fraction: float | None = None,
     group_by: str | None = None,
@@ -418,13 +405,13 @@ def split(
     json
         Print the counts as JSON.
     """
-    from stoker.data.index import open_index
+    from stoker.data.index import open_index_of
     from stoker.data.validation.split import make_splits
     from stoker.hardware.cgroup import host_cores
     from stoker.report.console import progress_bar
     from stoker.report.dataset import print_new_splits
 
-    index = open_index(data, format=format, classes=classes or (), allow_outside=allow_outside)
+    index = open_index_of(reading.settings(data).data)
     with progress_bar("images") as on_progress:
         new = make_splits(
             index, out, val_fraction=val_fraction, test_fraction=test_fraction, group_by=group_by, seed=seed,

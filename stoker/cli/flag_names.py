@@ -89,47 +89,38 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     has_flags = any(argument.startswith("-") or "=" in argument for argument in arguments[1:])
     if not has_flags or arguments[0] not in _COMMANDS:
         return list(arguments), []
-    command, table = arguments[0], _meanings(arguments[0])
+    command, table, rest = arguments[0], _meanings(arguments[0]), list(arguments[1:])
+    is_training = command in ("train", "plan", "check")
     out, notes = [command], []
-    rest = list(arguments[1:])
     while rest:
         argument = rest.pop(0)
         if argument == "--":
             out += [argument, *rest]
             break
-        if match := re.fullmatch(r"([a-z][a-z0-9_]*)=(.*)", argument):
-            if command not in ("train", "plan", "check", "predict", "export", "eval"):
-                out.append(argument)
-                continue
-            if match[1] == "data" and command in ("train", "plan", "check"):
+        match = re.fullmatch(r"([a-z][a-z0-9_]*)=(.*)", argument)
+        if match and (is_training or command in ("predict", "export", "eval")):
+            if match[1] == "data" and is_training:
                 out.append(match[2])
                 notes.append(f"{argument}: the data set is the argument `{match[2]}`")
                 continue
             argument = f"--{match[1]}={match[2]}"
-        short = re.fullmatch(r"-([a-z])", argument)
-        if not argument.startswith("--") and not (short and short[1] in table):
-            out.append(argument)
-            continue
         name, equals, value = argument.lstrip("-").partition("=")
         name = name.replace("_", "-")
+        if not argument.startswith("--") and not (re.fullmatch(r"-[a-z]", argument) and name in table):
+            out.append(argument)
+            continue
         meaning = table.get(name)
-        next_value = value or "".join(rest[:1])
-        if (
-            command in ("train", "plan", "check")
-            and name == "val"
-            and not re.fullmatch(r"(?i)(true|false|-.*)?", next_value)
-        ):
+        if is_training and name == "val" and not re.fullmatch(r"(?i)(true|false|-.*)?", value or "".join(rest[:1])):
             meaning = None  # an annotation file; Ultralytics' `val` is a switch
         if meaning is None:
-            change = _VALUES.get(name) if command in ("train", "plan", "check") else None
+            change = _VALUES.get(name) if is_training else None
             if change is not None and not equals and rest:
                 equals, value = "=", rest.pop(0)
             out += [f"--{name}", change(name, value) if change else value] if equals else [f"--{name}"]
         elif meaning.answer:
             raise UsageError(f"`stoker {command}` has no {argument.partition('=')[0]}.", fix=meaning.answer)
         elif meaning.arguments:
-            is_off = value.lower() in ("false", "0", "no")
-            arguments = meaning.off if is_off else meaning.arguments
+            arguments = meaning.off if value.lower() in ("false", "0", "no") else meaning.arguments
             out += arguments
             notes.append(
                 f"{argument} is `{' '.join(arguments)}` here" if arguments else f"{argument} is left out: it is off"
@@ -138,19 +129,15 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             values = [value] if equals else ([rest.pop(0)] if rest and not rest[0].startswith("--") else [])
             if name == "pretrained" and not values:
                 values = ["true"]
-            changed = [meaning.new_value(name, value) for value in values]
-            out += [f"--{meaning.flag}", *changed]
-            note = f"--{name} is `--{meaning.flag}` here"
-            notes.append(note + (f": {meaning.note}" if meaning.note else ""))
+            out += [f"--{meaning.flag}", *(meaning.new_value(name, value) for value in values)]
+            notes.append(f"--{name} is `--{meaning.flag}` here" + (f": {meaning.note}" if meaning.note else ""))
     return _square(out), notes
 
 
 def _square(arguments: list[str]) -> list[str]:
     """`--image-size 640` is 640 × 640."""
     out: list[str] = []
-    for k, argument in enumerate(arguments):
-        out.append(argument)
-        is_single = not any(following.isdecimal() for following in arguments[k + 1 : k + 2])
-        if k and arguments[k - 1] == "--image-size" and argument.isdecimal() and is_single:
-            out.append(argument)
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        is_size = out[-1:] == ["--image-size"] and argument.isdecimal()
+        out += [argument, argument] if is_size and not following.isdecimal() else [argument]
     return out

@@ -47,8 +47,8 @@ def launch(
     dry_run
         Print exactly what would be submitted.
     """
+    from stoker.launching.jobs import submit
     from stoker.launching.request import check_launch, make_spec
-    from stoker.launching.submit import submit
 
     if where is None:
         raise UsageError("Where should it be launched?", choices=PLACES, fix="stoker launch local demo")
@@ -120,8 +120,8 @@ def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f
 @launch_app.command(sort_key=3)
 def cancel(run: Run, /) -> None:
     """Asks the newest job of a run to save and end, for good, and waits until it has. The run can be continued."""
+    from stoker.launching.jobs import cancel as cancel_job
     from stoker.launching.jobs import last_job
-    from stoker.launching.submit import cancel as cancel_job
 
     job = last_job(run)
     state = cancel_job(job)
@@ -136,10 +136,9 @@ def advise(
     *,
     by: str | None = None,
     price_per_device_hour: float | None = None,
-    apply: bool = False,
     json: bool = False,
 ) -> None:
-    """Says whether fewer, more or other devices, or a part of one GPU, would train it cheaper or in time.
+    """Says whether fewer or more devices would train it cheaper or in time.
 
     Parameters
     ----------
@@ -147,13 +146,10 @@ def advise(
         Time until which it has to be done: 90min, 6h, 2d.
     price_per_device_hour
         Default: that of the run, else the list price of its machine.
-    apply
-        End the job and submit it again with the best proposal that changes its devices only: on Slurm and Kubernetes.
     json
         Print it as JSON.
     """
     from stoker.launching import advise as launch_advise
-    from stoker.launching import submit
 
     by_s = None if by is None else parse_time_s(by, "--by")
     advice = launch_advise.advise(run, by_s=by_s, price_per_device_hour=price_per_device_hour)
@@ -161,6 +157,3 @@ def advise(
         print_json(advice)
     else:
         launch_advise.print_advice(advice)
-    if apply:
-        change, job = submit.apply(advice)
-        print_text(f"applied: {change.title}: {job.place} job {job.id}", file=sys.stderr)

@@ -1,5 +1,6 @@
-"""The commands that read runs: `why` and `report`. Each imports its code when it runs."""
+"""The commands that record and read runs: `watch`, `why` and `report`. Each imports its code when it runs."""
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_json, print_text
 
 if TYPE_CHECKING:
@@ -19,6 +21,45 @@ Price = Annotated[
         "of its machine on GCP or AWS."
     ),
 ]
+
+
+def watch(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    pid: Annotated[int | None, Parameter(group="Run")] = None,
+    run_dir: Annotated[str | None, Parameter(group="Run")] = None,
+    hook: Annotated[bool, Parameter(group="Run", negative="--no-hook")] = True,
+    monitor: Annotated[MonitoringOptions, Parameter(name="*", group="Monitoring")] = MonitoringOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Runs any training job unchanged and records it, for `stoker why` and `stoker report`.
+
+    Its output, exit code, terminal and signals stay as they are, and it goes on if
+    `stoker watch` is killed. It records system telemetry once a second, and the steps,
+    losses and learning rates that the job prints: TF Object Detection API, Keras,
+    torchvision, Ultralytics, Lightning, Hugging Face Trainer, and plain `loss=` or
+    `loss:`. Python processes that use torch or Keras are timed from the inside through
+    `PYTHONPATH`; stacks of all are sampled from outside. With `--pid` it attaches to a
+    running process; Ctrl-C ends the watching, not the job. Linux only.
+
+    Parameters
+    ----------
+    command
+        The job, after `--`.
+    pid
+        Attach to this running process instead of starting a command.
+    run_dir
+        Folder of the run; default `runs/watch-<script or program>-<n>`.
+    hook
+        Time the job from the inside; `--no-hook` leaves its environment unchanged.
+    """
+    from stoker.errors import UsageError
+    from stoker.watch.watch import attach
+    from stoker.watch.watch import watch as watch_job
+
+    if pid is not None and command:
+        raise UsageError("--pid attaches to a running process; `-- CMD` starts a new one.", fix="give only one")
+    if pid is not None:
+        sys.exit(attach(pid, run_dir, monitor))
+    sys.exit(watch_job(list(command), run_dir, hook=hook, monitor=monitor))
 
 
 def why(
@@ -65,7 +106,9 @@ def why(
     if probe and (all_ is not None or compare is not None):
         raise UsageError("--probe takes exactly one run.", fix="stoker why RUN --probe")
     if all_ is not None:
-        _print_summary(_summarize_runs(all_, price_per_device_hour), json=json)
+        from stoker.report.runs_summary import print_runs_summary
+
+        _print(_summarize_runs(all_, price_per_device_hour), print_runs_summary, json=json)
     elif compare is not None:
         from stoker.report.compare import compare as compare_runs
         from stoker.report.compare import print_comparison
@@ -82,8 +125,7 @@ def why(
             run_probes(str(run), lambda text: print_text(text, file=sys.stderr))
         from stoker.report.explain import explain_run, print_explanation
 
-        explanation = explain_run(str(run), price_per_device_hour)
-        _print(explanation, print_explanation, json=json)
+        _print(explain_run(str(run), price_per_device_hour), print_explanation, json=json)
 
 
 def _print(value: Any, print_text: Callable[[Any], None], *, json: bool) -> None:
@@ -96,21 +138,12 @@ def _print(value: Any, print_text: Callable[[Any], None], *, json: bool) -> None
 def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "RunsSummary":
     from stoker.report.runs_summary import summarize_runs
 
-    is_terminal = sys.stderr.isatty()
-    summary = summarize_runs(
-        runs_dir,
-        price_per_device_hour,
-        (lambda count: print(f"\r{count:,} runs", end="", file=sys.stderr)) if is_terminal else None,
-    )
-    if is_terminal:
-        print("\r\x1b[K", end="", file=sys.stderr)
+    if not sys.stderr.isatty():
+        return summarize_runs(runs_dir, price_per_device_hour)
+    show = functools.partial(print, end="", file=sys.stderr)
+    summary = summarize_runs(runs_dir, price_per_device_hour, lambda count: show(f"\r{count:,} runs"))
+    show("\r\x1b[K")
     return summary
-
-
-def _print_summary(summary: "RunsSummary", *, json: bool) -> None:
-    from stoker.report.runs_summary import print_runs_summary
-
-    _print(summary, print_runs_summary, json=json)
 
 
 def report(
@@ -147,7 +180,7 @@ def report(
     if all_ is not None:
         summary = _summarize_runs(all_, price_per_device_hour)
         if json:
-            _print_summary(summary, json=True)
+            print_json(summary)
         else:
             print_text(write_runs_summary(summary, out))
     elif json:

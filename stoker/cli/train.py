@@ -1,4 +1,4 @@
-"""`stoker train`, and its help on one screen."""
+"""`stoker train`, its help on one screen, and `stoker import`, which makes its settings of those of another tool."""
 
 import os
 import re
@@ -14,6 +14,7 @@ from stoker.cli.quick_import import quick_imports
 from stoker.config.durations import join_length
 from stoker.config.settings import Config, from_toml
 from stoker.monitor.options import MonitoringOptions
+from stoker.printable import print_json, print_text
 
 if TYPE_CHECKING:
     from stoker.training.local_ranks import Result
@@ -127,7 +128,6 @@ def train(
     if log_format == "json":
         return  # its last line is the event `finished`
 
-    from stoker.printable import print_text
     from stoker.report.terminal import print_metrics
     from stoker.storage.uri import display_path
 
@@ -173,3 +173,52 @@ def train_help(app: App) -> str:
     lines += [f"  {example:<{longest}}  # {comment}"[:width] for example, comment in EXAMPLES]
     lines += ["", "stoker train --help-all lists all settings; docs/settings.md describes them."]
     return "\n".join(lines)
+
+
+def import_pipeline(
+    pipeline: Path,
+    /,
+    *,
+    out: Path = Path("config.toml"),
+    data: str | None = None,
+    run: bool = False,
+    run_dir: str | None = None,
+    json: bool = False,
+) -> None:
+    """Imports a pipeline.config of the TensorFlow Object Detection API, without TensorFlow.
+
+    Writes the settings, and reports each field of the file: carried over exactly, with a substitute, or not. See
+    docs/from-tensorflow.md.
+
+    Parameters
+    ----------
+    pipeline
+        The pipeline.config of a training.
+    out
+        The file of settings to write; `stoker train --config` reads it.
+    data
+        Folder of the records, if they are not where the file says.
+    run
+        Train at once.
+    run_dir
+        Folder of the run, as for `stoker train`.
+    json
+        Print the report as JSON.
+    """
+    from stoker.errors import UsageError
+    from stoker.migration.pipeline import import_pipeline as read_pipeline
+    from stoker.migration.pipeline import print_import, write_config
+
+    config, report = read_pipeline(pipeline, data=data)
+    write_config(config, report, out)
+    if json:
+        print_json(report)
+    else:
+        print_import(report)
+        source = "" if config.data.data is not None else "DATA "
+        print_text(f"written: {out}; `stoker train {source}--config {out}` trains with it")
+    if not run:
+        return
+    if config.data.data is None:
+        raise UsageError("What should be trained on?", cause="the file has no path of records", fix="--data FOLDER")
+    train(config=config, run_dir=run_dir)

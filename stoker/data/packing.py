@@ -6,7 +6,7 @@ index is written last and replaces plan and records. Training images are put int
 always the same: neighbors in a source are often alike, and a shard that is read as a whole should not be. Rows of the
 index keep the order of the source, so training in a random order of all images does not change.
 
-Not here: what images training would skip and other formats (`convert.py`), Ray (`launching/ray_pack.py`).
+Not here: what images training would skip and other formats (`convert.py`), Ray (`launching/ray_cluster.py`).
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """What is known about the world, as TOML files: a row more is a change of data. `read_toml` reads one of them; the
 schema and the code that uses it are where it is needed. No rules and no computations here.
 
-assumptions.toml: what `stoker plan` assumes (`planning/estimate.py`, `planning/roofline.py`).
+assumptions.toml: what `stoker plan` assumes (`planning/duration.py`, `planning/predict.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
 conflicts.toml: settings that exclude each other (`training/defaults/checks.py`).
@@ -15,10 +15,13 @@ flags.toml: flags of other tools (`cli/flag_names.py`).
 frames.toml: functions of frameworks in stacks (`watch/stacks.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/accelerators.py`).
 kernel_log.toml: lines of the kernel about failures (`profiling/telemetry/machine.py`).
+frames.toml: functions of frameworks in stacks (`watch/frames.py`).
+gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
 links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
     (`hardware/prices.py`).
-mig.toml: MIG slices of GPUs (`launching/containers.py`).
+launch.toml: states of jobs in the words of their places (`launching/spec.py`).
+mig.toml: MIG slices of GPUs (`launching/request.py`).
 models.toml: detector architectures (`config/architectures.py`).
 output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).

@@ -1,20 +1,18 @@
-"""Advice on the devices of a run: fewer, more, others, or a part of one GPU, with the figures from its records.
+"""Advice on the number of devices of a run: fewer or more, with the figures from its records.
 
-`advise` reads a run folder and asks each rule for a change; at most three are returned, the cheapest image first. All
-figures are of training time: without startup, compilation, evaluation and checkpoints. Not here: why time is lost
-(`stoker/diagnosis/`), advice without figures after any run (`report/sizing.py`, whose thresholds hold here, too), and
-plans without a run (`planning/plan.py`). Nothing is changed.
+`advise` reads a run folder and proposes at most one change. All figures are of training time: without startup,
+compilation, evaluation and checkpoints. Not here: why time is lost (`stoker/diagnosis/`), advice without figures after
+any run, also on other GPUs and parts of one (`report/sizing.py`, whose thresholds hold here, too), and other machines
+(`planning/plan.py`). Nothing is changed: each proposal has its command.
 
-Assumed of a change: a device works as long on each image. The loader delivers as before, and in proportion to the
-vCPUs of another machine. A device of another kind is faster by the smaller of the ratios of peak arithmetic and memory
-bandwidth: on a roofline, a step gains at least that. The batch size is that of all devices together; gradients are
-exchanged once a step, which takes as long whatever the number of devices, and no time on one.
+Assumed of a change: a device works as long on each image, and the loader delivers as before. The batch size is that of
+all devices together; gradients are exchanged once a step, which takes as long whatever the number of devices, and no
+time on one.
 """
 
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,14 +21,10 @@ from rich.console import RenderableType
 
 from stoker.config.durations import parse_duration
 from stoker.diagnosis.reader import read_run
-from stoker.diagnosis.run_data import RunRecords
 from stoker.errors import UsageError
 from stoker.findings.finding import Evidence, Finding
-from stoker.launching.containers import MIG_SLICES
 from stoker.launching.jobs import read_jobs
 from stoker.launching.spec import Job
-from stoker.planning.accelerators import GPUS, Accelerator, identify
-from stoker.planning.machines import Machine, listed_machines
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.explain import open_records, resolve_price
@@ -41,29 +35,21 @@ from stoker.report.sizing import (
     MIN_COMM_FRACTION,
     MIN_COMPUTE_FRACTION,
     MIN_FETCH_FRACTION,
-    MIN_SAMPLES,
-    SM_ACTIVE_HIGH,
     ResourceUsage,
     gpu_names,
     read_environment,
     resource_usage,
 )
-from stoker.runs import records
 
 MIN_TRAINING_S = 60.0
 """Training time below which nothing is advised: a minute, in which the loader has tuned itself and the GPU is warm.
 Heuristic."""
-MAX_SHARED_BUSY = 0.4
-"""GPU busy below which two jobs fit on one GPU: together they stay within the 0.8 that NVIDIA calls effective use."""
 MIN_SAVING = 0.05
 """A change is worth a restart if an image becomes cheaper, or training faster, by more than this. Heuristic."""
-MAX_CHANGES = 3
 DEVICES_PER_NODE = 8
 """Of the usual machine: more are asked for as nodes, unless the run had nodes."""
 FIRST_EXCHANGE = 0.1
 """Fraction of the time that exchanging gradients is assumed to take where there was one device."""
-PLACES_WITH_MACHINES = ("k8s", "vertex", "gcp-batch")
-PLACES_WITH_SLICES = ("slurm", "k8s")
 NOT_TRAINING = frozenset({"startup", "compile", "eval", "checkpoint", "recovery", "idle"})
 
 
@@ -72,17 +58,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: int
     img_per_s: float
-    busy: float
-    """Fraction of the training time in which a GPU computes, by its telemetry; of a shared one, for all its jobs."""
     price_per_hour: float | None = None
     """Of all its devices."""
     cost_per_epoch: float | None = None
 
 
 class Change(Finding, frozen=True, kw_only=True):
-    """A proposal: fewer_devices, more_devices, other_machine, larger_batch, mig_slice or shared_gpu."""
+    """A proposal: fewer_devices or more_devices."""
 
-    before: Figures
     after: Figures
     assumption: str = ""
     """What `after` rests on; a clause."""
@@ -100,7 +83,7 @@ class LaunchAdvice(msgspec.Struct, frozen=True, kw_only=True):
     evidence: list[Evidence]
     """Where the training time goes."""
     changes: list[Change]
-    """At most MAX_CHANGES, the best first; empty: no change."""
+    """At most one; empty: no change."""
     summary: str
     price_source: str = ""
     """Empty: no price is known."""
@@ -116,15 +99,10 @@ class Measured:
     on_node: int
     """Devices that the machine of rank 0 has."""
     img_per_s: float
-    gpu_busy: float
-    """Mean SM activity, else the driver's utilization."""
-    busy_source: str
-    accelerator: Accelerator | None
     price: float | None
     """Per device and hour."""
     price_source: str
     epoch_images: int | None
-    batch_size: int | None
     time_left_s: float | None
     """Until the end of the training, as it goes on now."""
     by_s: float | None
@@ -133,10 +111,6 @@ class Measured:
     job: Job | None
     """The newest."""
     is_finished: bool
-
-    @property
-    def place(self) -> str:
-        return "local" if self.job is None else self.job.place
 
     @property
     def devices(self) -> int:
@@ -151,29 +125,14 @@ class Measured:
     def storage_is_slow(self) -> bool:
         return (self.usage.fetch_fraction or 0.0) >= MIN_FETCH_FRACTION
 
-    def has_cores_for(self, jobs: int) -> bool | None:
-        """Whether so many such jobs leave cores of this machine free; None: not known."""
-        usage = self.usage
-        if usage.cores is None or usage.used_cores is None:
-            return None
-        return jobs * usage.used_cores < CPU_SATURATED_FRACTION * usage.cores
-
     @property
     def is_input_bound(self) -> bool:
         """Whether the devices wait, and no setting of the loader helps: `input_wait` of at least 20 % (highly
         input-bound, TensorFlow Profiler), and all cores busy or the storage slow."""
+        used, cores = self.usage.used_cores, self.usage.cores
+        are_cores_busy = used is not None and cores is not None and used >= CPU_SATURATED_FRACTION * cores
         waits = self.usage.fraction("input_wait") >= INPUT_BOUND_HIGH
-        return waits and (self.has_cores_for(1) is False or self.storage_is_slow)
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the job is too small for its GPU, and not because it waits for input."""
-        is_alone = self.devices == 1 and not self.usage.mig and self.usage.fraction("input_wait") < INPUT_BOUND_HIGH
-        return is_alone and self.gpu_busy < MAX_SHARED_BUSY and self.usage.has_half_the_memory
-
-    @property
-    def is_late(self) -> bool:
-        return not self.is_in_time(self.img_per_s)
+        return waits and (are_cores_busy or self.storage_is_slow)
 
     def is_in_time(self, img_per_s: float) -> bool:
         """Whether a training at this speed ends before the deadline, if there is one."""
@@ -181,70 +140,28 @@ class Measured:
             return True
         return self.time_left_s * self.img_per_s / img_per_s <= self.by_s
 
-    def figures(self, devices: int, img_per_s: float, busy: float, relative_price: float) -> Figures:
-        """relative_price: of an hour, to that of the run."""
-        price = None if self.price is None else self.devices * self.price * relative_price
-        cost = None if price is None or self.epoch_images is None else price * self.epoch_images / img_per_s / 3600
-        return Figures(
-            devices=devices, img_per_s=img_per_s, busy=min(1.0, busy), price_per_hour=price, cost_per_epoch=cost
-        )
-
     @property
-    def now(self) -> Figures:
-        return self.figures(self.devices, self.img_per_s, self.gpu_busy, 1.0)
+    def is_late(self) -> bool:
+        return not self.is_in_time(self.img_per_s)
 
-    def change(
-        self,
-        kind: str,
-        title: str,
-        evidence: list[Evidence],
-        *,
-        img_per_s: float,
-        flags: dict[str, str],
-        assumption: str,
-        devices: int | None = None,
-        device_speed: float = 1.0,
-        relative_price: float | None = None,
-    ) -> Change:
-        """img_per_s, devices: after it; device_speed: of a device after it, to one of the run; relative_price: of an
-        hour, to that of the run; None: as the devices."""
-        count = self.devices if devices is None else devices
-        work = img_per_s / count / (self.img_per_s / self.devices)
-        ratio = count / self.devices if relative_price is None else relative_price
-        return Change(
-            id=kind,
-            severity="info",
-            title=title,
-            before=self.now,
-            after=self.figures(count, img_per_s, self.gpu_busy * work / device_speed, ratio),
-            evidence=evidence,
-            assumption=assumption,
-            flags=flags,
-            command=_command(self, flags),
-            relative_cost=ratio * self.img_per_s / img_per_s,
-        )
+    def figures(self, devices: int, img_per_s: float) -> Figures:
+        price = None if self.price is None else self.price * devices
+        cost = None if price is None or self.epoch_images is None else price * self.epoch_images / img_per_s / 3600
+        return Figures(devices=devices, img_per_s=img_per_s, price_per_hour=price, cost_per_epoch=cost)
 
-    def evidence(self, *names: str) -> list[Evidence]:
-        """What was measured, of these: phases, and gpu_busy, cores, memory, loader. What is not known is left out."""
+    def evidence(self, *phases: str) -> list[Evidence]:
+        """The fractions of these phases, and of `input_wait` its reason."""
         usage, found = self.usage, []
-        for name in names:
-            value: float | None = usage.fraction(name)
-            text, source = f"{name} {fmt.percentage(value)} of the training time", f"steps.jsonl: phases.{name}"
-            if name == "gpu_busy":
-                counter = "SM activity" if self.busy_source == "sm_active" else "the driver's utilization"
-                value, source = self.gpu_busy, f"devices.jsonl: gpus.{self.busy_source}"
-                text = f"GPU busy {fmt.percentage(value)} ({counter})"
-            elif name == "memory":
-                value, source = usage.gpu_memory_fraction, "devices.jsonl: gpus.memory_used_bytes"
-                text = f"at most {fmt.percentage(value)} of the GPU memory in use"
-            elif name == "loader" and self.storage_is_slow:
-                value, source = usage.fetch_fraction, "steps.jsonl: input_wait_stages.fetch"
-                text = f"{fmt.percentage(value)} of this was reading bytes"
-            elif name in ("loader", "cores"):
-                value, source = usage.used_cores, "devices.jsonl: process_cpu, cpu_limit_cores"
-                text = f"{usage.used_cores or 0:.1f} of {usage.cores or 0:.3g} cores in use"
-            if value is not None:
-                found.append(Evidence(text=text, value=value, source=source))
+        for name in phases:
+            fraction = usage.fraction(name)
+            text = f"{name} {fmt.percentage(fraction)} of the training time"
+            found.append(Evidence(text=text, value=fraction, source=f"steps.jsonl: phases.{name}"))
+        if "input_wait" in phases and self.storage_is_slow:
+            text = f"{fmt.percentage(usage.fetch_fraction)} of this was reading bytes"
+            found.append(Evidence(text=text, value=usage.fetch_fraction, source="steps.jsonl: input_wait_stages.fetch"))
+        elif "input_wait" in phases and usage.used_cores is not None:
+            text = f"{usage.used_cores:.1f} of {usage.cores or 0:.3g} cores in use"
+            found.append(Evidence(text=text, value=usage.used_cores, source="devices.jsonl: process_cpu"))
         return found
 
 
@@ -252,44 +169,32 @@ def advise(run: str | Path, *, by_s: float | None = None, price_per_device_hour:
     """Reads a run. by_s: deadline, seconds from now; price_per_device_hour: None takes the setting of the run, else the
     list price.
 
-    Raises UsageError if the run is too short, used no GPU, or has no telemetry.
+    Raises UsageError if the run is too short.
     """
     m = _measure(open_records(run), by_s, price_per_device_hour)
-    changes = [change for rule in RULES if (change := rule(m)) is not None and _is_worth(m, change)]
-    changes.sort(key=lambda change: (m.is_late and not m.is_in_time(change.after.img_per_s), change.relative_cost))
-    largest = sorted(m.usage.phase_fractions, key=lambda name: -m.usage.fraction(name))[:2]
+    changes = [change for change in [_propose(m)] if change is not None]
+    largest = sorted(m.usage.phase_fractions, key=lambda name: -m.usage.fraction(name))
+    compute = m.usage.fraction("compute")
+    if changes:
+        summary = "1 change"
+    elif m.is_late:
+        summary = "no change: none was found with which the training would end before the deadline"
+    elif m.usage.fraction("input_wait") >= INPUT_BOUND_HIGH:
+        summary = "no change of devices: they wait for input; `stoker why` says what would help"
+    elif compute >= MIN_COMPUTE_FRACTION:
+        in_time = "" if m.by_s is None or m.time_left_s is None else ", and the training ends before the deadline"
+        summary = f"no change: the devices compute {fmt.percentage(compute)} of the training time{in_time}"
+    else:
+        name = next((name for name in largest if name != "compute"), "compute")
+        summary = f"no change of devices: most time is lost in {name}, which `stoker why` explains"
     return LaunchAdvice(
         run=str(run),
-        now=m.now,
-        evidence=m.evidence(*dict.fromkeys(["compute", *largest]), "gpu_busy"),
-        changes=changes[:MAX_CHANGES],
-        summary=_summary(m, len(changes[:MAX_CHANGES])),
+        now=m.figures(m.devices, m.img_per_s),
+        evidence=m.evidence(*dict.fromkeys(["compute", *largest[:2]])),
+        changes=changes,
+        summary=summary,
         price_source=m.price_source,
     )
-
-
-def _is_worth(m: Measured, change: Change) -> bool:
-    """Cheaper without being slower than the deadline allows; or, where the training is late, faster."""
-    if m.is_late:
-        return change.after.img_per_s > (1 + MIN_SAVING) * m.img_per_s
-    return m.is_in_time(change.after.img_per_s) and change.relative_cost < 1 - MIN_SAVING
-
-
-def _summary(m: Measured, count: int) -> str:
-    if count:
-        return f"{fmt.plural(count, 'change')}, the best first"
-    if m.is_late:
-        return "no change: none was found with which the training would end before the deadline"
-    if m.usage.fraction("input_wait") >= INPUT_BOUND_HIGH:
-        return "no change of devices: they wait for input, though cores are free; `stoker why` says what would help"
-    if (compute := m.usage.fraction("compute")) >= MIN_COMPUTE_FRACTION:
-        left = "" if m.by_s is None or m.time_left_s is None else ", and the training ends before the deadline"
-        return f"no change: the devices compute {fmt.percentage(compute)} of the training time{left}"
-    name = max((name for name in m.usage.phase_fractions if name != "compute"), key=m.usage.fraction, default="compute")
-    return f"no change of devices: most time is lost in {name}, which `stoker why` explains"
-
-
-# Facts
 
 
 def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None) -> Measured:
@@ -305,38 +210,24 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
             cause=f"{fmt.duration(wall_s)} of training are recorded, {fmt.count(totals.num_images)} images",
             fix=f"let it train for {fmt.duration(MIN_TRAINING_S)}; `stoker plan DATA` needs no run",
         )
-    names = gpu_names(environment)
-    busy, source = _gpu_busy(run)
-    if busy is None:
-        raise UsageError(
-            "The run has too little telemetry of its GPUs." if names else "The run used no GPU.",
-            location=path / records.DEVICES,
-            cause=f"fewer than {MIN_SAMPLES} lines of training say how busy GPUs were",
-            fix="`stoker train` records it where the driver is; `stoker plan DATA` predicts it on GPUs",
-        )
-    usage = resource_usage(run, environment)
     price = resolve_price(run.recorded_price, price_per_device_hour, environment)
     run_settings = settings.get("run", {})
-    epoch_images, batch_size, images_left = run.facts.get("num_images"), None, None
-    if isinstance(run_settings.get("batch_size"), int):
-        batch_size = run_settings["batch_size"]
+    epoch_images, images_left = run.facts.get("num_images"), None
+    if isinstance(batch_size := run_settings.get("batch_size"), int):
         length = parse_duration(str(run_settings.get("max_duration", "0min")))
         total = {"steps": length.value * batch_size, "epochs": epoch_images and length.value * epoch_images}
-        if total.get(length.unit) is not None:
-            images_left = max(0.0, total[length.unit] - totals.step * batch_size)
+        if (all_images := total.get(length.unit)) is not None:
+            images_left = max(0.0, all_images - totals.step * batch_size)
     img_per_s = totals.num_images / wall_s
+    fractions = {name: seconds / training_s for name, seconds in phases.items()}
     return Measured(
         run=path,
-        usage=dataclasses.replace(usage, phase_fractions={name: s / training_s for name, s in phases.items()}),
-        on_node=len(names),
+        usage=dataclasses.replace(resource_usage(run, environment), phase_fractions=fractions),
+        on_node=max(1, len(gpu_names(environment))),
         img_per_s=img_per_s,
-        gpu_busy=busy,
-        busy_source=source,
-        accelerator=identify(names[0]) if names else None,
         price=None if price is None else (price.low + price.high) / 2,
         price_source="" if price is None else price.source,
         epoch_images=epoch_images,
-        batch_size=batch_size,
         time_left_s=None if images_left is None else images_left / img_per_s,
         by_s=by_s,
         data=str(settings.get("data", {}).get("data", "DATA")),
@@ -345,230 +236,86 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
     )
 
 
-def _gpu_busy(run: RunRecords) -> tuple[float | None, str]:
-    """(mean of SM activity, else of the driver's utilization, over the training; its field)."""
-    for mean, name in ((run.training.sm_active, "sm_active"), (run.training.utilization, "utilization")):
-        if mean.count >= MIN_SAMPLES:
-            return mean.value, name
-    return None, ""
-
-
-# Rules
-
-
-def fewer_devices_for_input(m: Measured) -> Change | None:
-    """As many devices as the loader feeds."""
-    if not m.is_input_bound:
-        return None
-    count, flags = _at_least(m, math.ceil(m.img_per_s / m.device_rate))
-    if count >= m.devices:
-        return None
-    return m.change(
-        "fewer_devices",
-        f"{fmt.plural(count, 'device')} instead of {m.devices}: the loader feeds no more",
-        m.evidence("input_wait", "loader"),
-        devices=count,
-        img_per_s=min(m.img_per_s, count * m.device_rate),
-        flags=flags,
-        assumption="the loader delivers as before",
-    )
-
-
-def fewer_devices_for_communication(m: Measured) -> Change | None:
-    """Half of the devices, each with twice the images of a step: where the exchange of gradients takes at least 25 % of
-    the time (`report/sizing.py`), which then is paid for twice the work."""
+def _propose(m: Measured) -> Change | None:
+    """Enough devices for the deadline, where the training would miss it and computes at least 85 % of its time. As many
+    as the loader feeds. Half of them, each with twice the images of a step, where the exchange of gradients takes at
+    least 25 % of the time (`report/sizing.py`), which then is paid for twice the work."""
     comm = m.usage.fraction("comm")
-    if m.devices < 2 or comm < MIN_COMM_FRACTION:
+    if m.is_late and m.time_left_s and m.by_s and m.usage.fraction("compute") >= MIN_COMPUTE_FRACTION:
+        exchange = comm if m.devices > 1 else FIRST_EXCHANGE
+        per_device = m.img_per_s / m.devices * (1 - exchange if m.devices == 1 else 1.0)
+        count, flags = _at_least(m, math.ceil(m.img_per_s * m.time_left_s / m.by_s / per_device))
+        img_per_s, phase = count * per_device, "compute"
+        reason = f"{fmt.duration(m.time_left_s)} are left on these, {fmt.duration(m.by_s)} until the deadline"
+        assumption = f"{fmt.percentage(exchange)} of the time for the exchange of gradients, and cores for each loader"
+    elif m.is_input_bound:
+        count, flags = _at_least(m, math.ceil(m.img_per_s / m.device_rate))
+        img_per_s, phase = min(m.img_per_s, count * m.device_rate), "input_wait"
+        reason, assumption = "the loader feeds no more", "the loader delivers as before"
+    elif comm >= MIN_COMM_FRACTION:
+        count, flags = _at_least(m, m.devices // 2)
+        work, exchange = (1 - comm) * m.devices / count, comm if count > 1 else 0.0
+        img_per_s, phase = m.img_per_s / (work + exchange), "comm"
+        reason = "less of the time is communication"
+        assumption = "the same batch, an exchange of gradients takes as long"
+    else:
         return None
-    count, flags = _at_least(m, m.devices // 2)
-    work, exchange = (1 - comm) * m.devices / count, comm if count > 1 else 0.0
-    return m.change(
-        "fewer_devices",
-        f"{fmt.plural(count, 'device')} instead of {m.devices}: less of the time is communication",
-        m.evidence("comm", "memory"),
-        devices=count,
-        img_per_s=m.img_per_s / (work + exchange),
+    relative_cost = count / m.devices * m.img_per_s / img_per_s
+    if m.is_late:
+        is_worth = img_per_s > (1 + MIN_SAVING) * m.img_per_s
+    else:
+        is_worth = m.is_in_time(img_per_s) and relative_cost < 1 - MIN_SAVING
+    if count == m.devices or not is_worth:
+        return None
+    return Change(
+        id="more_devices" if count > m.devices else "fewer_devices",
+        severity="info",
+        title=f"{fmt.plural(count, 'device')} instead of {m.devices}: {reason}",
+        after=m.figures(count, img_per_s),
+        evidence=m.evidence(phase),
+        assumption=assumption,
         flags=flags,
-        assumption="the same batch, an exchange of gradients takes as long",
+        command=_command(m, flags),
+        relative_cost=relative_cost,
     )
-
-
-def larger_batch(m: Measured) -> Change | None:
-    """Twice the images per step on the same devices: where the exchange of gradients takes at least 25 % of the time
-    and twice the peak fits the memory. It changes the training: the learning rate follows."""
-    comm = m.usage.fraction("comm")
-    if m.devices < 2 or comm < MIN_COMM_FRACTION or m.batch_size is None or not m.usage.has_half_the_memory:
-        return None
-    return m.change(
-        "larger_batch",
-        f"batches of {2 * m.batch_size} instead of {m.batch_size}: half as many exchanges of gradients",
-        m.evidence("comm", "memory"),
-        img_per_s=m.img_per_s * 2 / (2 * (1 - comm) + comm),
-        flags={"batch-size": str(2 * m.batch_size)},
-        assumption="a new run, whose learning rate follows the batch size",
-    )
-
-
-def mig_slice(m: Measured) -> Change | None:
-    """The smallest MIG slice that the job fits: its SMs stay below 80 % activity, a tenth of its memory is left."""
-    profiles = [] if m.accelerator is None else [name.split("g.") for name in MIG_SLICES.get(m.accelerator.key, ())]
-    for sms, memory in profiles if m.is_small else ():
-        if memory.endswith("+me"):
-            continue
-        all_sms, all_memory_gb = int(profiles[-1][0]), int(profiles[-1][1].removesuffix("gb"))
-        sm_part, memory_part = int(sms) / all_sms, int(memory.removesuffix("gb")) / all_memory_gb
-        if m.gpu_busy > SM_ACTIVE_HIGH * sm_part or (m.usage.gpu_memory_fraction or 0.0) > 0.9 * memory_part:
-            continue
-        count = min(all_sms // int(sms), round(1 / memory_part))
-        return m.change(
-            "mig_slice",
-            f"a MIG slice {sms}g.{memory}, of which the GPU has {count}",
-            m.evidence("gpu_busy", "memory"),
-            img_per_s=m.img_per_s,
-            device_speed=sm_part,
-            flags={"gpu": f"{sms}g.{memory}"},
-            assumption=f"the other {count - 1} slices are used, and paid for, by others",
-            relative_price=1 / count,
-        )
-    return None
-
-
-def shared_gpu(m: Measured) -> Change | None:
-    """Two such jobs on one GPU, with MPS where the driver has it, if there are cores for both loaders."""
-    if not m.is_small or not m.has_cores_for(2):
-        return None
-    return m.change(
-        "shared_gpu",
-        "two such jobs on one GPU, with MPS (`nvidia-cuda-mps-control -d` on the machine)",
-        m.evidence("gpu_busy", "memory", "cores"),
-        img_per_s=m.img_per_s,
-        device_speed=0.5,
-        flags={"env": "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50"},
-        assumption="per job; a second one shares the price",
-        relative_price=0.5,
-    )
-
-
-def more_devices(m: Measured) -> Change | None:
-    """Enough devices for the deadline: where the training would miss it and computes at least 85 % of its time."""
-    if not m.is_late or m.usage.fraction("compute") < MIN_COMPUTE_FRACTION or not m.time_left_s or not m.by_s:
-        return None
-    comm = m.usage.fraction("comm") if m.devices > 1 else FIRST_EXCHANGE
-    per_device = m.img_per_s / m.devices * (1 - comm if m.devices == 1 else 1.0)
-    count, flags = _at_least(m, math.ceil(m.img_per_s * m.time_left_s / m.by_s / per_device))
-    return m.change(
-        "more_devices",
-        f"{count} devices instead of {m.devices}: {fmt.duration(m.time_left_s)} are left on these, "
-        f"{fmt.duration(m.by_s)} until the deadline",
-        m.evidence("compute", "gpu_busy"),
-        devices=count,
-        img_per_s=count * per_device,
-        flags=flags,
-        assumption=f"{fmt.percentage(comm)} of the time for the exchange of gradients, and cores for each loader",
-    )
-
-
-def other_machine(m: Measured) -> Change | None:
-    """The machine of the table with as many GPUs on which an image is cheapest, of those that meet the deadline if the
-    run does not: with more vCPUs or slower GPUs where the devices wait for decoding, else with other GPUs."""
-    cores, count, own_gpu = m.usage.cores, m.devices, m.accelerator
-    if not m.is_input_bound and m.usage.fraction("compute") < MIN_COMPUTE_FRACTION:
-        return None
-    if m.price is None or own_gpu is None or count > m.on_node or (m.is_input_bound and cores is None):
-        return None
-    used_bytes = (m.usage.gpu_memory_fraction or 1.0) * own_gpu.memory_bytes
-
-    def rate(machine: Machine) -> float:
-        trained = count * m.device_rate * _speed(own_gpu, GPUS[machine.accelerator])
-        if not m.is_input_bound or cores is None:
-            return trained
-        return min(trained, m.img_per_s * (1.0 if m.storage_is_slow else machine.vcpus / cores))
-
-    candidates = [
-        machine
-        for machine in listed_machines().values()
-        if machine.gpus == count and machine.price is not None and machine.vcpus >= (cores or 0.0)
-        and (machine.cloud == "GCP" or m.place not in ("vertex", "gcp-batch"))
-        and (used_bytes <= 0.9 * GPUS[machine.accelerator].memory_bytes or machine.accelerator == own_gpu.key)
-        and (not m.is_late or m.is_in_time(rate(machine)))
-    ]  # fmt: skip
-    if not candidates:
-        return None
-    best = min(candidates, key=lambda machine: (machine.price or 0.0) / rate(machine))
-    gpu = GPUS[best.accelerator]
-    return m.change(
-        "other_machine",
-        f"{best.name}: {count} × {gpu.name}, {best.vcpus:g} vCPUs",
-        m.evidence(*(("input_wait", "loader") if m.is_input_bound else ("compute", "gpu_busy")), "memory"),
-        img_per_s=rate(best),
-        device_speed=_speed(own_gpu, gpu),
-        flags={"machine-type": best.name},
-        assumption="the GPU by its data sheet, a vCPU as fast as a core of this machine",
-        relative_price=(best.price or 0.0) / (count * m.price),
-    )
-
-
-RULES: tuple[Callable[[Measured], Change | None], ...] = (
-    fewer_devices_for_input, other_machine, fewer_devices_for_communication, larger_batch, mig_slice, shared_gpu,
-    more_devices,
-)  # fmt: skip
 
 
 def _at_least(m: Measured, count: int) -> tuple[int, dict[str, str]]:
     """(at least `count` devices, flags): as many on each node, no more than a node of the run had."""
     has_nodes = m.devices > m.on_node
-    nodes = math.ceil(count / (m.on_node if has_nodes else DEVICES_PER_NODE))
-    on_each = math.ceil(count / nodes)
+    nodes = max(1, math.ceil(count / (m.on_node if has_nodes else DEVICES_PER_NODE)))
+    on_each = max(1, math.ceil(count / nodes))
     return nodes * on_each, {"devices": str(on_each)} | ({"nodes": str(nodes)} if nodes > 1 or has_nodes else {})
 
 
-def _speed(old: Accelerator, new: Accelerator) -> float:
-    """Of a device to another, at least, by their data sheets."""
-    peaks = [gpu.peak_flops(gpu.precision(), is_convolution=True) for gpu in (new, old)]
-    return min(peaks[0] / peaks[1], new.bandwidth / old.bandwidth)
-
-
 def _command(m: Measured, flags: dict[str, str]) -> str:
-    """Continues the run with other devices; other settings of the training need a new run. At the run's place where it
-    has such devices, else at one that has, else `stoker train` on the machine itself. The values of --env are the
-    user's to repeat: launch.json does not keep them."""
-    place: str | None = m.place
-    if "machine-type" in flags and place not in PLACES_WITH_MACHINES:
-        place = "gcp-batch" if listed_machines()[flags["machine-type"]].cloud == "GCP" else None
-    if "gpu" in flags and place not in PLACES_WITH_SLICES:
-        place = None
-    target = [m.data] if m.is_finished or "batch-size" in flags else ["--resume", str(m.run)]
+    """Continues the run with another number of devices, at its place. The values of --env are the user's to repeat:
+    launch.json does not keep them."""
     options: dict[str, Any] = {}
-    if m.job is not None and place == m.place:
+    if m.job is not None:
         asked = {name: value for name, value in m.job.request.items() if name not in ("run_dir", "resume", "env")}
         options = {name.replace("_", "-"): value for name, value in (asked | m.job.options).items()}
-    words = ["stoker", "train", *target] if place is None else ["stoker", "launch", place, *target]
-    for name, value in (options | flags).items() if place is not None else ():
+    words = ["stoker", "launch", "local" if m.job is None else m.job.place]
+    words += [m.data] if m.is_finished else ["--resume", str(m.run)]
+    for name, value in (options | flags).items():
         for one in value if isinstance(value, list) else [value]:
             words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
-    text = shlex.join(words)
-    if "gpu" in flags and place is None:
-        text = f"nvidia-smi mig -cgi {flags['gpu']} -C && CUDA_VISIBLE_DEVICES=MIG-… {text}"
     must_stop = not m.is_finished and m.job is not None
-    return f"stoker launch cancel {shlex.quote(str(m.run))} && {text}" if must_stop else text
-
-
-# Terminal
+    return (f"stoker launch cancel {shlex.quote(str(m.run))} && " if must_stop else "") + shlex.join(words)
 
 
 def print_advice(advice: LaunchAdvice, file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints the run as it is and the proposals, each with its evidence and command."""
-    rendered = table("", "devices", "img/s", "busy", "$/h", "$/epoch", right=(1, 2, 3, 4, 5))
-    for name, figures in [("now", advice.now), *((f"{n}", c.after) for n, c in enumerate(advice.changes, 1))]:
+    rendered = table("", "devices", "img/s", "$/h", "$/epoch", right=(1, 2, 3, 4))
+    for name, figures in [("now", advice.now), *(("then", change.after) for change in advice.changes)]:
         costs = map(fmt.cost, (figures.price_per_hour, figures.cost_per_epoch))
-        cells = [name, str(figures.devices), fmt.number(figures.img_per_s), fmt.percentage(figures.busy), *costs]
+        cells = [name, str(figures.devices), fmt.number(figures.img_per_s), *costs]
         rendered.add_row(*map(plain_text, cells))
     lines: list[RenderableType] = [plain_text(f"{advice.run}: {advice.summary}", "bold"), "", rendered, ""]
     lines.append(plain_text("; ".join(evidence.text for evidence in advice.evidence)))
-    for number, change in enumerate(advice.changes, 1):
+    for change in advice.changes:
         evidence = [*change.evidence, Evidence(text=f"assumed: {change.assumption}")]
-        shown = msgspec.structs.replace(change, title=f"{number}. {change.title}", evidence=evidence)
-        lines += ["", *finding_lines(shown)]
+        lines += ["", *finding_lines(msgspec.structs.replace(change, evidence=evidence))]
     prices = advice.price_source or "unknown; `--price-per-device-hour` of the training sets it"
     lines += ["", plain_text(f"figures are of the training time; price: {prices}"), *explain_line(advice.changes)]
     print_renderables(lines, file, width=width)

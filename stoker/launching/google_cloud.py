@@ -1,6 +1,13 @@
-"""What Vertex AI and Batch share: project and region, machines with their GPUs, errors of Google's clients, logs."""
+"""Google Cloud: a CustomJob of Vertex AI, whose worker pools are the nodes, and a job of Batch, with one task per node.
 
-import contextlib
+Both take the JSON that was rendered, over HTTP, with the credentials of gcloud, and refuse unknown fields. Vertex AI
+gives each node its place in `CLUSTER_SPEC` (`training/cluster.py`) and starts a worker that ended with an error again
+on the same machine, so that exit code 75 continues the run. Batch starts a task again unless its exit code is one that
+would come again; a preempted VM is exit code 50001, and counts as a failure. Never executed here: the requests are
+tested.
+"""
+
+import functools
 import json
 import os
 import re
@@ -9,30 +16,44 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.errors import ConfigError, PreflightError, UsageError, needs_package
-from stoker.launching.containers import check_container
-from stoker.launching.spec import Job, LaunchSpec, Place, PlaceOptions
-from stoker.planning.accelerators import GPUS
-from stoker.planning.machines import Machine, listed_machines
+from stoker.launching.request import check_container
+from stoker.launching.spec import (
+    FAILING_EXIT_CODES,
+    PORT,
+    Job,
+    JobStatus,
+    LaunchSpec,
+    Mount,
+    Place,
+    PlaceOptions,
+    fill,
+    read_template,
+    state_of,
+)
+from stoker.planning.machines import GPUS, Machine, listed_machines
 
 MEGA = "NVIDIA_H100_MEGA_80GB"
 """The H100 of a3-megagpu-8g."""
 PROJECT_VARIABLES = ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT")
 REGION_VARIABLES = ("GOOGLE_CLOUD_REGION", "CLOUDSDK_COMPUTE_REGION")
-LOGGING = "https://logging.googleapis.com"
+LOGGING = "https://logging.googleapis.com/v2/entries:list"
 FOLLOW_S = 5.0
 TIMEOUT_S = 60.0
-SPOT_GRACE_S = 30
-"""cloud.google.com/compute/docs/instances/spot."""
 
 
 class GoogleCloud(Place):
+    """What Vertex AI and Batch share."""
+
     file = "{name}.json"
     cloud = "GCP"
     options = frozenset({"project", "region", "service_account"})
-    spot_grace_s = default_grace_s = SPOT_GRACE_S
+    default_grace_s = 30
+    """Notice of a spot machine (cloud.google.com/compute/docs/instances/spot)."""
     title: str
-    package: str
-    """Of Google's client."""
+    api: str
+    """Address of its API, with `{region}`."""
+    collection: str
+    """Of its jobs in the API, with `{name}` where the client chooses the name."""
     buckets: str
     """How --mount names a bucket."""
 
@@ -50,20 +71,36 @@ class GoogleCloud(Place):
             return [f"{gpus - spec.gpus} of the {gpus} GPUs of a {spec.machine_type} are paid and not used"]
         return []
 
-    def open_client(self, name: str) -> Any:
-        """Google's client. name: of a resource, which has the region."""
+    def submit(self, spec: LaunchSpec) -> str:
+        url = f"{self.url(find_parent(spec.options))}/{self.collection.format(name=spec.name)}"
+        body = json.loads(self.render(spec))
+        return str(_call("POST", url, f"{self.title} does not take the job.", body=body)["name"])
+
+    def status(self, job: Job) -> JobStatus:
+        found = self.find(job)
+        if found is None:
+            return JobStatus(state="unknown", text=f"{self.title} has no such job: it was deleted")
+        state, reason, exit_code = self.describe(found)
+        return JobStatus(
+            state=state_of(self.name, state), text=f"{state}: {reason}" if reason else state, exit_code=exit_code
+        )
+
+    def cancel(self, job: Job) -> None:
+        """The cloud keeps the job, as cancelled. 400: it ended meanwhile."""
+        if self.status(job).is_live:
+            _call("POST", f"{self.url(job.id)}:cancel", "The job cannot be cancelled.", body={}, ignored=(400, 404))
+
+    def describe(self, found: dict[str, Any]) -> tuple[str, str, int | None]:
+        """(state of the place, reason, exit code) of a job as the API has it."""
         raise NotImplementedError
 
-    @contextlib.contextmanager
-    def client(self, name: str, what: str, *ignored: str) -> Iterator[Any]:
-        """A block that uses the client; its errors are StokerErrors. ignored: classes of errors that end the block."""
-        with (
-            needs_package(self.package, f"Launching on {self.title}"),
-            google_errors(f"{self.title} cannot be reached."),
-        ):
-            client = self.open_client(name)
-        with google_errors(what, *ignored):
-            yield client
+    def find(self, job: Job) -> Any:
+        """The job as the API has it; None: there is none."""
+        return _call("GET", self.url(job.id), "The job cannot be read.", ignored=(404,))
+
+    def url(self, name: str) -> str:
+        """Of a resource: projects/P/locations/REGION/…"""
+        return f"{self.api.format(region=name.split('/')[3])}/{name}"
 
     def find_machine(self, spec: LaunchSpec) -> tuple[str, str | None, int]:
         """(machine type, accelerator in the words of Vertex AI, its number). Raises UsageError for a pair that does not
@@ -95,22 +132,169 @@ class GoogleCloud(Place):
 
     def log_lines(self, job: Job, query: str, *, follow: bool) -> Iterator[str]:
         """The lines in Cloud Logging, oldest first; with `follow` until the job has ended. query: Logging's filter."""
-        session = _open_session()
+        body = {"resourceNames": ["/".join(job.id.split("/")[:2])], "orderBy": "timestamp asc", "pageSize": 1000}
         since, seen = "", set[str]()
         while True:
             running = follow and self.status(job).is_live
-            for entry in _entries(session, job.id, f'{query} timestamp>="{since}"' if since else query):
-                if entry["insertId"] not in seen:
-                    seen.add(entry["insertId"])
-                    since = entry["timestamp"]
-                    payload = entry.get("jsonPayload") or {}
-                    yield str(entry.get("textPayload") or payload.get("message") or "").rstrip("\n")
+            body |= {"filter": f'{query} timestamp>="{since}"' if since else query}
+            token: dict[str, str] | None = {}
+            while token is not None:
+                page = _call("POST", LOGGING, "The log cannot be read.", body=body | token)
+                for entry in page.get("entries", []):
+                    if entry["insertId"] not in seen:
+                        seen.add(entry["insertId"])
+                        since = entry["timestamp"]
+                        payload = entry.get("jsonPayload") or {}
+                        yield str(entry.get("textPayload") or payload.get("message") or "").rstrip("\n")
+                token = {"pageToken": page["nextPageToken"]} if page.get("nextPageToken") else None
             if not running:
                 return
             time.sleep(FOLLOW_S)
 
 
-def to_json(job: dict[str, Any]) -> str:
+class Vertex(GoogleCloud):
+    name = "vertex"
+    title = "Vertex AI"
+    api = "https://{region}-aiplatform.googleapis.com/v1"
+    collection = "customJobs"
+    buckets = "gs://BUCKET:/gcs/BUCKET"
+
+    def check(self, spec: LaunchSpec) -> list[str]:
+        warnings = super().check(spec)
+        for mount in spec.mounts:
+            if mount.nfs is None and mount.path != f"/gcs/{(mount.source or '')[5:].rstrip('/')}":
+                raise UsageError(
+                    f"--mount {mount.source}: Vertex AI mounts every bucket at /gcs/BUCKET.",
+                    fix=f"{mount.source}:/gcs/…",
+                )
+            if mount.nfs is not None and not mount.path.startswith("/mnt/nfs/"):
+                raise UsageError(f"--mount {mount.path}: Vertex AI mounts NFS below /mnt/nfs/.", fix="…:/mnt/nfs/data")
+        if spec.devices > 1:
+            warnings.append(
+                "Vertex AI has no setting for the size of /dev/shm; `stoker check` in the job says what it is"
+            )
+        return warnings
+
+    def render(self, spec: LaunchSpec) -> str:
+        machine_type, accelerator, count = self.find_machine(spec)
+        nfs = [{"server": m.nfs[0], "path": m.nfs[1], "mountPoint": m.path} for m in spec.mounts if m.nfs is not None]
+        template = read_template("vertex.yaml")
+        values = {
+            "machine_type": machine_type,
+            "accelerator": accelerator,
+            "accelerators": count or None,
+            "image": spec.image,
+            "arguments": list(spec.arguments),
+            "env": [{"name": name, "value": value} for name, value in spec.env.items()],
+            "nfs": nfs or None,
+            "name": spec.name,
+            "strategy": "SPOT" if spec.spot else "STANDARD",
+            "never_restarts": spec.restarts == 0,
+            "restarts_together": spec.max_nodes > 1 and spec.restarts > 0,
+            "time_limit": spec.time_limit_s and f"{spec.time_limit_s}s",
+            "service_account": spec.options.service_account,
+            "output": {"outputUriPrefix": spec.run_dir} if spec.run_dir.startswith("gs://") else None,
+        }
+        # The first pool is one machine, that of rank 0.
+        replicas = ["1", str(spec.max_nodes - 1)] if spec.max_nodes > 1 else ["1"]
+        pools = [fill(template["pool"], {**values, "replicas": number}) for number in replicas]
+        return _to_json(fill(template["job"], {**values, "pools": pools}))
+
+    def describe(self, found: dict[str, Any]) -> tuple[str, str, int | None]:
+        return found.get("state", ""), found.get("error", {}).get("message", ""), None
+
+    def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
+        query = f'resource.type="ml_job" resource.labels.job_id="{job.id.rpartition("/")[2]}"'
+        return self.log_lines(job, f'{query} resource.labels.task_name="workerpool0-0"', follow=follow)
+
+
+MAX_RETRIES = 10
+"""Of Batch: cloud.google.com/batch/docs/automate-task-retries."""
+
+
+class GcpBatch(GoogleCloud):
+    name = "gcp-batch"
+    title = "Batch"
+    api = "https://batch.googleapis.com/v1"
+    collection = "jobs?jobId={name}"
+    buckets = "gs://BUCKET:/path"
+
+    def check(self, spec: LaunchSpec) -> list[str]:
+        warnings = super().check(spec)
+        if spec.restarts > MAX_RETRIES:
+            raise UsageError(f"--restarts {spec.restarts}: Batch retries a task at most {MAX_RETRIES} times.")
+        if spec.spot:
+            text = f"Batch retries a task {MAX_RETRIES} times, preemptions included; then the same command continues"
+            warnings.insert(0, text)
+        return warnings
+
+    def render(self, spec: LaunchSpec) -> str:
+        machine_type, accelerator, count = self.find_machine(spec)
+        template, several = read_template("gcp_batch.yaml"), spec.max_nodes > 1
+        variables = {**spec.env, **({"WORLD_SIZE": str(spec.max_nodes), "MASTER_PORT": str(PORT)} if several else {})}
+        accelerators = None
+        if accelerator is not None and machine_type.startswith("n1-"):  # other types have their GPUs
+            accelerators = [{"type": accelerator.lower().replace("_", "-"), "count": str(count)}]
+        values = {
+            "runnables": _runnables(spec, template),
+            "cpu_milli": str(spec.cpus * 1000),
+            "memory_mib": str(int(spec.memory_gib * 1024)),
+            "retries": MAX_RETRIES if spec.spot else spec.restarts,
+            "failing_exit_codes": list(FAILING_EXIT_CODES),
+            "volumes": [_volume(mount, number) for number, mount in enumerate(spec.mounts)] or None,
+            "environment": {"variables": variables} if variables else None,
+            "time_limit": spec.time_limit_s and f"{spec.time_limit_s}s",
+            "nodes": str(spec.max_nodes),
+            "several": several or None,
+            "machine_type": machine_type,
+            "provisioning": "SPOT" if spec.spot else "STANDARD",
+            "accelerators": accelerators,
+            "has_gpus": accelerator is not None or None,
+            "service_account": spec.options.service_account and {"email": spec.options.service_account},
+        }
+        return _to_json(fill(template["job"], values))
+
+    def describe(self, found: dict[str, Any]) -> tuple[str, str, int | None]:
+        status = found.get("status", {})
+        last = (status.get("statusEvents") or [{}])[-1]
+        return status.get("state", ""), last.get("description", ""), last.get("taskExecution", {}).get("exitCode")
+
+    def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
+        found = self.find(job)
+        if found is None:
+            return iter(())
+        query = f'logName="projects/{job.id.split("/")[1]}/logs/batch_task_logs" labels.job_uid="{found["uid"]}"'
+        return self.log_lines(job, query, follow=follow)
+
+
+def _volume(mount: Mount, number: int) -> dict[str, Any]:
+    if mount.nfs is None:
+        return {"gcs": {"remotePath": (mount.source or "")[5:]}, "mountPath": _host_path(number)}
+    server, export = mount.nfs
+    return {"nfs": {"server": server, "remotePath": export}, "mountPath": _host_path(number)}
+
+
+def _runnables(spec: LaunchSpec, template: dict[str, Any]) -> list[dict[str, Any]]:
+    several = spec.max_nodes > 1
+    options = [f"--shm-size={int(spec.shm_gib * 1024)}m"]
+    options += ["--network=host"] if several else []
+    options += ["--privileged"] if spec.gpus else []
+    volumes = [f"{_host_path(number)}:{mount.path}" for number, mount in enumerate(spec.mounts)]
+    values = {
+        "image": spec.image,
+        "entrypoint": "/bin/sh" if several else "stoker",
+        "commands": [*template["start"], *spec.arguments] if several else list(spec.arguments),
+        "volumes": [*volumes, *(template["driver_volumes"] if spec.gpus else ())] or None,
+        "options": " ".join(options),
+    }
+    return [*([template["open_ports"]] if several else []), fill(template["runnable"], values)]
+
+
+def _host_path(number: int) -> str:
+    return f"/mnt/disks/mount-{number}"
+
+
+def _to_json(job: Any) -> str:
     return json.dumps(job, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -131,50 +315,39 @@ def _accelerator(machine: Machine) -> str:
     return MEGA if machine.name.startswith("a3-mega") else GPUS[machine.accelerator].google
 
 
-@contextlib.contextmanager
-def google_errors(what: str, *ignored: str) -> Iterator[None]:
-    """Errors of Google's clients as StokerErrors, except those of the classes `ignored`."""
-    from google.api_core import exceptions as api
-    from google.auth import exceptions as auth
-
-    try:
-        with contextlib.suppress(*(getattr(api, name) for name in ignored)):
-            yield
-    except auth.GoogleAuthError as error:
-        fix = "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS"
-        raise PreflightError("There are no credentials for Google Cloud.", cause=str(error), fix=fix) from error
-    except api.Conflict as error:
-        raise UsageError("The project has a job of this name.", cause=error.message, fix="another --name") from error
-    except api.BadRequest as error:
-        raise UsageError(what, cause=error.message) from error
-    except api.GoogleAPICallError as error:
-        raise PreflightError(what, cause=error.message) from error
-    except (OSError, api.RetryError) as error:
-        raise PreflightError("Google Cloud does not answer.", cause=str(error)) from error
+# The APIs
 
 
+@functools.cache
 def _open_session() -> Any:
     """An HTTP session with the credentials of this machine."""
-    with needs_package("google-auth", "Reading the log of a job"):
-        import google.auth
-        from google.auth.transport.requests import AuthorizedSession
-    with google_errors("The log cannot be read."):
-        credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/logging.read"])
+    import google.auth
+    from google.auth.transport.requests import AuthorizedSession
+
+    credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
     return AuthorizedSession(credentials)
 
 
-def _entries(session: Any, parent: str, query: str) -> Iterator[dict[str, Any]]:
-    project = "/".join(parent.split("/")[:2])
-    body = {"resourceNames": [project], "filter": query, "orderBy": "timestamp asc", "pageSize": 1000}
-    what = "The log cannot be read."
-    while True:
-        with google_errors(what):
-            response = session.post(f"{LOGGING}/v2/entries:list", json=body, timeout=TIMEOUT_S)
-        if response.status_code != 200:
-            cause = f"{response.status_code}: {response.text[:300]}"
-            raise PreflightError(what, cause=cause, fix="the role Logs Viewer (roles/logging.viewer)")
-        page = response.json()
-        yield from page.get("entries", [])
-        if not page.get("nextPageToken"):
-            return
-        body["pageToken"] = page["nextPageToken"]
+def _call(method: str, url: str, what: str, *, body: Any = None, ignored: tuple[int, ...] = ()) -> Any:
+    """The answer of an API; None if its status is one of `ignored`. what: the message of the error otherwise. Raises
+    UsageError for a request that is refused, PreflightError."""
+    with needs_package("google-auth[requests]", "Google Cloud"):
+        from google.auth.exceptions import GoogleAuthError
+    try:
+        response = _open_session().request(method, url, json=body, timeout=TIMEOUT_S)
+    except GoogleAuthError as error:
+        fix = "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS"
+        raise PreflightError("There are no credentials for Google Cloud.", cause=str(error), fix=fix) from error
+    except OSError as error:
+        raise PreflightError("Google Cloud does not answer.", cause=str(error)) from error
+    if response.ok:
+        return response.json()
+    if response.status_code in ignored:
+        return None
+    try:
+        cause = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        cause = f"{response.status_code}: {response.text[:300]}"
+    if response.status_code == 409:
+        raise UsageError("The project has a job of this name.", cause=cause, fix="another --name")
+    raise (UsageError if response.status_code == 400 else PreflightError)(what, cause=cause)

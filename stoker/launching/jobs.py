@@ -1,7 +1,8 @@
-"""launch.json: the jobs that were submitted for a run, so that `status`, `logs` and `cancel` need only its folder. And
-what the run folder and the log file say about a job.
+"""The jobs of a run, whatever the place: submits and cancels them, keeps them in launch.json, so that `status`, `logs`
+and `cancel` need only the run folder, and reads what the run folder and the log file say about them.
 
-launch.json is in the run folder, in a bucket where the run is, and names places, never credentials.
+launch.json is in the run folder, in a bucket where the run is, and names places, never credentials. The places
+themselves are in files of their own (`spec.PLACES`).
 """
 
 import time
@@ -11,14 +12,52 @@ from pathlib import Path
 import msgspec
 
 from stoker.errors import ObjectMissing, UsageError, writing
-from stoker.launching.spec import Job, JobStatus
+from stoker.launching.spec import Job, JobStatus, LaunchRequest, LaunchSpec, Place, open_place
 from stoker.runs.records import EVENTS, LAUNCH, read_lines
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import to_run_uri, working_copy
 
 KEPT_JOBS = 100
+CANCEL_WAIT_S = 120.0
+"""How long `cancel` waits for the job to save and end."""
 POLL_S = 0.5
+
+
+def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
+    """Submits what was checked (`check_launch`). Raises UsageError if the run has a job already."""
+    for newest in read_jobs(spec.run_dir)[-1:]:
+        state = open_place(newest.place).status(newest)
+        if state.is_live:
+            raise UsageError(
+                f"The run has a job already: {newest.place} job {newest.id} is {state.state}.",
+                location=spec.run_dir,
+                cause=state.text,
+                fix=f"`stoker launch cancel {spec.run_dir}`, then launch it again",
+            )
+    started_s = time.time()
+    job = Job(
+        place=place.name,
+        id=place.submit(spec),
+        name=spec.name,
+        run=spec.run_dir,
+        t=started_s,
+        options=spec.options.set_fields(),
+        request=request.kept_fields(),
+        log=spec.log,
+    )
+    remember(job)
+    return job
+
+
+def cancel(job: Job) -> JobStatus:
+    """Asks a job to save and end, for good, and waits until it has, at most CANCEL_WAIT_S."""
+    place = open_place(job.place)
+    place.cancel(job)
+    deadline_s = time.monotonic() + CANCEL_WAIT_S
+    while (state := place.status(job)).is_live and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return state
 
 
 def read_jobs(run: str) -> list[Job]:

@@ -17,15 +17,19 @@ import msgspec
 import yaml
 
 from stoker.errors import ConfigError, PreflightError, UsageError, nearest, needs_package
-from stoker.launching.containers import (
+from stoker.launching.request import MIG_SLICES, check_container
+from stoker.launching.spec import (
     FAILING_EXIT_CODES,
     PORT,
-    check_container,
-    check_mig_slice,
+    Job,
+    JobStatus,
+    LaunchSpec,
+    Mount,
+    Place,
+    State,
     fill,
     read_template,
 )
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Mount, Place, State
 from stoker.planning.machines import Machine, listed_machines
 
 KINDS = {
@@ -41,23 +45,10 @@ INSTALL = {
 LABEL = "app.kubernetes.io/instance"
 """Of all that belongs to a job; its value is the name of the job."""
 INDEX = "batch.kubernetes.io/job-completion-index"
-LIMIT: dict[str, Any] = {"_request_timeout": 30}
-"""Seconds for an answer: the client itself waits without end. Following a log takes as long as the job."""
+TIMEOUT_S = 30
+"""For an answer: the client itself waits without end. Following a log takes as long as the job."""
 RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime that Kubeflow Trainer comes with."""
-SPOT_GRACE_S = 15
-"""Of the 30 s of a spot VM, for pods that are not the system's ("Termination and graceful shutdown" in
-cloud.google.com/kubernetes-engine/docs/concepts/spot-vms). EKS and AKS give more."""
-GKE_SPOT = ("cloud.google.com/gke-spot", "true")
-SPOT_LABELS = (
-    GKE_SPOT,
-    ("eks.amazonaws.com/capacityType", "SPOT"),
-    ("karpenter.sh/capacity-type", "spot"),
-    ("kubernetes.azure.com/scalesetpriority", "spot"),
-)
-"""How GKE, EKS, Karpenter and AKS mark spot nodes."""
-SPOT_TAINTS = (GKE_SPOT, SPOT_LABELS[3])
-"""GKE and AKS taint them with the same key and value."""
 FOLLOW_S = 2.0
 
 
@@ -65,7 +56,6 @@ class Kubernetes(Place):
     name = "k8s"
     file = "{name}.yaml"
     options = frozenset({"namespace", "queue", "kind", "service_account"})
-    spot_grace_s = SPOT_GRACE_S
 
     def check(self, spec: LaunchSpec) -> list[str]:
         kind = _kind(spec)
@@ -77,7 +67,7 @@ class Kubernetes(Place):
         check_container(spec, "Kubernetes")
         machine = _machine(spec)
         if spec.mig_slice is not None:
-            check_mig_slice(spec.mig_slice, machine.accelerator if machine else None)
+            _check_mig_slice(spec.mig_slice, machine.accelerator if machine else None)
         for mount in spec.mounts:
             _volume(mount, 0)
         for flag, value in (("--namespace", spec.options.namespace), ("--queue", spec.options.queue)):
@@ -107,23 +97,39 @@ class Kubernetes(Place):
         return f"{cluster.kind}/{cluster.namespace}/{spec.name}"
 
     def status(self, job: Job) -> JobStatus:
-        cluster = _open_cluster(job)
+        cluster = Cluster(*job.id.split("/"))
         found = cluster.get()
         if found is None:
             return JobStatus(state="unknown", text="the cluster has no such job: it was cancelled or deleted")
         pods = [pod for pod in cluster.pods() if pod.status is not None]
         status = found.get("status") or {}
+        conditions = [row for row in status.get("conditions") or [] if row.get("status") == "True"]
+        phases = sorted(pod.status.phase or "Unknown" for pod in pods)
+        rows = [row for pod in pods for row in pod.status.container_statuses or [] if row.state is not None]
+        ended = [row.state.terminated for row in rows if row.state.terminated is not None]
+        last = max(ended, key=lambda end: str(end.finished_at or ""), default=None)
+        state: State = "running" if "Running" in phases else "queued"
+        names = {row.get("type") for row in conditions}
+        if names & {"Complete", "Completed", "Failed"}:
+            state = "failed" if "Failed" in names else "succeeded"
+        # The newest condition with its reason, the phases of the pods, and what containers wait for.
+        parts = []
+        for newest in conditions[-1:]:
+            detail = ": ".join(part for part in (newest.get("reason"), newest.get("message")) if part)
+            parts.append(f"{newest.get('type')} ({detail})" if detail else str(newest.get("type")))
+        parts += [f"{phases.count(phase)} pods {phase}" for phase in dict.fromkeys(phases)]
+        parts += sorted({row.state.waiting.reason for row in rows if row.state.waiting is not None} - {None})
         return JobStatus(
-            state=_state(status, pods),
-            text=_describe(status, pods),
+            state=state,
+            text=", ".join(parts) or "no pods yet",
             nodes=tuple(sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})),
             restarts=status.get("restarts", status.get("failed", 0)) if cluster.kind != "trainjob" else None,
-            exit_code=_exit_code(pods),
+            exit_code=None if last is None else int(last.exit_code),
         )
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
         """Of the first node, of its newest pod."""
-        cluster = _open_cluster(job)
+        cluster = Cluster(*job.id.split("/"))
         seen: set[str] = set()
         while True:
             for pod in cluster.pods():
@@ -136,10 +142,20 @@ class Kubernetes(Place):
             time.sleep(FOLLOW_S)
 
     def cancel(self, job: Job) -> None:
-        cluster = _open_cluster(job)
+        cluster = Cluster(*job.id.split("/"))
         cluster.delete()
         if cluster.kind == "job":
             cluster.delete_service()
+
+
+def _check_mig_slice(name: str, accelerator: str | None) -> None:
+    """Raises UsageError for a slice that the GPU, or if it is unknown any GPU, does not have."""
+    if accelerator is not None and accelerator not in MIG_SLICES:
+        raise UsageError(f"A {accelerator} has no MIG slices.", choices=sorted(MIG_SLICES), fix="leave out --gpu")
+    gpus = [accelerator] if accelerator is not None else list(MIG_SLICES)
+    slices = list(dict.fromkeys(name for gpu in gpus for name in MIG_SLICES[gpu]))
+    if name not in slices:
+        raise UsageError(f"There is no MIG slice {name} of {accelerator or 'any GPU'}.", choices=slices)
 
 
 # What is submitted
@@ -273,19 +289,17 @@ def _placement(spec: LaunchSpec) -> dict[str, Any]:
         "cloud.google.com/gke-gpu-partition-size": spec.mig_slice if is_gke else None,
         "cloud.google.com/gke-accelerator": gpu if is_gke else None,
         "nvidia.com/gpu.product": None if is_gke else gpu,
-        GKE_SPOT[0]: GKE_SPOT[1] if spec.spot and is_gke else None,
+        "cloud.google.com/gke-spot": "true" if spec.spot and is_gke else None,
     }
-    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if spec.gpus else []
-    taints = () if not spec.spot else SPOT_TAINTS[:1] if is_gke else SPOT_TAINTS
-    tolerations += [{"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"} for key, value in taints]
-    affinity = None
-    if spec.spot and not is_gke:  # terms are alternatives
-        terms = [
-            {"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]} for key, value in SPOT_LABELS
-        ]
-        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-        affinity = {"nodeAffinity": required}
-    return {"affinity": affinity, "node_selector": fill(selector, {}) or None, "tolerations": tolerations or None}
+    rows = read_template("kubernetes.yaml")["placement"]
+    tolerations = rows["gpu_tolerations"] if spec.gpus else []
+    if spec.spot:
+        tolerations = [*tolerations, *(rows["spot_tolerations"][:1] if is_gke else rows["spot_tolerations"])]
+    return {
+        "affinity": rows["spot_affinity"] if spec.spot and not is_gke else None,
+        "node_selector": fill(selector, {}) or None,
+        "tolerations": tolerations or None,
+    }
 
 
 def _volume(mount: Mount, number: int) -> dict[str, Any]:
@@ -320,10 +334,6 @@ _Dumper.add_representer(str, _represent_text)
 # The official client
 
 
-def _open_cluster(job: Job) -> "Cluster":
-    return Cluster(*job.id.split("/"))
-
-
 class Cluster:
     """The official client, for one job; its errors become StokerErrors. namespace: None takes that of the context."""
 
@@ -349,24 +359,21 @@ class Cluster:
         self._path = (group, version, self.namespace, plural)
 
     def create(self, document: Any) -> None:
-        with self._errors(f"The cluster does not take the {document['kind']}."):
-            if document["kind"] == "Service":
-                self._core.create_namespaced_service(self.namespace, document, **LIMIT)
-            else:
-                self._objects.create_namespaced_custom_object(*self._path, document, **LIMIT)
+        what = f"The cluster does not take the {document['kind']}."
+        if document["kind"] == "Service":
+            self._call(what, self._core.create_namespaced_service, self.namespace, document)
+        else:
+            self._call(what, self._objects.create_namespaced_custom_object, *self._path, document)
 
     def get(self) -> Any:
         """None: there is no such job."""
-        found: Any = None
-        with self._errors("The job cannot be read.", missing_is_none=True):
-            found = self._objects.get_namespaced_custom_object(*self._path, self._name, **LIMIT)
-        return found
+        get = self._objects.get_namespaced_custom_object
+        return self._call("The job cannot be read.", get, *self._path, self._name, missing_is_none=True)
 
     def pods(self) -> list[Any]:
         """Oldest first."""
-        with self._errors("The pods of the job cannot be read."):
-            selector = f"{LABEL}={self._name}"
-            pods = self._core.list_namespaced_pod(self.namespace, label_selector=selector, **LIMIT).items
+        what, list_pods = "The pods of the job cannot be read.", self._core.list_namespaced_pod
+        pods = self._call(what, list_pods, self.namespace, label_selector=f"{LABEL}={self._name}").items
         return sorted(pods, key=lambda pod: str(pod.metadata.creation_timestamp))
 
     def log(self, pod: str, *, follow: bool) -> Iterator[str]:
@@ -377,13 +384,19 @@ class Cluster:
 
     def delete(self) -> None:
         """Pods get SIGTERM and their grace period."""
+        what, delete = "The job cannot be cancelled.", self._objects.delete_namespaced_custom_object
         body = {"propagationPolicy": "Foreground"}
-        with self._errors("The job cannot be cancelled.", missing_is_none=True):
-            self._objects.delete_namespaced_custom_object(*self._path, self._name, body=body, **LIMIT)
+        self._call(what, delete, *self._path, self._name, body=body, missing_is_none=True)
 
     def delete_service(self) -> None:
-        with self._errors("The Service of the job cannot be deleted.", missing_is_none=True):
-            self._core.delete_namespaced_service(self._name, self.namespace, **LIMIT)
+        what, delete = "The Service of the job cannot be deleted.", self._core.delete_namespaced_service
+        self._call(what, delete, self._name, self.namespace, missing_is_none=True)
+
+    def _call(self, what: str, method: Any, *arguments: Any, missing_is_none: bool = False, **options: Any) -> Any:
+        found: Any = None
+        with self._errors(what, missing_is_none=missing_is_none):
+            found = method(*arguments, **options, _request_timeout=TIMEOUT_S)
+        return found
 
     @contextlib.contextmanager
     def _errors(self, what: str, *, missing_is_none: bool = False) -> Iterator[None]:
@@ -394,7 +407,10 @@ class Cluster:
         except self._api_error as error:
             if error.status == 404 and missing_is_none:
                 return
-            message = _message(error)
+            try:
+                message = str(msgspec.json.decode(error.body or b"")["message"])
+            except (msgspec.DecodeError, KeyError, TypeError):
+                message = str(error.reason)
             if error.status == 409:
                 fix = "another --name, or `stoker launch cancel` first"
                 raise UsageError("The cluster has a job of this name.", cause=message, fix=fix) from error
@@ -406,48 +422,3 @@ class Cluster:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             fix = "kubectl cluster-info shows whether it answers"
             raise PreflightError("The Kubernetes cluster does not answer.", cause=str(error), fix=fix) from error
-
-
-def _message(error: Any) -> str:
-    try:
-        return str(msgspec.json.decode(error.body or b"")["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return str(error.reason)
-
-
-def _conditions(status: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for row in status.get("conditions") or [] if row.get("status") == "True"]
-
-
-def _containers(pods: list[Any]) -> list[Any]:
-    """The states of all containers."""
-    rows = [row for pod in pods for row in pod.status.container_statuses or []]
-    return [row.state for row in rows if row.state is not None]
-
-
-def _state(status: dict[str, Any], pods: list[Any]) -> State:
-    true = {row.get("type") for row in _conditions(status)}
-    if true & {"Complete", "Completed"}:
-        return "succeeded"
-    if "Failed" in true:
-        return "failed"
-    return "running" if any(pod.status.phase == "Running" for pod in pods) else "queued"
-
-
-def _describe(status: dict[str, Any], pods: list[Any]) -> str:
-    """The newest condition with its reason, the phases of the pods, and what containers wait for."""
-    parts = []
-    for last in _conditions(status)[-1:]:
-        detail = ": ".join(part for part in (last.get("reason"), last.get("message")) if part)
-        parts.append(f"{last.get('type')} ({detail})" if detail else str(last.get("type")))
-    phases = sorted(pod.status.phase or "Unknown" for pod in pods)
-    parts += [f"{phases.count(phase)} pods {phase}" for phase in dict.fromkeys(phases)]
-    waiting = {state.waiting.reason for state in _containers(pods) if state.waiting is not None}
-    return ", ".join([*parts, *sorted(filter(None, waiting))]) or "no pods yet"
-
-
-def _exit_code(pods: list[Any]) -> int | None:
-    """Of the container that ended last."""
-    ended = [state.terminated for state in _containers(pods) if state.terminated is not None]
-    last = max(ended, key=lambda row: str(row.finished_at or ""), default=None)
-    return None if last is None else int(last.exit_code)

@@ -1,5 +1,5 @@
 """What the user asks for (`LaunchRequest`) becomes a `LaunchSpec`, and what would fail at a place is refused before
-anything is submitted: rules that all places share.
+anything is submitted: rules that all places share, or those that run containers.
 
 Each rule raises a UsageError or returns warnings. What only one place knows is in `Place.check`. Limits come from where
 `stoker plan` and `stoker check` have them: the table of machines, the thresholds of the host.
@@ -9,15 +9,17 @@ import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from stoker.config.durations import parse_time_s
 from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
-from stoker.errors import ConfigError, PreflightError, UsageError
+from stoker.errors import ConfigError, UsageError
+from stoker.knowledge import read_toml
 from stoker.launching.spec import LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.environment import describe_storage
-from stoker.runs.records import EVENTS, is_finished, read_lines, runs_named
-from stoker.runs.schemas import Event
+from stoker.runs.records import is_finished, runs_named
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 RUNS_DIR = Path("runs")
@@ -28,6 +30,13 @@ CPUS_PER_GPU, GIB_PER_CPU = 8, 4.0
 """Where nothing says more: a g2-standard-8 has 8 vCPUs of 4 GiB for its GPU."""
 SYSTEM_MEMORY_FRACTION = 0.9
 """Of a machine's memory, for the job; the rest is for the system and the node's agent (GKE reserves 5 to 12 %)."""
+MIG_SLICES = msgspec.convert(read_toml("mig.toml"), dict[str, tuple[str, ...]])
+"""By accelerator (`planning/machines.py`)."""
+RANK_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+"""How a node learns its place (`training/cluster.py`)."""
+_IMAGE = re.compile(
+    r"(?:[A-Za-z0-9.-]+(?::\d+)?/)?[a-z0-9]+(?:[._/-]+[a-z0-9]+)*(?::[\w][\w.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
+)
 
 
 def make_spec(
@@ -142,17 +151,31 @@ def _parse_mount(text: str) -> Mount:
 
 
 def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
-    """Everything that can be known here. Returns warnings. Raises UsageError, PreflightError."""
-    _check_options(spec, place)
-    _check_gpu(spec)
+    """Everything that can be known here. Returns warnings. Raises UsageError."""
+    for name in spec.options.set_fields():
+        if name not in place.options:
+            flags = [_flag(field) for field in PlaceOptions.__dataclass_fields__ if field in place.options]
+            raise UsageError(f"{place.name} has no {_flag(name)}.", choices=flags or ["no such flag"])
+    if not re.fullmatch(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", spec.name):
+        raise UsageError(
+            f"{spec.name!r} is not a name for a job.",
+            choices=["lower-case letters, digits and -, at most 40"],
+            fix="--name",
+        )
+    if spec.mig_slice is not None and (spec.devices > 1 or spec.max_nodes > 1):
+        raise UsageError(
+            f"A training on the MIG slice {spec.gpu} has one device.",
+            cause="NCCL does not connect MIG slices (docs.nvidia.com/datacenter/tesla/mig-user-guide)",
+            fix="leave out --devices and --nodes, or train on whole GPUs",
+        )
+    if spec.gpu is not None and spec.gpus == 0:
+        raise UsageError(f"--gpu {spec.gpu} and --device cpu contradict each other.", fix="leave one of them out")
     if place.reach == "containers" and spec.image is None:
         raise UsageError(
             f"{place.name} runs containers: which image?", fix="--image REGISTRY/IMAGE:TAG (docs/launch.md)"
         )
     _check_reach(spec, place)
-    warnings = _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0))
-    warnings += _check_grace(spec, place)
-    return warnings + place.check(spec)
+    return _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0)) + place.check(spec)
 
 
 def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machine | None:
@@ -173,39 +196,19 @@ def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machi
     return choose_machines([machine_type], machines=machines)[0]
 
 
-def _check_options(spec: LaunchSpec, place: Place) -> None:
-    for name in spec.options.set_fields():
-        if name not in place.options:
-            flags = [_flag(field) for field in PlaceOptions.__dataclass_fields__ if field in place.options]
-            raise UsageError(f"{place.name} has no {_flag(name)}.", choices=flags or ["no such flag"])
-    if not re.fullmatch(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", spec.name):
-        raise UsageError(
-            f"{spec.name!r} is not a name for a job.",
-            choices=["lower-case letters, digits and -, at most 40"],
-            fix="--name",
-        )
-
-
-def _check_gpu(spec: LaunchSpec) -> None:
-    if spec.mig_slice is not None and (spec.devices > 1 or spec.max_nodes > 1):
-        raise UsageError(
-            f"A training on the MIG slice {spec.gpu} has one device.",
-            cause="NCCL does not connect MIG slices (docs.nvidia.com/datacenter/tesla/mig-user-guide)",
-            fix="leave out --devices and --nodes, or train on whole GPUs",
-        )
-    if spec.gpu is not None and spec.gpus == 0:
-        raise UsageError(f"--gpu {spec.gpu} and --device cpu contradict each other.", fix="leave one of them out")
-
-
 def _check_reach(spec: LaunchSpec, place: Place) -> None:
     """Whether every node sees the run folder and the data."""
     if place.reach == "this machine":
         return
     for what, flag, location in (("run folder", "--run-dir", spec.run_dir), ("data set", "DATA", spec.data)):
-        if location is None or location == "demo" or is_uri(location) or _is_mounted(location, spec):
+        if location is None or location == "demo" or is_uri(location):
+            continue
+        if any(PurePosixPath(location).is_relative_to(mount.path) for mount in spec.mounts):
             continue
         if place.reach == "shared files":
-            storage = describe_storage(_existing_parent(location))
+            storage = describe_storage(
+                next(folder for folder in (Path(location), *Path(location).parents) if folder.exists())
+            )
             if storage["network"]:
                 continue
             cause = f"it is on a local file system of this machine ({storage['kind']})"
@@ -218,69 +221,52 @@ def _check_reach(spec: LaunchSpec, place: Place) -> None:
         raise UsageError(f"The nodes of {place.name} cannot reach the {what}.", location=location, cause=cause, fix=fix)
 
 
-def _is_mounted(location: str, spec: LaunchSpec) -> bool:
-    return any(PurePosixPath(location).is_relative_to(mount.path) for mount in spec.mounts)
-
-
-def _existing_parent(location: str) -> Path:
-    path = Path(location)
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
 def _check_resources(spec: LaunchSpec, machine: Machine | None) -> list[str]:
+    cpus, memory, shm, devices = spec.cpus, spec.memory_gib, spec.shm_gib, spec.devices
+
+    def refuse(fails: bool, flag: str, value: float, why: str, fix: str) -> None:
+        if fails:
+            raise UsageError(f"{flag} {value:g}{why}", fix=f"{flag} {fix}")
+
     if machine is not None:
         for flag, wanted, available in (
-            ("--cpus", spec.cpus, machine.vcpus),
-            ("--memory", spec.memory_gib, machine.memory_gib),
+            ("--cpus", cpus, machine.vcpus),
+            ("--memory", memory, machine.memory_gib),
             ("--devices", spec.gpus, machine.gpus),
         ):
-            what = f"{flag} {wanted:g}: a {spec.machine_type} has {available:g}."
-            _refuse(wanted > available, what, f"{flag} {available:g}, or less")
-    cpus, memory, shm, minimum_gib = (
-        spec.cpus,
-        spec.memory_gib,
-        spec.shm_gib,
-        spec.devices * MIN_FREE_MEMORY_BYTES / GIB,
-    )
-    what = f"--cpus {cpus}: fewer than the {spec.devices} processes that train on a node."
-    _refuse(cpus < spec.devices, what, f"--cpus {spec.devices}")
-    what = f"--memory {memory:g}: {spec.devices} processes that train need {minimum_gib:g} GiB of memory."
-    _refuse(memory < minimum_gib, what, f"--memory {minimum_gib:g}, or more")
-    what = f"--shm {shm:g}: NCCL would fail with a bus error in a /dev/shm of 64 MiB or less."
-    _refuse(shm * GIB <= SHARED_MEMORY_SMALL.threshold("docker_bytes") and spec.devices > 1, what, "--shm 1")
-    what = f"--shm {shm:g} is more than --memory {memory:g}: /dev/shm counts as memory of the job."
-    _refuse(shm > memory, what, f"--shm {memory / 4:g}")
+            why = f": a {spec.machine_type} has {available:g}."
+            refuse(wanted > available, flag, wanted, why, f"{available:g}, or less")
+    refuse(cpus < devices, "--cpus", cpus, f": fewer than the {devices} processes of a node.", f"{devices}")
+    minimum_gib = devices * MIN_FREE_MEMORY_BYTES / GIB
+    why = f": {devices} processes that train need {minimum_gib:g} GiB of memory."
+    refuse(memory < minimum_gib, "--memory", memory, why, f"{minimum_gib:g}, or more")
+    has_too_little = devices > 1 and shm * GIB <= SHARED_MEMORY_SMALL.threshold("docker_bytes")
+    why = ": NCCL would fail with a bus error in a /dev/shm of 64 MiB or less."
+    refuse(has_too_little, "--shm", shm, why, "1")
+    why = f" is more than --memory {memory:g}: /dev/shm counts as memory of the job."
+    refuse(shm > memory, "--shm", shm, why, f"{memory / 4:g}")
     needed = CORES_PER_GPU * spec.gpus
     text = f"{cpus} CPUs for {spec.gpus} GPUs: `stoker check` wants {CORES_PER_GPU} for each (--cpus {needed})"
     return [text] if spec.mig_slice is None and cpus < needed else []
 
 
-def _refuse(fails: bool, what: str, fix: str) -> None:
-    if fails:
-        raise UsageError(what, fix=fix)
-
-
-def _longest_save_s(run_dir: str) -> float | None:
-    """Seconds that the slowest of the run's saves took to write; None if none is recorded here."""
-    if is_uri(run_dir) or not (Path(run_dir) / EVENTS).exists():
-        return None
-    saves = (event for event in read_lines(Path(run_dir), EVENTS, Event) if event.kind == "checkpoint_saved")
-    return max((float(event.data["write_s"]) for event in saves if "write_s" in event.data), default=None)
-
-
-def _check_grace(spec: LaunchSpec, place: Place) -> list[str]:
-    """The notice before a kill, against what a save of this run took."""
-    grace_s = min(spec.grace_s, place.spot_grace_s or spec.grace_s) if spec.spot else spec.grace_s
-    by_place = grace_s < spec.grace_s
-    save_s = _longest_save_s(spec.run_dir)
-    if save_s is None or save_s <= grace_s / 2:
-        return []
-    cause = f"a save of this run took {save_s:.3g} s to write; the step before it has to end, too"
-    if save_s > grace_s:
-        what = f"The grace period of {grace_s:g} s is shorter than a save."
-        fix = "without --spot, or a smaller model" if by_place else f"--grace {3 * save_s:.0f}"
-        raise PreflightError(what, location=spec.run_dir, cause=cause, fix=fix)
-    return [f"a grace period of {grace_s:g} s is short: {cause}"]
+def check_container(spec: LaunchSpec, place: str) -> None:
+    """Raises UsageError for what no place with containers takes."""
+    if spec.image is not None and not _IMAGE.fullmatch(spec.image):
+        raise ConfigError(
+            f"--image {spec.image!r} is not the name of a container image.",
+            cause="REGISTRY/NAME:TAG; the name is in lower case",
+            choices=["europe-docker.pkg.dev/PROJECT/REPOSITORY/stoker:1"],
+        )
+    if reserved := RANK_VARIABLES & spec.env.keys():
+        raise ConfigError(
+            f"--env {min(reserved)}: {place} gives each node its own.", fix="leave it out; --nodes and --devices decide"
+        )
+    if spec.is_elastic:
+        raise UsageError(
+            f"{place} starts a fixed number of nodes, --nodes asks for {spec.min_nodes} to {spec.max_nodes}.",
+            fix=f"--nodes {spec.min_nodes}; the run can be continued with another number",
+        )
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -24,19 +24,10 @@ from pathlib import Path
 
 from stoker.errors import PreflightError, UsageError, writing
 from stoker.launching.jobs import read_log, recorded_end
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, states
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
 
 COMMAND_TIMEOUT_S = 60
 """Of a client: it waits for a controller that is busy or restarts."""
-_STATES = states(
-    {
-        "queued": "PENDING REQUEUED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD",
-        "succeeded": "COMPLETED",
-        "cancelled": "CANCELLED",
-        "failed": "BOOT_FAIL DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT",
-    }
-)
-"""slurm.schedmd.com/squeue.html, "Job state codes"; all others are states of a job that still has nodes."""
 STRAGGLER_WAIT_S = 900
 """How long the other nodes may run after the first one has ended: rank 0 may still upload the results
 (`bucket_run.FINISHED_TIMEOUT_S`)."""
@@ -108,7 +99,7 @@ class Slurm(Place):
         state, reason = fields.get("JobState", ""), fields.get("Reason", "None")
         code, _, number = fields.get("ExitCode", "0:0").partition(":")
         return JobStatus(
-            state=_STATES.get(state, "running"),
+            state=state_of("slurm", state),
             text=state if reason == "None" else f"{state} ({reason})",
             nodes=() if fields.get("NodeList") in (None, "", "(null)") else (fields["NodeList"],),
             restarts=int(fields.get("Restarts", "0")),

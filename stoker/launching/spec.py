@@ -1,14 +1,18 @@
-"""What is launched, what a place is that can run it, and the places that there are, imported when they are used."""
+"""What is launched, what a place is that can run it, the places that there are, imported when they are used, and their
+documents: templates whose optional fields are None. `stoker --help` imports it."""
 
 import dataclasses
+import functools
 import importlib
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from stoker.errors import UsageError, nearest
+from stoker.knowledge import read_toml
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """Of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""
@@ -19,11 +23,16 @@ PLACES = {
     "local": "stoker.launching.local:Local",
     "slurm": "stoker.launching.slurm:Slurm",
     "k8s": "stoker.launching.kubernetes:Kubernetes",
-    "vertex": "stoker.launching.vertex:Vertex",
-    "gcp-batch": "stoker.launching.gcp_batch:GcpBatch",
-    "ray": "stoker.launching.ray:Ray",
+    "vertex": "stoker.launching.google_cloud:Vertex",
+    "gcp-batch": "stoker.launching.google_cloud:GcpBatch",
+    "ray": "stoker.launching.ray_cluster:Ray",
 }
 ALIASES = {"kubernetes": "k8s", "vertex-ai": "vertex", "batch": "gcp-batch"}
+PORT = 29500
+"""Where rank 0 listens: torchrun's port. Each node has an address of its own, so jobs cannot meet there."""
+FAILING_EXIT_CODES = (2, 3, 4, 6)
+"""After which the same command would fail again: usage, pre-flight, data, divergence. All others are tried again, 75
+(preempted, state saved) without being counted where the place can tell."""
 _MIG_SLICE = re.compile(r"\d+g\.\d+gb(?:\+me)?")
 
 
@@ -217,8 +226,6 @@ class Place:
     """The cloud whose machine types it has (`GCP`); None: any, or none."""
     options: frozenset[str] = frozenset()
     """Fields of PlaceOptions that it takes."""
-    spot_grace_s: int | None = None
-    """Notice that a spot machine of the place gives; None: `grace_s` holds there, too."""
     default_grace_s: int = 60
 
     def check(self, spec: LaunchSpec) -> list[str]:
@@ -258,6 +265,32 @@ def open_place(name: str) -> Place:
     return place
 
 
-def states(words: Mapping[State, str]) -> dict[str, State]:
-    """States by the words of a place. words: those of each state, with spaces between them."""
-    return {word: state for state, text in words.items() for word in text.split()}
+@functools.cache
+def _states(place: str) -> dict[str, State]:
+    words = msgspec.convert(read_toml("launch.toml")[place], dict[Literal[State, "default"], str])
+    default = msgspec.convert(words.pop("default", "unknown"), State)
+    return {"": default} | {word: state for state, text in words.items() for word in text.split()}
+
+
+def state_of(place: str, word: str) -> State:
+    """The state that a place calls so (`knowledge/launch.toml`)."""
+    return _states(place).get(word, _states(place)[""])
+
+
+def read_template(name: str) -> Any:
+    """A document of this folder with `$name` in place of values."""
+    import yaml  # not needed for `stoker --help`
+
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def fill(template: Any, values: Mapping[str, Any]) -> Any:
+    """A template with the values of its `$name`; fields that are None are left out."""
+    if isinstance(template, dict):
+        filled = {name: fill(value, values) for name, value in template.items()}
+        return {name: value for name, value in filled.items() if value is not None}
+    if isinstance(template, list):
+        return [fill(value, values) for value in template]
+    if isinstance(template, str) and template.startswith("$") and template[1:] in values:
+        return fill(values[template[1:]], {})
+    return template

@@ -1,27 +1,32 @@
 """`stoker check`: asks every probe, each within its time, and puts what they found in order.
 
 A probe that hangs or raises becomes a finding `unknown`: the others are still asked. The probes are in
-`stoker/preflight/`; whether the batch fits is tried in `memory_fit.py`.
+`stoker/preflight/`, but for the largest batch of a training: whether it fits its device is tried for real, in a process
+of its own (`python -m stoker.planning.check config.toml`). Settings are derived as for a training, which tries the
+worst-case batch (`defaults/dry_run.py`). On an accelerator its speed is then measured; a CPU's memory is counted,
+and its speed estimated.
 """
 
 import dataclasses
 import importlib.util
 import os
 import re
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from stoker.config.settings import Config
+from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.index import Index, open_index_of, require_images
-from stoker.errors import DataError, StokerError
+from stoker.errors import DataError, OutOfMemoryError, StokerError
 from stoker.findings.finding import Finding, worst_first
 from stoker.hardware.cuda_trial import gpu_evidence
-from stoker.planning.memory_fit import MemoryFit, ask_memory_fit, refused
 from stoker.preflight.access import check_access
-from stoker.preflight.catalog import ok, unknown
+from stoker.preflight.catalog import make_finding, ok, run_program, unknown
 from stoker.preflight.cloud import check_cloud
 from stoker.preflight.data_path import check_data_path
 from stoker.preflight.gpu import check_gpu, check_tensorflow
@@ -87,6 +92,21 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
         return any(finding.severity == "blocker" for finding in self.findings)
 
 
+class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
+    """The worst-case batch of a training, which fits its device."""
+
+    text: str
+    """retinanet_resnet50_fpn on NVIDIA L4 takes."""
+    is_cpu: bool
+    image_side: int
+    """The longer one."""
+    images_per_s: float
+    """Measured, except on a CPU."""
+    checkpoint_bytes: int
+    decode_core_s: float | None = None
+    """Core-seconds to decode and resize an image; None: could not be measured."""
+
+
 class Prober:
     """Asks probes one after the other, so that they do not disturb each other's measurements."""
 
@@ -105,21 +125,24 @@ class Prober:
         if self._on_probe is not None:
             self._on_probe(name)
         left_s, start_s = self.left_s(limit_s), time.monotonic()
-        found: list[Finding] | None = []
-        what, evidence, fix = "was not asked: the time was over", "", "`--deep` takes the time"
-        if left_s > 0:
-            worker = TimeoutWorker(probe, name=f"check: {name}")
-            what, fix = f"did not answer within {left_s:.0f} s", "`--deep` waits longer"
-            try:
-                found = worker.call(left_s)
-            except Exception as error:  # noqa: BLE001 (a probe that fails must not hide what the others find)
-                what, evidence, fix = "could not be checked", f"{type(error).__name__}: {error}".partition("\n")[0], ""
-            else:
-                what = "" if found is not None else what
-            worker.stop()
-            seconds = time.monotonic() - start_s
-            self.times.append(ProbeTime(probe=name, seconds=seconds, complete=found is not None))
-        self.findings += [unknown(name.replace(" ", "_"), f"{name}: {what}", evidence, fix)] if what else found or []
+        id = name.replace(" ", "_")
+        if left_s <= 0:
+            self.findings.append(
+                unknown(id, f"{name}: was not asked: the time was over", "", "`--deep` takes the time")
+            )
+            return
+        worker, is_complete = TimeoutWorker(probe, name=f"check: {name}"), True
+        try:
+            found = worker.call(left_s)
+        except Exception as error:  # noqa: BLE001 (a probe that fails must not hide what the others find)
+            evidence = f"{type(error).__name__}: {error}".partition("\n")[0]
+            found = [unknown(id, f"{name}: could not be checked", evidence)]
+        if found is None:
+            found = [unknown(id, f"{name}: did not answer within {left_s:.0f} s", "", "`--deep` waits longer")]
+            is_complete = False
+        worker.stop()
+        self.findings += found
+        self.times.append(ProbeTime(probe=name, seconds=time.monotonic() - start_s, complete=is_complete))
 
 
 def check(request: CheckRequest, *, on_probe: Callable[[str], None] | None = None) -> CheckReport:
@@ -160,20 +183,17 @@ def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:
     if opened:
 
         def check_memory() -> list[Finding]:
-            answer = ask_memory_fit(config, prober.left_s(36.0) - 1, predict=not num_gpus and device is None)
+            answer = ask_memory_fit(config, prober.left_s(36.0) - 1)
             fits.extend(filter(None, [answer.fit]))
             return [answer.finding]
 
-        prober.ask("memory fit", 36.0, check_memory)
+        if num_gpus or device is not None:  # else there is nothing to try it on; `stoker plan` predicts it
+            prober.ask("memory fit", 36.0, check_memory)
         fit = fits[0] if fits else None
-        text = (
-            "the model takes"
-            if fit is None
-            else f"{fit.model} on {fit.device} takes" + ("" if fit.measured else " about")
-        )
+        text = "the model takes" if fit is None else fit.text
         demand = None if fit is None else fit.images_per_s
         seconds = DATA_PATH_S * (DEEP_FACTOR if deep else 1)
-        side = {} if fit is None else {"max_side": max(fit.image_size)}
+        side = {} if fit is None else {"max_side": fit.image_side}
         prober.ask("data path", 15.0, lambda: check_data_path(
             opened[0], demand_images_per_s=demand, demand_text=text, seconds=seconds, env=env, **side
         ))  # fmt: skip
@@ -201,7 +221,7 @@ def _open_data(config: Config, opened: list[Index]) -> list[Finding]:
             index, splits, max_bad_fraction=config.data.max_bad_fraction, max_bad_boxes=config.data.max_bad_boxes
         )
     except StokerError as error:
-        return [refused("data", error)]
+        return [_refused("data", error)]
     opened.append(index)
     counts = ", ".join(f"{fmt.plural(len(index.image_indices(split)), 'image')} in {split}" for split in splits)
     problems = sum(problem.count for problem in index.problems)
@@ -239,3 +259,104 @@ def date_urls(*locations: str | None, env: Mapping[str, str] = os.environ) -> li
         elif scheme in ("http", "https"):
             urls.append(str(location))
     return list(dict.fromkeys(urls))
+
+
+# Whether the batch fits
+
+CHECKPOINT_COPIES = 3
+"""Of the weights in a checkpoint: weights, EMA weights, momentum. AdamW has one more, counted by `try_batch`."""
+PARAMETER_BYTES = 4
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the program prints. fit: None unless a batch was tried and fits."""
+
+    finding: Finding
+    fit: MemoryFit | None = None
+
+
+def ask_memory_fit(config: Config, timeout_s: float) -> Answer:
+    """Runs the program."""
+    title = "whether the batch fits the memory"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(config, {}))
+        try:
+            ended = run_program([sys.executable, "-m", "stoker.planning.check", str(path)], timeout_s)
+        except subprocess.TimeoutExpired:
+            evidence = f"the trial did not end within {timeout_s:.0f} s"
+            return Answer(finding=unknown("memory_fit", title, evidence, "--deep waits longer"))
+    try:
+        return msgspec.json.decode(ended.last_line, type=Answer)
+    except msgspec.DecodeError:
+        return Answer(finding=unknown("memory_fit", title, f"the trial failed: {ended.reason}"))
+
+
+def _refused(id: str, error: StokerError) -> Finding:
+    """Training would end with this error."""
+    title = error.what.rstrip(".")
+    title = title[:1].lower() + title[1:] if title[1:2].islower() else title
+    evidence = error.cause or "training would end with this error"
+    return make_finding(id, "blocker", title, evidence, error.fix or "", error.location or "")
+
+
+def try_batch(user_config: Config) -> Answer:
+    """Derives the settings, which tries the batch, and measures it. Raises StokerError where training would."""
+    from stoker.hardware.device import select_device
+    from stoker.models import get_architecture
+    from stoker.planning.predict import loader_demand
+    from stoker.training.defaults.derive import derive
+    from stoker.training.defaults.dry_run import DryRun, try_sizes
+    from stoker.training.defaults.model_choice import estimate_images_per_second
+
+    device = select_device(user_config.run.device)
+    index = open_index_of(user_config.data)
+    config, reasons = derive(user_config.replace(jpeg_decoder="cpu", compile=False), index, device)
+    dry_run = DryRun(config, index, device)
+    model, (height, width) = config.model.model, config.data.image_size
+    batch_size, micro_batches = config.run.batch_size, config.optim.grad_accum_steps
+    images_per_s = estimate_images_per_second(get_architecture(model), config.data.image_size)
+    used, tried, speed, about = "", "counted", "", " about"
+    if not device.is_cpu:
+        trial = next(try_sizes(dry_run, [batch_size // micro_batches]))
+        if isinstance(trial, str):
+            raise StokerError("The batch that fitted at first does not fit again.", cause=trial)
+        images_per_s = 1 / trial.seconds_per_image
+        used, about = f": {fmt.memory(trial.peak_bytes, dry_run.budget_bytes)}", ""
+        tried, speed = "tried on the device", f"; {images_per_s:,.0f} img/s"
+    parameters = sum(parameter.numel() for parameter in dry_run.optimizer.model.parameters())
+    copies = CHECKPOINT_COPIES + (config.optim.optimizer == "adamw")
+    try:
+        decode_core_s = loader_demand(config, index).decode_core_s
+    except StokerError:  # no image can be decoded: another probe reports that
+        decode_core_s = None
+    micro = "" if micro_batches == 1 else f" in {micro_batches} micro-batches"
+    reason = reasons.get("batch_size") or reasons.get("grad_accum_steps") or ""
+    finding = ok(
+        "memory_fit",
+        f"a batch of {batch_size}{micro} fits the memory of {device.name}{used}",
+        f"{model}, {width}x{height}, {config.run.precision}, worst case {tried}; {reason}{speed}",
+    )
+    fit = MemoryFit(
+        text=f"{model} on {device.name} takes{about}",
+        is_cpu=device.is_cpu,
+        image_side=max(height, width),
+        images_per_s=images_per_s,
+        checkpoint_bytes=copies * parameters * PARAMETER_BYTES,
+        decode_core_s=decode_core_s,
+    )
+    return Answer(finding=finding, fit=fit)
+
+
+def main(config_toml: Path) -> None:
+    """The program."""
+    try:
+        answer = try_batch(from_toml(config_toml)[0])
+    except StokerError as error:
+        id = "memory_fit" if isinstance(error, OutOfMemoryError) else "settings"
+        answer = Answer(finding=_refused(id, error))
+    print(msgspec.json.encode(answer).decode())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

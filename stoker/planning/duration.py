@@ -2,13 +2,14 @@
 the high end of everything that is uncertain.
 
 The time of a step comes from `predict.py`. Added here: the exchange of gradients between GPUs, loading, evaluation,
-checkpoints, startup, and on spot machines the expected rework. The formulas and their sources are in docs/plan.md. Not
-here: which machine to take (`recommend.py`).
+checkpoints, startup, and on spot machines the expected rework. The formulas and their sources are in docs/plan.md; what
+no plan can measure is assumed in `knowledge/assumptions.toml`. Not here: which machine to take (`recommend.py`).
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -17,8 +18,8 @@ from stoker.config.durations import Duration
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
 from stoker.data.images.pixel_cache import CachePolicyInputs, choose_cache
 from stoker.hardware.exchange_cost import Link, Workload, expected_maximum, step_cost
-from stoker.planning.estimate import CASES, UNCERTAIN, Case, Estimate, around, exactly, over_cases
-from stoker.planning.machines import GIB, Machine, links
+from stoker.knowledge import read_toml
+from stoker.planning.machines import GIB, Case, Estimate, Machine, exactly, links
 from stoker.planning.predict import LoaderDemand, StepPrediction
 from stoker.report import format as fmt
 from stoker.training.defaults import sync_choice
@@ -38,6 +39,39 @@ STATE_BYTES_PER_PARAMETER = 16
 """Of a checkpoint: weights, EMA weights and up to two moments in fp32."""
 
 MEMORY_FITS = Literal["yes", "perhaps", "no"]
+CASES: tuple[Case, ...] = ("low", "expected", "high")
+
+
+class Uncertain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What no plan can measure."""
+
+    vcpu_speed: Estimate
+    bucket_bytes_per_s: Estimate
+    network_fraction: Estimate
+    disk_bytes_per_s: Estimate
+    ssd_bytes_per_s: Estimate
+    step_spread: Estimate
+    network_latency_us: Estimate
+    evaluation_cost: Estimate
+    checkpoint_bytes_per_s: Estimate
+    startup_s: Estimate
+    cpu_startup_s: Estimate
+    machine_start_s: Estimate
+    preemption_interval_h: Estimate
+    spot_wait_s: Estimate
+
+
+UNCERTAIN = msgspec.convert(
+    {name: dict(zip(CASES, row, strict=True)) for name, row in read_toml("assumptions.toml")["uncertain"].items()},
+    Uncertain,
+)
+
+
+def over_cases(compute: Callable[[Case], float]) -> Estimate:
+    """What `compute` gives with each uncertain input at its low end, as expected, and at its high end; sorted, as the
+    result may fall with the inputs."""
+    low, expected, high = (compute(case) for case in CASES)
+    return Estimate(min(low, expected, high), expected, max(low, expected, high))
 
 
 class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +125,6 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
     price_per_hour: Estimate | None
     batch_size: int
     """Images per step of all GPUs."""
-    micro_batches: int
-    precision: str
     peak_bytes: Estimate
     memory_bytes: int
     fits: MEMORY_FITS
@@ -110,8 +142,6 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Images per second that the GPUs can train on."""
     loader_img_per_s: Estimate
     """Images per second that the loader delivers, after the first epoch."""
-    first_epoch_img_per_s: Estimate
-    """The same in the first epoch, when nothing is cached."""
     img_per_s: Estimate
     """Mean over the training steps of the run."""
     vcpus: float
@@ -120,8 +150,6 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
     """vCPUs with which decoding would keep the GPUs busy, as expected."""
     required_mb_per_s: float
     """Bytes that would have to be read for that."""
-    cache: str
-    """none, ram, disk: where decoded images are kept."""
     limited_by: str
     """compute, memory, launches, communication, decoding, bucket or disk."""
     utilization: Estimate
@@ -130,8 +158,6 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
     """startup, training, evaluation, checkpoints, rework, wait: they add up to the duration, as expected."""
     preemptions: Estimate | None = None
     """Expected number; None: not a spot machine."""
-    best_checkpoint_every_s: float | None = None
-    """Interval between checkpoints that costs least; None: not a spot machine."""
     duration_s: Estimate
     cost: Estimate | None
     """US dollars."""
@@ -144,7 +170,7 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PARTS = ("startup", "training", "evaluation", "checkpoints", "rework", "wait")
-BANDS = ("step_s", "device_img_per_s", "loader_img_per_s", "first_epoch_img_per_s", "img_per_s")
+BANDS = ("step_s", "device_img_per_s", "loader_img_per_s", "img_per_s", "utilization")
 _Case = dict[str, float]
 """Seconds of each of PARTS, each of BANDS, and the number of preemptions, at one end of the band."""
 
@@ -153,8 +179,6 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
     """The prediction for one placement. step: of one of its GPUs."""
     model, machine, price = _Model(placement, step, job), placement.machine, placement.price
     cases = {case: model.run(case) for case in CASES}
-    # A GPU is busiest with slow steps where all else is fast, and idles most the other way round.
-    busy = {"low": model.run("high", "low"), "expected": cases["expected"], "high": model.run("low", "high")}
 
     def band(name: str) -> Estimate:
         return over_cases(lambda case: cases[case][name])
@@ -172,8 +196,6 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
         spot=placement.spot,
         price_per_hour=price,
         batch_size=step.batch_size * placement.gpus,
-        micro_batches=step.micro_batches,
-        precision=step.precision,
         peak_bytes=Estimate(step.peak_bytes * max(0.0, 1 - error), step.peak_bytes, step.peak_bytes * (1 + error)),
         memory_bytes=step.memory_bytes,
         fits=fits if step.fits else "no",
@@ -182,16 +204,13 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
         vcpus=machine.vcpus * placement.machines,
         required_vcpus=expected_rate / decoded_per_vcpu + placement.gpus * CPU_OF_TRAINING_THREAD,
         required_mb_per_s=expected_rate * job.demand.bytes_per_image / 1e6,
-        cache=model.cache(),
         sync=None if placement.gpus == 1 else str(model.sync[0]),
         sync_reason=model.sync[1],
         limited_by=model.limited_by(cases["expected"]),
         parts_s={name: band(name) for name in PARTS},
         preemptions=band("preemptions") if placement.spot else None,
-        best_checkpoint_every_s=best_checkpoint_interval_s(step) if placement.spot else None,
         duration_s=over_cases(lambda case: sum(cases[case][name] for name in PARTS)),
         **{name: band(name) for name in BANDS},
-        utilization=over_cases(lambda case: busy[case]["utilization"]),
         cost=None
         if price is None
         else over_cases(lambda case: sum(cases[case][n] for n in PARTS if n != "wait") / 3600 * price.time(case)),
@@ -204,10 +223,10 @@ class _Model:
     step: StepPrediction
     job: TrainingJob
 
-    def run(self, case: Case, step_case: Case | None = None) -> _Case:
-        """The whole run, with every uncertain input at one end of its band; step_case: that of the step."""
-        job, gpus, step_case = self.job, self.placement.gpus, step_case or case
-        step_s = self.step_s(step_case)
+    def run(self, case: Case) -> _Case:
+        """The whole run, with every uncertain input at one end of its band."""
+        job, gpus = self.job, self.placement.gpus
+        step_s = self.step_s(case)
         device_rate = self.step.batch_size * gpus / step_s
         first_loader, later_loader = (self.loader_rate(case, is_first=is_first)[0] for is_first in (True, False))
         first_images = min(job.images_seen, job.num_images)
@@ -216,20 +235,20 @@ class _Model:
         eval_rate = self.joint_rate(device_rate / UNCERTAIN.evaluation_cost.time(case), first_loader)
         evaluation = job.num_evaluations * job.num_val_images / eval_rate
         interval = self.checkpoint_interval(training)
+        save_s = self.step.parameters * STATE_BYTES_PER_PARAMETER / UNCERTAIN.checkpoint_bytes_per_s.rate(case)
         found = {
             "startup": self.startup(case),
             "training": training,
             "evaluation": evaluation,
-            "checkpoints": _save_s(self.step, case) * max(1.0, training / interval),
+            "checkpoints": save_s * max(1.0, training / interval),
             "step_s": step_s,
             "device_img_per_s": device_rate,
-            "first_epoch_img_per_s": first_loader,
             "loader_img_per_s": later_loader,
             "img_per_s": job.images_seen / training,
         }
         work_s = training + evaluation + found["checkpoints"]
         found |= self.interruptions(case, work_s, interval, found["startup"])
-        computing_s = job.images_seen / (self.step.batch_size * gpus) * self.compute_s(step_case) + evaluation / 2
+        computing_s = job.images_seen / (self.step.batch_size * gpus) * self.compute_s(case) + evaluation / 2
         found["utilization"] = min(1.0, computing_s / sum(found[name] for name in PARTS))
         return found
 
@@ -244,8 +263,8 @@ class _Model:
         return compute_s + waiting + self.exposed_s(compute_s, case)
 
     def compute_s(self, case: Case) -> float:
-        """Time in which a GPU computes in a step."""
-        return around(self.step.step_s, self.step.step_error).time(case)
+        """Time in which a GPU computes in a step: divided or multiplied by 1 + its error at the ends, so above 0."""
+        return self.step.step_s * (1 + self.step.step_error) ** (CASES.index(case) - 1)
 
     def exposed_s(self, compute_s: float, case: Case) -> float:
         """Time of the exchange of gradients that computing does not hide; at the high end it hides nothing."""
@@ -299,8 +318,7 @@ class _Model:
         return min(interval, training_s) if interval > 0 else training_s
 
     def interruptions(self, case: Case, work_s: float, interval: float, restart_s: float) -> _Case:
-        """The expected rework of a spot machine, or of several machines, which may fail; only a spot machine is waited
-        for.
+        """The expected rework of a spot machine, and the wait for another one.
 
         Interruptions come at exponentially distributed intervals of mean M. With a checkpoint after every tau seconds,
         and R seconds for a restart, the expected time of a segment is (M + R) (exp(tau / M) - 1): Daly 2006, "A higher
@@ -308,19 +326,17 @@ class _Model:
         the state is saved within the notice (30 s on GCP, 2 min on AWS), and only the restart is lost.
         """
         placement = self.placement
-        if placement.spot:
-            mean_s = 3600 * UNCERTAIN.preemption_interval_h.rate(case) / placement.machines
-        elif placement.machines > 1:
-            mean_s = 3600 * UNCERTAIN.device_failure_h.rate(case) / placement.gpus
-        else:
+        if not placement.spot:
             return {"rework": 0.0, "wait": 0.0, "preemptions": 0.0}
+        mean_s = 3600 * UNCERTAIN.preemption_interval_h.rate(case) / placement.machines
         segments = max(1.0, work_s / interval)
         total_s = segments * (mean_s + restart_s) * math.expm1(min(work_s / segments / mean_s, 50.0))
         if case == "low":
             total_s = work_s * (1 + restart_s / mean_s)
         count = total_s / (mean_s + restart_s)
-        wait_s = count * UNCERTAIN.spot_wait_s.time(case) if placement.spot else 0.0
-        return {"rework": total_s - work_s, "wait": wait_s, "preemptions": count}
+        return {
+            "rework": total_s - work_s, "wait": count * UNCERTAIN.spot_wait_s.time(case), "preemptions": count,
+        }  # fmt: skip
 
     # Loading
 
@@ -340,9 +356,9 @@ class _Model:
         has_ssd = machine.ssd_gb and not machine.is_this
         disk = (UNCERTAIN.ssd_bytes_per_s if has_ssd else UNCERTAIN.disk_bytes_per_s).rate(case)
         core_s, read_bytes, bandwidth, kind = job.demand.decode_core_s, job.demand.bytes_per_image, disk, "disk"
-        cached = None if is_first else self.cached_image()
-        if cached is not None:
-            core_s, read_bytes = cached
+        if not is_first and job.cache_inputs is not None and self.cache() != "none":
+            core_s = max(core_s - job.cache_inputs.decode_s, MIN_CACHED_FRACTION * core_s)
+            read_bytes = job.cache_inputs.cached_bytes / max(1, job.cache_inputs.num_images)
         elif job.is_remote:
             bandwidth, kind = min(UNCERTAIN.bucket_bytes_per_s.rate(case), self.network(case)), "bucket"
         half_memory = FREE_MEMORY_FRACTION * machine.memory_gib * GIB / 2
@@ -367,14 +383,6 @@ class _Model:
             )
         return choose_cache(inputs)[0]
 
-    def cached_image(self) -> tuple[float, float] | None:
-        """(core-seconds, bytes) of an image from the cache of decoded images; None without a cache."""
-        inputs, core_s = self.job.cache_inputs, self.job.demand.decode_core_s
-        if inputs is None or self.cache() == "none":
-            return None
-        entry_bytes = inputs.cached_bytes / max(1, inputs.num_images)
-        return max(core_s - inputs.decode_s, MIN_CACHED_FRACTION * core_s), entry_bytes
-
     def limited_by(self, expected: _Case) -> str:
         """What most of the expected time of the training steps is spent on or waiting for."""
         is_first = self.job.images_seen < 2 * self.job.num_images
@@ -384,14 +392,3 @@ class _Model:
         if self.placement.gpus > 1 and self.exposed_s(self.step.step_s, "expected") > expected["step_s"] / 4:
             return "communication"
         return self.step.limited_by
-
-
-def _save_s(step: StepPrediction, case: Case) -> float:
-    """Seconds that training waits for a checkpoint."""
-    return step.parameters * STATE_BYTES_PER_PARAMETER / UNCERTAIN.checkpoint_bytes_per_s.rate(case)
-
-
-def best_checkpoint_interval_s(step: StepPrediction) -> float:
-    """Young's optimum of the interval between checkpoints on a spot machine, as expected."""
-    interval_s = math.sqrt(2 * _save_s(step, "expected") * 3600 * UNCERTAIN.preemption_interval_h.expected)
-    return min(max(interval_s, 10.0), 1800.0)

@@ -1,17 +1,19 @@
-"""The machines that a training can be planned for: those of GCP and AWS, the user's, and this one.
+"""The accelerators and machines that a training can be planned for: those of GCP and AWS, the user's, and this one.
 
-On-demand prices come from `hardware/prices.py`, the one list of them; `knowledge/machines.toml` has what is needed
-besides, and the range of spot prices on one day. Not here: how fast a machine trains (`duration.py`), and what its
-accelerators can do (`accelerators.py`).
+Peaks of GPUs are those of data sheets (`knowledge/gpus.toml`), of the present CPU they are measured. On-demand prices
+come from `hardware/prices.py`, the one list of them; `knowledge/machines.toml` has what is needed besides, and the
+range of spot prices on one day. Not here: what a step needs of an accelerator (`trace.py`), how much of its peak it
+reaches (`predict.py`), and how fast a machine trains (`duration.py`).
 """
 
 import functools
 import re
+import statistics
+import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import psutil
@@ -21,8 +23,6 @@ from stoker.errors import ConfigError, UsageError, nearest
 from stoker.hardware.cgroup import host_cores, host_memory
 from stoker.hardware.prices import AS_OF, CURRENCY, REGIONS, machine_price
 from stoker.knowledge import read_toml
-from stoker.planning.accelerators import GPUS, identify
-from stoker.planning.estimate import Estimate, exactly
 
 if TYPE_CHECKING:
     from stoker.hardware.device import Device
@@ -31,7 +31,163 @@ THIS_MACHINE = "this"
 """The name under which the present machine is planned for."""
 MAX_PRICES_BYTES = 1 << 20
 """Of a file of prices, which has a few kilobytes."""
-GIB = 2**30
+GIB, GB, TERA = 2**30, 10**9, 10**12
+
+Case = Literal["low", "expected", "high"]
+_OPPOSITE: dict[Case, Case] = {"low": "high", "expected": "expected", "high": "low"}
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A number that is not known exactly: low <= expected <= high, in the unit of the quantity."""
+
+    low: float
+    expected: float
+    high: float
+
+    def time(self, case: Case) -> float:
+        """The value that makes a run short at its low end, of an input that makes it longer the larger it is."""
+        value: float = getattr(self, case)
+        return value
+
+    def rate(self, case: Case) -> float:
+        """The same of an input that makes a run shorter the larger it is."""
+        return self.time(_OPPOSITE[case])
+
+    def scaled(self, factor: float) -> "Estimate":
+        """Times a number from 0 on."""
+        return Estimate(self.low * factor, self.expected * factor, self.high * factor)
+
+
+def exactly(value: float) -> Estimate:
+    """A number without an error."""
+    return Estimate(value, value, value)
+
+
+# Accelerators
+
+
+class Accelerator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kind of device. Peaks are those of dense arithmetic, without structured sparsity."""
+
+    key: str
+    """a100-40; stable, for scripts."""
+    name: str
+    """NVIDIA A100 40 GB."""
+    flops: dict[str, float]
+    """Peak operations per second by type of arithmetic, fp32, tf32, bf16, fp16: those that the device has."""
+    bandwidth: float
+    """Peak bytes per second of its memory."""
+    memory_bytes: int
+    """Of the device. A CPU: of the host, within its cgroup."""
+    is_cpu: bool = False
+    threads: int = 1
+    """Threads that a step computes with, of a CPU."""
+    pattern: str = ""
+    """Regular expression, all of which the name that the driver reports has to match. Empty for a CPU."""
+    google: str = ""
+    """Its name in Vertex AI; empty where it has none."""
+    source: str
+    """Where the figures come from."""
+
+    def precision(self) -> str:
+        """The precision that training takes by default (`Device.best_precision`)."""
+        return next((name for name in ("bf16", "fp16") if name in self.flops), "fp32")
+
+    def peak_flops(self, precision: str, *, is_convolution: bool) -> float:
+        """Peak operations per second of convolutions or matrix products under autocast to a precision.
+
+        cuDNN computes fp32 convolutions in TF32 where the GPU has it, matrix products stay in fp32: torch's defaults
+        of `torch.backends.cudnn.allow_tf32` and `torch.backends.cuda.matmul.allow_tf32`.
+        """
+        if precision != "fp32" and precision in self.flops:
+            return self.flops[precision]
+        return self.flops.get("tf32", self.flops["fp32"]) if is_convolution else self.flops["fp32"]
+
+    def matches(self, device_name: str) -> bool:
+        """Whether this is the device of that name, as the driver reports it (of a CPU: as the kernel does)."""
+        if self.is_cpu:
+            return device_name == self.name
+        return re.fullmatch(self.pattern, device_name, re.IGNORECASE) is not None
+
+
+def _read_gpu(key: str, row: dict[str, Any]) -> Accelerator:
+    fields = {
+        "key": key,
+        "flops": {precision: value * TERA for precision, value in row.pop("teraflops").items()},
+        "bandwidth": row.pop("gb_per_s") * GB,
+        "memory_bytes": int(row.pop("memory_gib") * GIB),
+    }
+    return msgspec.convert(fields | row, Accelerator)
+
+
+GPUS = {key: _read_gpu(key, row) for key, row in read_toml("gpus.toml").items()}
+"""Key → GPU, those of `knowledge/gpus.toml`."""
+
+
+def find_accelerator(key: str) -> Accelerator:
+    """The accelerator with this key; `cpu` is the present one, which is measured. Raises UsageError."""
+    if key == "cpu":
+        return measure_cpu()
+    if key.lower() not in GPUS:
+        raise UsageError(f"There is no accelerator {key!r} in the table.", choices=("cpu", *GPUS))
+    return GPUS[key.lower()]
+
+
+def identify(device_name: str) -> Accelerator | None:
+    """The GPU of a name as the driver reports it; None: it is not in the table."""
+    return next((gpu for gpu in GPUS.values() if gpu.matches(device_name)), None)
+
+
+MATRIX_SIDE, COPY_BYTES = 1024, 64 * 2**20
+"""Of the micro-benchmark. The copy is larger than what a core has of a server's caches."""
+ROUNDS = 5
+
+
+def measure_cpu(*, clock: Callable[[], float] = time.perf_counter) -> Accelerator:
+    """The present CPU with the threads that torch uses now: a matrix product and a copy, in half a second.
+
+    clock: seconds; `time.process_time` for one thread on a busy machine.
+    """
+    import torch  # the table is read where torch is absent
+
+    from stoker.hardware.device import Device
+
+    device = Device(torch.device("cpu"))
+    threads = torch.get_num_threads()
+    precisions = {"fp32": torch.float32}
+    if (best := device.best_precision()[0]) == "bf16":
+        precisions[best] = torch.bfloat16
+    flops = {}
+    for name, dtype in precisions.items():
+        a, b = (torch.full((MATRIX_SIDE, MATRIX_SIDE), 0.5, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        flops[name] = 2 * MATRIX_SIDE**3 / _seconds(functools.partial(torch.mm, a, b, out=out), clock)
+    source, target = (torch.zeros(COPY_BYTES // 4) for _ in range(2))
+    return Accelerator(
+        key="cpu",
+        name=device.name,
+        flops=flops,
+        bandwidth=2 * COPY_BYTES / _seconds(lambda: target.copy_(source), clock),
+        memory_bytes=device.memory().total,
+        is_cpu=True,
+        threads=threads,
+        source=f"measured here: a product of two {MATRIX_SIDE} × {MATRIX_SIDE} matrices, a copy of "
+        f"{COPY_BYTES // 2**20} MiB, {threads} threads",
+    )
+
+
+def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Median of some runs, after one that warms up."""
+    work()
+    taken = []
+    for _ in range(ROUNDS):
+        start_s = clock()
+        work()
+        taken.append(clock() - start_s)
+    return statistics.median(taken)
+
+
+# Machines
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,15 +235,10 @@ def _table() -> dict[str, Any]:
     return read_toml("machines.toml")
 
 
-def spot_date() -> str:
-    """The day of the spot prices of the table."""
-    return str(_table()["spot_date"])
-
-
 def describe_prices() -> str:
     """Where and of when the prices of the table are, a clause."""
     regions = " and ".join(f"{cloud} {region}" for cloud, region in REGIONS.items())
-    return f"list prices of {regions}, {CURRENCY}, on demand as of {AS_OF}, spot of {spot_date()}"
+    return f"list prices of {regions}, {CURRENCY}, on demand as of {AS_OF}, spot of {_table()['spot_date']}"
 
 
 @functools.cache
@@ -136,19 +287,13 @@ def choose_machines(
         by_lower_case = {known_name.lower(): known_name for known_name in known}
         if key not in by_lower_case:
             near = nearest(key, by_lower_case)
-            similar = [other for other in known if _family(other) == _family(key)]
             raise UsageError(
                 f"There is no machine {name!r}" + (f"; did you mean {by_lower_case[near]!r}?" if near else "."),
-                choices=similar or [f"{family}…" for family in dict.fromkeys(map(_family, known))],
+                choices=[other for other in known if other[:2] == key[:2]] or list(known),
                 fix="name a machine of the table (docs/plan.md), or describe it in a file: --prices FILE",
             )
         chosen[by_lower_case[key]] = known[by_lower_case[key]]
     return list(chosen.values())
-
-
-def _family(name: str) -> str:
-    """a2, g5, n1."""
-    return re.split(r"[-.+]", name)[0]
 
 
 def this_machine(device: "Device", price_per_device_hour: float | None = None) -> Machine | None:
@@ -182,7 +327,7 @@ _Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 class _UserMachine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A table of the user's file. The first five are required of a machine that is not in the table."""
 
-    accelerator: str | None = None
+    accelerator: Literal[tuple(GPUS)] | None = None  # type: ignore[valid-type]
     gpus: _Count | None = None
     vcpus: _Size | None = None
     memory_gib: _Size | None = None
@@ -193,86 +338,52 @@ class _UserMachine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     link: str | None = None
 
 
-_REQUIRED = _UserMachine.__struct_fields__[:5]
-
-
 def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machine]:
     """`machines` with the prices and the machines of the user's TOML file (docs/plan.md describes it).
 
-    Raises ConfigError, which names the file, the line and the valid choices.
+    Raises ConfigError, which names the file, the machine and the valid choices.
     """
     try:
-        text = regular_files.read_text(path, max_bytes=MAX_PRICES_BYTES)
+        tables = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_PRICES_BYTES))
     except FileNotFoundError as error:
         raise ConfigError("The file of prices does not exist.", location=path, fix="--prices FILE") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("The file of prices cannot be read.", location=path, cause=str(error)) from error
-    try:
-        tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        line = re.search(r"at line (\d+)", str(error))
-        location = f"{path}:{line[1]}" if line else str(path)
-        raise ConfigError(
-            "The file of prices is not valid TOML.", location=location, cause=str(error),
-            fix='["a2-highgpu-1g"] in one line, price = 2.90 in the next',
-        ) from error  # fmt: skip
+    except (OSError, ValueError, RecursionError) as error:
+        fix = '["a2-highgpu-1g"] in one line, price = 2.90 in the next'
+        raise ConfigError("The file of prices cannot be read.", location=path, cause=str(error), fix=fix) from error
     result = dict(machines)
     for name, row in tables.items():
-        result[name] = _user_machine(name, row, machines.get(name), path=path, text=text)
-    return result
-
-
-def _user_machine(name: str, row: object, known: Machine | None, *, path: Path, text: str) -> Machine:
-    def fail(what: str, *, key: str = "", choices: Iterable[str] = (), fix: str | None = None) -> ConfigError:
-        return ConfigError(what, location=f"{path}:{_line_of(text, name, key)}", choices=list(choices), fix=fix)
-
-    if not isinstance(row, dict):
-        raise fail(f"{name!r} is not a table of a machine.", fix=f'["{name}"], and its keys below')
-    if name == THIS_MACHINE:
-        raise fail("This machine has no row in a file of prices.", fix="--price-per-device-hour PRICE")
-    for key, value in row.items():
-        if isinstance(value, dict):
-            raise fail(f"{name}.{key} is read as two names.", fix=f'write it in quotes: ["{name}.{key}"]', key=key)
-        if key not in _UserMachine.__struct_fields__:
-            near = nearest(key, _UserMachine.__struct_fields__)
-            did_you_mean = f"; did you mean {near!r}?" if near else "."
-            raise fail(f"A machine has no {key!r}{did_you_mean}", key=key, choices=_UserMachine.__struct_fields__)
+        if name == THIS_MACHINE:
+            fix = "--price-per-device-hour PRICE"
+            raise ConfigError("This machine has no row in a file of prices.", location=path, fix=fix)
         try:
-            msgspec.convert({key: value}, _UserMachine)
+            msgspec.convert(row, _UserMachine)
         except msgspec.ValidationError as error:
-            kind: tuple[type | UnionType, str] = (int | float, "a number")
-            if key in ("accelerator", "link", "gpus"):
-                kind = (int, "a whole number") if key == "gpus" else (str, "a text")
-            what = f"{key} = {value!r} of {name!r}"
-            if isinstance(value, bool) or not isinstance(value, kind[0]):
-                raise fail(f"{what} is not {kind[1]}.", key=key) from error
-            minimum = 1 if key in ("gpus", "vcpus", "memory_gib") else 0
-            raise fail(f"{what} is out of range.", key=key, choices=[f"{minimum} …"]) from error
-        for field, choices in (("accelerator", list(GPUS)), ("link", list(links()))):
-            if key == field and value not in choices:
-                raise fail(f"There is no {key} {value!r}.", key=key, choices=choices)
-    missing = [key for key in _REQUIRED if key not in row]
-    if known is None and missing:
-        near = nearest(name, listed_machines())
-        raise fail(
-            f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}.",
-            fix="add them, or correct the name" + (f": {near}?" if near else ""),
+            raise ConfigError(
+                f"[{name}] is not a machine.",
+                location=path,
+                cause=str(error),
+                choices=[*_UserMachine.__struct_fields__, "accelerator = …", *GPUS],
+                fix='a name with a dot is in quotes: ["g5.xlarge"]',
+            ) from error
+        if "link" in row and row["link"] not in links():
+            raise ConfigError(f"[{name}] has no link {row['link']!r}.", location=path, choices=links())
+        missing = [key for key in _UserMachine.__struct_fields__[:5] if key not in row]
+        if name not in machines and missing:
+            near = nearest(name, machines)
+            raise ConfigError(
+                f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}.",
+                location=path,
+                fix="add them, or correct the name" + (f": {near}?" if near else ""),
+            )
+        known = machines.get(name) or Machine(
+            name=name,
+            cloud="",
+            accelerator=row["accelerator"],
+            gpus=row["gpus"],
+            vcpus=row["vcpus"],
+            memory_gib=row["memory_gib"],
+            link="none" if row["gpus"] == 1 else "pcie4",
         )
-    changes: dict[str, Any] = row | {"source": str(path)}
-    if "spot_price" in row:
-        changes["spot_price"] = exactly(row["spot_price"])
-    if known is not None:
-        return msgspec.structs.replace(known, **changes)
-    return Machine(name=name, cloud="", **{"link": "none" if row["gpus"] == 1 else "pcie4"} | changes)
-
-
-def _line_of(text: str, machine: str, key: str) -> int:
-    """The line of a machine's table in a TOML file, or of one of its keys, counted from 1."""
-    current, found = "", 1
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[\s*(.+?)\s*\]", line):
-            current = header[1].strip("\"'")
-            found = number if current == machine else found
-        elif current == machine and key and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
-            return number
-    return found
+        spot = {"spot_price": exactly(row["spot_price"])} if "spot_price" in row else {}
+        result[name] = msgspec.structs.replace(known, **row | spot, source=str(path))
+    return result

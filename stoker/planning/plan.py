@@ -5,7 +5,6 @@ Opens the data, derives the training as `stoker train` would on a GPU, predicts 
 """
 
 import math
-import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,15 +20,13 @@ from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index_of
 from stoker.errors import ConfigError, DataError, UsageError
-from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
-from stoker.planning.accelerators import find_accelerator
 from stoker.planning.duration import MachinePlan, Placement, TrainingJob, plan_machine
 from stoker.planning.machines import (
-    THIS_MACHINE,
     Machine,
     choose_machines,
     describe_prices,
+    find_accelerator,
     listed_machines,
     read_prices,
     this_machine,
@@ -40,8 +37,6 @@ from stoker.report import format as fmt
 from stoker.training.defaults.derive import derive_for_plan, total_steps
 
 MAX_NAMED_GPUS = 4096
-MAX_LOAD = 1.5
-"""Load average per core above which measurements of this machine are disturbed. Heuristic."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,11 +59,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prices: str
     """Source of the prices, a clause."""
     notes: list[str]
-
-    @property
-    def has_sync(self) -> bool:
-        """Whether machines with several GPUs exchange in another way than by default."""
-        return any(row.sync not in (None, "plain") or row.sync_reason for row in self.rows)
 
 
 def make_plan(
@@ -111,23 +101,15 @@ def make_plan(
         accelerators = dict.fromkeys(row.accelerator for row in rows if row.step_source == source)
         notes.append(f"time of a step on {', '.join(accelerators)}: {source}")
     epochs = job.images_seen / job.num_images
-    recommendation = recommend(rows, limits, epochs=epochs, asked_spot=spot)
+    recommendation = recommend(rows, limits)
     height, width = config.data.image_size
     steps = round(job.images_seen / config.run.batch_size)
     chosen = None if recommendation.choice is None else rows[recommendation.choice]
     if chosen is not None and chosen.sync_reason:
-        is_lossy = parse_sync(chosen.sync or "plain").kind in ("every", "powersgd")
-        lost = "; it costs AP at equal images (docs/scaling.md)" if is_lossy else ""
-        notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason}{lost}")
+        notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason} (docs/scaling.md: what it costs)")
     if this is not None and this.accelerator == "cpu" and has_gpu and "model" in reasons:
         notes.append(
-            "the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: "
-            f"`--on {THIS_MACHINE}` plans it"
-        )
-    if (load := os.getloadavg()[0]) > MAX_LOAD * host_cores():
-        notes.append(
-            f"this machine is busy (load {load:.0f} on {host_cores()} cores): what is measured here, its own row and "
-            "loading, looks slower than it is"
+            "the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: `--on this` plans it"
         )
     return Plan(
         data=str(user_config.data.data),

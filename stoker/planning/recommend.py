@@ -11,15 +11,12 @@ from typing import Literal
 import msgspec
 
 from stoker.planning.duration import MachinePlan
-from stoker.planning.estimate import Estimate
-from stoker.planning.machines import THIS_MACHINE
+from stoker.planning.machines import THIS_MACHINE, Estimate
 from stoker.report import format as fmt
 
-Certainty = Literal["sure", "likely", "possible", "no"]
-CERTAINTIES: tuple[Certainty, ...] = ("no", "possible", "likely", "sure")
-"""Least first. sure: a limit holds at the bad end of the band, too; likely: as expected; possible: at the good end."""
-MIN_SHORTENED = 0.2
-"""A training is not proposed to be shortened to less than this fraction."""
+Certainty = Literal["no", "likely", "sure"]
+CERTAINTIES: tuple[Certainty, ...] = ("no", "likely", "sure")
+"""Least first. sure: a limit holds at the bad end of the band, too; likely: as expected."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,10 +31,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         by = None if self.by_s is None else f"within {compact_duration(self.by_s)}"
         budget = None if self.budget is None else f"for at most {money(self.budget)}"
         return " ".join(filter(None, (by, budget)))
-
-    @property
-    def are_set(self) -> bool:
-        return self.by_s is not None or self.budget is not None
 
 
 class Suitability(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,36 +57,29 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     """What to change if none meets the limits, each with its effect."""
 
 
-def recommend(
-    rows: Sequence[MachinePlan], limits: Limits, *, epochs: float, asked_spot: bool = False
-) -> Recommendation:
-    """The recommendation among these predictions. epochs: of the training; asked_spot: whether spot machines are in."""
+def recommend(rows: Sequence[MachinePlan], limits: Limits) -> Recommendation:
+    """The recommendation among these predictions."""
     possible = [row for row in rows if not row.problem and row.cost is not None]
     own = next((row for row in rows if row.machine == THIS_MACHINE and row.cost is None and not row.problem), None)
-    own_is_enough = own is not None and meets(own, limits) in ("sure", "likely")
-    sure, likely = (
-        [row for row in possible if meets(row, limits) in levels] for levels in (("sure",), ("sure", "likely"))
-    )
+    own_is_enough = own is not None and meets(own, limits) != "no"
+    likely = [row for row in possible if meets(row, limits) != "no"]
+    sure = [row for row in likely if meets(row, limits) == "sure"]
     by_time = limits.by_s is None and limits.budget is not None
     choice = min(sure or likely, key=lambda row: _rank(row, by_time=by_time), default=None)
     reasons, changes = [], []
     if choice is not None:
-        among = f"{fmt.plural(len(likely), 'possible machine')}"
-        if limits.are_set:
-            among = f"{fmt.plural(len(likely), 'machine')} that can train this {limits}"
+        among = f"{fmt.plural(len(likely), 'machine')} that can train this {limits}".rstrip()
         summary = f"{choice.label}: {describe_duration(choice.duration_s)}, {describe_cost(choice.cost)}; "
         summary += f"the {'fastest' if by_time else 'cheapest'} of {among}"
         reasons = _reasons(choice, limits)
-        if not limits.are_set:
-            reasons += _faster(possible, choice)
-        if own is not None and own_is_enough and limits.are_set:
+        if own is not None and own_is_enough and str(limits):
             reasons.append(f"This machine meets it, too: {describe_duration(own.duration_s)}, without rent.")
     elif own is not None and own_is_enough:
         choice, reasons = own, _reasons(own, limits)
         summary = f"this machine: {describe_duration(own.duration_s)}, without rent"
     else:
         summary = f"no machine trains this {limits}".rstrip()
-        changes = _changes(rows, possible, limits, epochs=epochs, asked_spot=asked_spot)
+        changes = _changes(possible, limits)
     verdicts = [
         Suitability(
             machine=row.label,
@@ -115,9 +101,7 @@ def meets(row: MachinePlan, limits: Limits) -> Certainty:
 def _certainty(value: Estimate | None, limit: float | None) -> Certainty:
     if limit is None or value is None or value.high <= limit:
         return "sure"
-    if value.expected <= limit:
-        return "likely"
-    return "possible" if value.low <= limit else "no"
+    return "likely" if value.expected <= limit else "no"
 
 
 def _rank(row: MachinePlan, *, by_time: bool) -> tuple[float, float]:
@@ -148,8 +132,7 @@ def _reasons(row: MachinePlan, limits: Limits) -> list[str]:
         reasons.append(
             f"{row.preemptions.expected:.2g} preemptions are expected; they cost "
             f"{compact_duration(row.parts_s['rework'].expected)} of rework and "
-            f"{compact_duration(row.parts_s['wait'].expected)} of waiting for another machine. Checkpoints cost least "
-            f"every {compact_duration(row.best_checkpoint_every_s or 0)} (--checkpoint-every; Young 1974)."
+            f"{compact_duration(row.parts_s['wait'].expected)} of waiting for another machine."
         )
     return reasons
 
@@ -172,19 +155,6 @@ def _bottleneck(row: MachinePlan) -> str:
     return f"The {device} computes {fmt.percentage(row.utilization.expected)} of the time: {limits[row.limited_by]}."
 
 
-def _faster(possible: Sequence[MachinePlan], choice: MachinePlan) -> list[str]:
-    """The fastest machine, if it saves much time, with the price of an hour saved."""
-    fastest = min(possible, key=lambda row: row.duration_s.expected)
-    saved_s = choice.duration_s.expected - fastest.duration_s.expected
-    if saved_s < 0.2 * choice.duration_s.expected or fastest.cost is None or choice.cost is None:
-        return []
-    extra = fastest.cost.expected - choice.cost.expected
-    return [
-        f"The fastest is {fastest.label}: {describe_duration(fastest.duration_s)}, {describe_cost(fastest.cost)}; "
-        f"each hour saved costs {money(extra / saved_s * 3600)}."
-    ]
-
-
 def _reason(row: MachinePlan, choice: MachinePlan | None, limits: Limits) -> str:
     """Why a row is not the choice."""
     if row.problem:
@@ -193,10 +163,9 @@ def _reason(row: MachinePlan, choice: MachinePlan | None, limits: Limits) -> str
     if row.limited_by in ("decoding", "bucket", "disk"):
         trained, loaded = (fmt.number(rate.expected) for rate in (row.device_img_per_s, row.loader_img_per_s))
         loader = f"; its {row.limited_by} delivers {loaded} of the {trained} img/s that it can train on"
-    in_time, affordable = _certainty(row.duration_s, limits.by_s), _certainty(row.cost, limits.budget)
-    if in_time in ("no", "possible"):
-        return f"too slow{', also at the fast end of its band' if in_time == 'no' else ''}{loader}"
-    if affordable in ("no", "possible"):
+    if _certainty(row.duration_s, limits.by_s) == "no":
+        return f"too slow{loader}"
+    if _certainty(row.cost, limits.budget) == "no":
         return f"over the budget{loader}"
     if row.cost is None:
         return "yours already: no rent known" if row.machine == THIS_MACHINE else "its price is unknown"
@@ -204,56 +173,29 @@ def _reason(row: MachinePlan, choice: MachinePlan | None, limits: Limits) -> str
         return loader.removeprefix("; ") or "possible"
     slower = row.duration_s.expected >= choice.duration_s.expected
     dearer = row.cost.expected >= choice.cost.expected
-    if not dearer and meets(choice, limits) == "sure":
-        if in_time == "likely":
-            return f"cheaper, but it takes {compact_duration(row.duration_s.high)} at the slow end of its band{loader}"
-        if affordable == "likely":
-            return f"cheaper, but it costs {money(row.cost.high)} at the dear end of its band{loader}"
+    if not dearer and meets(row, limits) == "likely":
+        bad_end = f"{compact_duration(row.duration_s.high)} and {money(row.cost.high)}"
+        return f"cheaper, but it takes up to {bad_end} at the bad end of its band{loader}"
     words = ("slower" if slower else "faster") + (" and " if slower == dearer else ", but ")
     return f"{words}{'dearer' if dearer else 'cheaper'}{loader}"
 
 
-def _changes(
-    rows: Sequence[MachinePlan], possible: Sequence[MachinePlan], limits: Limits, *, epochs: float, asked_spot: bool
-) -> list[str]:
+def _changes(possible: Sequence[MachinePlan], limits: Limits) -> list[str]:
     """What would make one of the rows meet the limits."""
     smaller = "a smaller --image-size or --model"
     if not possible:
-        too_large = any(row.fits == "no" for row in rows)
-        return [f"{smaller}, or --activation-checkpointing: the memory is too small"] if too_large else []
+        return [f"{smaller}, or --activation-checkpointing, if the memory is too small"]
     changes = []
-    in_time, affordable = (
-        [row for row in possible if meets(row, one) in ("sure", "likely")]
-        for one in (Limits(by_s=limits.by_s), Limits(budget=limits.budget))
-    )
+    fastest, cheapest = (min(possible, key=lambda row: _rank(row, by_time=by_time)) for by_time in (True, False))
     if limits.by_s is not None:
-        fastest = min(affordable or possible, key=lambda row: row.duration_s.expected)
-        longer = math.ceil(fastest.duration_s.expected / 60)
-        if longer * 60 > limits.by_s:
-            changes.append(f"--by {longer}min: {fastest.label} is then in time, as expected")
-            fixed_s = fastest.parts_s["startup"].expected
-            fraction = (limits.by_s - fixed_s) / max(1e-9, fastest.duration_s.expected - fixed_s)
-            changes += _shorter(epochs * fraction, epochs, f"so many fit on {fastest.label}, as expected")
-        changes.append(f"{smaller}: {_bottleneck(fastest)}")
-        if all(row.gpus == 1 for row in rows):
-            changes.append("--gpus 2 4 8: machines with several GPUs")
-    if limits.budget is not None:
-        cheapest = min(in_time or possible, key=lambda row: _rank(row, by_time=False))
-        cost = cheapest.cost.expected if cheapest.cost is not None else 0.0
-        if cost > limits.budget:
-            changes.append(f"--budget {math.ceil(100 * cost) / 100:.2f}: enough for {cheapest.label}, as expected")
-            affordable_epochs = epochs * limits.budget / cost
-            changes += _shorter(affordable_epochs, epochs, f"so many the budget pays on {cheapest.label}")
-            if not asked_spot:
-                changes.append("--spot: spot machines cost 60 to 91 % less (GCP's range), with preemptions")
+        minutes = math.ceil(fastest.duration_s.expected / 60)
+        changes.append(f"--by {minutes}min: {fastest.label} is then in time, as expected")
+        changes.append(f"{smaller}, fewer --epochs, or --gpus 2 4 8: {_bottleneck(fastest)}")
+    if limits.budget is not None and cheapest.cost is not None:
+        cents = math.ceil(100 * cheapest.cost.expected)
+        changes.append(f"--budget {cents / 100:.2f}: enough for {cheapest.label}, as expected")
+        changes.append("--spot: spot machines cost 60 to 91 % less (GCP's range), with preemptions")
     return changes
-
-
-def _shorter(possible_epochs: float, epochs: float, why: str) -> list[str]:
-    if not MIN_SHORTENED * epochs <= possible_epochs < epochs:
-        return []
-    rounded = math.floor(possible_epochs) if possible_epochs >= 3 else math.floor(10 * possible_epochs) / 10
-    return [f"--epochs {rounded:g}: {why}"]
 
 
 # Texts

@@ -1,42 +1,30 @@
-"""Shows what `stoker plan` found: in the terminal, and cost against time as SVG and in an HTML page.
-
-Both axes of the drawing are logarithmic. A machine without a price, or on which the training is impossible, is not
-drawn.
-"""
+"""Shows what `stoker plan` found: in the terminal, and in an HTML page with all machines and cost against time."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from stoker.errors import writing
-from stoker.planning.estimate import Estimate
-from stoker.planning.machines import THIS_MACHINE
+from stoker.errors import needs_package, writing
+from stoker.planning.machines import THIS_MACHINE, Estimate
 from stoker.planning.plan import Plan
-from stoker.planning.recommend import compact_duration, describe_cost, describe_duration, money
+from stoker.planning.recommend import describe_cost, describe_duration
 from stoker.report import console
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables
-from stoker.report.page.markup import Markup, join, table, tag
+from stoker.report.page.markup import Markup, escape, join, table, tag
 from stoker.storage.local_files import write_atomic
 
 _LIMITS = {"memory": "memory bandwidth", "launches": "kernel launches"}
 MAX_ROWS = 12
 """Machines that are printed; `--json` and `--html` have all."""
-WIDTH, HEIGHT, MARGIN = 760, 440, 64
-MAX_LABELS = 24
-MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
-TIMES = (10, 30, MINUTE, 2 * MINUTE, 5 * MINUTE, 10 * MINUTE, 20 * MINUTE, 30 * MINUTE, HOUR, 2 * HOUR, 4 * HOUR,
-         8 * HOUR, DAY, 2 * DAY, 4 * DAY, 7 * DAY, 14 * DAY, 30 * DAY, 90 * DAY, 365 * DAY)  # fmt: skip
-MONEY = tuple(digit * 10.0**power for power in range(-5, 7) for digit in (1, 2, 5))
-GRAY, BLUE, ORANGE = "#6b7280", "#2563eb", "#c2410c"
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;width:100%}th,td{padding:.25rem .6rem;text-align:left;border-bottom:1px solid #ddd}"
-    ".n{text-align:right}svg{max-width:100%;height:auto}.hidden{position:absolute;left:-999rem}"
+    ".n{text-align:right}.hidden{position:absolute;left:-999rem}"
 )
 
 
@@ -77,8 +65,7 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _table(plan: Plan, shown: Sequence[int]) -> RenderableType:
-    sync = ("--sync",) if plan.has_sync else ()
-    columns = ("", "machine", "$/h", "memory", "img/s", "busy", "limited by", *sync, "vCPUs needed", "MB/s", "time")
+    columns = ("", "machine", "$/h", "memory", "img/s", "busy", "limited by", "vCPUs needed", "MB/s", "time")
     numbers = [
         n for n, name in enumerate(columns) if name in ("$/h", "memory", "img/s", "busy", "vCPUs needed", "MB/s")
     ]
@@ -94,7 +81,7 @@ def _table(plan: Plan, shown: Sequence[int]) -> RenderableType:
         else:
             cells += [
                 fmt.number(row.img_per_s.expected), fmt.percentage(row.utilization.expected),
-                _LIMITS.get(row.limited_by, row.limited_by), *([row.sync or ""] if plan.has_sync else []),
+                _LIMITS.get(row.limited_by, row.limited_by),
                 f"{row.required_vcpus:.1f} of {row.vcpus:g}", fmt.number(row.required_mb_per_s),
                 describe_duration(row.duration_s), describe_cost(row.cost),
             ]  # fmt: skip
@@ -122,64 +109,17 @@ def _recommendation(plan: Plan, shown: Sequence[int]) -> Iterator[RenderableType
         yield rendered
 
 
-# Files
+# The page
 
 
-def _axis(values: Iterable[float], start: float, end: float) -> Callable[[float], float]:
-    """Maps values to positions from start to end, on a logarithmic scale."""
-    logarithms = [math.log(value) for value in values if value > 0] or [0.0]
-    low, high = min(logarithms) - 0.1, max(logarithms) + 0.1
-    return lambda value: round(start + (math.log(max(value, 1e-9)) - low) / (high - low) * (end - start), 1)
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, color: str, dash: str | None = None) -> Markup:
-    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=color, stroke_dasharray=dash)
-
-
-def _text(content: str, x: float, y: float, *, anchor: str = "middle", color: str = "#444") -> Markup:
-    return tag("text", content, x=x, y=y, text_anchor=anchor, fill=color, font_size=11)
-
-
-def svg(plan: Plan) -> Markup:
-    """The drawing of all rows, each with its band; the recommended one is blue, the limits are dashed."""
-    rows = [(k, row, row.cost) for k, row in enumerate(plan.rows) if row.cost is not None and not row.problem]
-    limits, left, right, top, bottom = plan.limits, MARGIN, WIDTH - MARGIN, MARGIN, HEIGHT - MARGIN
-
-    def ends(bands: Iterable[Estimate], limit: float | None) -> list[float]:
-        return [end for band in bands for end in (band.low, band.high)] + ([] if limit is None else [limit])
-
-    times, costs = ends((row.duration_s for _, row, _ in rows), limits.by_s), ends((c for *_, c in rows), limits.budget)
-    x, y = _axis(times, left, right), _axis(costs, bottom, top)
-    parts = [tag("rect", width=WIDTH, height=HEIGHT, fill="#fff")]
-    for tick in (tick for tick in TIMES if left <= x(tick) <= right):
-        parts += [_line(x(tick), top, x(tick), bottom, "#e5e7eb"), _text(compact_duration(tick), x(tick), bottom + 18)]
-    for tick in (tick for tick in MONEY if top <= y(tick) <= bottom):
-        parts += [_line(left, y(tick), right, y(tick), "#e5e7eb"), _text(money(tick), left - 6, y(tick), anchor="end")]
-    if limits.by_s is not None:
-        at = x(limits.by_s)
-        parts += [_line(at, top, at, bottom, ORANGE, "5 4"), _text(f"by {compact_duration(limits.by_s)}", at, top - 8)]
-    if limits.budget is not None:
-        at = y(limits.budget)
-        label = _text(f"budget {money(limits.budget)}", right, at - 6, anchor="end")
-        parts += [_line(left, at, right, at, ORANGE, "5 4"), label]
-    for k, row, cost in rows:
-        is_choice, seconds = k == plan.recommendation.choice, row.duration_s
-        color, at_x, at_y = BLUE if is_choice else GRAY, x(seconds.expected), y(cost.expected)
-        parts += [
-            _line(x(seconds.low), at_y, x(seconds.high), at_y, color),
-            _line(at_x, y(cost.low), at_x, y(cost.high), color),
-            tag("circle", tag("title", f"{row.label}: {describe_duration(seconds)}, {describe_cost(cost)}"),
-                cx=at_x, cy=at_y, r=6 if is_choice else 4, fill=color),
-        ]  # fmt: skip
-        if is_choice or len(rows) <= MAX_LABELS:
-            parts.append(_text(row.label, at_x + 8, at_y - 6, anchor="start", color=color))
-    parts += [_text("time, with its band", WIDTH / 2, HEIGHT - 16), _text("cost, US dollars", left, top - 28)]
-    return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {HEIGHT}", width=WIDTH,
-               height=HEIGHT, role="img", aria_label="Cost against time", font_family="sans-serif")  # fmt: skip
+def write_page(plan: Plan, path: Path) -> None:
+    """Writes the recommendation, the drawing and a table of all machines. Raises StorageError."""
+    with writing("The page cannot be written.", path, fix="choose another file"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, html(plan).encode())
 
 
 def html(plan: Plan) -> str:
-    """A page without scripts: the recommendation, the drawing, a table of all machines."""
     found = plan.recommendation
     cells = [
         (row.label, f"{row.img_per_s.expected:,.0f}", f"{100 * row.utilization.expected:.0f} %", row.limited_by,
@@ -192,7 +132,7 @@ def html(plan: Plan) -> str:
         [tag("p", sentence) for sentence in plan.job],
         tag("p", tag("b", found.summary if found.choice is None else f"Recommended: {found.summary}")),
         tag("ul", [tag("li", sentence) for sentence in (*found.reasons, *found.changes)]),
-        svg(plan),
+        _drawing(plan),
         table("Machines", head, cells, right=(1, 2), hidden=True),
         tag("p", tag("code", plan.command)),
         tag("p", f"Prices: {plan.prices}."),
@@ -204,9 +144,33 @@ def html(plan: Plan) -> str:
     )
 
 
-def write_drawing(plan: Plan, path: Path, *, as_html: bool) -> None:
-    """Writes the page or the drawing. Raises StorageError."""
-    content = html(plan) if as_html else f'<?xml version="1.0" encoding="UTF-8"?>\n{svg(plan)}\n'
-    with writing("The drawing cannot be written.", path, fix="choose another file"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content.encode())
+def _drawing(plan: Plan) -> Markup:
+    """Cost against hours, with bands, of the machines that have a price and memory enough; the limits are lines."""
+    with needs_package("plotly", "--html"):
+        from plotly.offline import plot
+    rows = [(k, row, row.cost) for k, row in enumerate(plan.rows) if row.cost is not None and not row.problem]
+    hours, costs = [row.duration_s.scaled(1 / 3600) for _, row, _ in rows], [cost for *_, cost in rows]
+
+    def band(values: Iterable[Estimate]) -> dict[str, Any]:
+        high, low = zip(*((v.high - v.expected, v.expected - v.low) for v in values), strict=True) if rows else ((), ())
+        return {"type": "data", "symmetric": False, "array": high, "arrayminus": low, "thickness": 1}
+
+    machines = {
+        "mode": "markers+text",
+        "x": [value.expected for value in hours],
+        "y": [value.expected for value in costs],
+        "error_x": band(hours),
+        "error_y": band(costs),
+        "text": [str(escape(row.label)) for _, row, _ in rows],
+        "textposition": "top right",
+        "marker": {"color": ["#2563eb" if k == plan.recommendation.choice else "#6b7280" for k, *_ in rows], "size": 9},
+    }
+    line = {"type": "line", "line": {"color": "#c2410c", "dash": "dash"}}
+    shapes = []
+    if plan.limits.by_s is not None:
+        shapes.append(line | {"x0": plan.limits.by_s / 3600, "x1": plan.limits.by_s / 3600, "yref": "paper", "y1": 1})
+    if plan.limits.budget is not None:
+        shapes.append(line | {"y0": plan.limits.budget, "y1": plan.limits.budget, "xref": "paper", "x1": 1})
+    axes = {"xaxis": {"type": "log", "title": "hours"}, "yaxis": {"type": "log", "title": "cost, US dollars"}}
+    layout = axes | {"shapes": shapes, "height": 520}
+    return Markup(plot({"data": [machines], "layout": layout}, output_type="div"))

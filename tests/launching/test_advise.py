@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from stoker.cli.app import app
 from stoker.errors import UsageError
-from stoker.launching.advise import MAX_CHANGES, LaunchAdvice, advise, print_advice
+from stoker.launching.advise import LaunchAdvice, advise, print_advice
 from stoker.launching.jobs import remember
-from stoker.launching.spec import PLACES, Job
-from tests.fixtures.launching_advise import A100, L4, make_run
+from stoker.launching.spec import Job
+from tests.fixtures.launching_advise import make_run
 from tests.report.runs import write_run
 
 
@@ -28,70 +28,32 @@ def test_devices_that_the_loader_cannot_feed(tmp_path: Path) -> None:
     assert (advice.now.devices, advice.now.img_per_s, advice.now.price_per_hour) == (4, 40.0, 12.0)
     change = by_kind(advice)["fewer_devices"]
     assert (change.after.devices, change.after.img_per_s, change.after.price_per_hour) == (3, 40.0, 9.0)
-    assert change.after.busy == pytest.approx(0.8)
     assert change.relative_cost == pytest.approx(0.75)
     assert change.flags == {"devices": "3"}
     assert change.command == f"stoker launch local --resume {run} --devices 3"
     assert "input_wait 40 % of the training time" in [evidence.text for evidence in change.evidence]
 
 
-def test_one_device_that_the_loader_cannot_feed(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", {"compute": 0.3, "input_wait": 0.7}, busy=0.3, memory=0.2, used_cores=11.9)
-    change = by_kind(advise(run))["other_machine"]
-    assert change.after.price_per_hour < 3.0
-    assert change.after.busy > 0.3
-    assert change.relative_cost < 0.95
-    assert change.command in (
-        f"stoker launch gcp-batch --resume {run} --machine-type {change.flags['machine-type']}",
-        f"stoker train --resume {run}",
-    )
-
-
 def test_waiting_for_input_with_free_cores_is_no_matter_of_devices(tmp_path: Path) -> None:
     advice = advise(make_run(tmp_path / "run", {"compute": 0.6, "input_wait": 0.4}, devices=4, used_cores=4.0))
     assert advice.changes == []
-    assert "though cores are free" in advice.summary
+    assert "they wait for input" in advice.summary
 
 
 def test_communication(tmp_path: Path) -> None:
-    changes = by_kind(
-        advise(make_run(tmp_path / "run", {"compute": 0.6, "comm": 0.4}, devices=4, busy=0.6, memory=0.4))
-    )
-    fewer, larger = changes["fewer_devices"], changes["larger_batch"]
-    assert (fewer.after.devices, larger.after.devices) == (2, 4)
+    (fewer,) = advise(
+        make_run(tmp_path / "run", {"compute": 0.6, "comm": 0.4}, devices=4, busy=0.6, memory=0.4)
+    ).changes
+    assert (fewer.id, fewer.after.devices) == ("fewer_devices", 2)
     assert fewer.after.img_per_s == pytest.approx(40 / 1.6)
-    assert larger.after.img_per_s == pytest.approx(40 / 0.8)
-    assert fewer.after.busy == larger.after.busy == pytest.approx(0.75)
-    assert larger.command == "stoker launch local images --batch-size 32"
-    changes = by_kind(advise(make_run(tmp_path / "full", {"compute": 0.6, "comm": 0.4}, devices=2, memory=0.8)))
-    assert list(changes) == ["fewer_devices"]
-    assert changes["fewer_devices"].after.img_per_s == pytest.approx(40 / 1.2)
+    (fewer,) = advise(make_run(tmp_path / "full", {"compute": 0.6, "comm": 0.4}, devices=2, memory=0.8)).changes
+    assert fewer.after.img_per_s == pytest.approx(40 / 1.2)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "busy", "memory", "kinds", "profile"),
-    [
-        (A100, 0.1, 0.1, ["mig_slice", "shared_gpu"], "1g.5gb"),
-        (A100, 0.2, 0.1, ["mig_slice", "shared_gpu"], "2g.10gb"),
-        (A100, 0.1, 0.4, ["mig_slice", "shared_gpu"], "3g.20gb"),
-        (L4, 0.2, 0.2, ["shared_gpu"], None),
-        (L4, 0.2, 0.5, [], None),
-        (A100, 0.5, 0.1, [], None),
-    ],
-)
-def test_a_job_too_small_for_its_gpu(
-    gpu: str, busy: float, memory: float, kinds: list[str], profile: str | None, tmp_path: Path
-) -> None:
-    advice = advise(make_run(tmp_path / "run", {"compute": 0.8, "host": 0.2}, gpu=gpu, busy=busy, memory=memory))
-    assert sorted(by_kind(advice)) == kinds
-    assert by_kind(advice).get("mig_slice") is None or by_kind(advice)["mig_slice"].flags == {"gpu": profile}
-    if kinds == []:
-        assert "no change of devices: most time is lost in host" in advice.summary
-
-
-def test_two_jobs_need_cores_for_both_loaders(tmp_path: Path) -> None:
-    phases = {"compute": 0.8, "host": 0.2}
-    assert advise(make_run(tmp_path / "run", phases, gpu=L4, busy=0.2, memory=0.2, used_cores=8.0)).changes == []
+def test_a_job_too_small_for_its_gpu_is_no_matter_of_devices(tmp_path: Path) -> None:
+    advice = advise(make_run(tmp_path / "run", {"compute": 0.8, "host": 0.2}, busy=0.1, memory=0.1))
+    assert advice.changes == []
+    assert "no change of devices: most time is lost in host" in advice.summary
 
 
 def test_a_deadline(tmp_path: Path) -> None:
@@ -130,12 +92,6 @@ def test_a_run_that_computes_all_the_time_stays_as_it_is(tmp_path: Path) -> None
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too short"):
         advise(write_run(tmp_path / "short", phases={"compute": 10.0}, samples=60, gpu={"utilization": 0.5}))
-    with pytest.raises(UsageError, match="too little telemetry"):
-        advise(make_run(tmp_path / "silent", {"compute": 1.0}, samples=0))
-    with pytest.raises(UsageError, match="too little telemetry"):
-        advise(make_run(tmp_path / "few", {"compute": 1.0}, samples=20))
-    with pytest.raises(UsageError, match="used no GPU"):
-        advise(write_run(tmp_path / "cpu", phases={"compute": 100.0}, samples=60))
     with pytest.raises(UsageError):
         advise(tmp_path / "absent")
 
@@ -145,21 +101,6 @@ def test_the_command_cancels_the_job_and_continues_at_its_place(tmp_path: Path) 
     remember(Job(place="slurm", id="7", name="stoker-run", run=str(run), t=0.0, options={"partition": "spare"}))
     command = by_kind(advise(run))["fewer_devices"].command
     assert command == f"stoker launch cancel {run} && stoker launch slurm --resume {run} --partition spare --devices 3"
-
-
-@pytest.mark.parametrize("place", [*PLACES])
-def test_the_place_accepts_the_command(place: str, tmp_path: Path) -> None:
-    """Slices and machine types are asked for where they exist."""
-    small = make_run(tmp_path / "small", {"compute": 0.8, "host": 0.2}, busy=0.1, memory=0.1)
-    starving = make_run(tmp_path / "starving", {"compute": 0.3, "input_wait": 0.7}, busy=0.3, memory=0.2, used_cores=12)
-    for run in (small, starving):
-        remember(Job(place=place, id="7", name="stoker-run", run=str(run), t=0.0))
-    slice_command = by_kind(advise(small))["mig_slice"].command
-    assert ("stoker launch" in slice_command.partition("&&")[2]) == (place in ("slurm", "k8s"))
-    machine = by_kind(advise(starving))["other_machine"]
-    if place in ("k8s", "vertex", "gcp-batch"):
-        assert f"stoker launch {place} --resume" in machine.command
-    assert place in ("k8s", "vertex", "gcp-batch") or f"launch {place} --resume" not in machine.command
 
 
 @given(
@@ -184,13 +125,10 @@ def test_figures_agree(
         tmp_path_factory.mktemp("any") / "run", phases, devices=devices, busy=busy, memory=memory, used_cores=used_cores
     )
     advice = advise(run, by_s=by_s)
-    assert len(advice.changes) <= MAX_CHANGES
     assert advice.summary.startswith("no change") == (not advice.changes)
     for change in advice.changes:
-        before, after = change.before, change.after
-        assert before == advice.now
+        before, after = advice.now, change.after
         assert after.img_per_s > 0
-        assert 0 <= after.busy <= 1
         assert change.evidence
         assert before.price_per_hour is not None
         assert after.price_per_hour is not None
@@ -205,7 +143,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
     text = io.StringIO()
     print_advice(advise(run), text, width=120)
-    assert "1. 3 devices instead of 4: the loader feeds no more" in text.getvalue()
+    assert "3 devices instead of 4: the loader feeds no more" in text.getvalue()
     assert f"stoker launch local --resume {run} --devices 3" in text.getvalue()
     app(["launch", "advise", str(run), "--by", "2h", "--json"], result_action="return_value")
     document = json.loads(capsys.readouterr().out)

@@ -1,22 +1,23 @@
-"""Vertex AI: what is rendered means to `training/cluster.py` and `training/bucket_run.py` what it should; its protobuf
-client against a local gRPC server (slow: the client takes seconds to import)."""
+"""Vertex AI: what is rendered means to `training/cluster.py` and `training/bucket_run.py` what it should, and is what
+Google's types accept; requests to a local server."""
 
-import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from stoker.errors import PreflightError, StokerError, UsageError
+from stoker.launching import google_cloud
+from stoker.launching.google_cloud import Vertex
 from stoker.launching.spec import Job, LaunchSpec, Mount, PlaceOptions
-from stoker.launching.vertex import Vertex
 from stoker.training.bucket_run import vertex_folders
 from stoker.training.cluster import find_place
-from tests.launching.cloud import IMAGE, make_spec
+from tests.launching.cloud import FakeApi, make_spec, serving
 
 PLACE = PlaceOptions(project="vision", region="europe-west4")
 
@@ -138,134 +139,82 @@ def test_paid_gpus_that_idle_are_a_warning():
 
 
 def test_a_missing_client_names_its_package(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "google.cloud.aiplatform_v1.services.job_service", None)
-    with pytest.raises(PreflightError, match="needs the package google-cloud-aiplatform"):
+    monkeypatch.setitem(sys.modules, "google.auth.exceptions", None)
+    with pytest.raises(PreflightError, match="needs the package google-auth"):
         Vertex().submit(make_vertex_spec())
 
 
-# From here on Google's client, against a local server.
+def test_an_unknown_field_is_refused_by_googles_types():
+    types = pytest.importorskip("google.cloud.aiplatform_v1.types", reason="uv pip install google-cloud-aiplatform")
+    from google.protobuf.json_format import ParseError
+
+    for spec in SPECS.values():
+        types.CustomJob.from_json(Vertex().render(spec))
+    text = Vertex().render(SPECS["one GPU"])
+    for old, new in (("replicaCount", "replicas"), ("NVIDIA_L4", "NVIDIA_L5")):
+        with pytest.raises((ParseError, ValueError)):
+            types.CustomJob.from_json(text.replace(old, new))
+
+
+# From here on a local server.
 
 JOB = Job(
     place="vertex", id="projects/1/locations/europe-west4/customJobs/42", name="stoker-one", run="gs://b/r", t=0.0
 )
 
 
-class FakeVertex:
-    """JobService on loopback: keeps what it gets, answers with `state`, or refuses with `refusal`."""
-
-    def __init__(self) -> None:
-        self.requests: list[Any] = []
-        self.state = "JOB_STATE_RUNNING"
-        self.error = ""
-        self.refusal: tuple[str, str] | None = None
-
-    def handle(self, request: Any, context: Any) -> Any:
-        import grpc
-        from google.cloud.aiplatform_v1.types import CustomJob, JobState
-        from google.rpc.status_pb2 import Status
-
-        self.requests.append(request)
-        if self.refusal is not None:
-            context.abort(grpc.StatusCode[self.refusal[0]], self.refusal[1])
-        error = Status(code=3, message=self.error) if self.error else None
-        return CustomJob(name=JOB.id, state=JobState[self.state], error=error)
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVertex]:
-    pytest.importorskip("google.cloud.aiplatform_v1", reason="uv pip install google-cloud-aiplatform")
-    import grpc
-    from google.cloud.aiplatform_v1 import types
-    from google.cloud.aiplatform_v1.services.job_service import JobServiceClient
-    from google.cloud.aiplatform_v1.services.job_service.transports import JobServiceGrpcTransport
-    from google.protobuf.empty_pb2 import Empty
-
-    fake = FakeVertex()
-
-    def method(request: Any, response: Any) -> Any:
-        return grpc.unary_unary_rpc_method_handler(
-            fake.handle, request_deserializer=request.deserialize, response_serializer=response
-        )
-
-    methods = {
-        "CreateCustomJob": method(types.CreateCustomJobRequest, types.CustomJob.serialize),
-        "GetCustomJob": method(types.GetCustomJobRequest, types.CustomJob.serialize),
-        "CancelCustomJob": method(types.CancelCustomJobRequest, lambda _: Empty().SerializeToString()),
-    }
-    grpc_server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
-    name = "google.cloud.aiplatform.v1.JobService"
-    grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
-    port = grpc_server.add_insecure_port("127.0.0.1:0")
-    grpc_server.start()
-    with contextlib.ExitStack() as stack:
-        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}"))
-        client = JobServiceClient(transport=JobServiceGrpcTransport(channel=channel))
-        monkeypatch.setattr(Vertex, "open_client", lambda *_: client)
-        yield fake
-    grpc_server.stop(grace=None).wait()
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
+    with serving(lambda *_: (200, {"name": JOB.id, "state": "JOB_STATE_RUNNING"})) as api:
+        monkeypatch.setattr(google_cloud, "_open_session", requests.Session)
+        monkeypatch.setattr(Vertex, "api", f"{api.address}/{{region}}/v1")
+        yield api
 
 
-@pytest.mark.slow
-def test_what_is_sent_is_what_dry_run_prints(server: FakeVertex):
-    from google.cloud.aiplatform_v1.types import CustomJob
-
+def test_what_is_sent_is_what_dry_run_prints(server: FakeApi):
     for spec in SPECS.values():
         assert Vertex().submit(spec) == JOB.id
         sent = server.requests[-1]
-        assert sent.parent == "projects/vision/locations/europe-west4"
-        assert sent.custom_job == CustomJob.from_json(Vertex().render(spec))
-    pool = server.requests[0].custom_job.job_spec.worker_pool_specs[0]
-    assert (pool.container_spec.image_uri, pool.replica_count) == (IMAGE, 1)
+        assert sent.path == "/europe-west4/v1/projects/vision/locations/europe-west4/customJobs"
+        assert sent.body == json.loads(Vertex().render(spec))
 
 
-@pytest.mark.slow
-def test_an_unknown_field_is_refused_by_the_client(server: FakeVertex):  # noqa: ARG001
-    from google.cloud.aiplatform_v1.types import CustomJob
-    from google.protobuf.json_format import ParseError
-
-    text = Vertex().render(SPECS["one GPU"])
-    for old, new in (("replicaCount", "replicas"), ("NVIDIA_L4", "NVIDIA_L5")):
-        with pytest.raises((ParseError, ValueError)):
-            CustomJob.from_json(text.replace(old, new))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("refusal", "error", "expected"),
+    ("code", "error", "expected"),
     [
-        (("INVALID_ARGUMENT", "Machine type is not supported in region"), UsageError, "not supported in region"),
-        (("PERMISSION_DENIED", "aiplatform.customJobs.create denied"), PreflightError, "customJobs.create denied"),
-        (("RESOURCE_EXHAUSTED", "quota custom_model_training_nvidia_l4_gpus"), PreflightError, "quota"),
-        (("UNAVAILABLE", "connection refused"), PreflightError, "connection refused"),
+        (400, UsageError, "Machine type is not supported in region"),
+        (403, PreflightError, "aiplatform.customJobs.create denied"),
+        (429, PreflightError, "quota custom_model_training_nvidia_l4_gpus"),
+        (503, PreflightError, "try again"),
     ],
 )
-def test_a_refusal_is_named(server: FakeVertex, refusal: tuple[str, str], error: type[StokerError], expected: str):
-    server.refusal = refusal
-    with pytest.raises(error) as raised:
+def test_a_refusal_is_named(server: FakeApi, code: int, error: type[StokerError], expected: str):
+    server.answer = lambda *_: (code, {"error": {"code": code, "message": expected}})
+    with pytest.raises(error, match=expected):
         Vertex().submit(SPECS["one GPU"])
-    assert expected in str(raised.value)
 
 
-@pytest.mark.slow
-def test_status_and_cancel(server: FakeVertex):
+def test_status_and_cancel(server: FakeApi):
     for state, expected in (("JOB_STATE_PENDING", "queued"), ("JOB_STATE_CANCELLED", "cancelled")):
-        server.state = state
+        server.answer = lambda *_, state=state: (200, {"state": state})
         assert Vertex().status(JOB).state == expected
-    server.state, server.error = "JOB_STATE_FAILED", "The replica workerpool0-0 exited with code 4"
+    message = "The replica workerpool0-0 exited with code 4"
+    server.answer = lambda *_: (200, {"state": "JOB_STATE_FAILED", "error": {"code": 3, "message": message}})
     found = Vertex().status(JOB)
-    assert (found.state, found.text) == ("failed", f"JOB_STATE_FAILED: {server.error}")
+    assert (found.state, found.text) == ("failed", f"JOB_STATE_FAILED: {message}")
+    Vertex().cancel(JOB)  # a job that has ended is no error
+    assert {request.method for request in server.requests} == {"GET"}
 
+    ended = {"error": {"code": 400, "message": "not in a cancellable state", "status": "FAILED_PRECONDITION"}}
+    server.answer = lambda method, *_: (200, {"state": "JOB_STATE_RUNNING"}) if method == "GET" else (400, ended)
     Vertex().cancel(JOB)
-    assert server.requests[-1].name == JOB.id
-    for refusal in (("FAILED_PRECONDITION", "not cancellable"), ("NOT_FOUND", "no such job")):
-        server.refusal = refusal
-        Vertex().cancel(JOB)  # a job that has ended is no error
+    assert (server.requests[-1].method, server.requests[-1].path) == ("POST", f"/europe-west4/v1/{JOB.id}:cancel")
+    server.answer = lambda *_: (404, {"error": {"code": 404, "message": "no such job"}})
     assert Vertex().status(JOB).state == "unknown"
 
 
-@pytest.mark.slow
 def test_without_credentials_nothing_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("google.cloud.aiplatform_v1", reason="uv pip install google-cloud-aiplatform")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    google_cloud._open_session.cache_clear()
     with pytest.raises(PreflightError, match="no credentials for Google Cloud"):
         Vertex().submit(make_vertex_spec())

@@ -5,7 +5,7 @@ import torch
 
 from stoker.errors import UsageError
 from stoker.hardware.device import Device
-from stoker.planning.accelerators import GPUS, find_accelerator, identify, measure_cpu
+from stoker.planning.machines import GPUS, find_accelerator, identify, measure_cpu
 
 DRIVER_NAMES = {
     "Tesla T4": "t4", "Tesla P100-PCIE-16GB": "p100", "Tesla V100-SXM2-16GB": "v100-16",

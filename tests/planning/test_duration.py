@@ -13,14 +13,13 @@ from stoker.hardware.exchange_cost import bucketed_s
 from stoker.planning import duration
 from stoker.planning.duration import (
     PARTS,
+    UNCERTAIN,
     MachinePlan,
     Placement,
     TrainingJob,
-    best_checkpoint_interval_s,
     plan_machine,
 )
-from stoker.planning.estimate import UNCERTAIN, Estimate, around
-from stoker.planning.machines import Machine, links
+from stoker.planning.machines import Estimate, Machine, links
 from stoker.planning.predict import StepPrediction
 from tests.planning.jobs import demand, job, machine, step
 
@@ -270,23 +269,6 @@ def test_rework_grows_with_the_interval_between_checkpoints() -> None:
     assert rework[2] > 10 * rework[0]
 
 
-def test_youngs_interval() -> None:
-    """34 M parameters of 16 bytes at 8 GB/s: 68 ms; sqrt(2 · 0.068 · 15840) = 46 s."""
-    assert best_checkpoint_interval_s(step()) == pytest.approx(46.4, rel=0.01)
-
-
 def test_what_does_not_fit() -> None:
     assert "memory" in plan(machine(), step(fits=False), job()).problem
     assert plan(machine(), step(peak_bytes=38 * 2**30), job()).fits == "perhaps"
-
-
-def test_around() -> None:
-    assert around(10.0, 0.25) == Estimate(8.0, 10.0, 12.5)
-
-
-def test_a_gpu_may_be_busier_and_idler_than_in_a_wholly_slow_or_fast_run() -> None:
-    """A slow step on a machine where all else is fast keeps the GPU busiest."""
-    row = plan(machine(), step(step_s=0.1, step_error=0.5), job())
-    model = duration._Model(Placement(machine=machine(), gpus=1), step(step_s=0.1, step_error=0.5), job())
-    ends = [model.run(case)["utilization"] for case in ("low", "high")]
-    assert row.utilization.low < min(ends) <= max(ends) < row.utilization.high

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index
 from stoker.errors import ConfigError, UsageError
 from stoker.planning import plan as plan_module
-from stoker.planning.accelerators import Accelerator
+from stoker.planning.machines import Accelerator
 from stoker.planning.plan import Plan, make_plan, to_dict, train_command
 from stoker.planning.predict import StepPrediction
 from stoker.planning.recommend import Limits
-from stoker.planning.views import MAX_ROWS, choose_rows, html, print_plan, svg, write_drawing
+from stoker.planning.views import MAX_ROWS, choose_rows, html, print_plan, write_page
 from tests.planning.jobs import demand, step
 
 SPEED = {"t4": 40.0, "l4": 80.0, "a100-40": 300.0, "cpu": 0.5}
@@ -183,31 +182,24 @@ def test_sync_is_planned_and_the_method_of_auto_is_named(data: Path, capsys: pyt
     slow, fast = (next(row for row in result.rows if row.machines == 8) for result in (plain, auto))
     assert fast.sync not in ("plain", "auto", None)
     assert fast.img_per_s.expected > slow.img_per_s.expected
-    print_plan(plain, width=200)
-    assert "--sync" not in capsys.readouterr().out
     print_plan(auto, width=200)
     printed = capsys.readouterr().out
-    assert re.search(rf"8 × n1-standard-8\+t4.* {fast.sync} ", printed)
     choice = auto.rows[auto.recommendation.choice or 0]
     assert f"{choice.label}: --sync {choice.sync}; auto: " in printed
-    assert ("it costs AP at equal images" in printed) == (choice.sync in ("every:8", "powersgd:4"))
     assert f"<td>{fast.sync}</td>" in html(auto)
     sharded = plan(data, {"sync": "auto", "shard": True}, on=machines, gpus=[8])
     assert {row.sync for row in sharded.rows} == {"plain"}, "--shard has an exchange of its own"
 
 
-def test_drawings(data: Path, tmp_path: Path) -> None:
+def test_page(data: Path, tmp_path: Path) -> None:
     result = plan(data, limits=Limits(by_s=3600.0, budget=3.0), spot=True)
-    root = ElementTree.fromstring(svg(result))
-    titles = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert any(title.startswith("a2-highgpu-1g spot: ") for title in titles)
-    width = float(root.attrib["width"])
-    assert all(0 <= float(c.attrib["cx"]) <= width for c in root.iter("{http://www.w3.org/2000/svg}circle"))
     page = html(msgspec.structs.replace(result, data="<script>alert(1)</script>"))
-    assert "<script" not in page
+    assert "<script>alert" not in page
     assert "&lt;script&gt;" in page
-    write_drawing(result, tmp_path / "new" / "plan.svg", as_html=False)
-    ElementTree.parse(tmp_path / "new" / "plan.svg")
+    assert "a2-highgpu-1g spot" in page.partition("Plotly.newPlot(")[2].partition("</script>")[0]
+    write_page(result, tmp_path / "new" / "plan.html")
+    assert (tmp_path / "new" / "plan.html").stat().st_size > 10_000
+    html(plan(data, on=["this"]))  # nothing is drawn
 
 
 def test_json_round_trip(data: Path) -> None:
@@ -242,7 +234,7 @@ def test_five_machines_with_predicted_steps(data: Path, tmp_path: Path) -> None:
     """With a small model; how long that of a GPU takes is measured by benchmarks/diagnosis/plan.py."""
     command = ["plan", str(data), "--on", "a2-highgpu-1g", "g2-standard-8", "n1-standard-8+t4", "p3.2xlarge", "this",
                "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--by", "2h",
-               "--svg", str(tmp_path / "p.svg"), "--json"]  # fmt: skip
+               "--html", str(tmp_path / "p.html"), "--json"]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "stoker", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -250,4 +242,4 @@ def test_five_machines_with_predicted_steps(data: Path, tmp_path: Path) -> None:
     assert set(rows) == {"a2-highgpu-1g", "g2-standard-8", "n1-standard-8+t4", "p3.2xlarge", "this"}
     speed = {name: row["img_per_s"]["expected"] for name, row in rows.items()}
     assert speed["a2-highgpu-1g"] >= speed["g2-standard-8"] > speed["this"]
-    assert (tmp_path / "p.svg").exists()
+    assert (tmp_path / "p.html").exists()

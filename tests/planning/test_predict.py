@@ -11,16 +11,16 @@ from stoker.data.index import Index, open_index
 from stoker.errors import DataError
 from stoker.hardware import calibration
 from stoker.hardware.calibration import MeasuredStep
-from stoker.planning import traces
-from stoker.planning.accelerators import GPUS, measure_cpu
+from stoker.planning import trace as traces
+from stoker.planning.machines import GPUS, measure_cpu
 from stoker.planning.predict import (
     ASSUMED,
+    GPU,
     MIB,
     _make_job,
     loader_demand,
     predict_steps,
 )
-from stoker.planning.roofline import GPU
 from stoker.training.defaults.dry_run import MEMORY_FRACTION
 from tests.drawn import draw
 

@@ -14,7 +14,7 @@ import pytest
 
 from stoker.config.settings import from_fields
 from stoker.data.index import open_index
-from stoker.planning.accelerators import GPUS
+from stoker.planning.machines import GPUS
 from stoker.planning.predict import StepPrediction, predict_steps
 
 D2 = "detectron2 model zoo, 8 V100, 16 images per step, short side 640 to 800"

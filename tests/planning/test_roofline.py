@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.planning.accelerators import GPUS, Accelerator
-from stoker.planning.roofline import CPU, GPU, Efficiency, Sample, fit, step_time
+from stoker.planning.machines import GPUS, Accelerator
+from stoker.planning.predict import CPU, GPU, Efficiency, Sample, fit, step_time
 from stoker.planning.trace import StepTrace, Work
 
 HOST = Accelerator(key="cpu", name="a CPU", flops={"fp32": 1e11}, bandwidth=1e10, memory_bytes=2**34, is_cpu=True,

@@ -5,8 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.hardware.device import select_device
-from stoker.planning.trace import FLOP, Answer, CountedStep, StepTrace
-from stoker.planning.traces import Step, trace_steps
+from stoker.planning.trace import FLOP, Answer, CountedStep, Step, StepTrace, trace_steps
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from tests.planning.samples import make_spec
 

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from stoker.hardware.device import block_size_for_memory
-from stoker.planning import traces
-from stoker.planning.trace import StepTrace, Work
-from stoker.planning.traces import Step
+from stoker.planning import trace as traces
+from stoker.planning.trace import Step, StepTrace, Work
 from tests.planning.samples import make_spec
 
 TRACE = StepTrace(
