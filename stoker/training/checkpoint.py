@@ -138,8 +138,9 @@ class CheckpointWriter:
         """Step of the newest checkpoint that this writer has completed. Valid after `wait`, like `failure`."""
         self.failure: str | None = None
         """Why the last write failed; None if it did not."""
+        self.write_s: float | None = None
+        """Seconds of the last complete write of a checkpoint, with the wait for the copies; None before one."""
         self.longest_write_s = 0.0
-        """Seconds of the longest complete write of a checkpoint, with the wait for the copies."""
         if not has_folder:
             return
         (run / CHECKPOINTS).mkdir(exist_ok=True)
@@ -204,8 +205,8 @@ class CheckpointWriter:
             self._report_failure(error, snapshot.step)
         else:
             self.saved_step, self.failure = snapshot.step, None
-            write_s = time.perf_counter() - start_s
-            self.longest_write_s = max(self.longest_write_s, write_s)
+            self.write_s = time.perf_counter() - start_s
+            self.longest_write_s = max(self.longest_write_s, self.write_s)
             folders = list_checkpoints(self._run)
             rollback_targets = [folder for folder in folders if _is_healthy(folder)][:NUM_KEPT]
             for old in folders[NUM_KEPT:]:
@@ -213,7 +214,7 @@ class CheckpointWriter:
                     shutil.rmtree(old, ignore_errors=True)  # if it fails, the next save tries again
             text = f"saved {final_dir.relative_to(self._run)}"
             # `stoker launch` compares the seconds with a grace period.
-            self._report("checkpoint_saved", text, write_s=round(write_s, 3))
+            self._report("checkpoint_saved", text, write_s=round(self.write_s, 3))
 
     def _report_failure(self, error: OSError, step: int) -> None:
         self.failure = str(error)

@@ -10,7 +10,9 @@ step waits for the device. The training thread sets the phase of the ledger. How
 
 import contextlib
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -36,6 +38,16 @@ from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
 
 
+MAX_COST = 0.01
+"""Fraction of the time that saves may cost where the user set no interval."""
+WRITE_FACTOR = 2.0
+"""The interval is then at least so many times as long as a write in the background."""
+MAX_INTERVAL_S = 1800.0
+MIN_CHANGE = 1.2
+KEPT_SAVES = 5
+"""The median of so many saves counts, so that a disk that hangs once changes nothing for long."""
+
+
 class Training:
     """The loop of one attempt, and its services: `run` goes through it from start to end."""
 
@@ -50,10 +62,11 @@ class Training:
         *,
         trace: bool = False,
         on_hang: Callable[[int], object] | None = None,
+        adapts_interval: bool = False,
     ) -> None:
         """loaded: in rank 0, the checkpoint to continue from; started_s: from when on the ledger counts; trace: keep
         Chrome traces of some steps; on_hang: ends the process with this exit code if the training hangs, None: it is
-        only recorded."""
+        only recorded; adapts_interval: the user set no interval of checkpoints."""
         device = setup.device
         self.setup, self.state, self.log_event, self.on_hang = setup, setup.state, log_event, on_hang
         self.ledger = Ledger(device.make_clock(), start_s=started_s, ranges=device.make_nvtx_ranges())
@@ -69,7 +82,7 @@ class Training:
         self.stopper = Stopper(self.attempt, stop_request, memory_guard)
         self.evaluator = Evaluator(self.attempt, self.recorder, self.stopper)
         self.parts = (self.parallel, self.recovery, self.evaluator)
-        self.saver = Saver(self.attempt, self.parts, self.evaluator)
+        self.saver = Saver(self.attempt, self.parts, self.evaluator, adapts_interval=adapts_interval)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         setup.ranks.share(lambda: restore(setup, self.parts, loaded, log_event))
@@ -214,13 +227,17 @@ class Training:
 class Saver:
     """The checkpoints of a training. parts: whose state they have."""
 
-    def __init__(self, attempt: Attempt, parts: Sequence[Part], evaluator: Evaluator) -> None:
+    def __init__(self, attempt: Attempt, parts: Sequence[Part], evaluator: Evaluator, *, adapts_interval: bool) -> None:
+        """adapts_interval: the user set none."""
         setup, run = attempt.setup, attempt.setup.config.run
         self._setup, self._parallel, self._ledger = setup, attempt.parallel, attempt.ledger
-        self._parts, self._evaluator = parts, evaluator
+        self._log_event, self._parts, self._evaluator = attempt.log_event, parts, evaluator
+        self._adapts_interval = adapts_interval
+        self._costs: deque[float] = deque(maxlen=KEPT_SAVES)
         self.trigger = IntervalTrigger(
             parse_duration(run.checkpoint_every, "checkpoint-every"), len(setup.train_indices), run.batch_size
         )
+        self._shortest_s = self.trigger.interval_s
 
     def after_step(self) -> None:
         """Saves if it is due."""
@@ -233,6 +250,7 @@ class Saver:
         if not parallel.takes_part_in_saves:
             return
         self._evaluator.collect()
+        start_s = time.perf_counter()
         with self._ledger.phase("checkpoint"):
             writer.wait()
             if parallel.has_saved(writer.saved_step == setup.state.step):
@@ -242,7 +260,20 @@ class Saver:
             if snapshot is not None:
                 writer.save(snapshot)
         parallel.after_save()
+        if writer.write_s is not None:  # of the save before
+            self._follow_cost(time.perf_counter() - start_s, writer.write_s)
         self.trigger.reset()
+
+    def _follow_cost(self, pause_s: float, write_s: float) -> None:
+        """A large model on a slow disk is saved less often than every two minutes. pause_s: seconds that training
+        waited for a save; write_s: of the write in the background."""
+        self._costs.append(max(pause_s / MAX_COST, WRITE_FACTOR * write_s))
+        before_s = self.trigger.interval_s
+        interval_s = max(self._shortest_s, min(MAX_INTERVAL_S, statistics.median(self._costs)))
+        if self._adapts_interval and not before_s / MIN_CHANGE <= interval_s <= MIN_CHANGE * before_s:
+            self.trigger.interval_s = interval_s
+            text = f"checkpoint-every: {before_s:.0f} s → {interval_s:.0f} s"
+            self._log_event("info", f"{text}: training waits {pause_s:.2g} s, the write takes {write_s:.2g} s")
 
     def save_final(self, metrics: Metrics) -> None:
         """Writes the final weights."""

@@ -143,7 +143,15 @@ def train(
                 check_stop(stop_request, ranks)
                 on_hang = os._exit if exit_when_hung else None
                 training = Training(
-                    setup, loaded, screen, stop_request, started_s, log_event, trace=trace, on_hang=on_hang
+                    setup,
+                    loaded,
+                    screen,
+                    stop_request,
+                    started_s,
+                    log_event,
+                    trace=trace,
+                    on_hang=on_hang,
+                    adapts_interval="checkpoint_every" in resolved.reasons,
                 )
                 loaded = None  # its memory is free from here on
                 metrics = training.run()
