@@ -37,7 +37,6 @@ from stoker.training.state import EventLogger, IntervalTrigger, Signals, TrainSe
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
 
-
 MAX_COST = 0.01
 """Fraction of the time that saves may cost where the user set no interval."""
 WRITE_FACTOR = 2.0
