@@ -25,7 +25,7 @@ mig.toml: MIG slices of GPUs (`launching/request.py`).
 models.toml: detector architectures (`config/architectures.py`).
 output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
-output_lines.toml: how jobs print their progress (`watch/output.py`).
+progress_lines.toml: how jobs print their progress (`watch/output.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
 quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of

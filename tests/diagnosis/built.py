@@ -43,7 +43,6 @@ HEALTHY_HOST: dict[str, Any] = {
     "psi_io": 0.0,
     "throttled_s": 0.0,
     "cpu_limit_cores": 4.0,
-    "threads": 30,
     "threads_running": 3.0,
     "swap_used_bytes": 0,
     "disk_free_bytes": 50 * GIB,
