@@ -233,10 +233,18 @@ def _drain_output(done_fd: int, log: Path) -> None:
     """Waits until the relays have written everything, but not for processes that outlive the job, and not for a slow
     reader: the relays continue to serve these."""
     size = _file_size(log)
-    while not select.select([done_fd], [], [], DRAIN_S)[0]:
+    while not _wait_readable(done_fd, timeout_s=DRAIN_S):
         previous_size, size = size, _file_size(log)
         if size == previous_size:
             return
+
+
+def _wait_readable(*fds: int, timeout_s: float | None = None) -> list[int]:
+    """The descriptors that can be read; empty after the time. Unlike `select`, it takes those above 1,023."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return [fd for fd, _ in poller.poll(None if timeout_s is None else 1000 * timeout_s)]
 
 
 def _file_size(path: Path) -> int:
@@ -297,8 +305,7 @@ def attach(pid: int, run: str | None = None, monitor: MonitoringOptions = Monito
         print_text(f"stoker watch: {text}", file=sys.stderr, flush=True)
         with monitoring(folder, monitor, stop=lambda: signal.pidfd_send_signal(job.pidfd, signal.SIGTERM)):
             with _stop_signal_fd() as stop_fd, recorder.following(pid):
-                ready, _, _ = select.select([job.pidfd, stop_fd], [], [])
-                ended = job.pidfd in ready
+                ended = job.pidfd in _wait_readable(job.pidfd, stop_fd)
                 code = read_exit_code(job) if ended else None
             if ended:
                 recorder.write_end(code)
