@@ -13,9 +13,9 @@ endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`cli/flag_names.py`).
 frames.toml: functions of frameworks in stacks (`watch/stacks.py`).
-gpus.toml: peaks of GPUs, by data sheets (`planning/accelerators.py`).
+gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
 kernel_log.toml: lines of the kernel about failures (`profiling/telemetry/machine.py`).
-frames.toml: functions of frameworks in stacks (`watch/frames.py`).
+frames.toml: functions of frameworks in stacks (`watch/stacks.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
 links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
@@ -28,7 +28,7 @@ notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
 progress_lines.toml: how jobs print their progress (`watch/output.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
 quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
-recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
+recipes.toml, settings.toml: what models of a kind are trained with (`config/settings.py`); bounds and defaults of
     settings (`config/settings.py`).
 recipes.toml, settings.toml: what models of a kind are trained with; bounds and defaults of settings
     (`config/settings.py`).
@@ -38,10 +38,10 @@ secrets.toml: names and forms of secrets (`secrets.py`).
 source_names.toml: images, packages and calls in files of others (`preflight/static/tables.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 variables.toml: environment variables (`preflight/variables.py`).
-versions.toml: which versions belong together (`preflight/static/versions.py`).
+versions.toml: which versions belong together (`preflight/static/tables.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/causes/gpu.py`).
 versions.toml: which versions belong together (`preflight/static/tables.py`).
-xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
+xids.toml: NVIDIA's Xid errors (`diagnosis/causes/gpu.py`).
 """
 
 import tomllib

@@ -53,8 +53,8 @@ MAX_KERNEL_LINES, MAX_PIDS = 50, 256
 EMPTY_INPUT_WARNING_S = 30.0
 """After this time without output, a job that reads an empty file gets a warning."""
 
-MAX_OPEN_FILES, MAX_PROCESSES, MAX_EMPTY_FILES, MAX_JOB_PIDS = 512, 512, 16, 65536
-"""Bounds of the cost: open files of a process, processes of a job, empty files, and PIDs that are kept."""
+MAX_OPEN_FILES, MAX_PROCESSES, MAX_EMPTY_FILES, MAX_CGROUPS, MAX_JOB_PIDS = 512, 512, 16, 32, 65536
+"""Bounds of the cost: open files of a process, processes of a job, empty files, cgroups, and PIDs that are kept."""
 _NOT_INPUT = re.compile(r"^/(proc|sys|dev|run)/|\.(lock|pid|py|pyc)$|/\.")
 
 OutputSource = Callable[[], Iterator[bytes]]
@@ -316,7 +316,7 @@ class LogTail:
 
 
 class JobProcesses:
-    """State of a job's processes: their PIDs, out-of-memory kills in their cgroup, and empty input files that they
+    """State of a job's processes: their PIDs, out-of-memory kills in their cgroups, and empty input files that they
     read.
 
     pid: the root. `poll` is called every few seconds and costs a few milliseconds. An empty file counts if it was open
@@ -327,26 +327,37 @@ class JobProcesses:
         self.pids: set[int] = {pid}
         self._pid = pid
         self._empty_counts: dict[str, int] = {}
-        self._cgroup = Cgroup.for_pid(pid)
-        self._oom_kills = self._first_oom_kills = self._cgroup.oom_kills()
+        self._cgroups: dict[str, Cgroup] = {}
+        self._oom_kills: dict[str, tuple[int, int]] = {}
+        """Of each cgroup that has it: the first and the newest count."""
+        self._track_cgroup(pid)
 
     def poll(self) -> None:
         for pid in list_process_tree(self._pid, limit=MAX_PROCESSES):
             if len(self.pids) < MAX_JOB_PIDS:
                 self.pids.add(pid)
+            self._track_cgroup(pid)
             for path in _empty_inputs(pid):
                 if path in self._empty_counts or len(self._empty_counts) < MAX_EMPTY_FILES:
                     self._empty_counts[path] = self._empty_counts.get(path, 0) + 1
         self.oom_kills()
 
     def oom_kills(self) -> int | None:
-        """Out-of-memory kills in the cgroup since this object was made, also if it was removed with the job. None: not
-        available."""
-        count = self._cgroup.oom_kills()
-        self._oom_kills = self._oom_kills if count is None else count
-        if self._oom_kills is None or self._first_oom_kills is None:
-            return None
-        return max(0, self._oom_kills - self._first_oom_kills)
+        """Out-of-memory kills since the cgroups were first seen with processes of the job, also if they were removed
+        with it; the maximum over them, because a cgroup includes its descendants. None: not available."""
+        for name, (first, newest) in self._oom_kills.items():
+            count = self._cgroups[name].oom_kills()
+            self._oom_kills[name] = first, newest if count is None else count
+        return max((newest - first for first, newest in self._oom_kills.values()), default=None)
+
+    def _track_cgroup(self, pid: int) -> None:
+        """A job may enter a cgroup after its start (`systemd-run --scope`)."""
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            name = Path(f"/proc/{pid}/cgroup").read_text()
+            if name not in self._cgroups and len(self._cgroups) < MAX_CGROUPS:
+                cgroup = self._cgroups[name] = Cgroup.for_pid(pid)
+                if (count := cgroup.oom_kills()) is not None:
+                    self._oom_kills[name] = count, count
 
     def empty_inputs(self) -> list[str]:
         """The empty input files that are still empty, sorted."""

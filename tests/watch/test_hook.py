@@ -154,6 +154,40 @@ def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path) -> None:
     assert phase_seconds(state, None)["input_wait"] == pytest.approx(itself["wait"], rel=0.15, abs=0.1)
 
 
+SAVES_BY_PICKLE = (
+    hook_jobs.DATA
+    + """
+import os, pickle
+
+class SlowFile:  # of a disk that takes its time
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, data):
+        nap(0.2)
+        return self.file.write(data)
+
+
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for x, y in DataLoader(Slow(32, 0), 4):
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with open("state.pkl", "wb") as file:
+        pickle.dump({"step": 1}, SlowFile(file))
+        file.flush()
+        os.fsync(file.fileno())
+json.dump({"saved": known["naps"]}, open("known.json", "w"))
+"""
+)
+
+
+@pytest.mark.slow
+def test_saving_by_pickle_is_a_checkpoint(tmp_path: Path) -> None:
+    ran([sys.executable, "-c", SAVES_BY_PICKLE], tmp_path)
+    assert phase_seconds(read_state(tmp_path), None)["checkpoint"] >= 0.98 * known(tmp_path)["saved"]
+
+
 BUSY = """
 class Work(Slow):
     def __getitem__(self, i):

@@ -112,6 +112,17 @@ def patch_modules(module: "Any") -> None:
     cls.eval = eval
 
 
+def patch_serialization(module: "Any") -> None:
+    """torch.serialization, and what saves without it: a state that is pickled into a file, and files that are brought
+    to the disk by the training thread."""
+    import os
+    import pickle
+
+    patch_timed(module, "checkpoint", "save")
+    patch_timed(pickle, "checkpoint", "dump")
+    patch_timed(os, "checkpoint", *(name for name in ("fsync", "fdatasync") if hasattr(os, name)))
+
+
 def patch_transformers(module: "Any") -> None:
     patch_timed(module, "checkpoint", "Trainer._save_checkpoint")
     patch_timed(module, "eval", "Trainer.evaluate")
