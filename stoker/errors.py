@@ -143,7 +143,8 @@ class Preempted(StokerError):
 
 
 class CaptureFailed(Preempted):
-    """The run ends because a CUDA graph could not be captured; the same command continues it without one."""
+    """The run ends because a CUDA graph could not be captured; the same command continues it without one, and
+    `stoker train` does so by itself."""
 
 
 @contextlib.contextmanager

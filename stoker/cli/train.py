@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 from stoker.cli.quick_import import quick_imports
 from stoker.config.durations import join_length
 from stoker.config.settings import Config, from_toml
+from stoker.errors import CaptureFailed
 from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_json, print_text
 
@@ -104,6 +105,7 @@ def train(
         with quick_imports():
             from stoker.profiling.telemetry.host import process_start_s
             from stoker.training.run import train as train_loop
+            from stoker.training.supervisor import replace_process
 
     user_config = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
     if dry_run:
@@ -119,10 +121,14 @@ def train(
         )  # fmt: skip
         result = run_ranks(devices or 1, request)
     else:
-        result = train_loop(
-            user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
-            started_s=process_start_s(), trace=trace, monitor=monitor, log_format=log_format, exit_when_hung=True,
-        )  # fmt: skip
+        try:
+            result = train_loop(
+                user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
+                started_s=process_start_s(), trace=trace, monitor=monitor, log_format=log_format, exit_when_hung=True,
+            )  # fmt: skip
+        except CaptureFailed:
+            replace_process("a CUDA graph could not be captured")
+            raise
         if os.environ.get("RANK", "0") != "0":
             return  # of the ranks that torchrun or srun started, the first one prints
     if log_format == "json":

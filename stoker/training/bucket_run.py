@@ -322,7 +322,7 @@ class BucketRun:
             failure = self._flush(PREEMPTED_TIMEOUT_S)
             if failure is None:
                 fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
-                raise Preempted(error.what, location=self.uri, fix=fix) from error
+                raise type(error)(error.what, location=self.uri, fix=fix) from error
             what = error.what.partition(";")[0]
             raise StorageError(
                 f"{what}; the state is saved on this machine but did not reach the bucket.",

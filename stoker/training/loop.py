@@ -125,6 +125,8 @@ class Training:
             return None
         except CaptureFailed as error:
             self.log_event("cuda_graph_failed", f"{error.what} {error.cause}; later attempts train without a graph")
+            if self.stopper.is_asked:
+                raise Preempted(f"Stopped by {self.stopper.request.requested_by}.", cause=error.what) from error
             raise  # without a save: the capture may have spoiled the device
         return metrics
 

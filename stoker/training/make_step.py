@@ -8,7 +8,7 @@ rate, decay of the EMA and number of the step from scalars on the device (`Optim
 outlives a step is updated in place. A checkpoint or a rollback writes into the same tensors, so the graph goes on with
 what was loaded. `tests/training/test_cuda_graph.py` proves this on a CPU with an emulated graph.
 
-After a failed capture the process ends, with the exit code of a preemption: torch 2.11 may leave its allocator in
+After a failed capture the process ends, and `stoker train` starts it again: torch 2.11 may leave its allocator in
 capture mode, which then never reuses the memory of batches (pytorch issues 180395, 190308). The run says so in its
 event `cuda_graph_failed`, and its later attempts train without a graph.
 

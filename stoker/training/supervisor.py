@@ -21,6 +21,7 @@ from types import FrameType
 import msgspec
 
 from stoker.errors import ConfigError
+from stoker.profiling.telemetry.host import REPLACED_AT
 
 VARIABLE = "STOKER_RESTART"
 """Tells a child why it was started: a `Restart` as JSON."""
@@ -61,6 +62,20 @@ def read_restart(env: Mapping[str, str] = os.environ) -> Restart | None:
         raise ConfigError(
             f"{VARIABLE} is not what stoker writes.", cause=str(error), fix=f"unset {VARIABLE}"
         ) from error
+
+
+def replace_process(reason: str) -> None:
+    """Starts `stoker` again with the same arguments, in place of this process. Returns if this was done before."""
+    if REPLACED_AT in os.environ:
+        return
+    _say(f"{reason}: starting again")
+    os.environ[REPLACED_AT] = str(time.time())
+    sys.stdout.flush()
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        if int(name) > 2:
+            with contextlib.suppress(OSError):  # that of the listing is closed
+                os.set_inheritable(int(name), False)  # a driver's file that stays open would keep its GPU memory
+    os.execv(sys.executable, [sys.executable, "-m", "stoker", *sys.argv[1:]])
 
 
 def without_restarts(arguments: Sequence[str]) -> list[str]:

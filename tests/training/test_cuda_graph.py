@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
 from stoker.models import Detector, build
-from stoker.runs.records import EVENTS, FINAL, read_lines
-from stoker.runs.schemas import Event
+from stoker.runs.records import EVENTS, FINAL, STEPS, read_lines
+from stoker.runs.schemas import Event, StepWindow
 from stoker.training import loop, parallel, recorder, start
 from stoker.training.make_step import CudaGraphStep
 from stoker.training.optim import LossAccumulator, OptimizerStep
@@ -199,6 +199,7 @@ class FailingCapture:
     warm_up = staticmethod(contextlib.nullcontext)
 
     def record(self, step):
+        {before}
         raise RuntimeError("operation not permitted when stream is capturing")
 
 derive = start.derive
@@ -217,9 +218,9 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def run_failing(data: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`stoker train` on a CPU that passes for a GPU, whose capture fails."""
-    command = [sys.executable, "-c", FAILING_CAPTURE, "train", str(data), *FLAGS]
+def run_failing(data: Path, cwd: Path, before: str = "pass") -> subprocess.CompletedProcess[str]:
+    """`stoker train` on a CPU that passes for a GPU, whose capture fails; the process that follows is unchanged."""
+    command = [sys.executable, "-c", FAILING_CAPTURE.format(before=before), "train", str(data), *FLAGS]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, "--run-dir", "failing"], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
@@ -232,18 +233,28 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_after_a_failed_capture_the_same_command_trains_without_a_graph(shapes: Path, tmp_path: Path) -> None:
+def test_a_failed_capture_restarts_the_process_without_a_graph(shapes: Path, tmp_path: Path) -> None:
     """From the last checkpoint, and the weights are those without a graph."""
     done = run_failing(shapes, tmp_path)
-    assert done.returncode == 75, done.stderr
-    again = run_failing(shapes, tmp_path)
-    assert again.returncode == 0, again.stderr
+    assert done.returncode == 0, done.stderr
     code, output = run_stoker("train", shapes, *FLAGS, "--run-dir", "eager", cwd=tmp_path)
     assert code == 0, output
-    failed = [e for e in read_lines(tmp_path / "failing", EVENTS, Event) if e.kind == "cuda_graph_failed"]
+    events = list(read_lines(tmp_path / "failing", EVENTS, Event))
+    failed = [e for e in events if e.kind == "cuda_graph_failed"]
     assert [(e.attempt, e.step) for e in failed] == [(1, 3)]
     assert "RuntimeError: operation not permitted when stream is capturing" in failed[0].text
+    seconds = sum(w.wall_s for w in read_lines(tmp_path / "failing", STEPS, StepWindow) if w.attempt == 2)
+    assert seconds < events[-1].t - failed[0].t + 0.5  # the second begins to count where the first has ended
     assert (tmp_path / "failing" / FINAL).read_bytes() == (tmp_path / "eager" / FINAL).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_stop_signal_in_a_capture_that_fails_is_heeded(shapes: Path, tmp_path: Path) -> None:
+    done = run_failing(shapes, tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    assert done.returncode == 75, done.stderr
+    kinds = [event.kind for event in read_lines(tmp_path / "failing", EVENTS, Event)]
+    assert kinds[-1] == "preempted"
+    assert "resumed" not in kinds
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ the two modules.
 Fused (`conv_relu`): convolution, bias, residual and ReLU as one operator (cuDNN's fused epilogue), for training on
 NVIDIA GPUs. Without it each of them reads and writes the whole map: four passes in eager mode, one of them left by a
 compiler. The backward pass is that of the separate operators. `use_fused_convs` switches it;
-`training/defaults/kernel_choice.py` decides by measurement. On a CPU the operator computes the separate ones, which is
+`training/make_step.py` decides by measurement. On a CPU the operator computes the separate ones, which is
 how its gradients are tested.
 """
 

@@ -38,6 +38,10 @@ MIN_PROCESS_CORES = 0.05
 """A process that uses less is not named."""
 MAX_NAMES = 3
 OTHERS_INTERVAL_S = 5.0
+
+REPLACED_AT = "STOKER_REPLACED_AT"
+"""Environment variable: the Unix time at which `stoker train` replaced this process by itself
+(`training/supervisor.py`)."""
 """Time between two readings of all processes: some 40 µs each."""
 
 PRESSURE = {"psi_cpu": "cpu", "psi_memory": "memory", "psi_io": "io"}
@@ -295,6 +299,6 @@ class HostSampler:
 
 
 def process_start_s() -> float:
-    """The time of `time.perf_counter` at which this process started; never in the future."""
-    age_s = time.time() - psutil.Process().create_time()
+    """The time of `time.perf_counter` at which this process started, or was replaced; never in the future."""
+    age_s = time.time() - max(psutil.Process().create_time(), float(os.environ.get(REPLACED_AT, 0)))
     return time.perf_counter() - max(0.0, age_s)
