@@ -4,10 +4,9 @@ schema and the code that uses it are where it is needed. No rules and no computa
 assumptions.toml: what `stoker plan` assumes (`planning/duration.py`, `planning/predict.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
-conflicts.toml: settings that exclude each other (`training/defaults/checks.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
+conflicts.toml: settings that exclude each other (`training/defaults/checks.py`).
 curves.toml: curves and charts of the report (`report/series.py`).
-egress.toml: prices of traffic between regions (`preflight/cloud.py`).
 dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
@@ -15,31 +14,25 @@ flags.toml: flags of other tools (`cli/flag_names.py`).
 frames.toml: functions of frameworks in stacks (`watch/stacks.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
 kernel_log.toml: lines of the kernel about failures (`profiling/telemetry/machine.py`).
-frames.toml: functions of frameworks in stacks (`watch/stacks.py`).
-gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
+launch.toml: states of jobs in the words of their places (`launching/spec.py`).
 links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
     (`hardware/prices.py`).
-launch.toml: states of jobs in the words of their places (`launching/spec.py`).
 mig.toml: MIG slices of GPUs (`launching/request.py`).
 models.toml: detector architectures (`config/architectures.py`).
-output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
-progress_lines.toml: how jobs print their progress (`watch/output.py`).
+output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
+progress_lines.toml: how jobs print their progress (`watch/output.py`).
 quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/settings.py`); bounds and defaults of
     settings (`config/settings.py`).
-recipes.toml, settings.toml: what models of a kind are trained with; bounds and defaults of settings
-    (`config/settings.py`).
 refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/explain.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).
 source_names.toml: images, packages and calls in files of others (`preflight/static/tables.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 variables.toml: environment variables (`preflight/variables.py`).
-versions.toml: which versions belong together (`preflight/static/tables.py`).
-xids.toml: NVIDIA's Xid errors (`diagnosis/causes/gpu.py`).
 versions.toml: which versions belong together (`preflight/static/tables.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/causes/gpu.py`).
 """

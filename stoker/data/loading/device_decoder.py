@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from stoker.data.index import Index
 
 MAX_PIXELS_PER_CALL = 2**26
-"""Limit for the images of one call, 192 MiB: they must fit into what `training/defaults/auto_batch.py` leaves free."""
+"""Limit for the images of one call, 192 MiB: they must fit into what `training/defaults/dry_run.py` leaves free."""
 NUM_SAMPLE_IMAGES = 64
 """Images that are tried, evenly spread over the training split."""
 HOST_TIME_LIMIT_S = 5.0
