@@ -205,7 +205,7 @@ def _have_different_images(files: Iterable[Path]) -> bool:
     for path in files:
         try:
             entries = msgspec.json.decode(regular_files.read_bytes(path), type=_ImageNames).images
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except _UNREADABLE:
             return False
         names = {entry.file_name for entry in entries}
         if names & seen:
@@ -260,7 +260,8 @@ MAX_QUOTED_CHARS = 120
 
 Entry = TypeVar("Entry", bound=msgspec.Struct)
 Convert = Callable[..., Any]
-"""(entry, type=, strict=) → an object of that type. Raises msgspec.ValidationError."""
+"""(entry, type=, strict=) → an object of that type. Raises one of `_UNREADABLE`."""
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple[CocoFile, list[str]]:
@@ -332,10 +333,10 @@ def _convert_each(
         for position, entry in enumerate(items):
             try:
                 valid.append(convert(entry, type=entry_type))
-            except msgspec.ValidationError as error:
+            except _UNREADABLE as error:
                 try:
                     corrected, kind = correct(entry, entry_type)
-                except msgspec.DecodeError:  # what a valid beginning was followed by
+                except _UNREADABLE:  # what a valid beginning was followed by
                     corrected, kind = None, None
                 valid += [] if corrected is None else [corrected]
                 reason = "" if kind == "text-for-number" else f": {error}"
