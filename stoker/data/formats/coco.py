@@ -41,7 +41,7 @@ from stoker.data.formats.folders import (
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import invalid_json_error, is_usable_name
+from stoker.data.formats.images import invalid_json_error, is_usable_name, resolve_names
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
 from stoker.data.formats.tables import (
@@ -233,6 +233,8 @@ def _locate_images(
         if num_found:
             base, strip_dirs = best, candidates is base_names
             break
+    else:  # the folder whose files have these names in another case or Unicode form, if any
+        base = max(existing, key=lambda folder: len(resolve_names(folder, names)))
     notes = []
     if base not in existing:
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
