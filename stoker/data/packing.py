@@ -516,10 +516,11 @@ def _require_free(destination: Destination, plan: Plan, sizes: dict[str, int]) -
             raise UsageError(f"{destination.text!r} has other data.", cause=", ".join(others[:3]), fix=fix)
         return
     try:
-        started = msgspec.json.decode(destination.read(PLAN_FILE))["id"]
+        content = msgspec.json.decode(destination.read(PLAN_FILE))
+        started = content["id"], content["shards"]
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError):
         started = None
-    if started != plan.id:
+    if started != (plan.id, len(plan.shards)):  # another version may plan other shards
         fix = "run that command again to continue it, name another folder, or delete this one first"
         raise _other_plan(destination, "the beginning of another packed data set", fix)
 
@@ -538,7 +539,9 @@ def _finished_records(destination: Destination, plan: Plan, sizes: dict[str, int
             record = msgspec.json.decode(destination.read(_record_name(shard.name)), type=ShardRecord)
         except (msgspec.MsgspecError, ValueError, StokerError, OSError):
             return None  # the shard is made again
-        return record if sizes.get(shard.name) == record.shard.size_bytes else None
+        rows = {packed.row for packed in record.images} | {row for row, _ in record.skipped}
+        is_right = sizes.get(shard.name) == record.shard.size_bytes and rows == set(shard.rows)
+        return record if is_right else None  # another version may plan other images
 
     candidates = [shard for shard in plan.shards if _record_name(shard.name) in sizes and shard.name in sizes]
     records = map_in_threads(read_record, candidates, chunk_size=1)

@@ -258,7 +258,7 @@ def voc(root: Path) -> Planted:
     lists["train"] += ["absent", "good1"]
     planted += [("no-annotation-file", "ImageSets/Main/train.txt:"), ("copied-entry", "good1")]
     annotate("good2 copy", _thing((1, 2, 3, 4)), image="good2.jpg")
-    planted.append(("listed-twice", "good2.jpg: "))
+    planted.append(("label-without-image", "good2 copy.xml: about good2.jpg"))
     lists["val"].append("good3")
     planted.append(("in-two-splits", "good3.jpg: train, val"))
     add("odd case", _thing((1, 2, 30, 40), "CAT"))

@@ -17,7 +17,7 @@ from stoker.hardware.device import select_device
 from stoker.report.html import write_report
 from stoker.runs.records import CONFIG, QUARANTINE, read_lines
 from stoker.runs.schemas import Quarantined
-from stoker.storage import fetcher
+from stoker.storage.fetcher import Fetcher
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from stoker.training.run import train
@@ -112,8 +112,7 @@ def test_each_rank_reads_only_its_images(
     folder: Path, bucket: tuple[str, Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri, _ = bucket
-    monkeypatch.setattr(fetcher, "INITIAL_CONCURRENCY", AHEAD)
-    monkeypatch.setattr(fetcher, "GROWTH_FACTOR", 1.0)
+    monkeypatch.setattr(Fetcher, "target_in_flight", AHEAD)
     one, three = bytes_read(uri, 1), bytes_read(uri, 3)
     images = sum(path.stat().st_size for path in (folder / "train").glob("*.jpg"))
     assert three == pytest.approx(one, rel=0.1)

@@ -312,6 +312,14 @@ def test_a_wrong_entry_is_reported_and_the_others_are_read(
     assert [index.boxes[index.offsets[image_index]].tolist() for image_index in good] == [[10, 20, 40, 60]] * 2
 
 
+def test_an_entry_that_is_not_utf8_beside_a_wrong_entry(tmp_path: Path) -> None:
+    content = broken(images=[*GOOD["images"], {"id": 3, "file_name": "é"}], annotations=[*GOOD["annotations"], {}])
+    write(tmp_path / "a.json", content).write_bytes(json.dumps(content, ensure_ascii=False).encode("latin-1"))
+    index = open_index(tmp_path / "a.json")
+    assert len(index) == len(GOOD["images"])
+    assert "malformed-image" in {problem.kind for problem in index.problems}
+
+
 @property_test(coco_files(), st.data(), few=8, many=200)
 def test_any_wrong_annotation_leaves_the_others_unchanged(content: Content, data: st.DataObject) -> None:
     junk = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=2))

@@ -60,6 +60,14 @@ def test_a_name_written_differently_is_corrected(tmp_path, written_name, file):
     assert problems == {"wrong-case-name": 1}
 
 
+def test_the_folder_of_images_is_found_by_names_written_differently(tmp_path):
+    make(tmp_path / "train" / "data", "img_1.jpg", "img_2.jpg")
+    coco(tmp_path / "train" / "labels.json", "IMG_1.JPG", "IMG_2.JPG")
+    paths, problems = read_index(tmp_path, tmp_path)
+    assert paths == [Path("train/data/img_1.jpg"), Path("train/data/img_2.jpg")]
+    assert problems == {"wrong-case-name": 2}
+
+
 def test_correct_names_are_not_changed(tmp_path):
     names = ["with space.jpg", "Ünïcode.jpg", "100%25.jpg", "a.JPG", "A.jpg"]
     make(tmp_path / "images", *names)

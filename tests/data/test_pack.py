@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -221,6 +222,27 @@ def test_a_start_that_failed_is_continued(stop_after: int, tmp_path: Path, monke
     assert result.num_kept == stop_after
     assert tree(out) == tree(tmp_path / "whole")
     assert all((out / name).stat().st_mtime_ns == time_ns for name, time_ns in finished.items())
+
+
+def test_a_start_with_other_shards_is_not_mixed_with_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version may plan other shards for the same images and options."""
+    source, make_plan, out = open_index(two_splits(tmp_path / "source")), packing.make_plan, tmp_path / "out"
+
+    def plan_otherwise(*arguments: Any) -> packing.Plan:
+        plan = make_plan(*arguments)
+        first = msgspec.structs.replace(plan.shards[0], rows=plan.shards[0].rows[:1])
+        return msgspec.structs.replace(plan, shards=(first, *plan.shards[1:]))
+
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "make_plan", plan_otherwise)
+        patch.setattr(packing, "_write_index", stop)
+        with pytest.raises(KeyboardInterrupt):
+            packed(source, out)
+    packed(source, out)
+    same(open_index(out), source)
 
 
 def test_other_data_in_the_destination_is_refused_and_kept(source: Index, tmp_path: Path) -> None:

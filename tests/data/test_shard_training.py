@@ -183,7 +183,7 @@ def test_the_buffer_is_derived_and_recorded(served: ServedBucket, tmp_path: Path
     run = train(settings(f"{served.uri}/packed", max_duration="2"), run_dir=str(tmp_path / "run")).run
     config, reasons = from_toml(run / CONFIG)
     assert config.run.shuffle_buffer == NUM_IMAGES
-    assert "all images are mixed" in reasons["shuffle_buffer"]
+    assert f"{NUM_IMAGES} of {NUM_IMAGES} images are mixed" in reasons["shuffle_buffer"]
 
 
 def test_without_shards_in_a_bucket_the_order_is_random(folder: Path, packed: Path) -> None:

@@ -225,14 +225,17 @@ def test_nothing_that_can_be_read(tmp_path: Path, text: str, fragments: list[str
 
 
 def test_two_annotations_of_one_image(tmp_path: Path) -> None:
-    for stem, filename_text in (("a", None), ("copy", "a.jpg"), ("x", "b.jpg"), ("y", "b.jpg"), ("c", None)):
-        annotate(tmp_path, stem, *([thing("dog")] if stem == "y" else []), filename=filename_text)
-    touch_images(tmp_path, "a.jpg", "b.jpg", "c.jpg")
+    files = {"a": None, "copy": "a.jpg", "x": "b.jpg", "y": "b.jpg", "c": None, "before-d": "d.jpg", "d": None}
+    for stem, filename_text in files.items():
+        annotate(tmp_path, stem, *([thing("dog")] if stem in ("y", "before-d") else []), filename=filename_text)
+    touch_images(tmp_path, "a.jpg", "b.jpg", "c.jpg", "d.jpg")
     index = open_index(tmp_path)
-    assert [index.path(row).name for row in range(len(index))] == ["a.jpg", "c.jpg"]
+    assert [index.path(row).name for row in range(len(index))] == ["a.jpg", "d.jpg", "c.jpg"]
+    assert index.class_names == ("cat",)
     reported = {problem.kind: problem.examples for problem in index.problems}
     assert reported["copied-entry"] == ("copy.xml: a.jpg, as a.xml",)
     assert reported["listed-twice"] == ("b.jpg: x.xml, y.xml",)
+    assert reported["label-without-image"] == ("before-d.xml: about d.jpg, as d.xml is",)
 
 
 def test_an_empty_list(tmp_path: Path) -> None:

@@ -241,6 +241,18 @@ def test_images_and_labels_without_each_other(tmp_path: Path) -> None:
     assert len(index) == 3  # it is background
 
 
+def test_links_to_files_that_are_gone_are_not_left_out(tmp_path: Path) -> None:
+    root = flat(tmp_path)
+    (root / "images" / "gone.jpg").symlink_to(root / "elsewhere.jpg")
+    label(root / "labels" / "gone.txt")
+    assert "images/gone.jpg" in kinds(open_index(root))["box-of-unreadable-image"]
+    (root / "labels" / "a.txt").unlink()
+    (root / "labels" / "a.txt").symlink_to(root / "elsewhere.txt")
+    with pytest.raises(DataError, match="cannot be read") as raised:
+        open_index(root)
+    assert raised.value.location == str(root / "labels" / "a.txt")
+
+
 def test_names_match_in_any_case(tmp_path: Path) -> None:
     make_image(tmp_path / "images" / "A.JPG", format="JPEG")
     label(tmp_path / "labels" / "a.TXT")

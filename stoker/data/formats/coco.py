@@ -41,7 +41,7 @@ from stoker.data.formats.folders import (
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import invalid_json_error, is_usable_name
+from stoker.data.formats.images import invalid_json_error, is_usable_name, resolve_names
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
 from stoker.data.formats.tables import (
@@ -205,7 +205,7 @@ def _have_different_images(files: Iterable[Path]) -> bool:
     for path in files:
         try:
             entries = msgspec.json.decode(regular_files.read_bytes(path), type=_ImageNames).images
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except _UNREADABLE:
             return False
         names = {entry.file_name for entry in entries}
         if names & seen:
@@ -233,6 +233,8 @@ def _locate_images(
         if num_found:
             base, strip_dirs = best, candidates is base_names
             break
+    else:  # the folder whose files have these names in another case or Unicode form, if any
+        base = max(existing, key=lambda folder: len(resolve_names(folder, names)))
     notes = []
     if base not in existing:
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
@@ -260,7 +262,8 @@ MAX_QUOTED_CHARS = 120
 
 Entry = TypeVar("Entry", bound=msgspec.Struct)
 Convert = Callable[..., Any]
-"""(entry, type=, strict=) → an object of that type. Raises msgspec.ValidationError."""
+"""(entry, type=, strict=) → an object of that type. Raises one of `_UNREADABLE`."""
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple[CocoFile, list[str]]:
@@ -332,10 +335,10 @@ def _convert_each(
         for position, entry in enumerate(items):
             try:
                 valid.append(convert(entry, type=entry_type))
-            except msgspec.ValidationError as error:
+            except _UNREADABLE as error:
                 try:
                     corrected, kind = correct(entry, entry_type)
-                except msgspec.DecodeError:  # what a valid beginning was followed by
+                except _UNREADABLE:  # what a valid beginning was followed by
                     corrected, kind = None, None
                 valid += [] if corrected is None else [corrected]
                 reason = "" if kind == "text-for-number" else f": {error}"

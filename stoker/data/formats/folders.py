@@ -112,22 +112,24 @@ def list_image_dirs(folder: Path) -> tuple[Path, ...]:
     return (*named_subdirs(folder, IMAGE_DIRS), folder)
 
 
-def list_names(folder: Path, suffixes: str | tuple[str, ...]) -> list[str]:
-    """The names of the files in a folder with a suffix (lower case), sorted, without hidden ones; none if it is
-    absent."""
+def list_names(folder: Path, suffixes: str | tuple[str, ...], *, files_only: bool = False) -> list[str]:
+    """The names in a folder with a suffix (lower case), sorted, without hidden ones; none if it is absent. Also those
+    that are no files, such as links to files that are gone: leaving them out would lose images or their boxes."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
         return sorted(
             entry.name
             for entry in entries
-            if entry.name.lower().endswith(suffixes) and not entry.name.startswith(".") and entry.is_file()
+            if entry.name.lower().endswith(suffixes)
+            and not entry.name.startswith(".")
+            and (not files_only or entry.is_file())
         )
 
 
 def list_files(folder: Path, suffixes: str | tuple[str, ...]) -> list[Path]:
-    """The same as paths."""
-    return [folder / name for name in list_names(folder, suffixes)]
+    """The files as paths."""
+    return [folder / name for name in list_names(folder, suffixes, files_only=True)]
 
 
 def iter_annotation_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:

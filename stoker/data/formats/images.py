@@ -453,9 +453,9 @@ class TableBuilder:
             notes=[*self.notes, *(f"{count:,} × {description}" for description, count in self.counts.items() if count)],
         )
 
-    def drop_ambiguous_images(self) -> None:
+    def drop_ambiguous_images(self, *, by_stem: bool = False) -> None:
         """Drops an identical second entry of an image in a split. If its entries differ, all are dropped: which one is
-        right is not known. Raises DataError if no image is left."""
+        right is not known. by_stem: the file with the image's own stem is. Raises DataError if no image is left."""
         boxes_of: dict[int, list[Box]] = {}
         for box in self.boxes:
             boxes_of.setdefault(box.image_index, []).append(box)
@@ -467,6 +467,14 @@ class TableBuilder:
             content, *copies = [[box[1:3] for box in boxes_of.get(index, ())] for index in (first, *others)]
             name = self.images[first].name
             if any(copy != content for copy in copies):
+                stem = os.path.splitext(name)[0]
+                own = [index for index in (first, *others) if by_stem and Path(self.locations[index]).stem == stem]
+                if len(own) == 1:
+                    kept[own[0]] = len(kept)
+                    for other in [index for index in (first, *others) if index != own[0]]:
+                        location = f"{self.locations[other]}: about {name}, as {self.locations[own[0]]} is"
+                        self.problems.add("label-without-image", location)
+                    continue
                 listed = ", ".join(self.locations[index] for index in (first, *others))
                 self.problems.add("listed-twice", f"{name}: {listed}")
                 continue

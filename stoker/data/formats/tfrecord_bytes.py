@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib import resources
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -303,7 +303,8 @@ def read_label_map(path: Path) -> LabelMap:
     except RecursionError as error:
         raise wrong("A label map cannot be read.", cause="its messages are nested too deeply") from error
     items: list[tuple[int, list[str], int]] = []
-    for item, line in zip(message.item, _item_lines(text), strict=False):
+    lines = chain(_item_lines(text), repeat(text.count("\n") + 1))  # lists of items have no lines
+    for item, line in zip(message.item, lines, strict=False):
         names = [name for name in (item.display_name, item.name) if name]
         if not item.HasField("id") or not names:
             raise wrong(f"An item of a label map has no {'name' if item.HasField('id') else 'id'}.", line)

@@ -261,7 +261,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     if not builder.images:
         fix = "export or copy the data set again"
         raise no_image_error(layout, problems, "No annotation file can be read.", fix=fix)
-    builder.drop_ambiguous_images()
+    builder.drop_ambiguous_images(by_stem=True)
     reported = set(parsed)
     for part in layout.parts:  # images that have an annotation file and are in no list of a split
         for file in _list_xml(part.annotations):
