@@ -43,6 +43,7 @@ class Cloud(Place):
 
     name, cloud = "cloud", "GCP"
     options = frozenset({"region"})
+    spot_grace_s = 30
 
     def check(self, spec: LaunchSpec) -> list[str]:
         return [f"{spec.name} is checked"]
@@ -116,6 +117,26 @@ def test_a_mounted_folder_is_reached(tmp_path: Path) -> None:
 def test_few_cores_for_a_gpu_are_a_warning() -> None:
     _, warnings = decide(devices=2, cpus=4)
     assert "`stoker check` wants 4 for each" in warnings[0]
+
+
+@pytest.mark.parametrize(("save_s", "flags", "ends"), [
+    (29.0, {}, ""), (31.0, {}, "warning"), (61.0, {}, "--grace 183s"), (31.0, {"spot": True}, "30 s is shorter"),
+    (61.0, {"grace": "5min"}, ""),
+])  # fmt: skip
+def test_the_grace_period_against_what_a_save_took(
+    save_s: float, flags: dict[str, object], ends: str, tmp_path: Path
+) -> None:
+    with RunFolderOf(tmp_path / "run") as folder:
+        folder.event("checkpoint_saved", "saved", write_s=save_s)
+        folder.event("checkpoint_saved", "saved", write_s=1.0)
+    at = {"run_dir": str(tmp_path / "run"), "mount": (f"claim:{tmp_path}",), **flags}
+    if ends in ("", "warning"):
+        _, warnings = decide(**at)
+        assert any("a save of this run took 31 s" in warning for warning in warnings) == (ends == "warning")
+        return
+    with pytest.raises(StokerError, match=ends) as refused:
+        decide(**at)
+    assert refused.value.exit_code == 3
 
 
 class RunFolderOf:
