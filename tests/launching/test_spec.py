@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stoker.cli.app import main
 from stoker.config.durations import parse_time_s
 from stoker.errors import ConfigError, StokerError
+from stoker.launching import ray_cluster
 from stoker.launching.jobs import last_job, read_jobs, remember
 from stoker.launching.request import check_launch, make_spec, parse_nodes
 from stoker.launching.spec import PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
@@ -290,3 +291,16 @@ def test_every_place_is_named_in_the_docs() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/launch.md").read_text()
     for place in PLACES:
         assert f"`{place}`" in page, place
+
+
+@pytest.mark.parametrize(("codes", "ended"), [([75, 75, 0], 0), ([75, 6], 6), ([137, 75, 0], 0), ([137, 137], 137)])
+def test_a_preempted_training_on_ray_is_started_again(
+    codes: list[int], ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = iter(codes)
+    monkeypatch.setattr(ray_cluster, "_run_attempt", lambda *_: next(attempts))
+    monkeypatch.setattr(ray_cluster.time, "sleep", lambda _: None)
+    monkeypatch.setattr(ray_cluster.signal, "signal", lambda *_: None)
+    training = ray_cluster.Training(arguments=(), min_nodes=1, max_nodes=1, resources={}, grace_s=1, restarts=1)
+    assert ray_cluster.drive(training) == ended
+    assert next(attempts, None) is None
