@@ -25,7 +25,7 @@ import stoker
 from benchmarks.report import Bar, Report, options, publish, spread
 from stoker.hardware import device
 from stoker.profiling.ledger import Ledger
-from stoker.profiling.measure.measure import Measure
+from stoker.profiling.measure import Measure
 from stoker.profiling.telemetry.gpu import GpuSampler
 from stoker.profiling.telemetry.host import HostSampler
 from stoker.profiling.trace import EVERY_S, WINDOW_STEPS, Tracer
