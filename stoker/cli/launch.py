@@ -136,6 +136,7 @@ def advise(
     *,
     by: str | None = None,
     price_per_device_hour: float | None = None,
+    apply: bool = False,
     json: bool = False,
 ) -> None:
     """Says whether fewer or more devices would train it cheaper or in time.
@@ -146,6 +147,8 @@ def advise(
         Time until which it has to be done: 90min, 6h, 2d.
     price_per_device_hour
         Default: that of the run, else the list price of its machine.
+    apply
+        End the job and submit it again as proposed: on Slurm and Kubernetes.
     json
         Print it as JSON.
     """
@@ -157,3 +160,6 @@ def advise(
         print_json(advice)
     else:
         launch_advise.print_advice(advice)
+    if apply:
+        job = launch_advise.apply(advice)
+        print_text(f"applied: {advice.changes[0].title}: {job.place} job {job.id}", file=sys.stderr)

@@ -21,6 +21,9 @@ from pathlib import Path
 
 WITHOUT_TORCH = ("numpy", "pyarrow", "cv2", "PIL.Image", "yaml", "psutil", "rich.console", "stoker.diagnosis.engine")
 """What training imports, and what does not import torch."""
+SET_BY_OTHERS = {"OPENBLAS_MAIN_FREE": "1", "LD_LIBRARY_PATH": ""}
+"""Variables that numpy and cv2 add when they are imported. A new one moves the environment, which torch's libraries
+read meanwhile in their thread: a segmentation fault. One that is there already is replaced in its place."""
 
 
 @contextlib.contextmanager
@@ -30,6 +33,8 @@ def quick_imports() -> Iterator[None]:
         yield
         return
     gc.disable()
+    for name, value in SET_BY_OTHERS.items():
+        os.environ.setdefault(name, value)
     try:
         loading = threading.Thread(target=_load_torch_libraries, name="torch libraries", daemon=True)
         loading.start()

@@ -3,7 +3,7 @@
 `advise` reads a run folder and proposes at most one change. All figures are of training time: without startup,
 compilation, evaluation and checkpoints. Not here: why time is lost (`stoker/diagnosis/`), advice without figures after
 any run, also on other GPUs and parts of one (`report/sizing.py`, whose thresholds hold here, too), and other machines
-(`planning/plan.py`). Nothing is changed: each proposal has its command.
+(`planning/plan.py`). Each proposal has its command; `apply` does it.
 
 Assumed of a change: a device works as long on each image, and the loader delivers as before. The batch size is that of
 all devices together; gradients are exchanged once a step, which takes as long whatever the number of devices, and no
@@ -23,8 +23,9 @@ from stoker.config.durations import parse_duration
 from stoker.diagnosis.reader import read_run
 from stoker.errors import UsageError
 from stoker.findings.finding import Evidence, Finding
-from stoker.launching.jobs import read_jobs
-from stoker.launching.spec import Job
+from stoker.launching.jobs import CANCEL_WAIT_S, cancel, last_job, read_jobs, submit
+from stoker.launching.request import check_launch, make_spec
+from stoker.launching.spec import Job, LaunchRequest, PlaceOptions, open_place
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.explain import open_records, resolve_price
@@ -48,6 +49,7 @@ MIN_SAVING = 0.05
 """A change is worth a restart if an image becomes cheaper, or training faster, by more than this. Heuristic."""
 DEVICES_PER_NODE = 8
 """Of the usual machine: more are asked for as nodes, unless the run had nodes."""
+PLACES_TO_APPLY = ("slurm", "k8s")
 FIRST_EXCHANGE = 0.1
 """Fraction of the time that exchanging gradients is assumed to take where there was one device."""
 NOT_TRAINING = frozenset({"startup", "compile", "eval", "checkpoint", "recovery", "idle"})
@@ -302,6 +304,42 @@ def _command(m: Measured, flags: dict[str, str]) -> str:
             words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
     must_stop = not m.is_finished and m.job is not None
     return (f"stoker launch cancel {shlex.quote(str(m.run))} && " if must_stop else "") + shlex.join(words)
+
+
+def apply(advice: LaunchAdvice) -> Job:
+    """Ends the newest job of a run and submits it again, at its place, with the proposal. Everything is checked before
+    the old job is asked to end.
+
+    Raises UsageError, also if there is no proposal, or the place is not one of PLACES_TO_APPLY.
+    """
+    if not advice.changes:
+        raise UsageError("There is nothing to apply.", location=advice.run, cause=advice.summary)
+    old, change = last_job(advice.run), advice.changes[0]
+    if old.place not in PLACES_TO_APPLY:
+        raise UsageError(
+            f"--apply is not possible at {old.place}.", location=advice.run, choices=PLACES_TO_APPLY, fix=change.command
+        )
+    if names := old.request.get("env"):
+        raise UsageError(
+            f"The values of --env are not kept in {old.run}.",
+            cause=f"the job has {', '.join(names)}",
+            fix=f"{change.command} --env NAME=VALUE",
+        )
+    kept = {name: value for name, value in old.request.items() if name != "run_dir"}
+    request = msgspec.convert(kept | change.flags | {"resume": old.run}, LaunchRequest, strict=False)
+    place, run = open_place(old.place), read_run(open_records(advice.run))
+    on_cpu = run.tables.get("run", {}).get("device") == "cpu"
+    spec = make_spec(request, place, PlaceOptions(**old.options), data=None, settings=(), on_cpu=on_cpu)
+    spec = dataclasses.replace(spec, name=old.name, log=old.log or spec.log)
+    check_launch(spec, place)
+    if (state := cancel(old)).is_live:
+        raise UsageError(
+            f"The {old.place} job {old.id} has not ended within {CANCEL_WAIT_S:.0f} s.",
+            location=old.run,
+            cause=state.text,
+            fix=f"`stoker launch status {old.run}`; when it has ended: {change.command}",
+        )
+    return submit(spec, place, request)
 
 
 def print_advice(advice: LaunchAdvice, file: TextIO | None = None, *, width: int | None = None) -> None:

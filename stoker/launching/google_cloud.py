@@ -47,7 +47,7 @@ class GoogleCloud(Place):
     file = "{name}.json"
     cloud = "GCP"
     options = frozenset({"project", "region", "service_account"})
-    default_grace_s = 30
+    spot_grace_s = default_grace_s = 30
     """Notice of a spot machine (cloud.google.com/compute/docs/instances/spot)."""
     title: str
     api: str

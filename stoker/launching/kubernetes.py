@@ -56,6 +56,9 @@ class Kubernetes(Place):
     name = "k8s"
     file = "{name}.yaml"
     options = frozenset({"namespace", "queue", "kind", "service_account"})
+    spot_grace_s = 15
+    """Of the 30 s of a spot VM, for pods that are not the system's ("Termination and graceful shutdown" in
+    cloud.google.com/kubernetes-engine/docs/concepts/spot-vms). EKS and AKS give more."""
 
     def check(self, spec: LaunchSpec) -> list[str]:
         kind = _kind(spec)

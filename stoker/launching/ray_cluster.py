@@ -199,7 +199,7 @@ def drive(training: Training) -> int:
     failures = 0
     while not stopping.is_set():
         code = _run_attempt(training, stopping)
-        if stopping.is_set() or code in PASSED_ON:
+        if stopping.is_set() or (code in PASSED_ON and code != 75):
             return code
         if code == 75:
             _say("the training stopped and saved: starting it again")

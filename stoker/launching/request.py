@@ -13,13 +13,14 @@ import msgspec
 
 from stoker.config.durations import parse_time_s
 from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
-from stoker.errors import ConfigError, UsageError
+from stoker.errors import ConfigError, PreflightError, UsageError
 from stoker.knowledge import read_toml
 from stoker.launching.spec import LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.environment import describe_storage
-from stoker.runs.records import is_finished, runs_named
+from stoker.runs.records import EVENTS, is_finished, read_lines, runs_named
+from stoker.runs.schemas import Event
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 RUNS_DIR = Path("runs")
@@ -151,7 +152,7 @@ def _parse_mount(text: str) -> Mount:
 
 
 def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
-    """Everything that can be known here. Returns warnings. Raises UsageError."""
+    """Everything that can be known here. Returns warnings. Raises UsageError, PreflightError."""
     for name in spec.options.set_fields():
         if name not in place.options:
             flags = [_flag(field) for field in PlaceOptions.__dataclass_fields__ if field in place.options]
@@ -175,7 +176,8 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
             f"{place.name} runs containers: which image?", fix="--image REGISTRY/IMAGE:TAG (docs/launch.md)"
         )
     _check_reach(spec, place)
-    return _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0)) + place.check(spec)
+    warnings = _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0))
+    return warnings + _check_grace(spec, place) + place.check(spec)
 
 
 def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machine | None:
@@ -248,6 +250,28 @@ def _check_resources(spec: LaunchSpec, machine: Machine | None) -> list[str]:
     needed = CORES_PER_GPU * spec.gpus
     text = f"{cpus} CPUs for {spec.gpus} GPUs: `stoker check` wants {CORES_PER_GPU} for each (--cpus {needed})"
     return [text] if spec.mig_slice is None and cpus < needed else []
+
+
+def _check_grace(spec: LaunchSpec, place: Place) -> list[str]:
+    """The notice before a kill, against the slowest save that the run has recorded here."""
+    notice_s = place.spot_grace_s if spec.spot else None
+    grace_s = min(spec.grace_s, notice_s or spec.grace_s)
+    events = [] if is_uri(spec.run_dir) else read_lines(Path(spec.run_dir), EVENTS, Event)
+    save_s = max(
+        (float(event.data.get("write_s", 0)) for event in events if event.kind == "checkpoint_saved"), default=0
+    )
+    if save_s <= grace_s / 2:
+        return []
+    cause = f"a save of this run took {save_s:.3g} s to write; the step before it has to end, too"
+    if save_s > grace_s:
+        fix = (
+            f"--grace {3 * save_s:.0f}s"
+            if notice_s is None or save_s <= notice_s
+            else "without --spot, or a smaller model"
+        )
+        what = f"The grace period of {grace_s:g} s is shorter than a save."
+        raise PreflightError(what, location=spec.run_dir, cause=cause, fix=fix)
+    return [f"a grace period of {grace_s:g} s is short: {cause}"]
 
 
 def check_container(spec: LaunchSpec, place: str) -> None:

@@ -227,6 +227,8 @@ class Place:
     options: frozenset[str] = frozenset()
     """Fields of PlaceOptions that it takes."""
     default_grace_s: int = 60
+    spot_grace_s: int | None = None
+    """Notice that a spot machine of the place gives; None: `grace_s` holds there, too."""
 
     def check(self, spec: LaunchSpec) -> list[str]:
         """The place's own rules. Returns warnings; raises UsageError. Needs no client and no network."""

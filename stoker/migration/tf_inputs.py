@@ -5,7 +5,7 @@ reads the folder and tells the splits by their names (docs/tfrecord.md): what th
 """
 
 import posixpath
-from glob import has_magic
+from glob import escape, has_magic
 from pathlib import Path, PurePosixPath
 
 from stoker.data.formats.folders import split_from_name
@@ -39,8 +39,7 @@ def read_inputs(account: FieldAccount, pipeline: Message, data: str | None) -> N
             _read_paths(account, reader.child(RECORDS), wanted, source)
     for reader in (train, *evals):
         if reader.has("label_map_path"):
-            note = "found by itself if it is in the folder of the records or the one above"
-            account.carry(reader, "label_map_path", "exact", {}, note)
+            _read_label_map(account, reader, source)
     if train.has("label_map_path"):
         text = (
             "the text of a box overrides its label id, in the API and here; where they disagree, "
@@ -98,6 +97,21 @@ def _name_files(source: str, train_files: list[str], eval_files: list[str], *, i
         return names
     found = [[path for pattern in (name, f"*/{name}") for path in Path(source).glob(pattern)] for name in names]
     return [candidates[0].relative_to(source).as_posix() for candidates in found] if all(found) else None
+
+
+def _read_label_map(account: FieldAccount, reader: Message, source: str | None) -> None:
+    """The row of a label map, which is not named here but found (`formats/tfrecord.py`)."""
+    name, root = PurePosixPath(reader.text("label_map_path")).name, Path(source or "")
+    if source is not None and not is_uri(source) and root.is_dir():
+        folders, patterns = (root, root.absolute().parent), (escape(name), f"*/{escape(name)}")
+        if name and any(next(folder.glob(pattern), None) for folder in folders for pattern in patterns):
+            account.carry(reader, "label_map_path", "exact", {}, "found by itself, near the records")
+        else:
+            reason = f"{name} is not near the records: copy it next to them, else classes come from the records"
+            account.drop(reader, "label_map_path", reason)
+    else:
+        note = "not checked; found by itself if it is in the folder of the records or the one above"
+        account.carry(reader, "label_map_path", "substitute", {}, note)
 
 
 def _read_paths(account: FieldAccount, reader: Message, wanted: str, source: str | None) -> None:

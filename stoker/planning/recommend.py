@@ -186,12 +186,17 @@ def _changes(possible: Sequence[MachinePlan], limits: Limits) -> list[str]:
     if not possible:
         return [f"{smaller}, or --activation-checkpointing, if the memory is too small"]
     changes = []
-    fastest, cheapest = (min(possible, key=lambda row: _rank(row, by_time=by_time)) for by_time in (True, False))
-    if limits.by_s is not None:
+    in_time, affordable = (
+        [row for row in possible if meets(row, one) != "no"]
+        for one in (Limits(by_s=limits.by_s), Limits(budget=limits.budget))
+    )
+    fastest = min(affordable or possible, key=lambda row: _rank(row, by_time=True))
+    cheapest = min(in_time or possible, key=lambda row: _rank(row, by_time=False))
+    if limits.by_s is not None and fastest.duration_s.expected > limits.by_s:
         minutes = math.ceil(fastest.duration_s.expected / 60)
         changes.append(f"--by {minutes}min: {fastest.label} is then in time, as expected")
         changes.append(f"{smaller}, fewer --epochs, or --gpus 2 4 8: {_bottleneck(fastest)}")
-    if limits.budget is not None and cheapest.cost is not None:
+    if limits.budget is not None and cheapest.cost is not None and cheapest.cost.expected > limits.budget:
         cents = math.ceil(100 * cheapest.cost.expected)
         changes.append(f"--budget {cents / 100:.2f}: enough for {cheapest.label}, as expected")
         changes.append("--spot: spot machines cost 60 to 91 % less (GCP's range), with preemptions")

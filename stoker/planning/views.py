@@ -168,9 +168,11 @@ def _drawing(plan: Plan) -> Markup:
     line = {"type": "line", "line": {"color": "#c2410c", "dash": "dash"}}
     shapes = []
     if plan.limits.by_s is not None:
-        shapes.append(line | {"x0": plan.limits.by_s / 3600, "x1": plan.limits.by_s / 3600, "yref": "paper", "y1": 1})
+        shapes.append(
+            line | {"x0": plan.limits.by_s / 3600, "x1": plan.limits.by_s / 3600, "yref": "paper", "y0": 0, "y1": 1}
+        )
     if plan.limits.budget is not None:
-        shapes.append(line | {"y0": plan.limits.budget, "y1": plan.limits.budget, "xref": "paper", "x1": 1})
+        shapes.append(line | {"y0": plan.limits.budget, "y1": plan.limits.budget, "xref": "paper", "x0": 0, "x1": 1})
     axes = {"xaxis": {"type": "log", "title": "hours"}, "yaxis": {"type": "log", "title": "cost, US dollars"}}
     layout = axes | {"shapes": shapes, "height": 520}
     return Markup(plot({"data": [machines], "layout": layout}, output_type="div"))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stoker.cli.app import main
 from stoker.config.durations import parse_time_s
 from stoker.errors import ConfigError, StokerError
+from stoker.launching import ray_cluster
 from stoker.launching.jobs import last_job, read_jobs, remember
 from stoker.launching.request import check_launch, make_spec, parse_nodes
 from stoker.launching.spec import PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
@@ -43,6 +44,7 @@ class Cloud(Place):
 
     name, cloud = "cloud", "GCP"
     options = frozenset({"region"})
+    spot_grace_s = 30
 
     def check(self, spec: LaunchSpec) -> list[str]:
         return [f"{spec.name} is checked"]
@@ -116,6 +118,26 @@ def test_a_mounted_folder_is_reached(tmp_path: Path) -> None:
 def test_few_cores_for_a_gpu_are_a_warning() -> None:
     _, warnings = decide(devices=2, cpus=4)
     assert "`stoker check` wants 4 for each" in warnings[0]
+
+
+@pytest.mark.parametrize(("save_s", "flags", "ends"), [
+    (29.0, {}, ""), (31.0, {}, "warning"), (61.0, {}, "--grace 183s"), (31.0, {"spot": True}, "30 s is shorter"),
+    (61.0, {"grace": "5min"}, ""),
+])  # fmt: skip
+def test_the_grace_period_against_what_a_save_took(
+    save_s: float, flags: dict[str, object], ends: str, tmp_path: Path
+) -> None:
+    with RunFolderOf(tmp_path / "run") as folder:
+        folder.event("checkpoint_saved", "saved", write_s=save_s)
+        folder.event("checkpoint_saved", "saved", write_s=1.0)
+    at = {"run_dir": str(tmp_path / "run"), "mount": (f"claim:{tmp_path}",), **flags}
+    if ends in ("", "warning"):
+        _, warnings = decide(**at)
+        assert any("a save of this run took 31 s" in warning for warning in warnings) == (ends == "warning")
+        return
+    with pytest.raises(StokerError, match=ends) as refused:
+        decide(**at)
+    assert refused.value.exit_code == 3
 
 
 class RunFolderOf:
@@ -269,3 +291,16 @@ def test_every_place_is_named_in_the_docs() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/launch.md").read_text()
     for place in PLACES:
         assert f"`{place}`" in page, place
+
+
+@pytest.mark.parametrize(("codes", "ended"), [([75, 75, 0], 0), ([75, 6], 6), ([137, 75, 0], 0), ([137, 137], 137)])
+def test_a_preempted_training_on_ray_is_started_again(
+    codes: list[int], ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = iter(codes)
+    monkeypatch.setattr(ray_cluster, "_run_attempt", lambda *_: next(attempts))
+    monkeypatch.setattr(ray_cluster.time, "sleep", lambda _: None)
+    monkeypatch.setattr(ray_cluster.signal, "signal", lambda *_: None)
+    training = ray_cluster.Training(arguments=(), min_nodes=1, max_nodes=1, resources={}, grace_s=1, restarts=1)
+    assert ray_cluster.drive(training) == ended
+    assert next(attempts, None) is None

@@ -271,6 +271,20 @@ def test_what_cannot_be_imported_is_refused(tmp_path: Path, text: str, words: st
         import_text(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    ("place", "status"),
+    [("data/m.pbtxt", "exact"), ("m.pbtxt", "exact"), ("annotations/m.pbtxt", "exact"), ("a/b/m.pbtxt", "not carried"),
+     (None, "substitute")],
+)  # fmt: skip
+def test_a_label_map_is_carried_over_only_if_it_is_near_the_records(tmp_path: Path, place: str | None, status: str):
+    if place is not None:
+        for path in (tmp_path / place, tmp_path / "data" / "t.record"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    _, report = import_text(tmp_path, make(records=str(tmp_path / "data" / "t.record")))
+    assert {row.status for row in report.fields if row.field == "train_input_reader.label_map_path"} == {status}
+
+
 def test_another_config_is_not_overwritten(tmp_path: Path):
     config, report = import_text(tmp_path, make())
     out = tmp_path / "new" / "config.toml"

@@ -82,6 +82,11 @@ def test_what_to_change() -> None:
     poor = recommend(ROWS, Limits(budget=2))
     assert any(change.startswith("--budget 5.00") for change in poor.changes)
     assert any(change.startswith("--spot") for change in poor.changes)
+    assert not any(c.startswith("--by") for c in recommend(ROWS, Limits(by_s=20 * 3600, budget=2)).changes)
+    both = recommend(ROWS, Limits(by_s=2 * 3600, budget=6)).changes
+    assert [change.partition(",")[0] for change in (both[0], both[2])] == [
+        "--by 600min: slow is then in time", "--budget 20.00: enough for fast",
+    ]  # fmt: skip
     full = recommend([row("tiny", 1, 1, problem="does not fit", fits="no")], Limits())
     assert "--image-size" in full.changes[0]
     assert any("--gpus 2 4 8" in change for change in late.changes)
