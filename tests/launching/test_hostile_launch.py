@@ -47,7 +47,10 @@ PLACES = {
 @pytest.mark.parametrize(
     ("place", "flag"),
     [("slurm", flag) for flag in ("--run-dir", "--partition", "--account", "--gpu", "--name", "--epochs")]
-    + [("k8s", flag) for flag in ("--namespace", "--queue", "--gpu", "--image", "--mount", "--env", "--service-account")]
+    + [
+        ("k8s", flag)
+        for flag in ("--namespace", "--queue", "--gpu", "--image", "--mount", "--env", "--service-account")
+    ]
     + [("vertex", flag) for flag in ("--region", "--project", "--service-account", "--gpu")],
 )
 def test_a_value_with_a_control_character_is_refused_at_its_flag(

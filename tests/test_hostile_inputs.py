@@ -1,0 +1,246 @@
+"""Small inputs that expand, special files in place of plain ones, and odd numbers: each command ends with an error that
+names the file, or goes on without it, in 60 s and 1.5 GB of memory."""
+
+import hashlib
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from stoker.runs.records import CONFIG, ENVIRONMENT, EVENTS
+from tests.data.tfrecords import jpeg
+from tests.drawn import draw
+from tests.report.runs import write_run
+
+MEMORY_BYTES, SECONDS = 3 << 29, 60
+GIB = 1 << 30
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def stoker(tmp_path: Path) -> Command:
+    def run(*arguments: object) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "stoker", *map(str, arguments)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False, stdin=subprocess.DEVNULL,
+            env={**os.environ, "STOKER_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES)),
+        )  # fmt: skip
+        output = done.stdout + done.stderr
+        assert "Traceback" not in output, output[-3000:]
+        assert "MemoryError" not in output, output[-3000:]
+        assert done.returncode in (0, 1, 2, 3, 4), output[-3000:]
+        return done.returncode, output
+
+    return run
+
+
+# Data sets
+
+
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+OBJECTS = pa.struct([("bbox", pa.list_(pa.list_(pa.float32()))), ("category", pa.list_(pa.int64()))])
+
+
+def parquet(path: Path, images: pa.Array, objects: pa.Array) -> Path:
+    path.parent.mkdir(parents=True)
+    table = pa.table({"image": images, "objects": objects})
+    pq.write_table(table, path, compression="zstd", row_group_size=len(table))
+    return path
+
+
+def same(value: pa.Scalar, count: int) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value], value.type))
+
+
+def some_objects(count: int) -> pa.Array:
+    return pa.array([{"bbox": [[1, 2, 9, 9]], "category": [0]}] * count, OBJECTS)
+
+
+def images_of(data: list[bytes], names: list[str]) -> pa.Array:
+    return pa.StructArray.from_arrays([pa.array(data, pa.binary()), pa.array(names)], fields=list(IMAGE))
+
+
+@pytest.mark.parametrize("way", ["one image in many rows", "boxes without end", "a name without end"])
+def test_a_parquet_file_that_expands_is_refused(stoker: Command, tmp_path: Path, way: str) -> None:
+    path = tmp_path / "set" / "data" / "train-00000-of-00001.parquet"
+    if way == "one image in many rows":
+        parquet(path, images_of([jpeg(40, 30, 1) + bytes(24 << 20)] * 80, ["a.jpg"] * 80), some_objects(80))
+    elif way == "boxes without end":
+        count = 120_000_000
+        lists = pa.ListArray.from_arrays([0, count], pa.array(memoryview(bytes(8 * count)).cast("q")))
+        boxes = pa.ListArray.from_arrays([0, 1], pa.ListArray.from_arrays([0, 4], pa.array([1.0] * 4, pa.float32())))
+        objects = pa.StructArray.from_arrays([boxes, lists], fields=list(OBJECTS))
+        parquet(path, images_of([jpeg(40, 30, 1)], ["a.jpg"]), objects)
+        del lists, objects
+    else:
+        parquet(path, images_of([jpeg(40, 30, 1)] * 64, ["x" * (24 << 20)] * 64), some_objects(64))
+    assert path.stat().st_size < 30_000_000
+    code, output = stoker("data", "check", tmp_path / "set")
+    assert code == 4, output
+    assert path.name in output
+    copies = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
+    assert copies < 200 << 20
+
+
+def test_a_packed_index_with_compressed_buffers_is_refused(stoker: Command, tmp_path: Path) -> None:
+    draw(tmp_path / "plain")
+    code, output = stoker("data", "pack", tmp_path / "plain", tmp_path / "packed")
+    assert code == 0, output
+    (index,) = (tmp_path / "packed").glob("stoker-index.arrow")
+    with pa.ipc.open_file(index) as reader:
+        schema, table = reader.schema, reader.read_all()
+    count = 300_000_000
+    offsets = [0, *[count // 4] * table.num_rows]
+    boxes = pa.FixedSizeListArray.from_arrays(pa.array(memoryview(bytes(4 * count)).cast("f")), 4)
+    table = table.set_column(schema.names.index("boxes"), "boxes", pa.LargeListArray.from_arrays(offsets, boxes))
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(str(index), schema, options=options) as writer:
+        writer.write_batch(table.cast(schema).combine_chunks().to_batches()[0])
+    del boxes, table
+    assert index.stat().st_size < 10_000_000
+    code, output = stoker("data", "check", tmp_path / "packed")
+    assert code == 4, output
+    assert index.name in output
+
+
+def test_an_mds_index_with_one_shard_many_times_ends(stoker: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    shard = {
+        "column_encodings": ["bytes"], "column_names": ["image"], "column_sizes": [None], "compression": None,
+        "format": "mds", "hashes": [], "raw_data": {"basename": "shard.00000.mds", "bytes": 16, "hashes": {}},
+        "samples": 1, "size_limit": 67108864, "version": 2, "zip_data": None,
+    }  # fmt: skip
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard] * 200_000}))
+    (folder / "shard.00000.mds").write_bytes((1).to_bytes(4, "little") + bytes(12))
+    code, output = stoker("data", "check", folder)
+    assert code == 4, output
+    assert "index.json" in output or "shard.00000.mds" in output
+
+
+@pytest.mark.parametrize(
+    "header", [{"size": "1e9"}, {"size": "-5"}, {"mtime": "nan"}, {"uid": "x"}, {"size": "9" * 5000}]
+)
+def test_a_tar_with_odd_numbers_in_its_pax_headers_is_reported(
+    stoker: Command, tmp_path: Path, header: dict[str, str]
+) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, data in (("a.jpg", jpeg(40, 30, 1)), ("a.json", b'{"bboxes": [[1, 2, 9, 9]], "labels": ["x"]}')):
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = len(data), header
+            tar.addfile(info, io.BytesIO(data))
+    (folder / "train-000000.tar").write_bytes(buffer.getvalue())
+    stoker("data", "check", folder)
+
+
+# Scripts and settings of others
+
+
+def test_a_dockerfile_whose_variables_expand(stoker: Command, tmp_path: Path) -> None:
+    lines = ["FROM nvidia/cuda:12.4.1-runtime-ubuntu22.04", "ENV A0=aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"]
+    lines += [f"ENV A{n}={'$A' + str(n - 1) if n else ''}{('$A' + str(n - 1)) * 31}" for n in range(1, 11)]
+    (tmp_path / "Dockerfile").write_text("\n".join([*lines, "RUN echo $A10", "FROM $A10", 'CMD ["python", "$A10"]']))
+    stoker("check", "--dockerfile", "Dockerfile")
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "9" * 5000, "nan", "0x" + "f" * 5000])
+@pytest.mark.parametrize("field", ["num_steps", "learning_rate", "num_classes", "batch_size"])
+def test_odd_numbers_in_a_pipeline_config(stoker: Command, tmp_path: Path, field: str, number: str) -> None:
+    values = {"num_steps": "10", "learning_rate": "0.01", "num_classes": "3", "batch_size": "8"} | {field: number}
+    (tmp_path / "pipeline.config").write_text(
+        f"model {{ ssd {{ num_classes: {values['num_classes']} "
+        "feature_extractor { type: 'ssd_mobilenet_v2_keras' } } }\n"
+        f"train_config {{ batch_size: {values['batch_size']} num_steps: {values['num_steps']} optimizer {{ "
+        "momentum_optimizer { learning_rate { constant_learning_rate { learning_rate: "
+        f"{values['learning_rate']} }} }} }} }} }}\n"
+        "train_input_reader { label_map_path: 'l' tf_record_input_reader { input_path: 't' } }\n"
+    )
+    code, output = stoker("import", "pipeline.config")
+    assert code == 0 or "pipeline.config" in output, output
+
+
+# Run folders
+
+
+def a_run(path: Path) -> Path:
+    return write_run(path, samples=3, environment={"argv": ["stoker", "train"]}, settings="")
+
+
+@pytest.mark.parametrize(
+    "name", [ENVIRONMENT, CONFIG, EVENTS, "output.log", "steps.jsonl", "launch.json", "dataset.json"]
+)
+@pytest.mark.parametrize("kind", ["zero", "fifo", "folder", "sparse"])
+def test_special_files_in_a_run_folder(stoker: Command, tmp_path: Path, name: str, kind: str) -> None:
+    run = a_run(tmp_path / "run")
+    path = run / name
+    path.unlink(missing_ok=True)
+    if kind == "zero":
+        path.symlink_to("/dev/zero")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(20 * GIB)
+    stoker("why", run)
+
+
+def test_a_report_of_a_run_with_special_files(stoker: Command, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    for name in ("environment.json", "output.log", "dataset.json"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to("/dev/zero")
+    code, output = stoker("report", run, "--no-open")
+    assert code in (0, 2), output
+
+
+@pytest.mark.parametrize("code", ['"x"', "1e400", "[1]", "9" * 5000, "null", "true"])
+def test_an_event_with_an_odd_exit_code(stoker: Command, tmp_path: Path, code: str) -> None:
+    run = a_run(tmp_path / "run")
+    line = f'{{"t": 1780000900.0, "attempt": 1, "kind": "failed", "text": "x", "data": {{"exit_code": {code}}}}}\n'
+    (run / EVENTS).write_text((run / EVENTS).read_text() + line)
+    stoker("why", run)
+
+
+def test_a_checkpoint_that_is_a_deflated_zip_is_not_expanded(tmp_path: Path) -> None:
+    from stoker.runs.records import CHECKPOINTS
+    from tests.bounded import bounded
+    from tests.fixtures.training_checkpoint import newest, save
+
+    run = tmp_path / "run"
+    run.mkdir()
+    save(run, 1, 2)
+    path = run / CHECKPOINTS / "step-00000002" / "state.pt"
+    large = io.BytesIO()
+    torch.save({"moments": [torch.zeros(200_000_000)]}, large)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(large) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.namelist():
+            target.writestr(entry, source.read(entry))
+    del large
+    path.write_bytes(packed.getvalue())
+    manifest = json.loads(path.with_name("manifest.json").read_bytes())
+    manifest["files"]["state.pt"] = {
+        "size_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()
+    }  # fmt: skip
+    path.with_name("manifest.json").write_text(json.dumps(manifest))
+    with bounded(seconds=30, megabytes=400):
+        loaded, _ = newest(run)
+    assert loaded is not None
+    assert loaded.step == 1
