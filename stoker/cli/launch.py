@@ -48,11 +48,12 @@ def launch(
         Print exactly what would be submitted.
     """
     from stoker.launching.jobs import submit
-    from stoker.launching.request import check_launch, make_spec
+    from stoker.launching.request import check_launch, make_spec, refuse_control_characters
 
     if where is None:
         raise UsageError("Where should it be launched?", choices=PLACES, fix="stoker launch local demo")
     place = open_place(where)
+    refuse_control_characters(request, options, data, settings)
     settings, on_cpu = _check_settings(settings)
     spec = make_spec(request, place, options, data=data, settings=settings, on_cpu=on_cpu)
     for warning in check_launch(spec, place):

@@ -45,6 +45,7 @@ class GoogleCloud(Place):
     """What Vertex AI and Batch share."""
 
     file = "{name}.json"
+    job_id = r"projects/[\w:.-]{1,64}/locations/[a-z0-9-]{1,40}/(customJobs/\d{1,25}|jobs/[a-z0-9-]{1,63})"
     cloud = "GCP"
     options = frozenset({"project", "region", "service_account"})
     spot_grace_s = default_grace_s = 30
@@ -185,7 +186,7 @@ class Vertex(GoogleCloud):
             "accelerators": count or None,
             "image": spec.image,
             "arguments": list(spec.arguments),
-            "env": [{"name": name, "value": value} for name, value in spec.env.items()],
+            "env": [{"name": name, "value": value.replace("$(", "$$(")} for name, value in spec.env.items()],
             "nfs": nfs or None,
             "name": spec.name,
             "strategy": "SPOT" if spec.spot else "STANDARD",

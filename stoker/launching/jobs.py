@@ -5,23 +5,28 @@ launch.json is in the run folder, in a bucket where the run is, and names places
 themselves are in files of their own (`spec.PLACES`).
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
+from stoker import regular_files
 from stoker.errors import ObjectMissing, UsageError, writing
-from stoker.launching.spec import Job, JobStatus, LaunchRequest, LaunchSpec, Place, open_place
+from stoker.launching.spec import LOG, PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, open_place
 from stoker.runs.records import EVENTS, LAUNCH, read_lines
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import write_atomic
-from stoker.storage.uri import to_run_uri, working_copy
+from stoker.storage.uri import is_uri, to_run_uri, working_copy
 
 KEPT_JOBS = 100
 CANCEL_WAIT_S = 120.0
 """How long `cancel` waits for the job to save and end."""
 POLL_S = 0.5
+MAX_BYTES, PIECE_BYTES = 1 << 24, 1 << 20
+"""Largest launch.json; bytes of a log that are read at once."""
+_JOBS = msgspec.json.Decoder(list[Job])
 
 
 def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
@@ -67,20 +72,31 @@ def read_jobs(run: str) -> list[Job]:
     location = f"{run if uri is None else uri}/{LAUNCH}"
     try:
         if uri is None:
-            data = (Path(run) / LAUNCH).read_bytes()
+            data = regular_files.read_bytes(Path(run) / LAUNCH, max_bytes=MAX_BYTES)
         else:
             from stoker.storage.store import open_store  # imports obstore, which local runs do not need
 
             data = open_store(uri).read(uri.child(LAUNCH).key)
+        jobs = [_checked(job, str(Path(run).absolute() if uri is None else uri)) for job in _JOBS.decode(data)]
     except (FileNotFoundError, NotADirectoryError, ObjectMissing):
         return []
-    try:
-        return msgspec.json.decode(data, type=list[Job])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         fix = "correct or delete it; the jobs themselves are not affected"
         raise UsageError(
             "The list of launched jobs cannot be read.", location=location, cause=str(error), fix=fix
         ) from error
+    return jobs
+
+
+def _checked(job: Job, run: str) -> Job:
+    """The job, of the run in which it is listed. Raises ValueError for what `submit` never writes: the file may come
+    from others, and an id reaches the command line of a client."""
+    if job.place not in PLACES or not re.fullmatch(open_place(job.place).job_id, job.id):
+        raise ValueError(f"{job.id[:80]!r} is not the id of a job at {job.place[:80]!r}")
+    name = Path(job.log).name
+    if job.log and name != LOG and not (is_uri(run) and re.fullmatch(r"stoker-[a-z0-9-]{1,60}\.log", name)):
+        raise ValueError(f"{job.log[:80]!r} is not the log of a launch")
+    return msgspec.structs.replace(job, run=run, log=job.log if is_uri(run) or not job.log else f"{run}/{LOG}")
 
 
 def last_job(run: str) -> Job:
@@ -135,15 +151,21 @@ def read_log(path: str, *, follow: bool, is_running: Callable[[], bool]) -> Iter
     while True:
         runs = follow and is_running()  # asked before the file is read: what it wrote at its end is not missed
         try:
-            with Path(path).open("rb") as file:
+            with regular_files.open_file(path) as file:
                 file.seek(offset)
-                data = file.read()
+                data = file.read(PIECE_BYTES)
         except FileNotFoundError:
             data = b""
+        except OSError as error:
+            raise UsageError("The log of the job cannot be read.", location=path, cause=str(error)) from error
         offset += len(data)
         *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > PIECE_BYTES:  # a line without end
+            lines, rest = [*lines, rest], b""
         for line in lines:
             yield line.decode(errors="replace")
+        if len(data) == PIECE_BYTES:
+            continue  # there may be more
         if not runs:
             if rest:
                 yield rest.decode(errors="replace")

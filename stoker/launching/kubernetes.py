@@ -55,6 +55,7 @@ FOLLOW_S = 2.0
 class Kubernetes(Place):
     name = "k8s"
     file = "{name}.yaml"
+    job_id = r"(job|jobset|trainjob)(/[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?){2}"
     options = frozenset({"namespace", "queue", "kind", "service_account"})
     spot_grace_s = 15
     """Of the 30 s of a spot VM, for pods that are not the system's ("Termination and graceful shutdown" in
@@ -207,10 +208,15 @@ def _render(spec: LaunchSpec) -> list[dict[str, Any]]:
     return [fill(one, {}) for one in documents]
 
 
+def _literal(text: str) -> str:
+    """Kubernetes puts the value of a variable in place of `$(NAME)` in arguments and variables; `$$` stands for `$`."""
+    return text.replace("$", "$$")
+
+
 def _values(spec: LaunchSpec) -> dict[str, Any]:
     """Of the template. None: the field is left out."""
     several, is_job = spec.max_nodes > 1, _kind(spec) == "job"
-    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in spec.env.items()]
+    env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in spec.env.items()]
     if several:
         master = f"{spec.name}-0.{spec.name}" if is_job else f"{spec.name}-node-0-0.{spec.name}"
         env += [
@@ -236,7 +242,7 @@ def _values(spec: LaunchSpec) -> dict[str, Any]:
         "annotations": {"gke-gcsfuse/volumes": "true"} if has_bucket else None,
         "grace_s": spec.grace_s,
         "image": spec.image,
-        "arguments": list(spec.arguments),
+        "arguments": list(map(_literal, spec.arguments)),
         "env": env,
         "resources": resources,
         "volumes": volumes,

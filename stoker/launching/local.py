@@ -27,6 +27,7 @@ class Local(Place):
     name = "local"
     file = "command"
     reach = "this machine"
+    job_id = r"[1-9]\d{0,9}@\d{1,12}"
 
     def check(self, spec: LaunchSpec) -> list[str]:
         if spec.max_nodes > 1:
@@ -77,11 +78,13 @@ def _command(spec: LaunchSpec) -> list[str]:
 
 
 def _find(job: Job) -> psutil.Process | None:
-    """The process of a job; None: it has ended, also where another process has its number now."""
+    """The process of a job; None: it has ended, also where another process has its number now: one whose command does
+    not name the run is never signalled."""
     pid, _, started_s = job.id.partition("@")
     try:
         process = psutil.Process(int(pid))
         is_same = abs(process.create_time() - float(started_s)) <= _CLOCK_TOLERANCE_S
-        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
+        is_ours = is_same and process.status() != psutil.STATUS_ZOMBIE and job.run in process.cmdline()
+        return process if is_ours else None
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None

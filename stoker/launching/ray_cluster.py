@@ -59,6 +59,7 @@ class Ray(Place):
 
     name = "ray"
     file = "job.json"
+    job_id = r"[A-Za-z0-9_][\w-]{0,127}"
     reach = "shared files"
     options = frozenset({"address"})
 

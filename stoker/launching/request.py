@@ -5,7 +5,9 @@ Each rule raises a UsageError or returns warnings. What only one place knows is 
 `stoker plan` and `stoker check` have them: the table of machines, the thresholds of the host.
 """
 
+import dataclasses
 import re
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
@@ -15,7 +17,7 @@ from stoker.config.durations import parse_time_s
 from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
 from stoker.errors import ConfigError, PreflightError, UsageError
 from stoker.knowledge import read_toml
-from stoker.launching.spec import LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions
+from stoker.launching.spec import LOG, LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.environment import describe_storage
@@ -24,7 +26,6 @@ from stoker.runs.schemas import Event
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 RUNS_DIR = Path("runs")
-LOG = "launch.log"
 MAX_NAME_CHARS = 40
 GIB = 2**30
 CPUS_PER_GPU, GIB_PER_CPU = 8, 4.0
@@ -98,6 +99,22 @@ def make_spec(
         options=options,
         log=str(Path.cwd() / f"{_job_name(run_dir)}.log" if is_uri(run_dir) else Path(run_dir) / LOG),
     )
+
+
+def refuse_control_characters(
+    request: LaunchRequest, options: PlaceOptions, data: str | None, settings: tuple[str, ...]
+) -> None:
+    """A line break in a value would end a line of a batch script. Raises UsageError."""
+    flags = ("DATA", *(word if word.startswith("--") else "DATA" for word in settings))
+    values: list[tuple[str, object]] = [("DATA", data), *zip(flags, settings, strict=False)]
+    values += [(_flag(name), value) for name, value in options.set_fields().items()]
+    for field in dataclasses.fields(request):
+        value = getattr(request, field.name)
+        values += [(_flag(field.name), text) for text in (value if isinstance(value, tuple) else (value,))]
+    for flag, text in values:
+        if isinstance(text, str) and any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in text):
+            what = f"A control character in {flag}: {text!r}."
+            raise UsageError(what, fix="write it without line breaks and escapes")
 
 
 def _locate(data: str, place: Place) -> str:

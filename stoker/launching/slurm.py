@@ -41,6 +41,7 @@ class Slurm(Place):
     reach = "shared files"
     options = frozenset({"partition", "account"})
     default_grace_s = 120
+    job_id = r"\d{1,12}"
 
     def check(self, spec: LaunchSpec) -> list[str]:
         for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type)):

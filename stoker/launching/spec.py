@@ -28,6 +28,8 @@ PLACES = {
     "ray": "stoker.launching.ray_cluster:Ray",
 }
 ALIASES = {"kubernetes": "k8s", "vertex-ai": "vertex", "batch": "gcp-batch"}
+LOG = "launch.log"
+"""In the run folder."""
 PORT = 29500
 """Where rank 0 listens: torchrun's port. Each node has an address of its own, so jobs cannot meet there."""
 FAILING_EXIT_CODES = (2, 3, 4, 6)
@@ -229,6 +231,8 @@ class Place:
     default_grace_s: int = 60
     spot_grace_s: int | None = None
     """Notice that a spot machine of the place gives; None: `grace_s` holds there, too."""
+    job_id: str
+    """Pattern of the ids that `submit` returns. One from launch.json that does not match reaches no client."""
 
     def check(self, spec: LaunchSpec) -> list[str]:
         """The place's own rules. Returns warnings; raises UsageError. Needs no client and no network."""

@@ -88,7 +88,7 @@ def kept(path: Path, **fields: object) -> Path:
     ("place", "id"),
     [
         ("slurm", "--user=root"), ("slurm", "1 2"), ("slurm", ""), ("slurm", "-1"), ("slurm", "12_[1-5]"),
-        ("local", "--user=root"), ("local", "1"), ("local", "x@y"), ("local", "-1@0"), ("local", "99999999999999999999@0"),
+        ("local", "--user=root"), ("local", "1"), ("local", "x@y"), ("local", "-1@0"), ("local", "9" * 20 + "@0"),
         ("local", "1@nan"), ("k8s", "--all"), ("k8s", "../secrets/x"), ("k8s", "a/b/c/d"),
         ("vertex", "--x"), ("vertex", "../../x"), ("gcp-batch", "https://evil.example/x"), ("ray", "../../x"),
         ("nowhere", "1"), ("slurm", "1" * 100_000), ("slurm", "1\n2"),
