@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker import regular_files
 from stoker.diagnosis.run_data import EventSummary, HangInfo, LogLine, Mean, Termination
 from stoker.runs.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS, locked
 from stoker.runs.schemas import DeviceSample, Event, StackWindow, StepWindow
@@ -85,7 +86,7 @@ class EndReader:
 
     def __init__(self, run_dir: Path, events: EventSummary) -> None:
         self._run_dir, self._events = run_dir, events
-        self._has_output = (run_dir / OUTPUT).exists()
+        self._has_output = (run_dir / OUTPUT).is_file()
         self._is_known = self._has_ended()
         """Whether the attempt has ended, and not normally without an output."""
         self._last_step: tuple[float, str] | None = None
@@ -212,8 +213,8 @@ def _memory_growth(samples: list[DeviceSample]) -> float:
 def _infer_exit_code(end_event: Event) -> int | None:
     """None: of an external job whose exit code the kernel did not report."""
     if "exit_code" in end_event.data:
-        code: int | None = end_event.data["exit_code"]
-        return code
+        code = end_event.data["exit_code"]
+        return code if isinstance(code, int) and abs(code) < 1 << 16 else None
     return _EXIT_CODES.get(end_event.kind, _python_exit_code(end_event.text))
 
 
@@ -235,9 +236,9 @@ def _read_attempt_output(run_dir: Path, start_data: dict[str, Any] | None) -> tu
 
 def _head_checksum(path: Path, offset: int) -> int | None:
     """Checksum of the beginning of a file when it was `offset` bytes long; None if it is shorter."""
-    if not path.exists() or path.stat().st_size < offset:
+    if not path.is_file() or path.stat().st_size < offset:
         return None
-    with path.open("rb") as file:
+    with regular_files.open_file(path) as file:
         return zlib.crc32(file.read(min(offset, _HEAD_BYTES)))
 
 
@@ -265,14 +266,14 @@ def split_log_lines(data: bytes, file_name: str, *, first_number: int = 1) -> tu
 
 def read_output(path: Path, *, min_offset: int = 0) -> tuple[LogLine, ...]:
     """The last MAX_OUTPUT_BYTES of an output, from the first complete line on, numbered as in the file. min_offset:
-    byte before which nothing is read; a line begins there. Raises OSError."""
-    with path.open("rb") as file:
+    byte before which nothing is read; a line begins there. Raises OSError, also for a device or a FIFO."""
+    with regular_files.open_file(path) as file:
         offset = max(min_offset, path.stat().st_size - MAX_OUTPUT_BYTES)
         remaining, first_number = offset, 1
         while remaining and (block := file.read(min(remaining, MAX_OUTPUT_BYTES))):
             remaining -= len(block)
             first_number += block.count(b"\n")
-        data = file.read()
+        data = file.read(MAX_OUTPUT_BYTES)
     if offset > min_offset:
         _, _, data = data.partition(b"\n")
         first_number += 1

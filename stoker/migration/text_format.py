@@ -179,6 +179,10 @@ def _read_value(tokens: Any, message: Message, name: str, line: int, depth: int)
     message.scalars.setdefault(name, []).append(_read_scalar(tokens))
 
 
+MAX_NUMBER = 1e30
+"""Numbers above it, and inf and nan, cannot be settings; those of thousands of digits cannot even be printed."""
+
+
 def _read_scalar(tokens: Any) -> Scalar:
     token = tokens.token
     if token[:1] in ("'", '"'):
@@ -190,8 +194,10 @@ def _read_scalar(tokens: Any) -> Scalar:
     if token[:1].isalpha() or token[:1] == "_":
         return str(tokens.ConsumeIdentifier())
     try:
-        integer = int(token, 0)
+        number: int | float = int(token, 0)
+        tokens.NextToken()
     except ValueError:
-        return float(tokens.ConsumeFloat())
-    tokens.NextToken()
-    return integer
+        number = float(tokens.ConsumeFloat())
+    if not abs(number) < MAX_NUMBER:
+        raise tokens.ParseErrorPreviousToken(f"{token[:40]} is no number that a training can have")
+    return number

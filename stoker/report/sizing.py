@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stoker import regular_files
 from stoker.diagnosis.run_data import Mean, RunRecords
 from stoker.findings.finding import Evidence, Finding
 from stoker.knowledge import read_toml
 from stoker.report import format as fmt
 from stoker.runs.records import ENVIRONMENT
 
+MAX_BYTES = 1 << 24
 NOT_COMPARED = frozenset({"argv", "cwd"})
 PER_RUN_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "SLURM_JOB_ID"})
 """Variables that differ in every run."""
@@ -28,8 +30,8 @@ PER_RUN_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK
 def read_environment(run: Path) -> dict[str, Any]:
     """The content; empty if the file is missing or damaged."""
     try:
-        environment = json.loads((run / ENVIRONMENT).read_bytes())
-    except (OSError, ValueError):
+        environment = json.loads(regular_files.read_bytes(run / ENVIRONMENT, max_bytes=MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return environment if isinstance(environment, dict) else {}
 

@@ -7,6 +7,7 @@ each. Format: https://github.com/webdataset/webdataset. Not here: which annotati
 shards (`stoker/data/packing.py`).
 """
 
+import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -210,7 +211,7 @@ def iter_members(read: ReadAt, total_bytes: int) -> Iterator[Member]:
             elif header.type == tarfile.GNUTYPE_LONGNAME:
                 long_name = content.rstrip(b"\0").decode("utf-8", "surrogateescape")
         else:
-            if "size" in pax and pax["size"].isdigit():
+            if re.fullmatch(r"[0-9]{1,18}", pax.get("size", "")):
                 length = int(pax["size"])
             if length < 0 or start + length > total_bytes:
                 raise TruncatedArchive(f"it ends at byte {total_bytes:,}, within {header.name}")

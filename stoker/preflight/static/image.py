@@ -206,12 +206,20 @@ def _assignments(instruction: Instruction, variables: dict[str, str]) -> list[tu
     return [(key, Word(substitute(value, variables), line)) for (key, _, value), line in pairs]
 
 
+MAX_EXPANDED_CHARS = 1 << 16
+
+
 def substitute(text: str, variables: dict[str, str]) -> str:
-    """The text with $NAME, ${NAME} and ${NAME:-default} replaced. What is unknown stays as it is."""
+    """The text with $NAME, ${NAME} and ${NAME:-default} replaced. What is unknown stays as it is, and what would make
+    the text longer than MAX_EXPANDED_CHARS: a few lines that double a value fill any memory."""
+    length = 0
 
     def value(match: re.Match[str]) -> str:
+        nonlocal length
         name = match[1] or match[3]
-        return variables.get(name) or match[2] or variables.get(name, match[0])
+        found = variables.get(name) or match[2] or variables.get(name, match[0])
+        length += len(found)
+        return found if length <= MAX_EXPANDED_CHARS else match[0]
 
     return _VARIABLE.sub(value, text)
 
