@@ -6,6 +6,7 @@ MAX_BYTES, nested at most MAX_DEPTH deep. Whether a name exists and what a value
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,8 +180,8 @@ def _read_value(tokens: Any, message: Message, name: str, line: int, depth: int)
     message.scalars.setdefault(name, []).append(_read_scalar(tokens))
 
 
-MAX_NUMBER = 1e30
-"""Numbers above it, and inf and nan, cannot be settings; those of thousands of digits cannot even be printed."""
+MAX_INTEGER = 1 << 64
+"""Larger ones are no fields of protobuf, and inf and nan no settings."""
 
 
 def _read_scalar(tokens: Any) -> Scalar:
@@ -198,6 +199,6 @@ def _read_scalar(tokens: Any) -> Scalar:
         tokens.NextToken()
     except ValueError:
         number = float(tokens.ConsumeFloat())
-    if not abs(number) < MAX_NUMBER:
+    if not math.isfinite(number) if isinstance(number, float) else abs(number) > MAX_INTEGER:
         raise tokens.ParseErrorPreviousToken(f"{token[:40]} is no number that a training can have")
     return number
