@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
