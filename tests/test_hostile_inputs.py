@@ -23,6 +23,7 @@ from tests.data.tfrecords import jpeg
 from tests.drawn import draw
 from tests.report.runs import write_run
 
+pytestmark = pytest.mark.slow
 MEMORY_BYTES, SECONDS = 3 << 29, 60
 GIB = 1 << 30
 Command = Callable[..., tuple[int, str]]
