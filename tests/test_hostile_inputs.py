@@ -21,6 +21,7 @@ import torch
 from stoker.runs.records import CONFIG, ENVIRONMENT, EVENTS
 from tests.data.tfrecords import jpeg
 from tests.drawn import draw
+from tests.fixtures.special_files import replace_by
 from tests.report.runs import write_run
 
 pytestmark = pytest.mark.slow
@@ -188,17 +189,7 @@ def a_run(path: Path) -> Path:
 @pytest.mark.parametrize("kind", ["zero", "fifo", "folder", "sparse"])
 def test_special_files_in_a_run_folder(stoker: Command, tmp_path: Path, name: str, kind: str) -> None:
     run = a_run(tmp_path / "run")
-    path = run / name
-    path.unlink(missing_ok=True)
-    if kind == "zero":
-        path.symlink_to("/dev/zero")
-    elif kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        with path.open("wb") as file:
-            file.truncate(20 * GIB)
+    replace_by(kind, run / name, size_bytes=20 * GIB)
     stoker("why", run)
 
 

@@ -186,6 +186,7 @@ class Vertex(GoogleCloud):
             "accelerators": count or None,
             "image": spec.image,
             "arguments": list(spec.arguments),
+            # Vertex AI puts values of variables in place of $(NAME); $$ stands for $.
             "env": [{"name": name, "value": value.replace("$(", "$$(")} for name, value in spec.env.items()],
             "nfs": nfs or None,
             "name": spec.name,

@@ -144,28 +144,31 @@ def recorded_end(job: Job) -> JobStatus:
     return JobStatus(state="failed", text=f"killed: nothing is recorded after {last.kind!r}")
 
 
+def _read_piece(path: str, offset: int) -> bytes:
+    """At most PIECE_BYTES from there on; empty at the end, and where there is no file yet."""
+    try:
+        with regular_files.open_file(path) as file:
+            file.seek(offset)
+            return file.read(PIECE_BYTES)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise UsageError("The log of the job cannot be read.", location=path, cause=str(error)) from error
+
+
 def read_log(path: str, *, follow: bool, is_running: Callable[[], bool]) -> Iterator[str]:
     """The lines of a log file; with `follow`, until the job has ended and its last line is read."""
     rest = b""
     offset = 0
     while True:
         runs = follow and is_running()  # asked before the file is read: what it wrote at its end is not missed
-        try:
-            with regular_files.open_file(path) as file:
-                file.seek(offset)
-                data = file.read(PIECE_BYTES)
-        except FileNotFoundError:
-            data = b""
-        except OSError as error:
-            raise UsageError("The log of the job cannot be read.", location=path, cause=str(error)) from error
-        offset += len(data)
-        *lines, rest = (rest + data).split(b"\n")
-        if len(rest) > PIECE_BYTES:  # a line without end
-            lines, rest = [*lines, rest], b""
-        for line in lines:
-            yield line.decode(errors="replace")
-        if len(data) == PIECE_BYTES:
-            continue  # there may be more
+        while data := _read_piece(path, offset):
+            offset += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > PIECE_BYTES:  # a line without end
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                yield line.decode(errors="replace")
         if not runs:
             if rest:
                 yield rest.decode(errors="replace")

@@ -4,10 +4,12 @@ The process is detached from the terminal; its output goes to launch.log in the 
 ended is read from the run's events.
 """
 
+import os
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from stoker.errors import UsageError, writing
 from stoker.launching.jobs import read_log, recorded_end
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place
 
+START_S = 1.0
+"""How long a process that is being started may be without its command: the kernel sets it at the end of exec."""
 _CLOCK_TOLERANCE_S = 2.0
 """psutil computes the start of a process from the clock, which may be set."""
 
@@ -77,6 +81,11 @@ def _command(spec: LaunchSpec) -> list[str]:
     return [*env, sys.executable, "-m", "stoker", *spec.arguments, *restarts]
 
 
+def _is_run(word: str, run: str) -> bool:
+    """Whether an argument is the run: its URI, or any path of its folder."""
+    return word == run or (os.path.isdir(word) and os.path.isdir(run) and os.path.samefile(word, run))
+
+
 def _find(job: Job) -> psutil.Process | None:
     """The process of a job; None: it has ended, also where another process has its number now: one whose command does
     not name the run is never signalled."""
@@ -84,7 +93,11 @@ def _find(job: Job) -> psutil.Process | None:
     try:
         process = psutil.Process(int(pid))
         is_same = abs(process.create_time() - float(started_s)) <= _CLOCK_TOLERANCE_S
-        is_ours = is_same and process.status() != psutil.STATUS_ZOMBIE and job.run in process.cmdline()
-        return process if is_ours else None
+        if not is_same or process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        deadline_s = time.monotonic() + START_S
+        while not (words := process.cmdline()) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return process if any(_is_run(word, job.run) for word in words) else None
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None

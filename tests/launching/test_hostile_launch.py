@@ -14,6 +14,7 @@ import yaml
 
 from stoker.cli.app import main
 from stoker.runs.records import LAUNCH
+from tests.fixtures.special_files import replace_by
 
 Command = Callable[..., tuple[int, str]]
 
@@ -132,29 +133,37 @@ def test_a_log_outside_the_run_folder_is_not_printed(stoker: Command, tmp_path: 
     assert "root:" not in output
 
 
-@pytest.mark.parametrize("target", ["zero", "fifo", "folder", "large"])
-def test_launch_json_and_log_that_are_no_files_end_at_once(stoker: Command, tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "command", "target"),
+    [(LAUNCH, "status", target) for target in ("zero", "fifo", "folder", "large")]
+    + [("launch.log", "logs", target) for target in ("zero", "fifo", "folder")],
+)
+def test_launch_json_and_log_that_are_no_files_end_at_once(
+    stoker: Command, tmp_path: Path, name: str, command: str, target: str
+) -> None:
     run = kept(tmp_path / "run", log=str(tmp_path / "run" / "launch.log"))
-    for name, command in (("launch.log", "logs"), (LAUNCH, "status")):
-        path = run / name
-        path.unlink(missing_ok=True)
-        if target == "zero":
-            path.symlink_to("/dev/zero")
-        elif target == "fifo":
-            os.mkfifo(path)
-        elif target == "folder":
-            path.mkdir()
-        else:
-            with path.open("wb") as file:
-                file.truncate(1 << 34)
-            if name == "launch.log":
-                path.unlink()
-                continue
-        began = time.monotonic()
-        code, output = stoker(command, str(run))
-        assert code == 2, output
-        assert name in output
-        assert time.monotonic() - began < 60
+    replace_by(target, run / name, size_bytes=1 << 34)
+    began = time.monotonic()
+    code, output = stoker(command, str(run))
+    assert code == 2, output
+    assert name in output
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("way", ["a link", "dots"])
+def test_a_process_is_that_of_a_run_that_is_named_in_another_way(stoker: Command, tmp_path: Path, way: str) -> None:
+    run, named = tmp_path / "run", tmp_path / "other" / ".." / "run"
+    run.mkdir()
+    (tmp_path / "other").mkdir()
+    if way == "a link":
+        named = tmp_path / "link"
+        named.symlink_to(run)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "--run-dir", str(run)]) as process:
+        try:
+            kept(run, id=f"{process.pid}@{psutil.Process(process.pid).create_time():.0f}")
+            assert "running" in stoker("status", str(named))[1]
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("text", ["[1]", '[{"place": "local"}]', '{"a": 1}', "[" * 100_000, '[{"t": 1e999}]', "\x00"])

@@ -17,9 +17,9 @@ from stoker.diagnosis.causes.shared import (
     has_enough_stacks,
     is_long_enough,
     make_evidence,
-    make_finding,
     make_phase_finding,
     make_stack_finding,
+    make_traced_finding,
     percent,
     samples_contradict,
     stack_evidence,
@@ -355,16 +355,4 @@ def _num_workers(run: RunRecords) -> int | None:
 def exposed_h2d_copies(run: RunRecords, cause: Cause) -> Finding | None:
     if run.phase_seconds("h2d") > 0:
         return make_phase_finding(run, cause, "h2d")
-    traces = run.traces
-    if not traces.wall_s:
-        return None
-    fraction = traces.copy_s / traces.wall_s
-    text = f"only copies ran in {percent(fraction)} of {traces.steps} traced steps"
-    return make_finding(
-        run,
-        cause,
-        fraction,
-        [make_evidence(text, fraction, "traces.jsonl: copy_s")],
-        lost_s=fraction * run.phase_seconds("compute"),
-        estimate_basis="the traced fraction of the time in steps",
-    )
+    return make_traced_finding(run, cause, "copies", "copy_s") if run.traces.wall_s else None

@@ -101,6 +101,20 @@ def fraction_of_phase(run: RunRecords, *phases: str) -> float | None:
     return run.steady_phase_fraction(*phases)
 
 
+def make_traced_finding(run: RunRecords, cause: Cause, what: str, field: str) -> Finding | None:
+    """Of the time of traced steps in which only `what` ran on the device: a field of traces.jsonl, in seconds."""
+    fraction = getattr(run.traces, field) / run.traces.wall_s
+    text = f"only {what} ran in {percent(fraction)} of {run.traces.steps} traced steps"
+    return make_finding(
+        run,
+        cause,
+        fraction,
+        [make_evidence(text, fraction, f"traces.jsonl: {field}")],
+        lost_s=fraction * run.phase_seconds("compute"),
+        estimate_basis="the traced fraction of the time in steps",
+    )
+
+
 def make_phase_finding(
     run: RunRecords,
     cause: Cause,

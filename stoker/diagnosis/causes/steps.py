@@ -11,6 +11,7 @@ from stoker.diagnosis.causes.shared import (
     make_finding,
     make_phase_finding,
     make_stack_finding,
+    make_traced_finding,
     max_gpu_memory_fraction,
     percent,
     phase_evidence,
@@ -365,16 +366,6 @@ def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
     min_measured = _min_fraction(run)
     if run.phase_seconds("comm") > 0:
         return make_phase_finding(run, cause, "comm", min_measured=min_measured)
-    traces = run.traces
-    if traces.wall_s <= 0 or traces.comm_s <= 0:
+    if run.traces.wall_s <= 0 or run.traces.comm_s <= 0:
         return make_stack_finding(run, cause, "a collective", "comm", min_measured=min_measured)
-    fraction = traces.comm_s / traces.wall_s
-    text = f"only collectives ran in {percent(fraction)} of {traces.steps} traced steps"
-    return make_finding(
-        run,
-        cause,
-        fraction,
-        [make_evidence(text, fraction, "traces.jsonl: comm_s")],
-        lost_s=fraction * run.phase_seconds("compute"),
-        estimate_basis="the traced fraction of the time in steps",
-    )
+    return make_traced_finding(run, cause, "collectives", "comm_s")

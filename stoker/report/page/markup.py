@@ -1,5 +1,5 @@
 """HTML elements as values, for charts, images with boxes, tables, and the drawing of `stoker plan`. The pages
-themselves are the templates beside this file, which `report/html.py` fills.
+themselves are the templates next to this file, which `report/html.py` fills.
 
 Everything that is not `Markup` is escaped, here and in the templates, so a class called `<script>` is plain text.
 """
