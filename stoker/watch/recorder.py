@@ -371,12 +371,13 @@ def _empty_inputs(pid: int) -> list[str]:
         for fd in os.listdir(f"/proc/{pid}/fd")[:MAX_OPEN_FILES]:
             with contextlib.suppress(OSError):
                 fd_path = Path(f"/proc/{pid}/fd/{fd}")
+                if fd_path.lstat().st_mode & stat.S_IWUSR:  # open for writing
+                    continue
                 file_status = fd_path.stat()
                 if file_status.st_size or not stat.S_ISREG(file_status.st_mode) or not file_status.st_nlink:
                     continue
                 path = os.readlink(fd_path)
-                flags = re.search(r"^flags:\s*(\d+)", Path(f"/proc/{pid}/fdinfo/{fd}").read_text(), re.MULTILINE)
-                if flags and int(flags[1], 8) & os.O_ACCMODE == os.O_RDONLY and not _NOT_INPUT.search(path):
+                if not _NOT_INPUT.search(path):
                     paths.append(path)
     return paths
 

@@ -197,7 +197,12 @@ def test_a_job_that_stood_still(watched: Watched, monkeypatch: pytest.MonkeyPatc
 def test_a_job_that_spins_on_an_empty_file(tmp_path: Path) -> None:
     """As TensorFlow's record reader does on a shard of zero bytes."""
     (tmp_path / "train-00003.tfrecord").touch()
-    spins = "print('step 1 loss: 0.5', flush=True)\nwhile True:\n    with open('train-00003.tfrecord') as f: f.read()"
+    spins = (
+        "print('step 1 loss: 0.5', flush=True)\n"
+        "while True:\n"
+        "    with open('train-00003.tfrecord') as f:\n"
+        "        any(f.read() for _ in range(10**5))"
+    )
     command = script(tmp_path, spins)
     watcher = subprocess.Popen([*WATCH, "--", *command], cwd=tmp_path, stdout=subprocess.DEVNULL)
     until(begun(tmp_path / "run") for _ in range(1500))
