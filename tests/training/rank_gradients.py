@@ -60,7 +60,7 @@ def states(model: Detector) -> dict[str, Tensor]:
 
 def largest_difference(ranks: Ranks, name: str, changes: dict[str, Any], micro_batches: int) -> float:
     """Of the weights and running statistics after one step, and of the losses."""
-    size = (320, 320) if name.startswith("ssdlite") else (64, 64)
+    size = (96, 96) if name.startswith("ssdlite") else (64, 64)
     batch = make_batch(BOXES * micro_batches, size, 3)
     batch = batch._replace(images=batch.images.double(), boxes=batch.boxes.double())
     model, optimizer = make_step(name, changes)

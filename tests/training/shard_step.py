@@ -65,7 +65,7 @@ def make_step(case: str, sharding: Sharding | None) -> tuple[Detector, Optimizer
 
 
 def batch_of(case: str) -> Batch:
-    size = (320, 320) if case == "ssdlite" else (64, 64)
+    size = (96, 96) if case == "ssdlite" else (64, 64)
     batch = make_batch(BOXES, size, 3)
     return batch._replace(images=batch.images.double(), boxes=batch.boxes.double())
 

@@ -28,7 +28,8 @@ from tests.fixtures.training_ranks import (  # noqa: F401
     aps,
     arguments,
     assert_same_training,
-    few_threads,
+    change,
+    in_float64,
     mean_loss,
     rank_processes,
     start,
@@ -161,6 +162,8 @@ def test_losses_and_gradients_are_those_of_the_whole_batch():
 def test_ranks_train_what_one_process_trains(data: Path, whole: Path, tmp_path: Path, devices: int):
     """30 images: a batch of 12 reaches into the next epoch, and 6 validation images are no multiple of 3 · 4."""
     assert_same_training(whole, train(data, tmp_path, devices, "--steps", STEPS_IN_ALL))
+    untrained = train(data, tmp_path / "untrained", 1, "--steps", "1", "--lr", "1e-9")
+    assert change(untrained, whole) > 0.1
 
 
 @pytest.mark.slow
@@ -205,15 +208,15 @@ def test_stopped_on_two_continued_on_one_and_on_three(data: Path, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [3])
 def test_killed_and_continued_on_as_many_is_bit_identical(data: Path, tmp_path: Path, devices: int):
-    whole = train(data, tmp_path / "whole", devices, "--steps", "60")
-    process = start(data, tmp_path / "killed", devices, "--steps", "60")
+    whole = train(data, tmp_path / "whole", devices, "--steps", "24")
+    process = start(data, tmp_path / "killed", devices, "--steps", "24")
     wait_for_checkpoint(process, tmp_path / "killed" / "run")
     for child in rank_processes(process):
         child.kill()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert "was killed by SIGKILL" in output
-    killed = train(data, tmp_path / "killed", devices, "--steps", "60")
+    killed = train(data, tmp_path / "killed", devices, "--steps", "24")
     for name in ("final.safetensors", "best.safetensors"):
         assert (whole / name).read_bytes() == (killed / name).read_bytes()
 

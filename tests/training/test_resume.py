@@ -83,9 +83,9 @@ def test_sigkill(undisturbed: Path, data: Path, tmp_path: Path, moments: list[st
 
 
 LONG = [*FLAGS, "--run-dir", "long"]
-LONG[LONG.index(str(STEPS_IN_ALL))] = "700"
-LONG[LONG.index("--checkpoint-every") + 1] = "40"
-LONG[LONG.index("--eval-every") + 1] = "300"
+LONG[LONG.index(str(STEPS_IN_ALL))] = "300"
+LONG[LONG.index("--checkpoint-every") + 1] = "20"
+LONG[LONG.index("--eval-every") + 1] = "130"
 
 
 @pytest.mark.slow

@@ -20,9 +20,9 @@ from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import derive
 from stoker.training.local_ranks import find_free_port
 from tests.drawn import draw
-from tests.fixtures.training_ranks import assert_same_training, few_threads, start, train, wait_for_checkpoint
+from tests.fixtures.training_ranks import assert_same_training, in_float64, start, train, wait_for_checkpoint
 
-__all__ = ["few_threads"]
+__all__ = ["in_float64"]
 
 SHARD = ["--shard", "--steps", "30"]
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from stoker.config.settings import from_fields
 from stoker.data.index import open_index
 from stoker.diagnosis.reader import read_run
 from stoker.errors import ConfigError
-from stoker.hardware.cgroup import CORES_VARIABLE
 from stoker.hardware.device import select_device
 from stoker.models import MODELS, build
 from stoker.models.weights.load import shapes_only
@@ -29,20 +27,18 @@ from stoker.training.local_ranks import choose_devices, find_free_port
 from stoker.training.ranks import Ranks
 from stoker.training.stages import Pipeline, Stages, _merge, cut, list_parts
 from tests.drawn import draw, run_stoker, stoker
-from tests.fixtures.training_ranks import arguments, mean_loss, start, train, wait_for_checkpoint
+from tests.fixtures.training_ranks import (  # noqa: F401
+    arguments,
+    assert_same_training,
+    in_float64,
+    start,
+    train,
+    wait_for_checkpoint,
+)
 from tests.models.samples import make_batch, settings_of
 from tests.training.stage_step import CASES
 
 FAST = ["--steps", "30", "--backbone-norm", "bn", "--grad-accum-steps", "3"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of one thread and of two are rounded differently."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("OMP_NUM_THREADS", CORES_VARIABLE):
-        monkeypatch.setenv(name, "1")
 
 
 @pytest.fixture(scope="module")
@@ -213,17 +209,6 @@ def test_steps_of_every_family_are_those_of_one_process(count: int, cases: list[
         assert numbers["losses"] < 1e-6, (case, numbers)  # they are summed in fp32
         assert numbers["all_bytes"] == pytest.approx(1.0), (case, "each tensor is in one rank", numbers)
         assert numbers["own_bytes"] < 0.95, (case, numbers)
-
-
-def assert_same_training(one: Path, other: Path) -> None:
-    """The bounds are those of a float32 sum in another order, after 30 steps: only the norm of the gradients is summed
-    otherwise. `test_steps_of_every_family_are_those_of_one_process` compares in float64."""
-    first, second = load_file(one / "final.safetensors"), load_file(other / "final.safetensors")
-    assert list(first) == list(second)
-    for name, tensor in first.items():
-        atol = 1e-6 + 1e-4 * float(tensor.abs().max())
-        torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=atol, msg=name)
-    assert mean_loss(other) == pytest.approx(mean_loss(one), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -38,14 +38,14 @@ from stoker.training.local_ranks import find_free_port
 from tests.drawn import draw
 from tests.fixtures.training_ranks import (
     assert_same_training,
-    few_threads,
+    in_float64,
     rank_processes,
     start,
     train,
     wait_for_checkpoint,
 )
 
-__all__ = ["few_threads"]
+__all__ = ["in_float64"]
 
 
 @pytest.fixture(scope="module")
