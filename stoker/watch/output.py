@@ -149,6 +149,8 @@ def parse_layout(line: str) -> Progress | None:
 def _layout_progress(group: dict[str, str | None]) -> Progress | None:
     text = group.get("pairs_with_loss") or group.get("pairs") or ""
     pairs = _pairs(text)
+    if words := group.get("words"):
+        pairs = {name.lower(): parse_number(value) for name, value in _PARTS["word_pair"].findall(words)}
     losses = _losses(pairs) | {
         f"loss_{n}": parse_number(value) for n, value in enumerate((group.get("losses") or "").split(), start=1)
     }
@@ -158,7 +160,9 @@ def _layout_progress(group: dict[str, str | None]) -> Progress | None:
     if not losses and ("pairs_with_loss" in group or (title and epoch is None)):  # a download, a validation, predict
         return None
     step_time = _PARTS["step_time"].search(text)
-    step_s = pairs.get("time") if group.get("step_s") is None else parse_number(group["step_s"] or "")
+    step_s = (
+        pairs.get("time", pairs.get("batch")) if group.get("step_s") is None else parse_number(group["step_s"] or "")
+    )
     if step_time is not None:
         step_s = parse_number(step_time[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[step_time[2]]
     step, total = group.get("step"), group.get("total") or ""
@@ -170,21 +174,22 @@ def _layout_progress(group: dict[str, str | None]) -> Progress | None:
         lr=_find_lr(pairs),
         img_per_s=pairs.get("img/s"),
         step_s=step_s,
-        input_wait_s=pairs.get("data") if "step_from_0" in group else None,
+        input_wait_s=pairs.get("data") if "step_from_0" in group or words else None,
         is_bare_bar=is_tqdm and not losses and epoch is None,
         loss_columns=tuple((group.get("columns") or "").split()),
     )
 
 
 def parse_plain(line: str) -> Progress | None:
-    """`step 100 loss=0.53 lr: 0.001`: a loss, with a counter or only with such pairs."""
-    pairs = _pairs(line)
+    """`step 100 loss=0.53 lr: 0.001`, `iter 100: loss 0.53`: a loss, with a counter or only with such pairs."""
+    words = {name: parse_number(value) for name, value in _PARTS["loss_word"].findall(line)}
+    pairs = words | _pairs(line)
     losses = _losses(pairs)
     if not losses:
         return None
     counter, epoch = _PARTS["counter"].search(line), _PARTS["epoch_counter"].search(line)
     if not _PARTS["only_pairs"].match(line) and (
-        (counter is None and epoch is None) or not _PARTS["loss_value"].search(line)
+        (counter is None and epoch is None) or not (words or _PARTS["loss_value"].search(line))
     ):
         return None
     speed = _PARTS["img_per_s"].search(line)

@@ -60,6 +60,24 @@ REAL = {
     "{'loss': 0.5, 'learning_rate': 4.9e-05, 'epoch': 0.02}": Progress(losses={"total": 0.5}, lr=4.9e-5),
     "  5%|▌         | 5/100 [00:10<03:10,  2.00s/it]": Progress(step=5, total_steps=100, is_bare_bar=True),
     "step 100 loss=0.53 lr=0.001": Progress(step=100, losses={"total": 0.53}, lr=0.001),
+    # torch's ImageNet example (yjh0410/pytorch-imagenet issue 1), and an SSD tutorial after it
+    "Epoch: [0][  400/80073]\tTime  0.315 ( 0.372)\tData  0.002 ( 0.073)\tLoss 6.9802e+00 (7.0827e+00)\tAcc@1   0.00 "
+    "(  0.08)\tAcc@5   6.25 (  0.55)\tlr 0.000000 (0.000002)": Progress(
+        epoch=0, step=400, total_steps=80073, losses={"total": 6.9802}, lr=0.0, step_s=0.315, input_wait_s=0.002
+    ),
+    "Epoch: [3][0/518]\tBatch Time 5.1 (5.1)\tData Time 0.9 (0.9)\tLoss 22.8 (22.8)\t": Progress(
+        epoch=3, step=0, total_steps=518, losses={"total": 22.8}, step_s=5.1, input_wait_s=0.9
+    ),
+    # timm, and OpenPCDet after it (pull request 1229)
+    "Train: 0 [  50/1251 (  4%)]  Loss: 6.95 (6.96)  Time: 0.35s, 2900/s  LR: 1.000e-05  Data: 0.011 (0.08)": Progress(
+        epoch=0, step=50, total_steps=1251, losses={"total": 6.95}, lr=1e-5
+    ),
+    "2023-01-05 16:34:49   INFO  Train:    1/3 ( 33%) [  49/323 ( 15%)]  Loss: 36.77 (81.7)  LR: 1.351e-04": Progress(
+        epoch=1, step=49, total_steps=323, losses={"total": 36.77}, lr=1.351e-4
+    ),
+    # nanoGPT, and a plain loop
+    "iter 250: loss 3.2910, time 141.05ms, mfu 22.01%": Progress(step=250, losses={"total": 3.291}),
+    "step 10 loss 0.5": Progress(step=10, losses={"total": 0.5}),
     "Step: 7/1000, Loss: 0,53, 12.5 img/s": Progress(step=7, total_steps=1000, losses={"total": 0.53}, img_per_s=12.5),
     "Epoch [3], iter [20/50], loss: 1.2e-3": Progress(step=20, total_steps=50, epoch=3, losses={"total": 1.2e-3}),
     "loss: 0.25": Progress(losses={"total": 0.25}),
