@@ -1,5 +1,6 @@
 """What users of other tools type, taken from their documentation and projects (habits.toml): what stoker answers."""
 
+import re
 import shlex
 import sys
 import tomllib
@@ -43,3 +44,14 @@ def test_a_command_of_another_tool_is_understood_or_answered(
         assert word in joined
     assert "Traceback" not in output
     assert not list(tmp_path.iterdir())
+
+
+def test_the_commands_of_the_readme_are_commands() -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    lines = [line.partition(" #")[0] for line in text.splitlines() if line.startswith("stoker ")]
+    typed = re.findall(r"`stoker (train data=[^`]+|val model=[^`]+)`", text)
+    assert len(lines) >= 7
+    assert len(typed) == 2
+    for command in [line.removeprefix("stoker ") for line in lines if "install-completion" not in line] + typed:
+        arguments, _ = translate(shlex.split(command), find_flags)
+        app.parse_args(arguments, exit_on_error=False)
