@@ -5,30 +5,20 @@
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from stoker.config.flag_names import translate_keywords
 from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
 from stoker.monitor.options import MonitoringOptions
-from stoker.printable import print_text
 from stoker.training import run as training_run
 from stoker.training.local_ranks import RankRequest, Result, choose_devices, must_start_ranks, run_ranks
 
 if TYPE_CHECKING:
     from stoker.planning.check import CheckReport
     from stoker.planning.plan import Plan
-
-
-def _translate(command: str, settings: Settings, **own: Any) -> dict[str, Any]:
-    """The keywords of a call with those of other tools translated (`imgsz=640`); each change is printed on stderr."""
-    fields, notes = translate_keywords(command, dict(settings), **own)
-    for note in notes:
-        print_text(f"stoker: {note}", file=sys.stderr)
-    return fields
 
 
 def train(
@@ -61,7 +51,7 @@ def train(
     Raises StokerError; its message says what to do. Raises `stoker.errors.Preempted` after SIGTERM or Ctrl-C, when
     everything is saved: the same call continues.
     """
-    fields = _translate("train", settings, data=data, run_dir=run_dir, resume=resume, devices=devices)
+    fields = translate_keywords("train", settings, data=data, run_dir=run_dir, resume=resume, devices=devices)
     run_dir, resume, devices = (fields.pop(name, None) for name in ("run_dir", "resume", "devices"))
     user_config = from_fields(fields)
     paths = [None if path is None else os.fspath(path) for path in (run_dir, resume)]
@@ -111,9 +101,7 @@ def check(
     from stoker.planning.check import check as run_checks
     from stoker.training.run_selection import with_absolute_paths
 
-    fields = _translate("check", settings, data=data, run_dir=run_dir, devices=devices)
-    run_dir, devices = fields.pop("run_dir", None), fields.pop("devices", 1)
-    config = from_fields(fields)
+    config = from_fields(translate_keywords("check", settings, data=data))
     check_settings(config)
     request = CheckRequest(
         config=with_absolute_paths(config),
@@ -150,7 +138,7 @@ def plan(
     from stoker.planning.recommend import Limits
 
     return make_plan(
-        from_fields(_translate("plan", settings, data=data)),
+        from_fields(translate_keywords("plan", settings, data=data)),
         on=on,
         gpus=gpus,
         spot=spot,

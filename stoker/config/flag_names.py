@@ -8,6 +8,7 @@ siblings. What they change is a note, so that a user notices when a setting mean
 import contextlib
 import functools
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_type_hints
 
@@ -16,6 +17,7 @@ import msgspec
 from stoker.config.keywords import Settings
 from stoker.errors import ConfigError, UsageError, nearest
 from stoker.knowledge import read_toml
+from stoker.printable import print_text
 
 
 class _Meaning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,8 +58,7 @@ _TAKES_KEYWORDS = (*_LIKE_TRAIN, "predict", "export", "eval")
 """Commands in which `name=value` is `--name value`."""
 _DOTTED = r"((?:[A-Z][A-Z0-9_]*\.)+[A-Z][A-Z0-9_]*)"
 """A setting of Detectron2: SOLVER.BASE_LR 0.01."""
-_OFF = ("false", "no", "off", "0")
-_SWITCH_VALUES = ("true", "yes", "on", *_OFF[:-1])
+_SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off")
 
 
 @functools.cache
@@ -168,23 +169,23 @@ class _Flags:
         row = None if name in self.own else self.meanings.get(name)
         is_switch = self.own.get(name, row is not None and not row.takes_value)
         if value is None and rest and not rest[0].startswith("--"):
-            has_meaning = row is not None and _meaning_of_value(name, rest[0]) is not None
-            if not is_switch or has_meaning or rest[0].lower() in _SWITCH_VALUES:
+            is_off = row is not None and _meaning_of_value(name, rest[0]) is not None  # --mixup 0.0
+            if not is_switch or is_off or rest[0].lower() in _SWITCH_VALUES:
                 value = rest.pop(0)
         shown = typed if not value else f"{typed} {value}" if typed.startswith("-") else f"{typed}={value}"
         if not (is_switch and value is None):
             row = _meaning_of_value(name, value) or (row and _meaning_of_value(row.flag, value)) or row
         if row is None:
             self._add_own(typed, name, value, rest)
-        elif row.answer:
-            self._problems.setdefault(row.answer, []).append(shown if row.typed else typed)
-        elif row.drop or (row.arguments and not row.typed and (value or "").lower() in _OFF):
+        elif row.answer or (row.place is not None and not value):
+            self._problems.setdefault(row.answer or "it needs a value", []).append(shown if row.typed else typed)
+        elif row.drop or (row.arguments and not row.typed and value in ("0", "no", "off", "false", "False")):
             self._left_out.setdefault(row.note or "not needed here", []).append(shown)
         elif row.arguments and row.arguments[0][2:] not in self.own:
             self._left_out.setdefault(f"there is no `{row.arguments[0]}` here", []).append(shown)
         elif row.arguments:
             self._out += row.arguments
-            if not shown.lower().endswith(row.arguments[-1]):
+            if shown.lower().replace("=", " ").lstrip("-") != " ".join(row.arguments).lstrip("-"):
                 self.notes.append(f"{shown} is `{' '.join(row.arguments)}` here" + (row.note and f": {row.note}"))
         elif row.folder:
             self._folder.setdefault(row.folder, {})[name] = value or ""
@@ -203,18 +204,16 @@ class _Flags:
             self._problems.setdefault(f"did you mean `--{near}`?" if near else known, []).append(typed)
         elif value is None:
             self._out.append(f"--{name}")
-        elif name == "image-size":
-            sides = re.split("[,x]", re.sub(r"[\[\]()\s]", "", value))  # 640,480; 640x480; [640, 480]
-            if len(sides) == 1:
-                sides.append(rest.pop(0) if rest and re.fullmatch(r"[\d.]+", rest[0]) else value)
-            self._out += [f"--{name}", *sides]
+        elif name == "image-size" and not re.fullmatch(r"[\d.]+", "".join(rest[:1])):
+            self._out += [f"--{name}", value, value]
         else:
             is_one = self.own[name] or value.startswith("--")
             self._out += [f"--{name}={value}"] if is_one else [f"--{name}", value]
 
 
-def translate_keywords(command: str, settings: Mapping[str, Any], **own: Any) -> tuple[dict[str, Any], list[str]]:
-    """(the keywords of the function `stoker.COMMAND`, those of other tools translated as on the command line; notes).
+def translate_keywords(command: str, settings: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+    """The keywords of the function `stoker.COMMAND`, those of other tools translated as on the command line, with notes
+    on stderr.
 
     settings: what stands for settings, by name; own: parameters of the function itself. Raises UsageError.
     """
@@ -230,6 +229,8 @@ def translate_keywords(command: str, settings: Mapping[str, Any], **own: Any) ->
             typed.append(f"{name}={text}")
     flags = {name.replace("_", "-"): kind is bool for name, kind in kinds.items()}
     arguments, notes = translate([command, *typed], lambda _: flags)
+    for note in notes:
+        print_text(f"stoker: {note}", file=sys.stderr)
     found: dict[str, list[str]] = {"data": []}
     for argument in arguments[1:]:
         if argument.startswith("--"):
@@ -242,4 +243,4 @@ def translate_keywords(command: str, settings: Mapping[str, Any], **own: Any) ->
             value = msgspec.convert(value, kinds[name], strict=False)
         if texts or name != "data":
             fields[name] = value
-    return fields, notes
+    return fields
