@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
+from stoker.config.flag_names import translate_keywords
 from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
 from stoker.monitor.options import MonitoringOptions
@@ -30,6 +31,7 @@ def train(
     trace: bool = False,
     log_format: Literal["text", "json"] = "text",
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
+    verbose: bool = False,
     **settings: Unpack[Settings],
 ) -> Result:
     """Trains a detector, as `stoker train` does; returns the run folder, the steps and the final metrics.
@@ -42,12 +44,16 @@ def train(
     trace: keep the steps that are profiled every few minutes as Chrome traces too.
     log_format: json writes JSON lines to stdout, and text for people to stderr.
     monitor: alerts, metrics and trackers, like the flags of that group (docs/monitoring.md).
-    settings: the flags with underscores (docs/settings.md), for example `epochs=12`, `lr=0.01`, `image_size=640`.
+    verbose: print every setting, not only those that matter most.
+    settings: the flags with underscores (docs/settings.md), for example `epochs=12`, `lr=0.01`, `image_size=640`; names
+    of other tools (`imgsz=640`) are translated with a note, as on the command line.
 
     Raises StokerError; its message says what to do. Raises `stoker.errors.Preempted` after SIGTERM or Ctrl-C, when
     everything is saved: the same call continues.
     """
-    user_config = from_fields({"data": data, **settings})
+    fields = translate_keywords("train", settings, data=data, run_dir=run_dir, resume=resume, devices=devices)
+    run_dir, resume, devices = (fields.pop(name, None) for name in ("run_dir", "resume", "devices"))
+    user_config = from_fields(fields)
     paths = [None if path is None else os.fspath(path) for path in (run_dir, resume)]
     devices = choose_devices(devices, user_config.run.stages)
     if devices is not None and must_start_ranks(devices):
@@ -59,6 +65,7 @@ def train(
             trace=trace,
             monitor=monitor,
             log_format=log_format,
+            verbose=verbose,
         )
         return run_ranks(devices, request)
     return training_run.train(
@@ -69,6 +76,7 @@ def train(
         trace=trace,
         monitor=monitor,
         log_format=log_format,
+        verbose=verbose,
     )
 
 
@@ -93,7 +101,7 @@ def check(
     from stoker.planning.check import check as run_checks
     from stoker.training.run_selection import with_absolute_paths
 
-    config = from_fields({"data": data, **settings})
+    config = from_fields(translate_keywords("check", settings, data=data))
     check_settings(config)
     request = CheckRequest(
         config=with_absolute_paths(config),
@@ -130,7 +138,7 @@ def plan(
     from stoker.planning.recommend import Limits
 
     return make_plan(
-        from_fields({"data": data, **settings}),
+        from_fields(translate_keywords("plan", settings, data=data)),
         on=on,
         gpus=gpus,
         spot=spot,

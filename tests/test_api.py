@@ -55,7 +55,7 @@ def test_an_unfinished_run_is_resumed_and_a_finished_one_is_not(result: stoker.R
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lrs": 1}, "did you mean 'lr'"),
+        ({"lrs": 1}, "did you mean `--lr`?"),
         ({"batch_size": "eight"}, "--batch-size 'eight'"),
         ({"resize": "stretch"}, "letterbox, squash"),
         ({"image_size": (100, 100)}, "multiples of 32"),

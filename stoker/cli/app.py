@@ -15,15 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from stoker.cli.data import data_app
-from stoker.cli.flag_names import translate
 from stoker.cli.launch import launch_app
 from stoker.cli.models import evaluate, export, list_models, predict
 from stoker.cli.planning import check, plan
 from stoker.cli.runs import report, watch, why
-from stoker.cli.train import import_pipeline, train, train_help
+from stoker.cli.train import PARAMETER, flags_of, import_pipeline, train, train_help
+from stoker.config.flag_names import translate
 from stoker.errors import StokerError
 from stoker.printable import print_text
 
@@ -37,7 +37,7 @@ app = App(
     help_epilogue="Start with `stoker train demo`, then `stoker train FOLDER`. Exit codes: 0 done, 2 usage, 3 "
     "pre-flight failed, 4 data, 5 out of memory, 6 diverged, 7 hung, 75 preempted (state saved, run the same command "
     "again).",
-    default_parameter=Parameter(negative=()),
+    default_parameter=PARAMETER,
     help_format="plaintext",  # markdown would cost a tenth of a second at every start
     suppress_keyboard_interrupt=False,  # `main` prints it
 )
@@ -54,6 +54,7 @@ app.command(report, sort_key=5)
 app.command(import_pipeline, name="import", sort_key=6)
 app.command(data_app)
 app.command(list_models, name="models", sort_key=6)
+app.register_install_completion_command(help="Installs completion for your shell.", sort_key=7)
 
 
 def main() -> None:
@@ -102,15 +103,22 @@ def _error_console(arguments: list[str]) -> "Console | None":
     return make_console(sys.stderr, terminal=supports_cursor(sys.stderr), width=shutil.get_terminal_size().columns)
 
 
+def find_flags(arguments: list[str]) -> dict[str, bool] | None:
+    """The flags of the command that the arguments name; None: none is named, or its flags are of another command."""
+    names, apps, _ = app.parse_commands(arguments)
+    has_own = bool(names) and names[0][:1] != "-" and names[0] not in ("watch", "launch")
+    return flags_of(apps[-1]) if has_own and apps[-1].default_command is not None else None
+
+
 def _run(arguments: list[str]) -> int:
     """Runs the command; returns the exit code."""
     try:
+        arguments, notes = translate(arguments, find_flags)
+        for note in notes:
+            print_text(f"stoker: {note}", file=sys.stderr)
         if arguments[:1] == ["train"] and {"--help", "-h"} & set(arguments):
             print(train_help(app))
             return 0
-        arguments, notes = translate(arguments)
-        for note in notes:
-            print_text(f"stoker: {note}", file=sys.stderr)
         if arguments[:1] == ["train"]:  # of a watched job, the flag is the job's own
             arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
         app(arguments, error_console=_error_console(arguments))

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from stoker.cli.flag_names import translate
-from stoker.cli.train import train
+from stoker.cli.train import PARAMETER, flags_of, train
 from stoker.config.durations import parse_time_s
+from stoker.config.flag_names import translate
 from stoker.config.settings import Config
 from stoker.errors import UsageError
 from stoker.launching.spec import PLACES, LaunchRequest, PlaceOptions, open_place
@@ -70,11 +70,11 @@ def launch(
 def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
     """(the settings with flags of other tools translated, whether they train on the CPU). Ends as `stoker train` does
     for one that it does not have."""
-    arguments, notes = translate(["train", *settings])
+    app = App(name="stoker train", default_parameter=PARAMETER, help_format="plaintext")
+    app.default(train)
+    arguments, notes = translate(["train", *settings], lambda _: flags_of(app))
     for note in notes:
         print_text(f"stoker: {note}", file=sys.stderr)
-    app = App(name="stoker train", default_parameter=Parameter(negative=()), help_format="plaintext")
-    app.default(train)
     _, bound, _ = app.parse_args(arguments[1:])
     config = bound.arguments.get("config", Config())
     return tuple(arguments[1:]), config.set_fields().get("device") == "cpu"

@@ -41,6 +41,7 @@ def main() -> int:
             trace=request.trace,
             monitor=request.monitor,
             log_format=request.log_format,
+            verbose=request.verbose,
             exit_when_hung=True,
         )
     except StokerError as error:

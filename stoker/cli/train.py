@@ -5,10 +5,11 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token, convert
 
 from stoker.cli.quick_import import quick_imports
 from stoker.config.durations import join_length
@@ -32,6 +33,31 @@ EXAMPLES = (
 )
 
 
+def _convert_whole(kind: Any, tokens: Sequence[Token]) -> Any:
+    """The value of a flag; cyclopts alone would round 3.7 to 4 where a whole number is wanted. Raises ValueError."""
+    for token in tokens if _is_whole(kind) else ():
+        if re.fullmatch(r"[-+]?\d*\.\d*[1-9].*", token.value):
+            flag = f"{token.keyword}: " if len(tokens) > 1 else ""  # of a single value, cyclopts names it
+            raise ValueError(f"{flag}{token.value} is not a whole number")
+    return convert(kind, tokens)
+
+
+def _is_whole(kind: Any) -> bool:
+    parts = get_args(kind)
+    return kind is int or (float not in parts and any(map(_is_whole, parts)))
+
+
+PARAMETER = Parameter(negative=(), converter=_convert_whole)
+"""The default of all commands."""
+
+
+def flags_of(command: App) -> dict[str, bool]:
+    """The long flags of a command, without `--`, and whether each is a switch."""
+    arguments = [a for a in command.assemble_argument_collection(default_parameter=PARAMETER) if a.parse]
+    flags = {name[2:]: argument.hint is bool for argument in arguments for name in argument.names if name[:2] == "--"}
+    return flags | {"help-all": True}
+
+
 def train(
     data: str | None = None,
     /,
@@ -47,7 +73,7 @@ def train(
     devices: Annotated[int | None, Parameter(group="Run")] = None,
     restarts: Annotated[int, Parameter(group="Run")] = 0,
     dry_run: Annotated[bool, Parameter(group="Run", negative="")] = False,
-    all_settings: Annotated[bool, Parameter(group="Run", negative="")] = False,
+    verbose: Annotated[bool, Parameter(group="Run", negative="")] = False,
     trace: Annotated[bool, Parameter(group="Run", negative="")] = False,
     log_format: Annotated[Literal["text", "json"], Parameter(group="Monitoring")] = "text",
     monitor: Annotated[MonitoringOptions, Parameter(name="*", group="Monitoring")] = MonitoringOptions(),  # noqa: B008  # frozen
@@ -83,8 +109,8 @@ def train(
         How often to start again by itself after a crash, a hang or too little memory; each attempt continues exactly.
     dry_run
         Print data warnings, settings and the plan of the run, and train nothing.
-    all_settings
-        With --dry-run: every setting, not only those that matter.
+    verbose
+        Print every setting, not only what you set and what matters most; config.toml of the run has all.
     trace
         Keep the few steps that are profiled every few minutes as Chrome traces too.
     log_format
@@ -111,20 +137,21 @@ def train(
     if dry_run:
         from stoker.training.run import print_plan
 
-        print_plan(user_config, run_dir=run_dir, resume=resume, all_settings=all_settings, num_devices=devices or 1)
+        print_plan(user_config, run_dir=run_dir, resume=resume, verbose=verbose, num_devices=devices or 1)
         return
     result: Result
     if starts_ranks:
         request = RankRequest(
             settings=user_config.set_fields(), run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
-            trace=trace, monitor=monitor, log_format=log_format,
+            trace=trace, monitor=monitor, log_format=log_format, verbose=verbose,
         )  # fmt: skip
         result = run_ranks(devices or 1, request)
     else:
         try:
             result = train_loop(
                 user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
-                started_s=process_start_s(), trace=trace, monitor=monitor, log_format=log_format, exit_when_hung=True,
+                started_s=process_start_s(), trace=trace, monitor=monitor, log_format=log_format, verbose=verbose,
+                exit_when_hung=True,
             )  # fmt: skip
         except CaptureFailed:
             replace_process("a CUDA graph could not be captured")

@@ -10,7 +10,7 @@ curves.toml: curves and charts of the report (`report/series.py`).
 dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
-flags.toml: flags of other tools (`cli/flag_names.py`).
+flags.toml: flags of other tools (`config/flag_names.py`).
 frames.toml: functions of frameworks in stacks (`watch/stacks.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
 kernel_log.toml: lines of the kernel about failures (`profiling/telemetry/machine.py`).

@@ -2,5 +2,5 @@
 
 `text_format.py` reads the file into a tree, `fields.py` accounts for every field of it, the `tf_*.py` modules decide
 what each becomes here, `pipeline.py` puts them together and prints the report. Flags that people type from
-habit are translated in `stoker/cli/flag_names.py`.
+habit are translated in `stoker/config/flag_names.py`.
 """

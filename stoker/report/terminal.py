@@ -76,7 +76,7 @@ class Screen:
         self._print(Text.assemble(("warning: ", "bold yellow"), plain_text(text, newlines=True)))
 
     def settings(self, rows: Iterable[tuple[str, object, str | None]]) -> None:
-        """Prints all settings: (name, value, reason; None if the user set it)."""
+        """Prints settings: (name, value, reason; None if the user set it)."""
         self._print(_settings(rows))
 
     def progress(

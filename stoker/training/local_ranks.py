@@ -52,6 +52,7 @@ class RankRequest(msgspec.Struct, kw_only=True):
     trace: bool = False
     log_format: Literal["text", "json"] = "text"
     monitor: MonitoringOptions = MonitoringOptions()
+    verbose: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ def must_start_ranks(devices: int | None) -> bool:
     """
     if devices is None:
         return False
-    if devices < 1:
+    if devices < 1 or devices % 1:
         raise ConfigError(f"--devices {devices} is out of range.", choices=["1 or more"])
     place = find_place()
     if place is None or place.local_world_size == 1:  # alone, or the only process on one of several machines

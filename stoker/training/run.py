@@ -39,11 +39,10 @@ from stoker.training.stopper import NoticeWatcher, StopRequest, stop_on_signals
 
 IMPORTANT_SETTINGS = frozenset(
     {
-        "data", "model", "weights", "image-size", "augment", "max-duration", "batch-size", "grad-accum-steps", "lr",
-        "optimizer", "precision", "device", "eval-every", "checkpoint-every", "classes",
+        "data", "model", "weights", "image-size", "max-duration", "batch-size", "lr", "precision", "device", "workers",
     }
 )  # fmt: skip
-"""Those that `--dry-run` always shows; others only if the user set them."""
+"""Those that are always printed; others only if the user set them, or with `--verbose`."""
 
 
 def train(
@@ -56,6 +55,7 @@ def train(
     trace: bool = False,
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
     log_format: Literal["text", "json"] = "text",
+    verbose: bool = False,
     exit_when_hung: bool = False,
 ) -> Result:
     """Trains until the requested length is reached.
@@ -63,8 +63,8 @@ def train(
     run_dir: folder or URI of the run; resume: an unfinished run to continue, with its own settings;
     accept_changed_data: continue a run also if its data set changed; started_s: the moment of `time.perf_counter` from
     which the ledger counts, default now; trace: keep Chrome traces of some steps; monitor: alerts and metrics while it
-    runs; log_format: json writes JSON lines to stdout and text to stderr; exit_when_hung: end the process with code 7
-    if the training hangs, instead of only recording it.
+    runs; log_format: json writes JSON lines to stdout and text to stderr; verbose: print every setting; exit_when_hung:
+    end the process with code 7 if the training hangs, instead of only recording it.
     Raises StokerError; `Preempted` after a signal, when everything is saved.
     """
     started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
@@ -125,7 +125,7 @@ def train(
                 contextlib.nullcontext() if remote is None else remote.uploading(stop_request, log_event),
                 copying_results(folder.path, vertex if ranks.is_main else VertexFolders(), log_event),
             ):
-                screen.settings(settings_table(resolved.config, resolved.reasons))
+                _print_settings(screen, resolved, verbose=verbose)
                 for line in messages:
                     log_event("info", line)
                 processes = start.start_worker_processes(resolved.config, resolved.index, resolved.device, log_event)
@@ -181,8 +181,18 @@ def check_stop(stop_request: StopRequest, ranks: Ranks) -> None:
         stop_request.check()
 
 
+def _print_settings(screen: Screen, resolved: start.ResolvedRun, *, verbose: bool) -> None:
+    """What the user set and what matters; the rest is in config.toml."""
+    rows = settings_table(resolved.config, resolved.reasons)
+    shown = [row for row in rows if verbose or row[2] is None or row[0] in IMPORTANT_SETTINGS]
+    screen.settings(shown)
+    if len(shown) < len(rows):
+        others = plural(len(rows) - len(shown), "other setting")
+        screen.note(f"{others} have their defaults: --verbose shows them, config.toml of the run keeps them")
+
+
 def print_plan(
-    user_config: Config, *, run_dir: str | None, resume: str | None, all_settings: bool, num_devices: int
+    user_config: Config, *, run_dir: str | None, resume: str | None, verbose: bool, num_devices: int
 ) -> None:
     """Derives everything that `train` would, and prints data warnings, the settings that matter, and the plan. Writes
     nothing but caches. Raises StokerError where `train` would before its first step.
@@ -201,13 +211,7 @@ def print_plan(
             data_messages.append(("warning", text))
         for kind, text in sorted(data_messages, key=lambda message: message[0] != "warning"):
             (screen.warning if kind == "warning" else screen.note)(text)
-        rows = settings_table(resolved.config, resolved.reasons)
-        shown = [row for row in rows if all_settings or row[2] is None or row[0] in IMPORTANT_SETTINGS]
-        screen.settings(shown)
-        if len(shown) < len(rows):
-            screen.note(
-                f"{plural(len(rows) - len(shown), 'other setting')} have their defaults: --all-settings shows them"
-            )
+        _print_settings(screen, resolved, verbose=verbose)
         where = (
             f"writes into {run_dir or 'a new folder below runs/'}"
             if path is None

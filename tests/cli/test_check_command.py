@@ -104,7 +104,7 @@ def test_settings_of_a_training_are_taken(
     request = requests[-1]
     assert (request.config.model.model, request.config.run.batch_size, request.run_dir) == ("ember_n", 8, "out")
     assert request.config.data.data == "demo"
-    assert run(monkeypatch, "demo", "--batch-size", "-1") == 2
+    assert run(monkeypatch, "demo", "--batch-size", "-2") == 2
 
 
 def test_a_dockerfile_whose_versions_do_not_fit(

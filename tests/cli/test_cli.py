@@ -147,6 +147,10 @@ def test_from_training_to_pictures(tmp_path: Path, stoker: Run):
     code, output = run_stoker("train", data, *TRAIN, cwd=tmp_path)  # in a process of its own, as people do
     assert code == 0, output
     assert output.splitlines()[-1].startswith("AP50 0.")
+    assert "other settings have their defaults: --verbose shows them, config.toml of the run keeps them" in output
+    table = output.partition("setting ")[2].partition("other settings")[0]
+    assert len(table.splitlines()) < 16, table
+    assert "hflip" not in table
     run = Path("runs/data-retinanet_tiny_fpn-1")
     assert str(run) in output
 

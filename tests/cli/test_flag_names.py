@@ -5,12 +5,23 @@ settings and hyperparameters), torchvision `references/detection/train.py`, Tens
 `TrainingArguments` of Hugging Face that detection examples use. None is taken from stoker's table.
 """
 
+import shlex
+from pathlib import Path
+
 import pytest
 
-from stoker.cli.app import app
-from stoker.cli.flag_names import translate
-from stoker.errors import StokerError, UsageError
+import stoker
+from stoker.cli.app import app, find_flags
+from stoker.config.flag_names import translate as translate_arguments
+from stoker.config.flag_names import translate_keywords
+from stoker.config.settings import from_fields, from_toml
+from stoker.errors import ConfigError, StokerError, UsageError
 from stoker.knowledge import read_toml
+
+
+def translate(arguments: list[str]) -> tuple[list[str], list[str]]:
+    return translate_arguments(arguments, find_flags)
+
 
 ULTRALYTICS = [
     "task=detect",
@@ -106,7 +117,8 @@ HUGGING_FACE = """
 
 @pytest.mark.parametrize("typed", [*ULTRALYTICS, *TORCHVISION, *TENSORFLOW, *HUGGING_FACE])
 def test_a_habit_is_accepted_or_answered(typed: str) -> None:
-    positional = [] if typed.startswith("data=") else ["images"]
+    names_data = typed.startswith(("data=", "--data-path", "--dataset_name"))
+    positional = [] if names_data else ["images"]
     try:
         arguments, _ = translate(["train", *positional, *typed.split()])
     except UsageError as error:
@@ -114,7 +126,7 @@ def test_a_habit_is_accepted_or_answered(typed: str) -> None:
             pytest.fail(f"{typed} is refused without saying what to do")
         return
     _, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
-    assert bound.arguments["data"] in ("images", "coco8.yaml")
+    assert bound.arguments["data"] in (("coco8.yaml", "/d", "d") if names_data else ("images",))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +146,21 @@ def test_a_habit_is_accepted_or_answered(typed: str) -> None:
         ("time=2", "--max-time 2h"),
         ("device=0", "--device cuda:0"),
         ("--device 1", "--device cuda:1"),
+        ("--device gpu", "--device cuda"),
+        ("device=0,1", "--devices 2"),
+        ("imgsz=640,480", "--image-size 640 480"),
+        ("--imgsz 640x480", "--image-size 640 480"),
+        ("--batch-size 0.8", "--auto-batch"),
+        ("batch=auto", "--auto-batch"),
+        ("--batch -1", "--auto-batch"),
+        ("workers=0", "--workers 1"),
+        ("--weights RetinaNet_ResNet50_FPN_Weights.DEFAULT", "--weights coco"),
+        ("val=False", "--eval-every 0"),
+        ("resume=False", ""),
+        ("multi_scale=False plots=True exist_ok=True name=n", "--run-dir runs/n"),
+        ("--project p --name n", "--run-dir p/n"),
+        ("SOLVER.IMS_PER_BATCH 2 SOLVER.BASE_LR 0.0025", "--batch-size 2 --lr 0.0025"),
+        ("--cfg-options train_dataloader.batch_size=2", "--batch-size 2"),
         ("optimizer=SGD", "--optimizer sgd"),
         ("cache=True", "--cache ram"),
         ("save_period=5", "--checkpoint-every 5ep"),
@@ -143,10 +170,11 @@ def test_a_habit_is_accepted_or_answered(typed: str) -> None:
 def test_what_it_becomes(typed: str, expected: str) -> None:
     arguments, notes = translate(["train", *typed.split()])
     assert arguments == ["train", *expected.split()]
-    same = {typed.replace("_", "-"), typed.replace("=", " ")} & {expected} or typed.startswith(
-        ("--image-size", "--device")
+    is_same = expected.removeprefix("--") in (
+        typed.replace("_", "-").removeprefix("--"),
+        typed.lower().replace("=", " "),
     )
-    assert bool(notes) is (not same and not typed.startswith(("optimizer", "cache", "device")))
+    assert bool(notes) is (not is_same and not typed.startswith("--image-size"))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +183,9 @@ def test_what_it_becomes(typed: str, expected: str) -> None:
         ("--pipeline_config_path=p", "config.toml"),
         ("--freeze 10", "--trainable-backbone-layers"),
         ("--world-size 2", "torchrun"),
+        ("--device 2,3", "CUDA_VISIBLE_DEVICES=2,3"),
+        ("model=yolo11n.pt", "--model ember_n"),
+        ("--data", "it needs a value"),
         ("--use_tpu=true", "TPUStrategy"),
         ("--device tpu", "NVIDIA GPU"),
     ],
@@ -171,7 +202,7 @@ def test_what_stoker_does_not_have_is_answered(typed: str, words: str) -> None:
         ("predict RUN a --conf-thres 0.5 --overlap 0.2", "predict RUN a --conf 0.5 --tile-overlap 0.2"),
         ("export RUN --onnx --batch 1", "export RUN --format onnx --batch-size 1"),
         ("eval RUN --batch 4", "eval RUN --batch-size 4"),
-        ("data stats D --imgsz 64 --batch 2", "data stats D --image-size 64 64 --batch-size 2"),
+        ("data preview D --imgsz 64", "data preview D --image-size 64 64"),
         ("import p.config --run --model_dir=m", "import p.config --run --run-dir m"),
     ],
 )  # fmt: skip
@@ -191,7 +222,83 @@ def test_what_stoker_has_is_left_alone() -> None:
 
 
 def test_each_row_of_the_table_means_one_thing() -> None:
-    for command, rows in read_toml("flags.toml").items():
+    table = read_toml("flags.toml")
+    for command, rows in {"": table["commands"], **table["flags"]}.items():
         names = [name for row in rows for name in row["names"]]
         assert len(set(names)) == len(names), command
-        assert all(len(row.keys() & {"flag", "arguments", "answer"}) == 1 for row in rows), command
+        kinds = {"flag", "arguments", "place", "drop", "folder", "answer"}
+        assert all(len(row.keys() & kinds) == 1 for row in rows), command
+
+
+def test_all_bad_flags_are_named_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        translate(shlex.split("train D --epochz 3 --lrf 0.1 --mixup 0.1 degrees=3 --device tpu --nonsense"))
+    text = str(caught.value)
+    for words in (
+        "--epochz: did you mean `--epochs`?",
+        "--mixup, degrees: ",
+        "--lrf: ",
+        "--device tpu: ",
+        "--nonsense",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train images --batch-size 3.7",
+        "train images --seed 1.5",
+        "train images --image-size 64 64.5",
+        "train images --workers 2.5",
+        "train images --devices 1.5",
+        "data preview D --image-size 64 1.5",
+        "eval RUN --batch-size 3.7",
+        "plan D --gpus 1 2.5",
+    ],
+)
+def test_a_fraction_for_a_whole_number_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, _ = translate(line.split())
+    with pytest.raises(SystemExit) as ended:
+        app.parse_args(arguments)
+    assert ended.value.code == 2
+    assert "is not a whole number" in capsys.readouterr().err
+
+
+def test_whole_numbers_stay_what_they_are() -> None:
+    _, bound, _ = app.parse_args("train D --seed 2 --workers auto --epochs 1.5 --grad-accum-steps 2.0")
+    assert bound.arguments["config"].set_fields() == {"seed": 2, "workers": "auto", "grad_accum_steps": 2}
+    assert bound.arguments["epochs"] == 1.5
+
+
+def test_python_takes_what_the_command_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """`stoker.check` reports the size that was asked for; what a training would get is asked of the translation."""
+    fields = translate_keywords(
+        "train",
+        {"imgsz": 640, "batch": -1, "lr0": 0.01, "cos_lr": True, "plots": True, "name": "n", "classes": ("car",)},
+        data="d", run_dir=None, devices=None, device=[0, 1],
+    )  # fmt: skip
+    found = {name: value for name, value in fields.items() if value is not None}
+    assert found.pop("run_dir") == "runs/n"
+    assert found.pop("devices") == 2
+    assert from_fields(found).set_fields() == {
+        "data": "d", "image_size": (640, 640), "classes": ("car",), "lr": 0.01, "lr_scheduler": "cosine",
+        "auto_batch": True,
+    }  # fmt: skip
+    assert len(capsys.readouterr().err.splitlines()) == 7
+    with pytest.raises(UsageError, match="has no mixup, bath_size") as caught:
+        stoker.train("nowhere", imgsz=64, mixup=1.0, bath_size=3)  # type: ignore[call-arg]
+    assert "did you mean `--batch-size`?" in str(caught.value)
+    for wrong in ({"batch_size": 3.7}, {"seed": 1.5}, {"workers": 2.5}, {"steps": 1.5}, {"devices": 1.5}):
+        with pytest.raises(ConfigError):
+            stoker.train("nowhere", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(StokerError, match="'nowhere' does not exist"):
+        stoker.train("nowhere", imgsz=64)  # type: ignore[call-arg]
+    assert "imgsz is `--image-size` here" in capsys.readouterr().err
+
+
+def test_a_fraction_in_a_config_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("[run]\nbatch_size = 3.7\n")
+    with pytest.raises(ConfigError, match=r"--batch-size 3.7 is of the wrong kind"):
+        from_toml(path)

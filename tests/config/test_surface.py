@@ -80,7 +80,7 @@ def page() -> str:
         "Every setting has one name: a flag of `stoker train` (`--lr 0.01`), a key of a run's `config.toml`",
         "(`lr = 0.01`), and a keyword of `stoker.train` in Python (`lr=0.01`). `--epochs 12`, `--steps 5000` and",
         "`--max-time 30min` set `max_duration`, in Python too (`epochs=12`). A setting that is not set is derived from",
-        "the data, the device and the recipe; the run prints each value with its reason.",
+        "the data, the device and the recipe; the run prints the important ones with the reason, with `--verbose` all.",
     ]
     for section, kind in SECTIONS.items():
         lines += ["", f"## {section}", "", str(inspect.getdoc(kind)), "", "| setting | what it is | values | default |"]
@@ -148,7 +148,7 @@ def test_the_command_has_a_flag_for_every_setting():
         "--accept-changed-data",
         "--trace",
         "--dry-run",
-        "--all-settings",
+        "--verbose",
         "--log-format",
         "--help",
         "-h",
@@ -194,7 +194,7 @@ def test_a_choice_of_two_can_be_made_against_its_default(name: str):
 def test_the_function_takes_what_the_command_takes():
     command, function = (inspect.signature(f).parameters for f in (app["train"].default_command, stoker.train))
     lengths = {"epochs", "steps", "max_time"}  # settings of the function, of their own in the command
-    of_the_command = {"config", "config_file", "dry_run", "all_settings", "restarts"}
+    of_the_command = {"config", "config_file", "dry_run", "restarts"}
     assert set(command) - of_the_command - lengths == set(function) - {"settings"}
     assert function["settings"].kind is inspect.Parameter.VAR_KEYWORD
     for name in set(function) - {"settings"}:

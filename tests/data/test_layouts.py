@@ -346,9 +346,7 @@ def test_stats_and_train_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str
     code, output = run(capsys, "data", "stats", folder, "--json")
     assert code == 0
     found = json.loads(output)
-    code, plan = run(
-        capsys, "train", folder, "--dry-run", "--all-settings", "--batch-size", "4", *found["flags"].split()
-    )
+    code, plan = run(capsys, "train", folder, "--dry-run", "--verbose", "--batch-size", "4", *found["flags"].split())
     assert code == 0, plan
     chosen = {line.split()[0]: line.split()[1:] for line in plan.splitlines() if line.split()}
     assert chosen["model"][0] == found["model"]
@@ -371,9 +369,9 @@ def test_dry_run(two_classes: Path, capsys: pytest.CaptureFixture[str], monkeypa
     settings = next(n for n, line in enumerate(lines) if line.split()[:2] == ["setting", "value"])
     plan = lines.index("plan:")
     assert warning < settings < plan
-    assert any("other settings have their defaults: --all-settings shows them" in line for line in lines)
+    assert any("other settings have their defaults: --verbose shows them" in line for line in lines)
     assert "hflip" not in output
     assert "- trains on 20 images with 20 boxes of 2 classes" in lines
     assert "- 7 steps of 4 images: each image is seen 1.4 times" in lines
     assert sorted(two_classes.parent.rglob("*")) == before
-    assert "hflip" in run(capsys, *command, "--max-bad-boxes", "0.9", "--all-settings")[1]
+    assert "hflip" in run(capsys, *command, "--max-bad-boxes", "0.9", "--verbose")[1]

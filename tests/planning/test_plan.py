@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 import stoker
-from stoker.cli.app import app
-from stoker.cli.flag_names import translate
+from stoker.cli.app import app, find_flags
 from stoker.config.durations import join_length, parse_time_s
+from stoker.config.flag_names import translate
 from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index
 from stoker.errors import ConfigError, UsageError
@@ -218,14 +218,15 @@ def test_from_python(data: Path) -> None:
 
 def test_flags() -> None:
     arguments, _ = translate(
-        ["plan", "images", "--imgsz", "640", "--machine", "g5.xlarge", "--gpus", "1", "2", "--batch", "8"]
+        ["plan", "images", "--imgsz", "640", "--machine", "g5.xlarge", "--gpus", "1", "2", "--batch", "8"],
+        find_flags,
     )
     _, bound, _ = app.parse_args(arguments)
     assert bound.arguments["on"] == ("g5.xlarge",)
     assert bound.arguments["gpus"] == (1, 2)
     assert bound.arguments["config"].data.image_size == (640, 640)
     with pytest.raises(UsageError, match="--max-time") as caught:
-        translate(["plan", "images", "--max-time", "2h"])
+        translate(["plan", "images", "--max-time", "2h"], find_flags)
     assert "--by" in str(caught.value)
 
 
