@@ -155,7 +155,7 @@ def test_numbers_of_numpy_are_numbers():
     [
         (b"bytes", UsageError, "type bytes is not an image"),
         ("docs/decisions", UsageError, "There are no images at"),
-        (np.zeros((3, 4, 4), np.uint8), UsageError, "uint8 [h, w, 3], RGB"),
+        (np.zeros((3, 5, 5), np.uint8), UsageError, "uint8 [h, w, 3], RGB"),
         (np.zeros((4, 4, 3), np.float32), UsageError, "float32"),
         (7, UsageError, "type int is not an image"),
         ("nowhere.jpg", DataError, "nowhere.jpg"),

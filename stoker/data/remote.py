@@ -33,15 +33,7 @@ from stoker.data.formats.coco import SPLIT_ALIASES, read_entries
 from stoker.data.formats.csv import TABLE_DIRS, detect_csv_layout, iter_rows
 from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
 from stoker.data.formats.tfrecord import strip_shard_number
-from stoker.data.images.source import (
-    DOWNLOADED,
-    MIRRORS_DIR,
-    URI_FILE,
-    is_copied,
-    is_shard,
-    paths_to_uris,
-    print_status,
-)
+from stoker.data.images.source import FETCHED, MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, StokerError, StorageError, nearest, writing
 from stoker.storage.local_files import atomic_path, cache_folder, safe_name, write_atomic
@@ -101,7 +93,7 @@ def resolve_dataset(uri: StorageUri, suffixes: tuple[str, ...]) -> ResolvedDatas
 def resolve_images(uri: StorageUri) -> Path:
     """The local path of images without annotations: a folder, an image, or a pattern. Raises as `resolve_dataset`.
 
-    A single image gets a mirror of its own, so that its folder need not be listed. That of a web server: `fetch_web`.
+    A single image gets a mirror of its own, so that its folder need not be listed.
     """
     if uri.key and not has_magic(uri.key):
         store = open_store(uri)
@@ -122,7 +114,6 @@ def download_image(url: str) -> Path:
     """
     url = quote(url.partition("#")[0], safe="%/:?=&~+!$,;'@()*[]")  # what is quoted already stays
     uri, data, end_s = parse_uri(url.partition("?")[0]), bytearray(), time.monotonic() + DOWNLOAD_TIMEOUT_S
-    fix = "name an image, or download it yourself and name the file"
     try:
         if invalid_name_reason(uri.key) is not None:
             raise ValueError("a web server lists no folders")
@@ -133,10 +124,11 @@ def download_image(url: str) -> Path:
                 if len(data) > MAX_DOWNLOAD_BYTES or time.monotonic() > end_s:
                     raise ValueError(f"more than {MAX_DOWNLOAD_BYTES:,} bytes, or {DOWNLOAD_TIMEOUT_S} s")
     except (OSError, ValueError, HTTPException) as error:
+        fix = "name an image, or download it yourself and name the file"
         raise DataError("The image cannot be downloaded.", location=uri, cause=str(error), fix=fix) from error
     full_uri = replace(uri, key=f"{uri.key}?{url}")  # each query is an image of its own, and may be a signature
     with locked_mirror(full_uri, uri.parent):
-        path = mirror_dir_for(full_uri) / DOWNLOADED / uri.name
+        path = mirror_dir_for(full_uri) / FETCHED / uri.name
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, memoryview(data), durable=False)
     return path

@@ -6,6 +6,7 @@ run the model; `export/onnx.py` exports it.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -123,7 +124,7 @@ class Model:
         of range.
         """
         sources = _iter_sources(images, bgr=bgr, stream=stream)
-        predictions = map(_raise_error, self._detect(sources if stream else list(sources), **options))
+        predictions = self._detect(options, sources if stream else list(sources), raise_errors=True)
         return predictions if stream else list(predictions)
 
     __call__ = predict
@@ -142,15 +143,13 @@ class Model:
 
         Yields a line for each image, also for an unreadable one, which raises DataError at the end.
         """
+        detect = functools.partial(self._detect, options)
+        yield from predict_to_dir(detect, images, out, save_txt=save_txt, save_crop=save_crop)
 
-        def detect_all(sources: Iterable[ImageSource]) -> Iterator[Prediction]:
-            return self._detect(sources, **options)
-
-        yield from predict_to_dir(detect_all, images, out, save_txt=save_txt, save_crop=save_crop)
-
-    def _detect(self, sources: Iterable[ImageSource], **options: Unpack[PredictOptions]) -> Iterator[Prediction]:
-        """The detections in each image; an unreadable one has its error. Raises UsageError for an option out of
-        range."""
+    def _detect(
+        self, options: PredictOptions, sources: Iterable[ImageSource], *, raise_errors: bool = False
+    ) -> Iterator[Prediction]:
+        """The detections in each image. Raises UsageError for an option out of range."""
         batch_size, max_det = options.get("batch_size", DEFAULT_BATCH_SIZE), options.get("max_det")
         iou, classes, is_agnostic = options.get("iou"), options.get("classes"), options.get("agnostic_nms", False)
         conf = self.conf if (given := options.get("conf")) is None else given
@@ -175,6 +174,8 @@ class Model:
             max_detections=PRE_NMS_TOP_N if is_choosing else None,  # enough to choose from
             class_names=self.class_names,
         ):
+            if raise_errors and found.error is not None:
+                raise found.error
             if labels is not None:
                 found = found[np.isin(found.labels, labels)]
             if is_agnostic:
@@ -261,12 +262,6 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
         conf, origin = max(0.0, math.ceil(metadata.threshold * 1e4 - 1) / 1e4), "the best F1 in the evaluation"
     names, size = metadata.class_names, metadata.image_size
     return Model(source, weights, names, size, conf, origin, metadata, detector, target_device, precision)
-
-
-def _raise_error(prediction: Prediction) -> Prediction:
-    if prediction.error is not None:
-        raise prediction.error
-    return prediction
 
 
 def _iter_sources(images: object, *, bgr: bool, stream: bool) -> Iterator[ImageSource]:

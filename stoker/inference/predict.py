@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from PIL import Image
 
 from stoker.data.images.source import display_path
 from stoker.data.remote import download_image, resolve_images
@@ -251,12 +250,12 @@ def predict_to_dir(
 
 def _save_video(predictions: Iterator[Prediction], target: Path, is_endless: bool) -> Iterator[Prediction]:
     """Writes a video with boxes, and a JSON line for each frame; Ctrl-C ends an endless one. Yields the frames."""
-    with (
-        writing("The video cannot be written.", target, fix=WRITE_FIX),
-        target.with_name(f"{target.name}.jsonl").open("wb") as lines,
-        video_writer(target) as write_frame,
-        contextlib.suppress(*([KeyboardInterrupt] if is_endless else [])),
-    ):
+    rows = target.with_name(f"{target.name}.jsonl")
+    with writing("The video cannot be written.", target, fix=WRITE_FIX), contextlib.ExitStack() as stack:
+        rows.unlink(missing_ok=True)  # it may be a link
+        lines, write_frame = stack.enter_context(rows.open("wb")), stack.enter_context(video_writer(target))
+        if is_endless:
+            stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         for prediction in predictions:
             lines.write(encode_json(prediction.to_dict()) + b"\n")
             write_frame(prediction.draw(), prediction.time_s or 0.0)
@@ -276,7 +275,7 @@ def _save_labels(prediction: Prediction, target: Path) -> None:
 
 
 def _save_crops(prediction: Prediction, folder: Path, stem: str) -> None:
-    image = Image.fromarray(prediction.load_pixels())
+    image = prediction.load_image()
     for n, found in enumerate(prediction, start=1):
         # Names of classes come from data sets: none may lead out of the folder.
         name = safe_name(found.name)[:60].strip(".") or str(found.label)

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,6 @@ from stoker.errors import DataError, UsageError, needs_package
 from stoker.evaluation.draw import IMAGE_SUFFIXES, draw_boxes, save_image
 from stoker.evaluation.metrics import Detections, boxes_in_image
 from stoker.inference.image_batches import ImageSource, load_pixels
-
-if TYPE_CHECKING:
-    import pandas
-    import supervision
-
-MAX_HTML_SIDE = 1024
-"""Longer side in pixels of the image in a notebook."""
 
 
 class Detection(NamedTuple):
@@ -123,8 +116,8 @@ class Prediction:
             entry |= {"frame": self.frame, "time_s": round(self.time_s, 3)}
         return entry if self.error is None else entry | {"error": str(self.error)}
 
-    def to_pandas(self) -> "pandas.DataFrame":
-        """A row for each object: xmin, ymin, xmax, ymax, score, label, name. Needs pandas."""
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with a row for each object: xmin, ymin, xmax, ymax, score, label, name."""
         with needs_package("pandas", "Prediction.to_pandas()"):
             import pandas
         boxes = dict(zip(("xmin", "ymin", "xmax", "ymax"), self.boxes.T, strict=True))
@@ -142,20 +135,20 @@ class Prediction:
             for found, box in zip(self, corners, strict=True)
         ]
 
-    def to_supervision(self) -> "supervision.Detections":
-        """For the annotators and trackers of the package supervision, and what else reads its `Detections`."""
+    def to_supervision(self) -> Any:
+        """`supervision.Detections`, for the annotators of that package, trackers, and what else reads them."""
         with needs_package("supervision", "Prediction.to_supervision()"):
             import supervision
         data = {"class_name": np.array(self.names, dtype=str)}
         return supervision.Detections(xyxy=self.boxes, confidence=self.scores, class_id=self.labels, data=data)
 
-    def load_pixels(self) -> NDArray[np.uint8]:
-        """The image, [h, w, 3] RGB, upright. Raises DataError if its file does not exist anymore."""
-        return load_pixels(self._source)
+    def load_image(self) -> Image.Image:
+        """The image, RGB, upright. Raises DataError if its file does not exist anymore."""
+        return Image.fromarray(load_pixels(self._source))
 
     def draw(self) -> Image.Image:
-        """The image with boxes, RGB; small images are enlarged. Raises as `load_pixels`."""
-        return draw_boxes(Image.fromarray(self.load_pixels()), self.detections, self._class_names)
+        """The image with boxes, RGB; small images are enlarged. Raises as `load_image`."""
+        return draw_boxes(self.load_image(), self.detections, self._class_names)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the image with boxes, in the format of the file's suffix. Raises UsageError for another suffix,
@@ -168,7 +161,7 @@ class Prediction:
     def _repr_html_(self) -> str:
         """The image with boxes, for a notebook."""
         image, encoded = self.draw(), io.BytesIO()
-        image.thumbnail((MAX_HTML_SIDE, MAX_HTML_SIDE))
+        image.thumbnail((1024, 1024))
         image.save(encoded, "JPEG", quality=85)
         data = base64.b64encode(encoded.getbuffer()).decode()
         return f'<img src="data:image/jpeg;base64,{data}"><br>{html.escape(str(self))}'

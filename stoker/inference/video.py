@@ -5,7 +5,6 @@ kept. `predict.py` runs the detector on the frames.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -21,7 +20,7 @@ from stoker.errors import DataError, needs_package
 
 VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".wmv", ".flv")
 CAMERA_PREFIX = "/dev/video"
-CAMERA_FORMAT = "avfoundation" if sys.platform == "darwin" else "v4l2"
+CAMERA_FORMAT = "v4l2"
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,asf,flv"
 """FFmpeg's formats that are read: none that refers to other files or hosts, as playlists do."""
 MAX_FRAME_PIXELS = 1 << 25
@@ -31,16 +30,12 @@ TIME_BASE = Fraction(1, 1000)
 
 
 class Frame(NamedTuple):
-    """A frame of a video."""
+    """A frame of a video or camera; pixels: uint8 [h, w, 3] RGB, upright; number: from 0; time_s: from the start."""
 
     path: Path
-    """Of the video or camera."""
     pixels: Pixels
-    """uint8 [h, w, 3] RGB, upright."""
     number: int
-    """From 0."""
     time_s: float
-    """From the start of the video."""
 
 
 def is_camera(path: Path) -> bool:
@@ -59,8 +54,7 @@ def read_frames(path: Path) -> Iterator[Frame]:
     with contextlib.ExitStack() as stack:
         try:
             if is_camera(path):
-                device = str(path).removeprefix(CAMERA_PREFIX) if CAMERA_FORMAT == "avfoundation" else str(path)
-                container = av.open(device, format=CAMERA_FORMAT)
+                container = av.open(str(path), format=CAMERA_FORMAT)
             elif resolve_stub(path) is not None:
                 raise OSError("videos in a bucket are not read: copy it to a disk")
             else:

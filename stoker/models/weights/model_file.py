@@ -13,12 +13,15 @@ from safetensors.torch import load_file
 from stoker import models
 from stoker.config.settings import ModelSettings
 from stoker.errors import StokerError, WeightsError
+from stoker.models.table import MODELS
 from stoker.models.weights import hub
 from stoker.models.weights.load import COCO_CHANNELS, shapes_only
 from stoker.runs.records import BEST, CHECKPOINTS, FINAL, fetch_run
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 METADATA_KEY = "stoker"
+PRETRAINED = [name for name, architecture in MODELS.items() if "coco" in architecture.urls]
+"""The architectures that `load_pretrained` has."""
 MAX_IMAGE_PIXELS = 1 << 26
 """Of the model input, 8,192 × 8,192: a batch of 8 takes 1.6 GB as bytes."""
 MAX_CLASSES = 100_000
@@ -94,13 +97,10 @@ def load_model(path: Path) -> tuple["models.Detector", ModelMetadata]:
 def load_pretrained(name: str | os.PathLike[str]) -> tuple["models.Detector", ModelMetadata]:
     """An architecture of `MODELS` with its COCO weights, downloaded where they are not there yet, as `load_model`.
     Raises WeightsError if it has none."""
-    architecture = models.MODELS[str(name)]
+    architecture = MODELS[str(name)]
     if "coco" not in architecture.urls:
-        raise WeightsError(
-            f"There are no COCO weights for {name}.",
-            choices=pretrained_names(),
-            fix=f"stoker train DATA --model {name}",
-        )
+        fix = f"stoker train DATA --model {name}"
+        raise WeightsError(f"There are no COCO weights for {name}.", choices=PRETRAINED, fix=fix)
     options = {**architecture.defaults, **architecture.pretrained_options.get("coco", {})}
     settings = ModelSettings(**options, model=str(name), weights="coco")
     class_names = tuple(channel for channel in COCO_CHANNELS[1:] if channel != "N/A")
@@ -110,11 +110,6 @@ def load_pretrained(name: str | os.PathLike[str]) -> tuple["models.Detector", Mo
     model = models.build(settings, len(class_names))
     models.load_weights(model, settings, class_names=class_names)
     return model.eval(), metadata
-
-
-def pretrained_names() -> list[str]:
-    """The architectures with COCO weights."""
-    return [name for name, architecture in models.MODELS.items() if "coco" in architecture.urls]
 
 
 def _build(metadata: ModelMetadata, shapes: dict[str, tuple[int, ...]], path: Path) -> "models.Detector":
@@ -171,7 +166,7 @@ def find_weights(path: Path) -> Path:
     raise WeightsError(
         "There is no model to use.",
         location=path,
-        choices=() if path.is_dir() else ["a run folder", "a .safetensors or .onnx file", *pretrained_names()],
+        choices=() if path.is_dir() else ["a run folder", "a .safetensors or .onnx file", *PRETRAINED],
         cause="neither best.safetensors nor final.safetensors nor a checkpoint" if path.is_dir() else "no such path",
         fix="name a run folder with at least one evaluation or checkpoint, or a .safetensors file",
     )
