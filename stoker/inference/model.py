@@ -316,7 +316,7 @@ def _find_label(name: str | int, class_names: tuple[str, ...]) -> int:
     if str(name).isdecimal() and int(name) < len(class_names):
         return int(name)
     fix = f"did you mean {near!r}?" if (near := nearest(str(name), class_names)) else None
-    raise UsageError(f"The model has no class {str(name)!r}.", choices=class_names, fix=fix)
+    raise UsageError(f"The model has no class {str(name)!r}.", choices=class_names[:100], fix=fix)
 
 
 def _make_tiling(conf: float, iou: float | None, tile: int | None, tile_overlap: float | None) -> Tiling | None:

@@ -71,9 +71,10 @@ def _decode(container: Any, path: Path) -> Iterator[Frame]:
         raise OSError("it has no pictures")
     stream, start_s = container.streams.video[0], None
     stream.thread_type = "AUTO"
+    if stream.width * stream.height > MAX_FRAME_PIXELS:
+        raise OSError(f"{stream.width} × {stream.height} pixels; at most {MAX_FRAME_PIXELS:,} are read")
+    stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}  # also if the frames say something else
     for number, frame in enumerate(container.decode(stream)):
-        if frame.width * frame.height > MAX_FRAME_PIXELS:
-            raise OSError(f"{frame.width} × {frame.height} pixels; at most {MAX_FRAME_PIXELS:,} are read")
         start_s = frame.time if start_s is None else start_s
         time_s = number / float(stream.average_rate or 25) if frame.time is None else frame.time - (start_s or 0.0)
         upright = np.rot90(frame.to_ndarray(format="rgb24"), getattr(frame, "rotation", 0) // 90)
