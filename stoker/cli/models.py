@@ -89,7 +89,7 @@ def predict(
     classes
         Detect only these, by name or label.
     max_det
-        Maximum number of detections in an image; default: 100.
+        Maximum number of detections in an image; default: 100, more with --classes, --agnostic-nms or --tile.
     agnostic_nms
         Of overlapping boxes of different classes, keep only the best.
     out

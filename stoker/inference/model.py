@@ -66,7 +66,7 @@ class PredictOptions(TypedDict, total=False):
     classes: Sequence[str | int] | None
     """Names or labels of the classes to detect; None: all."""
     max_det: int | None
-    """Maximum number of detections in an image; None: 100, in tiles more."""
+    """Maximum number of detections in an image; None: 100, more with `classes`, `agnostic_nms` or `tile`."""
     agnostic_nms: bool
     """Whether NMS also removes boxes of different classes."""
     tile: int | None
@@ -267,12 +267,9 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
 def _iter_sources(images: object, *, bgr: bool, stream: bool) -> Iterator[ImageSource]:
     """Each image of what `Model.predict` is given. Raises UsageError for what is none."""
     if isinstance(images, str | os.PathLike):
-        path = local_path(images)
-        if path.is_dir() or (has_magic(str(path)) and not path.exists()):
-            paths = find_images([path], suffixes=(*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) if stream else IMAGE_SUFFIXES)
-        else:
-            paths = [path]
-        for path in paths:
+        given, suffixes = local_path(images), (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) if stream else IMAGE_SUFFIXES
+        is_many = given.is_dir() or (has_magic(str(given)) and not given.exists())
+        for path in find_images([given], suffixes=suffixes) if is_many else [given]:
             if is_video(path) and not stream:
                 fix = "for prediction in model.predict(…, stream=True), which does not keep all frames in memory"
                 raise UsageError("A video needs stream=True.", location=display_path(path), fix=fix)

@@ -199,15 +199,14 @@ def predict_to_dir(
     stems = {path: name if counts[Path(name).stem.lower()] > 1 else Path(name).stem for path, name in names.items()}
     images, videos = ([path for path in paths if is_video(path) == wanted] for wanted in (False, True))
 
-    def save_objects(prediction: Prediction, stem: str) -> None:
+    def save(prediction: Prediction, path: Path) -> None:
+        if prediction.frame is None:
+            save_image(prediction.draw(), out / names[path], fix=WRITE_FIX)
+        stem = stems[path] + ("" if prediction.frame is None else f"-{prediction.frame:06d}")
         if save_txt:
             _save_labels(prediction, out / "labels" / f"{stem}.txt")
         if save_crop:
             _save_crops(prediction, out / "crops", stem)
-
-    def save(prediction: Prediction, path: Path) -> None:
-        save_image(prediction.draw(), out / names[path], fix=WRITE_FIX)
-        save_objects(prediction, stems[path])
 
     try:
         with ThreadPoolExecutor(host_cores(), "stoker-draw") as pool:
@@ -229,7 +228,7 @@ def predict_to_dir(
             try:
                 for prediction in _save_video(detect(read_frames(path)), out / names[path], is_camera(path)):
                     results[-1]["frames"] += 1
-                    save_objects(prediction, f"{stems[path]}-{prediction.frame:06d}")
+                    save(prediction, path)
             except DataError as error:
                 results[-1]["error"] = str(error)
                 failed.append(error)
