@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from stoker.config.keywords import Settings
     from stoker.errors import StokerError
     from stoker.evaluation.metrics import Metrics
-    from stoker.inference.model import Model, Prediction, load
+    from stoker.inference.model import Model, load
+    from stoker.inference.prediction import Prediction
     from stoker.profiling.measure import measure
     from stoker.training.local_ranks import Result
 
@@ -36,7 +37,7 @@ set_spin_count()  # before torch loads OpenMP
 _HOME = {
     "Metrics": "stoker.evaluation.metrics",
     "Model": "stoker.inference.model",
-    "Prediction": "stoker.inference.model",
+    "Prediction": "stoker.inference.prediction",
     "Result": "stoker.training.local_ranks",
     "Settings": "stoker.config.keywords",
     "StokerError": "stoker.errors",

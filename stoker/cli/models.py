@@ -60,27 +60,44 @@ def predict(
     images: Annotated[list[str], Parameter(consume_multiple=True)],
     /,
     *,
-    conf: float = 0.3,
+    conf: float | None = None,
     iou: float | None = None,
+    classes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    max_det: int | None = None,
+    agnostic_nms: bool = False,
     out: Path = Path("predictions"),
+    save_txt: bool = False,
+    save_crop: bool = False,
     device: str | None = None,
     tile: int | None = None,
     tile_overlap: float | None = None,
 ) -> None:
-    """Detects objects; writes the images with boxes drawn, and predictions.json.
+    """Detects objects; writes the images and videos with boxes drawn, and predictions.json.
 
     Parameters
     ----------
     run
-        Folder of a run, or a .safetensors or .onnx file that stoker saved.
+        Folder of a run, a .safetensors or .onnx file that stoker saved, or a model with COCO weights by its name, such
+        as retinanet_resnet50_fpn.
     images
-        Files, folders or patterns such as 'shots/*.jpg', also in a bucket (gs://, s3://).
+        Files, folders or patterns such as 'shots/*.jpg', also in a bucket (gs://, s3://) or at a URL; videos; a camera
+        by its number.
     conf
-        Minimum score of a detection, 0 … 1.
+        Minimum score of a detection, 0 … 1; default: the one with the best F1 in the run's evaluation, else 0.3.
     iou
         IoU threshold of NMS; default: the model's own.
+    classes
+        Detect only these, by name or label.
+    max_det
+        Maximum number of detections in an image; default: 100, more with --classes, --agnostic-nms or --tile.
+    agnostic_nms
+        Of overlapping boxes of different classes, keep only the best.
     out
         Folder for the results; the original images are never changed.
+    save_txt
+        Also write YOLO label files, into OUT/labels.
+    save_crop
+        Also write each object as an image, into OUT/crops.
     device
         cpu, cuda …; default: the accelerator that torch finds, else the CPU.
     tile
@@ -92,7 +109,12 @@ def predict(
         from stoker.inference.model import load
 
     model = load(run, device=device)
-    for line in model.predict_to_dir(images, out, conf=conf, iou=iou, tile=tile, tile_overlap=tile_overlap):
+    if conf is None:
+        print_text(f"{model.weights}: minimum score {model.conf:g} ({model.conf_origin}); --conf changes it")
+    for line in model.predict_to_dir(
+        images, out, conf=conf, iou=iou, classes=classes, max_det=max_det, agnostic_nms=agnostic_nms,
+        save_txt=save_txt, save_crop=save_crop, tile=tile, tile_overlap=tile_overlap,
+    ):  # fmt: skip
         print_text(line)
 
 

@@ -18,23 +18,27 @@ import os
 import shutil
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from glob import has_magic
 from hashlib import blake2b
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from urllib.parse import quote
 
 from stoker.data.formats.coco import SPLIT_ALIASES, read_entries
 from stoker.data.formats.csv import TABLE_DIRS, detect_csv_layout, iter_rows
 from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
 from stoker.data.formats.tfrecord import strip_shard_number
-from stoker.data.images.source import MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
+from stoker.data.images.source import FETCHED, MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, StokerError, StorageError, nearest, writing
 from stoker.storage.local_files import atomic_path, cache_folder, safe_name, write_atomic
 from stoker.storage.store import ObjectInfo, Store, download, open_store
-from stoker.storage.uri import StorageUri
+from stoker.storage.uri import StorageUri, parse_uri
 
 COPY_THREADS = 64
 """Annotation files that are copied concurrently: the time of each is the latency of the store, 10 … 100 ms."""
@@ -53,6 +57,8 @@ MAX_FOLDERS_SHOWN = 8
 """Folders of a bucket that an error lists."""
 WEB_SCHEMES = ("https", "http")
 WEB_SUFFIXES = (".json", ".csv")
+MAX_DOWNLOAD_BYTES, DOWNLOAD_TIMEOUT_S = 1 << 28, 60
+"""Limits of an image or video that is downloaded from a web server: a 4K video of a minute has about 2^28 bytes."""
 MAX_PROBES = 3
 """Images that are requested in each folder of a web server: the first ones may be missing."""
 
@@ -89,18 +95,43 @@ def resolve_images(uri: StorageUri) -> Path:
 
     A single image gets a mirror of its own, so that its folder need not be listed.
     """
-    if uri.scheme in WEB_SCHEMES or (uri.key and not has_magic(uri.key)):
+    if uri.key and not has_magic(uri.key):
         store = open_store(uri)
-        if uri.key and (info := store.stat(uri.key)) is not None:
+        if (info := store.stat(uri.key)) is not None:
             with locked_mirror(uri, uri.parent) as root:
                 update_mirror(store, root, {uri.name: info}, uri)
             return root / uri.name
-        if uri.scheme in WEB_SCHEMES:
-            raise DataError("There is no such image.", location=uri, fix="name one; a web server lists no folders")
     folder_uri = uri
     while has_magic(folder_uri.key):
         folder_uri = folder_uri.parent
     return sync_mirror(folder_uri)[0] / uri.key.removeprefix(folder_uri.key).lstrip("/")
+
+
+def download_image(url: str) -> Path:
+    """The local copy of an image or video at an http(s) URL, which may have a query; downloaded anew by each call.
+
+    Raises DataError if it is missing, larger than MAX_DOWNLOAD_BYTES, or not complete after DOWNLOAD_TIMEOUT_S.
+    """
+    url = quote(url.partition("#")[0], safe="%/:?=&~+!$,;'@()*[]")  # what is quoted already stays
+    uri, data, end_s = parse_uri(url.partition("?")[0]), bytearray(), time.monotonic() + DOWNLOAD_TIMEOUT_S
+    try:
+        if invalid_name_reason(uri.key) is not None:
+            raise ValueError("a web server lists no folders")
+        request = urllib.request.Request(url, headers={"User-Agent": "stoker"})
+        with urllib.request.urlopen(request, timeout=DOWNLOAD_TIMEOUT_S / 4) as response:
+            while part := response.read1(1 << 20):
+                data += part
+                if len(data) > MAX_DOWNLOAD_BYTES or time.monotonic() > end_s:
+                    raise ValueError(f"more than {MAX_DOWNLOAD_BYTES:,} bytes, or {DOWNLOAD_TIMEOUT_S} s")
+    except (OSError, ValueError, HTTPException) as error:
+        fix = "name an image, or download it yourself and name the file"
+        raise DataError("The image cannot be downloaded.", location=uri, cause=str(error), fix=fix) from error
+    full_uri = replace(uri, key=f"{uri.key}?{url}")  # each query is an image of its own, and may be a signature
+    with locked_mirror(full_uri, uri.parent):
+        path = mirror_dir_for(full_uri) / FETCHED / uri.name
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, memoryview(data), durable=False)
+    return path
 
 
 def image_folder_uri(file: StorageUri) -> StorageUri:

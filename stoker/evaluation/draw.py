@@ -49,7 +49,8 @@ def draw_boxes(
 ) -> Image.Image:
     """A copy of `image` with boxes, class names and scores; RGB, enlarged if it is too small for text.
 
-    detections: of this image, in its pixels. The best scores are drawn last, on top.
+    detections: of this image, in its pixels. The boxes with the best scores are drawn last, on top. Their labels are
+    placed first; one that has no free place at its box is left out, so that no label covers another.
     """
     drawn = image.convert("RGB")  # a copy, always
     factor = max(1, -(-MIN_DRAW_SIDE // max(1, *drawn.size)))
@@ -57,8 +58,9 @@ def draw_boxes(
         drawn = drawn.resize((drawn.width * factor, drawn.height * factor), Image.Resampling.NEAREST)
     long_side = max(drawn.size)
     line_width = max(1, round(long_side / 400))
-    font = ImageFont.load_default(size=max(10, round(long_side / 55)))
+    font = ImageFont.load_default(size=max(10, min(round(long_side / 55), min(drawn.size) // 4)))
     draw = ImageDraw.Draw(drawn)
+    labels = []
     for n in np.argsort(detections.score, kind="stable").tolist():
         label = int(detections.label[n])
         bounds = (drawn.width, drawn.height) * 2
@@ -71,8 +73,39 @@ def draw_boxes(
         draw.rectangle((x0, y0, x1, y1), outline=class_color(label), width=line_width)
         name = class_names[label] if label < len(class_names) else str(label)
         text = f"{name} {detections.score[n]:.2f}" if scores else name
-        _draw_name(draw, drawn.size, (x0, y0), text, class_color(label), font)
+        labels.append(((x0, y0, x1, y1), fit_text(text, font, drawn.width - 4), class_color(label)))
+    taken = np.zeros((0, 4))
+    for box, text, fill in reversed(labels):
+        left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
+        place = find_label_place(box, (right - left + 4, bottom - top + 4), drawn.size, taken)
+        if place is not None:
+            taken = np.concatenate([taken, place[None]])
+            draw.rectangle((*place[:2].tolist(), *(place[2:] - 1).tolist()), fill=fill)
+            dark = 0.299 * fill[0] + 0.587 * fill[1] + 0.114 * fill[2] < 140  # luma of ITU-R BT.601
+            draw.text((place[0] + 2 - left, place[1] + 2 - top), text, fill="white" if dark else "black", font=font)
     return drawn
+
+
+def find_label_place(
+    box: tuple[float, float, float, float],
+    size: tuple[float, float],
+    image_size: tuple[int, int],
+    taken: NDArray[np.float64],
+) -> NDArray[np.float64] | None:
+    """Where the label of a box can be, xyxy, inside the image and over none of the places `taken` [N, 4]; None where
+    there is no such place at the box.
+
+    box: xyxy; size, image_size: width and height. The places, in this order: above the box, below it, inside at its top
+    and bottom, next to these; each at the left end of the box, then at the right.
+    """
+    (x0, y0, x1, y1), (width, height) = box, size
+    rows = (y0 - height, y1, y0, y1 - height, y0 - 2 * height, y1 + height, y0 + height, y1 - 2 * height)
+    corners = np.array([(x, y) for y in rows for x in (x0, x1 - width)]).round()
+    corners = np.maximum(np.minimum(corners, np.subtract(image_size, size)), 0)
+    places = np.concatenate([corners, corners + np.array(size)], axis=1)
+    overlaps = (places[:, None, :2] < taken[:, 2:]) & (places[:, None, 2:] > taken[:, :2])
+    free = places[(places[:, 2:] <= image_size).all(axis=1) & ~(overlaps[..., 0] & overlaps[..., 1]).any(axis=1)]
+    return free[0] if len(free) else None
 
 
 def fit_text(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: float) -> str:
@@ -82,25 +115,6 @@ def fit_text(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, widt
     while text and font.getlength(text + "…") > width:
         text = text[:-1]
     return text + "…"
-
-
-def _draw_name(
-    draw: ImageDraw.ImageDraw,
-    size: tuple[int, int],
-    corner: tuple[float, float],
-    text: str,
-    fill: tuple[int, int, int],
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
-) -> None:
-    """Draws a name on a filled rectangle above the box's corner, or below it if there is no room, inside the image."""
-    left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
-    width, height = right - left + 4, bottom - top + 4
-    x = min(max(0.0, corner[0]), max(0.0, size[0] - width))
-    y = corner[1] - height if corner[1] >= height else min(max(0.0, corner[1]), max(0.0, size[1] - height))
-    draw.rectangle((x, y, x + width, y + height), fill=fill)
-    red, green, blue = fill
-    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140  # luma of ITU-R BT.601
-    draw.text((x + 2 - left, y + 2 - top), text, fill="white" if dark else "black", font=font)
 
 
 def draw_comparison(sample: ImageWithBoxes, class_names: Sequence[str], max_side: int) -> Image.Image:

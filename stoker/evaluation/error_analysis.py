@@ -77,6 +77,28 @@ class ErrorAnalysis:
     """[K], whether it has neither a true positive nor a localization or class error."""
 
 
+def _best_f1(
+    is_tp: NDArray[np.bool_], score: NDArray[np.float32], num_boxes: int
+) -> tuple[float, float, float, float] | None:
+    """(threshold, F1, precision, recall) at the score with the best F1 of detections, best score first."""
+    if not is_tp.any():
+        return None
+    hits = np.cumsum(is_tp)
+    f1s = 2 * hits / (np.arange(1, len(hits) + 1) + num_boxes)
+    f1s[:-1][score[1:] == score[:-1]] = -1.0  # a threshold cannot separate equal scores
+    best = int(f1s.argmax())
+    return float(score[best]), float(f1s[best]), float(hits[best] / (best + 1)), float(hits[best] / num_boxes)
+
+
+def best_threshold(gt: GroundTruth, detections: Detections, matches: CocoMatches) -> float | None:
+    """The score with the best F1 of all classes together; None without true positives."""
+    counted = np.flatnonzero(matches.gt_index != -2)
+    counted = counted[np.argsort(-detections.score[matches.order[counted]], kind="stable")]
+    score = detections.score[matches.order[counted]]
+    best = _best_f1(matches.gt_index[counted] >= 0, score, int((~gt.crowd).sum()))
+    return None if best is None else best[0]
+
+
 def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMatches) -> list[ClassStats]:
     """The threshold with the best F1 of each class, and its histograms of scores."""
     best_first = matches.by_class[matches.gt_index[matches.by_class] != -2]
@@ -89,15 +111,8 @@ def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMa
         tp, scores = is_tp[start:end], score[start:end]
         start = end
         histograms = [np.histogram(scores[mask], HISTOGRAM_BINS, (0, 1))[0].tolist() for mask in (tp, ~tp)]
-        threshold = f1 = precision = recall = None
-        if tp.any():
-            hits = np.cumsum(tp)
-            f1s = 2 * hits / (np.arange(1, len(hits) + 1) + counts[class_index])
-            f1s[:-1][scores[1:] == scores[:-1]] = -1.0  # a threshold cannot separate equal scores
-            best = int(f1s.argmax())
-            threshold, f1 = float(scores[best]), float(f1s[best])
-            precision, recall = float(hits[best] / (best + 1)), float(hits[best] / counts[class_index])
-        stats.append(ClassStats(threshold, f1, precision, recall, *histograms))
+        best = _best_f1(tp, scores, int(counts[class_index]))
+        stats.append(ClassStats(*(best or (None, None, None, None)), *histograms))
     return stats
 
 
@@ -248,6 +263,7 @@ def build_evaluation(
             )
             for label, (metrics, stats) in enumerate(zip(result.metrics.per_class, class_stats, strict=True))
         ],
+        threshold=best_threshold(gt, detections, matches),
         confusions=[
             ConfusionPair(gt_label=int(pairs[n, 0]), pred_label=int(pairs[n, 1]), count=int(pair_counts[n]))
             for n in np.argsort(-pair_counts, kind="stable")[:MAX_CONFUSIONS].tolist()

@@ -117,14 +117,16 @@ def detect_batches(
     precision: str,
     score_threshold: float,
     iou_threshold: float | None,
+    max_detections: int | None = None,
 ) -> Iterator[Detections]:
     """The detections of each batch, one batch late; boxes in pixels of the original images, without padding images
-    (image_index -1).
+    (image_index -1). max_detections: of an image; None: the model's own maximum.
 
     Afterwards every module of the model is in its previous mode (training or evaluation).
     """
     stream = device.make_stream()
     pending: _PendingDetections | None = None
+    limit = {} if max_detections is None else {"max_detections": max_detections}
     with in_eval_mode(model):
         for batch in batches:
             # no_grad, not inference_mode: tensors cached here (anchors) are used in the next training step
@@ -136,6 +138,7 @@ def detect_batches(
                     batch.original_size,
                     score_threshold=score_threshold,
                     iou_threshold=iou_threshold,
+                    **limit,
                 )
             copied = [detections.boxes, detections.scores, detections.labels, detections.valid, batch.image_index]
             if detections.check is not None:

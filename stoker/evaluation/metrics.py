@@ -247,6 +247,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Lowest F1 first; among equal ones, the one with more errors."""
     best: list[ImageEvaluation]
     """Highest F1 first; among equal ones, the one with more boxes."""
+    threshold: float | None = None
+    """Score threshold with the best F1 of all classes together, at IoU 0.5; None without true positives."""
 
 
 def read_evaluation(run: Path) -> Evaluation | None:

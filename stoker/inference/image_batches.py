@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -31,6 +31,7 @@ from stoker.data.loading.buffers import HostBatchBuffer, as_batch
 from stoker.errors import ConfigError, DataError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
+from stoker.inference.video import Frame
 
 PREFETCH_BATCHES = 3
 """Batches that are decoded ahead of the device."""
@@ -48,8 +49,8 @@ MERGE_IOU = 0.7
 MIN_COVERED_FRACTION = 0.5
 """A cut-off box is removed if another box of its class covers this fraction of its area (SAHI's default)."""
 
-ImageSource = Path | decode.Pixels
-"""An image file, or pixels: uint8 [h, w, 3], RGB, upright."""
+ImageSource = Path | decode.Pixels | Frame
+"""An image file, a frame of a video, or pixels: uint8 [h, w, 3], RGB, upright."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,13 @@ class Tiling:
         return [n * last // count for n in range(count + 1)], self.side
 
 
+def load_pixels(source: ImageSource) -> decode.Pixels:
+    """The whole image, uint8 [h, w, 3] RGB, upright. Raises DataError."""
+    if isinstance(source, Path):
+        return decode.decode(read_image(source), source)
+    return source.pixels if isinstance(source, Frame) else source
+
+
 class InputImage:
     """An image. A tiled file is decoded for its first window and freed after its last one.
 
@@ -96,8 +104,9 @@ class InputImage:
 
     def __init__(self, image_index: int, source: ImageSource) -> None:
         self.image_index = image_index
+        self.source = source
         self.path = source if isinstance(source, Path) else None
-        self._pixels = None if isinstance(source, Path) else source
+        self._pixels = None if isinstance(source, Path) else load_pixels(source)
         self.size: tuple[int, int] = (0, 0) if self._pixels is None else self._pixels.shape[:2]
         """Height and width, upright; zeros until it is read."""
         self.error: DataError | None = None
@@ -133,7 +142,7 @@ class InputImage:
                 raise self.error
             if self._pixels is None:
                 assert self.path is not None, "given pixels are kept until the last window is read"
-                self._pixels = decode.decode(read_image(self.path), self.path)
+                self._pixels = load_pixels(self.path)
             return self._pixels
 
 
@@ -149,7 +158,7 @@ class InferenceWindow(NamedTuple):
     """Whether it is the last window of its image."""
 
 
-def iter_windows(sources: Sequence[ImageSource], tiling: Tiling | None) -> Iterator[InferenceWindow]:
+def iter_windows(sources: Iterable[ImageSource], tiling: Tiling | None) -> Iterator[InferenceWindow]:
     """The windows of images, in order; an image larger than a tile has itself and then its tiles as windows."""
     window_index = 0
     for image_index, source in enumerate(sources):
@@ -210,9 +219,11 @@ def iter_batches(
             yield finish(*pending.popleft())
 
 
-def num_decode_workers(sources: Sequence[ImageSource], batch_size: int) -> int:
-    """One per core; for images in a bucket, whose threads mostly wait, one per prefetched image."""
-    is_remote = any(isinstance(source, Path) and places.path_to_uri(source) is not None for source in sources)
+def num_decode_workers(sources: Iterable[ImageSource], batch_size: int) -> int:
+    """One per core; for a list of images in a bucket, whose threads mostly wait, one per prefetched image."""
+    is_remote = isinstance(sources, Sequence) and any(
+        isinstance(source, Path) and places.path_to_uri(source) is not None for source in sources
+    )
     return max(host_cores(), (PREFETCH_BATCHES + 1) * batch_size if is_remote else 0)
 
 

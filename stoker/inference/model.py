@@ -6,63 +6,75 @@ run the model; `export/onnx.py` exports it.
 
 import contextlib
 import dataclasses
+import functools
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from glob import has_magic
 from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from torch import Tensor
 
 from stoker.config.settings import Config, DataSettings, from_fields, from_run
 from stoker.data.images import decode
+from stoker.data.images.source import display_path
 from stoker.data.index import Index, open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
-from stoker.errors import DataError, UsageError
-from stoker.evaluation.draw import draw_boxes
+from stoker.errors import DataError, UsageError, nearest
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
-from stoker.evaluation.metrics import Metrics, boxes_in_image
+from stoker.evaluation.metrics import Metrics
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
-from stoker.inference.image_batches import TILE_OVERLAP, ImageSource, Tiling, read_image
-from stoker.inference.predict import DEFAULT_BATCH_SIZE, ImageResult, local_path, predict_images, predict_to_dir
+from stoker.inference.image_batches import MERGE_IOU, TILE_OVERLAP, ImageSource, Tiling, merge_detections
+from stoker.inference.predict import (
+    DEFAULT_BATCH_SIZE,
+    IMAGE_SUFFIXES,
+    find_images,
+    local_path,
+    predict_images,
+    predict_to_dir,
+)
+from stoker.inference.prediction import Prediction
 from stoker.inference.runtime import ONNX_SUFFIX, OnnxModel
-from stoker.models.layers.postprocess import DetectorProtocol
+from stoker.inference.video import VIDEO_SUFFIXES, is_video, read_frames
+from stoker.models import MODELS
+from stoker.models.layers.postprocess import PRE_NMS_TOP_N, DetectorProtocol
 from stoker.models.weights import model_file
 from stoker.runs.records import CONFIG
 
-ImageInput = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image
-"""A file or its URI, RGB pixels as uint8 [h, w, 3], or a Pillow image."""
+Image_ = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image | Tensor
+ImageInput = Image_ | Iterable[Image_]
+"""A file, folder, pattern, URI or URL; pixels as uint8 [h, w, 3], [h, w, 4] (alpha is dropped), [h, w, 1] or [h, w]
+(gray), RGB, or a batch of them [b, h, w, c]; a tensor [c, h, w] or [b, c, h, w] of uint8, or of floats 0 … 1; a Pillow
+image; or several of these. With `stream=True` also a video or a camera (its number, or /dev/video0)."""
 DEFAULT_CONF = 0.3
-"""Default minimum score of a detection."""
+"""Default minimum score of a detection, of weights that were never evaluated."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Prediction:
-    """The n detections in an image, best score first."""
+class PredictOptions(TypedDict, total=False):
+    """Keyword arguments of `Model.predict` and `Model.predict_to_dir`."""
 
-    path: Path | None
-    """The image's file, or its stub file for an image in a bucket; None for pixels."""
-    original_size: tuple[int, int]
-    """Height and width of the image, upright by EXIF."""
-    boxes: NDArray[np.float32]
-    """[n, 4], xyxy in pixels of the upright image."""
-    scores: NDArray[np.float32]
-    """[n], 0 … 1."""
-    labels: NDArray[np.int64]
-    """[n], indices into the model's `class_names`."""
-    names: list[str]
-    """[n], class names."""
-    _source: ImageSource = dataclasses.field(repr=False)
-    _class_names: tuple[str, ...] = dataclasses.field(repr=False)
-
-    def draw(self) -> Image.Image:
-        """The image with boxes, RGB; small images are enlarged. Raises DataError if its file does not exist anymore."""
-        pixels = self._source
-        if isinstance(pixels, Path):
-            pixels = decode.decode(read_image(pixels), pixels)
-        detections = boxes_in_image(self.boxes, self.labels, self.scores)
-        return draw_boxes(Image.fromarray(pixels), detections, self._class_names)
+    conf: float | None
+    """Minimum score, 0 … 1; None: `Model.conf`."""
+    iou: float | None
+    """NMS threshold; None: the architecture's own."""
+    classes: Sequence[str | int] | None
+    """Names or labels of the classes to detect; None: all."""
+    max_det: int | None
+    """Maximum number of detections in an image; None: 100, more with `classes`, `agnostic_nms` or `tile`."""
+    agnostic_nms: bool
+    """Whether NMS also removes boxes of different classes."""
+    tile: int | None
+    """Images with a longer side are also processed in tiles of this side, to detect small objects in large images."""
+    tile_overlap: float | None
+    """Minimum overlap of neighboring tiles as a fraction of their side; None: 0.2."""
+    batch_size: int
+    """Images per forward pass, default 8."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,71 +89,78 @@ class Model:
     """[C], by label."""
     image_size: tuple[int, int]
     """Height and width in pixels to which images are resized and padded."""
+    conf: float
+    """Default minimum score of a detection."""
+    conf_origin: str
+    """Why `conf` has its value: the best F1 of the evaluation, or DEFAULT_CONF without one."""
     _metadata: model_file.ModelMetadata = dataclasses.field(repr=False)
     _detector: DetectorProtocol = dataclasses.field(repr=False)
     _device: Device = dataclasses.field(repr=False)
     _precision: str = dataclasses.field(repr=False)
 
-    def predict(
-        self,
-        images: ImageInput | Sequence[ImageInput],
-        *,
-        conf: float = DEFAULT_CONF,
-        iou: float | None = None,
-        tile: int | None = None,
-        tile_overlap: float | None = None,
-        batch_size: int = DEFAULT_BATCH_SIZE,
-    ) -> list[Prediction]:
-        """The detections in each image, in order; a single image gives a list of one.
+    @property
+    def names(self) -> dict[int, str]:
+        """Label → class name."""
+        return dict(enumerate(self.class_names))
 
-        conf: minimum score, 0 … 1. iou: NMS threshold; default: the architecture's own. tile: images with a longer side
-        than this are also processed in tiles of this side, to detect small objects in large images; tile_overlap:
-        minimum overlap of neighboring tiles as a fraction of their side, default 0.2. batch_size: images per forward
-        pass.
+    @overload
+    def predict(
+        self, images: ImageInput, *, bgr: bool = ..., stream: Literal[False] = ..., **options: Unpack[PredictOptions]
+    ) -> list[Prediction]: ...
+    @overload
+    def predict(
+        self, images: ImageInput, *, bgr: bool = ..., stream: Literal[True], **options: Unpack[PredictOptions]
+    ) -> Iterator[Prediction]: ...
+    def predict(
+        self, images: ImageInput, *, bgr: bool = False, stream: bool = False, **options: Unpack[PredictOptions]
+    ) -> list[Prediction] | Iterator[Prediction]:
+        """The detections in each image, in order; a single image gives a list of one. `model(images)` is the same.
+
+        bgr: arrays and tensors are BGR, as OpenCV reads images. stream: give an iterator, for inputs that do not fit
+        into memory together and for videos, of which each frame is an image; it reads some 4 batches ahead. options:
+        see `PredictOptions`.
 
         Raises DataError for an image that cannot be read, UsageError for an input that is not an image or a number out
         of range.
         """
-        if batch_size < 1:
-            raise UsageError(f"batch_size={batch_size} is out of range.", choices=["1 or more"])
-        inputs = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
-        sources = [_to_source(image) for image in inputs]
-        results = self._detect(sources, conf, iou, _make_tiling(conf, iou, tile, tile_overlap), batch_size)
-        predictions = []
-        for source, result in zip(sources, results, strict=True):
-            if result.error is not None:
-                raise result.error
-            detections = result.detections
-            names = [self.class_names[label] for label in detections.label.tolist()]
-            columns = detections.boxes, detections.score, detections.label, names
-            predictions.append(Prediction(result.path, result.original_size, *columns, source, self.class_names))
-        return predictions
+        sources = _iter_sources(images, bgr=bgr, stream=stream)
+        predictions = self._detect(options, sources if stream else list(sources), raise_errors=True)
+        return predictions if stream else list(predictions)
+
+    __call__ = predict
 
     def predict_to_dir(
         self,
         images: Sequence[str],
         out: Path,
         *,
-        conf: float = DEFAULT_CONF,
-        iou: float | None = None,
-        tile: int | None = None,
-        tile_overlap: float | None = None,
+        save_txt: bool = False,
+        save_crop: bool = False,
+        **options: Unpack[PredictOptions],
     ) -> Iterator[str]:
-        """Detects objects in files, folders and patterns; writes the images with boxes and predictions.json into `out`.
+        """Detects objects in files, folders, patterns, URLs, videos and cameras; writes the images and videos with
+        boxes and predictions.json into `out`; save_txt, save_crop: also YOLO label files, the objects as images.
 
         Yields a line for each image, also for an unreadable one, which raises DataError at the end.
         """
-        tiling = _make_tiling(conf, iou, tile, tile_overlap)
-
-        def detect_all(paths: Sequence[ImageSource]) -> Iterator[ImageResult]:
-            return self._detect(paths, conf, iou, tiling, DEFAULT_BATCH_SIZE)
-
-        yield from predict_to_dir(detect_all, images, self.class_names, out)
+        detect = functools.partial(self._detect, options)
+        yield from predict_to_dir(detect, images, out, save_txt=save_txt, save_crop=save_crop)
 
     def _detect(
-        self, sources: Sequence[ImageSource], conf: float, iou: float | None, tiling: Tiling | None, batch_size: int
-    ) -> Iterator[ImageResult]:
-        return predict_images(
+        self, options: PredictOptions, sources: Iterable[ImageSource], *, raise_errors: bool = False
+    ) -> Iterator[Prediction]:
+        """The detections in each image. Raises UsageError for an option out of range."""
+        batch_size, max_det = options.get("batch_size", DEFAULT_BATCH_SIZE), options.get("max_det")
+        iou, classes, is_agnostic = options.get("iou"), options.get("classes"), options.get("agnostic_nms", False)
+        conf = self.conf if (given := options.get("conf")) is None else given
+        tiling = _make_tiling(conf, iou, options.get("tile"), options.get("tile_overlap"))
+        if batch_size < 1:
+            raise UsageError(f"batch_size={batch_size} is out of range.", choices=["1 or more"])
+        if max_det is not None and not 0 < max_det <= PRE_NMS_TOP_N:
+            raise UsageError(f"--max-det {max_det} is out of range.", choices=[f"1 … {PRE_NMS_TOP_N:,}"])
+        labels = None if classes is None else [_find_label(name, self.class_names) for name in classes]
+        is_choosing = is_agnostic or (max_det, classes) != (None, None)
+        for found in predict_images(
             self._detector,
             sources,
             self._device,
@@ -150,9 +169,20 @@ class Model:
             score_threshold=conf,
             iou_threshold=iou,
             precision=self._precision,
-            batch_size=max(1, min(batch_size, len(sources))),
+            batch_size=max(1, min(batch_size, len(sources) if isinstance(sources, Sequence) else batch_size)),
             tiling=tiling,
-        )
+            max_detections=PRE_NMS_TOP_N if is_choosing else None,  # enough to choose from
+            class_names=self.class_names,
+        ):
+            if raise_errors and found.error is not None:
+                raise found.error
+            if labels is not None:
+                found = found[np.isin(found.labels, labels)]
+            if is_agnostic:
+                same, cut = np.zeros_like(found.labels), np.zeros(len(found), bool)
+                threshold = min(self._detector.iou_threshold if iou is None else iou, MERGE_IOU)
+                found = found[merge_detections(found.boxes, found.scores, same, cut, iou_threshold=threshold)]
+            yield found[:max_det]
 
     def evaluate(
         self,
@@ -204,14 +234,15 @@ class Model:
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
     """A trained detector from a run folder (its best weights) or a .safetensors or .onnx file that stoker saved, local
-    or in a bucket (gs://, s3://).
+    or in a bucket (gs://, s3://); or the name of a model with COCO weights, such as retinanet_resnet50_fpn.
 
     device: cpu, cuda …; default: the accelerator that torch finds, else the CPU. An ONNX file runs on the CPU.
 
     Raises UsageError if there is no such run, WeightsError for a file that stoker did not save.
     """
     source = model_file.local_path(run)
-    weights = model_file.find_weights(source)
+    is_name = os.fspath(run) in MODELS and not source.exists()
+    weights = source if is_name else model_file.find_weights(source)
     if weights.suffix == ONNX_SUFFIX:
         if device not in (None, "cpu"):
             raise UsageError(
@@ -224,33 +255,65 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
         metadata, target_device, precision = exported.metadata, select_device("cpu"), "fp32"
     else:
         target_device = select_device(device)
-        model, metadata = model_file.load_model(weights)
+        model, metadata = (model_file.load_pretrained if is_name else model_file.load_model)(weights)
         detector, precision = model.to(target_device.torch_device), target_device.best_precision()[0]
-    return Model(
-        source, weights, metadata.class_names, metadata.image_size, metadata, detector, target_device, precision
-    )
+    conf, origin = DEFAULT_CONF, "the default: the weights have no evaluation"
+    if metadata.threshold is not None:  # scores must be above the minimum, and this is itself that of a detection
+        conf, origin = max(0.0, math.ceil(metadata.threshold * 1e4 - 1) / 1e4), "the best F1 in the evaluation"
+    names, size = metadata.class_names, metadata.image_size
+    return Model(source, weights, names, size, conf, origin, metadata, detector, target_device, precision)
 
 
-def _to_source(image: object) -> ImageSource:
-    if isinstance(image, Image.Image):
-        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-    if isinstance(image, np.ndarray):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
-            raise UsageError(
-                f"An array of {image.dtype} {list(image.shape)} is not an image.",
-                choices=["uint8 [height, width, 3], RGB"],
-                fix="from OpenCV: image[..., ::-1]; from a gray one: np.stack([image] * 3, -1)",
-            )
-        return np.ascontiguousarray(image)
-    if isinstance(image, str | os.PathLike):
-        path = local_path(image)
-        if path.is_dir():
-            raise UsageError(
-                "A folder is not an image.", location=path, fix="give its files: sorted(folder.glob('*.jpg'))"
-            )
-        return path
-    choices = ["a path", "a NumPy array uint8 [height, width, 3]", "a Pillow image"]
-    raise UsageError(f"An object of type {type(image).__name__} is not an image.", choices=choices)
+def _iter_sources(images: object, *, bgr: bool, stream: bool) -> Iterator[ImageSource]:
+    """Each image of what `Model.predict` is given. Raises UsageError for what is none."""
+    if isinstance(images, str | os.PathLike):
+        given, suffixes = local_path(images), (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) if stream else IMAGE_SUFFIXES
+        is_many = given.is_dir() or (has_magic(str(given)) and not given.exists())
+        for path in find_images([given], suffixes=suffixes) if is_many else [given]:
+            if is_video(path) and not stream:
+                fix = "for prediction in model.predict(…, stream=True), which does not keep all frames in memory"
+                raise UsageError("A video needs stream=True.", location=display_path(path), fix=fix)
+            yield from read_frames(path) if is_video(path) else [path]
+    elif isinstance(images, Image.Image):
+        yield decode.pillow_to_rgb(ImageOps.exif_transpose(images))
+    elif isinstance(images, np.ndarray | Tensor):
+        yield from _to_pixels(images, bgr=bgr)
+    elif isinstance(images, Iterable) and not isinstance(images, bytes):
+        for image in images:
+            yield from _iter_sources(image, bgr=bgr, stream=stream)
+    else:
+        choices = ["a path", "a NumPy array", "a tensor", "a Pillow image", "a list of them"]
+        raise UsageError(f"An object of type {type(images).__name__} is not an image.", choices=choices)
+
+
+def _to_pixels(array: NDArray[Any] | Tensor, *, bgr: bool) -> list[decode.Pixels]:
+    """uint8 [h, w, 3] RGB of each image of an array or tensor; see `ImageInput`."""
+    given = f"{array.dtype} {list(array.shape)}"
+    if isinstance(array, Tensor):
+        tensor = array.detach().cpu()
+        if tensor.is_floating_point():
+            in_range = tensor.numel() and tensor.min() >= 0 and tensor.max() <= 1
+            tensor = (tensor.float() * 255).round().to(torch.uint8) if in_range else tensor.float()
+        array = (tensor.movedim(-3, -1) if tensor.ndim >= 3 else tensor).numpy()
+    pixels = array[..., None] if array.ndim == 2 else array
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4) or pixels.shape[-1] not in (1, 3, 4) or 0 in pixels.shape:
+        raise UsageError(
+            f"An array of {given} is not an image.",
+            choices=["array: uint8 [h, w, 3], RGB or with bgr=True BGR; [h, w]; [b, h, w, 3]",
+                     "tensor: uint8 or floats 0 … 1, [3, h, w] or [b, 3, h, w]"],
+        )  # fmt: skip
+    pixels = np.repeat(pixels, 3, -1) if pixels.shape[-1] == 1 else pixels[..., :3]
+    return list(np.ascontiguousarray(pixels[..., ::-1] if bgr else pixels).reshape(-1, *pixels.shape[-3:]))
+
+
+def _find_label(name: str | int, class_names: tuple[str, ...]) -> int:
+    """The label of a class that is given by its name or its label. Raises UsageError."""
+    if name in class_names:
+        return class_names.index(str(name))
+    if str(name).isdecimal() and int(name) < len(class_names):
+        return int(name)
+    fix = f"did you mean {near!r}?" if (near := nearest(str(name), class_names)) else None
+    raise UsageError(f"The model has no class {str(name)!r}.", choices=class_names[:100], fix=fix)
 
 
 def _make_tiling(conf: float, iou: float | None, tile: int | None, tile_overlap: float | None) -> Tiling | None:

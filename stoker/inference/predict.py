@@ -1,9 +1,10 @@
 """Prediction on images without annotations: from files, folders and patterns to boxes, annotated images and JSON.
 
 `predict_images` is the iterator, `predict_to_dir` the command. `image_batches.py` makes batches of images or tiles,
-`evaluate.detect_batches` runs them. The originals are not changed.
+`evaluate.detect_batches` runs them, `video.py` reads and writes videos. The originals are not changed.
 """
 
+import contextlib
 import dataclasses
 import glob
 import os
@@ -11,18 +12,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
-from PIL import Image
 
-from stoker.data.images import decode
 from stoker.data.images.source import display_path
-from stoker.data.remote import resolve_images
+from stoker.data.remote import download_image, resolve_images
 from stoker.errors import DataError, UsageError, writing
 from stoker.evaluation.draw import IMAGE_SUFFIXES as OUTPUT_SUFFIXES
-from stoker.evaluation.draw import draw_boxes, save_image
+from stoker.evaluation.draw import save_image
 from stoker.evaluation.evaluate import detect_batches
 from stoker.evaluation.metrics import Detections, empty_detections
 from stoker.hardware.cgroup import host_cores
@@ -37,11 +36,12 @@ from stoker.inference.image_batches import (
     iter_windows,
     merge_detections,
     num_decode_workers,
-    read_image,
 )
+from stoker.inference.prediction import Prediction
+from stoker.inference.video import CAMERA_PREFIX, VIDEO_SUFFIXES, is_camera, is_video, read_frames, video_writer
 from stoker.models.layers.postprocess import DetectorProtocol
 from stoker.printable import encode_json
-from stoker.storage.local_files import write_atomic
+from stoker.storage.local_files import safe_name, write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 IMAGE_SUFFIXES = (*OUTPUT_SUFFIXES, ".gif", ".jp2", ".pgm", ".ppm")
@@ -51,22 +51,15 @@ DEFAULT_BATCH_SIZE = 8
 WRITE_FIX = "make room, or name another folder with --out"
 
 
-class ImageResult(NamedTuple):
-    """The detections in an image."""
-
-    path: Path | None
-    """None for pixels."""
-    original_size: tuple[int, int]
-    """Height and width of the upright image in pixels; zeros if it could not be read."""
-    detections: Detections
-    """Best score first; boxes in pixels of the upright image."""
-    error: DataError | None
-    """The error of reading it; then there are no detections."""
+Detect = Callable[[Iterable[ImageSource]], Iterator[Prediction]]
 
 
-def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None) -> list[Path]:
+def find_images(
+    inputs: Iterable[str | Path], *, exclude_dir: Path | None = None, suffixes: Sequence[str] = IMAGE_SUFFIXES
+) -> list[Path]:
     """The images of files, folders (recursive), patterns and URIs of these, each once, in order, without those in
-    `exclude_dir`. For an image in a bucket, its stub file (`data/images/source.py`).
+    `exclude_dir`. For an image in a bucket, its stub file (`data/images/source.py`). suffixes: of files in folders and
+    patterns.
 
     Raises UsageError for an input without images, DataError and StorageError for a URI.
     """
@@ -75,12 +68,12 @@ def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None
     for location in inputs:
         path = local_path(location)
         if path.is_dir():
-            image_paths = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
-        elif path.exists():
+            image_paths = sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file())
+        elif path.exists() or is_camera(path):
             image_paths = [path]
         else:
             matched = (Path(name) for name in glob.glob(str(path), recursive=True))
-            image_paths = sorted(p for p in matched if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+            image_paths = sorted(p for p in matched if p.suffix.lower() in suffixes and p.is_file())
         included = [p for p in image_paths if excluded is None or excluded not in p.resolve().parents]
         if image_paths and not included:
             message = f"The images of {str(path)!r} are in the output folder, whose images are not used as input."
@@ -89,7 +82,7 @@ def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None
             raise UsageError(
                 f"There are no images at {display_path(path)!r}.",
                 location=display_path(Path.cwd() / path),
-                choices=IMAGE_SUFFIXES,
+                choices=suffixes,
                 fix="name image files, a folder with such files, or a pattern in quotes",
             )
         for image_path in included:
@@ -98,14 +91,20 @@ def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None
 
 
 def local_path(location: str | os.PathLike[str]) -> Path:
-    """The path of `location` with variables expanded; for a URI, the path in its local mirror."""
+    """The path of `location` with variables expanded; for a URI, the path in its local mirror; for a URL, that of the
+    downloaded file; for a number, if there is no such file, that of the camera."""
+    if os.fspath(location).lower().startswith(("https://", "http://")):
+        return download_image(os.fspath(location))
     expanded = expand_variables(os.fspath(location))
-    return resolve_images(parse_uri(expanded)) if is_uri(expanded) else Path(expanded)
+    if is_uri(expanded):
+        return resolve_images(parse_uri(expanded))
+    is_number = expanded.isdecimal() and not os.path.exists(expanded)
+    return Path(f"{CAMERA_PREFIX}{expanded}" if is_number else expanded)
 
 
 def predict_images(
     model: DetectorProtocol,
-    sources: Sequence[ImageSource],
+    sources: Iterable[ImageSource],
     device: Device,
     *,
     image_size: tuple[int, int],
@@ -115,7 +114,9 @@ def predict_images(
     precision: str = "fp32",
     batch_size: int = DEFAULT_BATCH_SIZE,
     tiling: Tiling | None = None,
-) -> Iterator[ImageResult]:
+    max_detections: int | None = None,
+    class_names: Sequence[str] = (),
+) -> Iterator[Prediction]:
     """Runs the model, which is on `device`, over images, in order; image_size, resize: as in training.
 
     tiling: an image larger than a tile is processed whole and in tiles, and the detections are merged. An unreadable
@@ -138,17 +139,20 @@ def predict_images(
         precision=precision,
         score_threshold=score_threshold,
         iou_threshold=nms_threshold,
+        max_detections=max_detections,
     )
     window_detections: list[tuple[InferenceWindow, Detections]] = []
     for detections in batch_detections:
         for window in issued_windows.popleft():
             window_detections.append((window, detections.of_image(window.window_index)))
             if window.is_last:
-                yield _merge_windows(window_detections, nms_threshold if nms_threshold < 1 else MERGE_IOU)
+                yield _merge_windows(window_detections, nms_threshold if nms_threshold < 1 else MERGE_IOU, class_names)
                 window_detections = []
 
 
-def _merge_windows(window_detections: list[tuple[InferenceWindow, Detections]], iou_threshold: float) -> ImageResult:
+def _merge_windows(
+    window_detections: list[tuple[InferenceWindow, Detections]], iou_threshold: float, class_names: Sequence[str]
+) -> Prediction:
     """Merges the detections in all windows of an image; boxes in pixels of the image."""
     image = window_detections[0][0].image
     shifted, cut = [], []
@@ -157,84 +161,139 @@ def _merge_windows(window_detections: list[tuple[InferenceWindow, Detections]], 
         boxes = detections.boxes + np.array([x0, y0, x0, y0], np.float32)
         shifted.append(dataclasses.replace(detections, boxes=boxes))
         cut.append(is_cut(boxes, (x0, y0, x1, y1), image.size))
-    merged = dataclasses.replace(Detections.concatenate(shifted), image_indices=np.array([image.image_index]))
-    merged = dataclasses.replace(merged, image_index=np.full(len(merged), image.image_index))
-    if image.error is not None:
-        return ImageResult(image.path, (0, 0), empty_detections([image.image_index]), image.error)
-    if len(window_detections) > 1:
+    merged = Detections.concatenate(shifted) if image.error is None else empty_detections()
+    if len(window_detections) > 1 and image.error is None:
         keep = merge_detections(
             merged.boxes, merged.score, merged.label, np.concatenate(cut), iou_threshold=iou_threshold
         )
         merged = merged.select(keep)
-    return ImageResult(image.path, image.size, merged, None)
+    return Prediction(
+        original_size=image.size if image.error is None else (0, 0),
+        boxes=merged.boxes,
+        scores=merged.score,
+        labels=merged.label,
+        error=image.error,
+        _source=image.source,
+        _class_names=class_names,
+    )
 
 
 def predict_to_dir(
-    predict: Callable[[list[Path]], Iterator[ImageResult]],
-    inputs: Sequence[str | Path],
-    class_names: Sequence[str],
-    out: Path,
+    detect: Detect, inputs: Sequence[str | Path], out: Path, *, save_txt: bool = False, save_crop: bool = False
 ) -> Iterator[str]:
-    """Writes every image with its boxes, and predictions.json, into `out`; yields a line for each image.
+    """Writes every image and video with its boxes, and predictions.json, into `out`; yields a line for each.
+
+    The frames of a video are lines of VIDEO.jsonl. save_txt: also a YOLO label file, `labels/IMAGE.txt` or
+    `labels/VIDEO-FRAME.txt`; save_crop: also each object, `crops/CLASS/IMAGE-N.jpg` or `crops/CLASS/VIDEO-FRAME-N.jpg`.
 
     Raises UsageError for inputs without images and for an `out` with other files; DataError at the end if some images
     could not be read.
     """
-    paths = find_images(inputs, exclude_dir=out)
+    paths = find_images(inputs, exclude_dir=out, suffixes=(*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
     _require_output_dir(out)
     _write_results(out, [])  # marks the folder as an output folder, also if this run is interrupted
     results: list[dict[str, Any]] = []
     failed: list[DataError] = []
+    names = dict(zip(paths, output_names(paths), strict=True))
+    counts = Counter(Path(name).stem.lower() for name in names.values())
+    stems = {path: name if counts[Path(name).stem.lower()] > 1 else Path(name).stem for path, name in names.items()}
+    images, videos = ([path for path in paths if is_video(path) == wanted] for wanted in (False, True))
+
+    def save(prediction: Prediction, path: Path) -> None:
+        if prediction.frame is None:
+            save_image(prediction.draw(), out / names[path], fix=WRITE_FIX)
+        stem = stems[path] + ("" if prediction.frame is None else f"-{prediction.frame:06d}")
+        if save_txt:
+            _save_labels(prediction, out / "labels" / f"{stem}.txt")
+        if save_crop:
+            _save_crops(prediction, out / "crops", stem)
+
     try:
         with ThreadPoolExecutor(host_cores(), "stoker-draw") as pool:
-            pending_draws: deque[Future[None]] = deque()
-            for result, path, name in zip(predict(paths), paths, output_names(paths), strict=True):
-                results.append(to_json_dict(result, class_names))
-                if result.error is not None:
-                    failed.append(result.error)
-                    yield f"{display_path(path)}: not read: {result.error.cause or result.error.what}"
+            pending: deque[Future[None]] = deque()
+            for prediction, path in zip(detect(images), images, strict=True):
+                results.append(prediction.to_dict())
+                if prediction.error is not None:
+                    failed.append(prediction.error)
+                    yield f"{display_path(path)}: not read: {prediction.error.cause or prediction.error.what}"
                     continue
-                pending_draws.append(pool.submit(_save_annotated, path, result.detections, class_names, out / name))
-                while len(pending_draws) > 2 * DEFAULT_BATCH_SIZE:
-                    pending_draws.popleft().result()
-                yield f"{display_path(path)}: {_summary(result.detections, class_names)}"
-            for future in pending_draws:
+                pending.append(pool.submit(save, prediction, path))
+                while len(pending) > 2 * DEFAULT_BATCH_SIZE:
+                    pending.popleft().result()
+                yield f"{display_path(path)}: {prediction}"
+            for future in pending:
                 future.result()
+        for path in videos:
+            results.append({"path": display_path(path), "frames": 0, "results": f"{names[path]}.jsonl"})
+            try:
+                for prediction in _save_video(detect(read_frames(path)), out / names[path], is_camera(path)):
+                    results[-1]["frames"] += 1
+                    save(prediction, path)
+            except DataError as error:
+                results[-1]["error"] = str(error)
+                failed.append(error)
+                yield f"{display_path(path)}: not read to its end: {error.cause}"
+            yield f"{display_path(path)}: {results[-1]['frames']:,} frames"
     finally:
         _write_results(out, results)  # also after an interruption
-    num_done = len(results) - len(failed)
-    yield f"{num_done:,} image{'' if num_done == 1 else 's'} with boxes and {RESULTS_NAME} written to {out}"
+    num_done, kind = len(results) - len(failed), "file" if videos else "image"
+    yield f"{num_done:,} {kind}{'' if num_done == 1 else 's'} with boxes and {RESULTS_NAME} written to {out}"
     if failed:
         raise DataError(
-            f"{len(failed):,} of {len(paths):,} images could not be read; the others were processed.",
+            f"{len(failed):,} of {len(paths):,} {kind}s could not be read; the others were processed.",
             location=failed[0].location,
             cause=failed[0].cause or failed[0].what,
             fix=f"all of them have an `error` in {out / RESULTS_NAME}",
         )
 
 
-def to_json_dict(result: ImageResult, class_names: Sequence[str]) -> dict[str, Any]:
-    """An entry of predictions.json: path, width, height, detections; `error` if the image could not be read."""
-    detections = result.detections
-    columns = zip(detections.label.tolist(), detections.score.tolist(), detections.boxes.tolist(), strict=True)
-    entry: dict[str, Any] = {
-        "path": None if result.path is None else display_path(result.path),
-        "width": result.original_size[1],
-        "height": result.original_size[0],
-        "detections": [
-            {"label": label, "class": class_names[label], "score": round(score, 4), "box": [round(x, 2) for x in box]}
-            for label, score, box in columns
-        ],
-    }
-    return entry if result.error is None else entry | {"error": str(result.error)}
+def _save_video(predictions: Iterator[Prediction], target: Path, is_endless: bool) -> Iterator[Prediction]:
+    """Writes a video with boxes, and a JSON line for each frame; Ctrl-C ends an endless one. Yields the frames."""
+    rows = target.with_name(f"{target.name}.jsonl")
+    with writing("The video cannot be written.", target, fix=WRITE_FIX), contextlib.ExitStack() as stack:
+        rows.unlink(missing_ok=True)  # it may be a link
+        lines, write_frame = stack.enter_context(rows.open("wb")), stack.enter_context(video_writer(target))
+        if is_endless:
+            stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        for prediction in predictions:
+            lines.write(encode_json(prediction.to_dict()) + b"\n")
+            write_frame(prediction.draw(), prediction.time_s or 0.0)
+            yield prediction
+
+
+def _save_labels(prediction: Prediction, target: Path) -> None:
+    """Writes a YOLO label file; also an empty one, which says that the image is background."""
+    height, width = prediction.original_size
+    boxes = prediction.boxes.astype(np.float64) / (width, height, width, height)
+    centers, sizes = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]
+    rows = zip(prediction.labels.tolist(), np.concatenate([centers, sizes], axis=1).tolist(), strict=True)
+    text = "".join(f"{label} " + " ".join(f"{value:.6f}" for value in box) + "\n" for label, box in rows)
+    with writing("The labels cannot be written.", target, fix=WRITE_FIX):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, text.encode(), durable=False)
+
+
+def _save_crops(prediction: Prediction, folder: Path, stem: str) -> None:
+    image = prediction.load_image()
+    for n, found in enumerate(prediction, start=1):
+        # Names of classes come from data sets: none may lead out of the folder.
+        name = safe_name(found.name)[:60].strip(".") or str(found.label)
+        box = (*np.floor(found.box[:2]).tolist(), *np.ceil(found.box[2:]).tolist())
+        save_image(image.crop(box), folder / name / f"{stem}-{n}.jpg", fix=WRITE_FIX)
 
 
 def output_names(paths: Sequence[Path]) -> list[str]:
     """An output file name for each image: its own, prefixed by its folders if two would be equal.
 
-    Names are compared without case, as some file systems do. `.jpg` is appended to suffixes that Pillow cannot write.
+    Names are compared without case, as some file systems do. `.jpg` is appended to suffixes that Pillow cannot write;
+    videos become `.mp4`.
     """
-    file_names = [p.name if p.suffix.lower() in OUTPUT_SUFFIXES else f"{p.name}.jpg" for p in paths]
+    file_names = [
+        f"{p.name.removesuffix('.mp4')}.mp4" if is_video(p)
+        else p.name if p.suffix.lower() in OUTPUT_SUFFIXES
+        else f"{p.name}.jpg"
+        for p in paths
+    ]  # fmt: skip
     name_counts = Counter(name.lower() for name in file_names)
     absolute = [Path(os.path.abspath(p)) for p in paths]  # not resolved: the user's own names
     top = os.path.commonpath([p.parent for p in absolute]) if paths else ""
@@ -269,14 +328,3 @@ def _write_results(out: Path, results: list[dict[str, Any]]) -> None:
     with writing("The results cannot be written.", out, fix=WRITE_FIX):
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / RESULTS_NAME, msgspec.json.format(encode_json(results), indent=1) + b"\n")
-
-
-def _save_annotated(path: Path, detections: Detections, class_names: Sequence[str], target: Path) -> None:
-    drawn = draw_boxes(Image.fromarray(decode.decode(read_image(path), path)), detections, class_names)
-    save_image(drawn, target, fix=WRITE_FIX)
-
-
-def _summary(detections: Detections, class_names: Sequence[str]) -> str:
-    """For example "car 3, bus 1", or "nothing"."""
-    counts = Counter(class_names[label] for label in detections.label.tolist())
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common()) or "nothing"

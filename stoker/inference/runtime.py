@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stoker.errors import ConfigError, PreflightError, WeightsError
-from stoker.models.layers.postprocess import BatchDetections, rescale_to_original
+from stoker.models.layers.postprocess import MAX_DETECTIONS, BatchDetections, rescale_to_original
 from stoker.models.weights.model_file import METADATA_KEY, read_metadata
 
 ONNX_SUFFIX = ".onnx"
@@ -91,6 +91,7 @@ class OnnxModel(nn.Module):
         *,
         score_threshold: float,
         iou_threshold: float | None,
+        max_detections: int = MAX_DETECTIONS,  # noqa: ARG002  # the file has its own
     ) -> BatchDetections:
         """As `Detector.decode`: the boxes of each image in pixels of the original image."""
         result = self.run(

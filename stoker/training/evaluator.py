@@ -245,7 +245,8 @@ class Evaluator:
                 return None
             if evaluation is not None:
                 setup.folder.replace(EVALUATION, evaluation)
-                metadata = msgspec.structs.replace(setup.metadata, step=step, ap=metrics.ap)
+                changes = {"step": step, "ap": metrics.ap, "threshold": evaluation.threshold}
+                metadata = msgspec.structs.replace(setup.metadata, **changes)
                 setup.writer.save_weights(dataclasses.replace(task.pending.weights, metadata=metadata.header()), [BEST])
             setup.folder.event("evaluated", step=step, metrics=msgspec.to_builtins(metrics))
             self._recorder.add_evaluation(step, metrics, images)

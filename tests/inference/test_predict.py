@@ -68,7 +68,8 @@ def lamp(path: Path, size: tuple[int, int], box: tuple[int, int, int, int] | Non
 
 
 def detect_by(model: Any) -> Any:
-    options = {"image_size": CARD.image_size, "resize": CARD.resize, "score_threshold": 0.3, "iou_threshold": 0.5}
+    options = {"image_size": CARD.image_size, "resize": CARD.resize, "score_threshold": 0.3, "iou_threshold": 0.5,
+               "class_names": CARD.class_names}  # fmt: skip
     return lambda paths: predict_images(model, paths, CPU, **options)
 
 
@@ -181,7 +182,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def predict(places: list[str], out: Path, model: BrightObjectDetector | None = None) -> list[str]:
-    return list(predict_to_dir(detect_by(model or BrightObjectDetector()), places, CARD.class_names, out))
+    return list(predict_to_dir(detect_by(model or BrightObjectDetector()), places, out))
 
 
 def test_results_are_images_and_json_and_originals_are_untouched(
@@ -252,7 +253,7 @@ def test_results_that_cannot_be_written_are_an_error_with_the_place(tmp_path: Pa
 
 def test_what_was_found_until_an_interruption_is_kept(tmp_path: Path) -> None:
     paths = [str(lamp(tmp_path / f"{n}.gif", (40, 40), (5, 5, 30, 30))) for n in range(12)]
-    lines = predict_to_dir(detect_by(BrightObjectDetector()), paths, CARD.class_names, tmp_path / "out")
+    lines = predict_to_dir(detect_by(BrightObjectDetector()), paths, tmp_path / "out")
     for _ in range(3):
         next(lines)
     with pytest.raises(KeyboardInterrupt):

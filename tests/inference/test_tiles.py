@@ -17,7 +17,8 @@ from stoker.data.images import decode
 from stoker.errors import ConfigError
 from stoker.hardware.device import Device
 from stoker.inference.image_batches import Tiling, is_cut, merge_detections
-from stoker.inference.predict import ImageResult, predict_images
+from stoker.inference.predict import predict_images
+from stoker.inference.prediction import Prediction
 from stoker.models import BatchDetections as InSlots
 
 CPU = Device(torch.device("cpu"))
@@ -154,7 +155,7 @@ def draw(path: Path, size: tuple[int, int], boxes: list[tuple[int, int, int, int
     return path
 
 
-def predict(paths: list[Path], model: Any = None, **options: Any) -> list[ImageResult]:
+def predict(paths: list[Path], model: Any = None, **options: Any) -> list[Prediction]:
     model = model or FindsRectangles()
     return list(predict_images(model, paths, CPU, image_size=CANVAS, resize="letterbox", **options))
 

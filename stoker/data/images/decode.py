@@ -254,17 +254,20 @@ def _decode_with_pillow(data: bytes, path: Path | str) -> Pixels:
         with Image.open(io.BytesIO(data)) as image:
             orientation = image.getexif().get(0x0112, 1)
             image.load()
-            if image.mode.startswith("I;16"):  # `convert` would clip
-                gray = (np.asarray(image) >> 8).astype(np.uint8)
-                pixels = np.repeat(gray[..., None], 3, 2)
-            else:
-                pixels = np.asarray(image.convert("RGB"))
+            pixels = pillow_to_rgb(image)
             # Recent versions of Pillow apply the orientation of TIFFs themselves, and remove the tag.
             if orientation in _INVERSE_ORIENTATION and 0x0112 not in image.getexif():
                 pixels = _apply_orientation(pixels, _INVERSE_ORIENTATION[orientation])
             return pixels
     except _PILLOW_ERRORS as error:
         raise decode_error(path, str(error)) from error
+
+
+def pillow_to_rgb(image: Image.Image) -> Pixels:
+    """uint8 [h, w, 3] RGB; the upper 8 of 16 bits; no alpha."""
+    if image.mode.startswith("I;16"):  # `convert` would clip
+        return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, 2)
+    return np.asarray(image.convert("RGB"))
 
 
 def _decode_with_opencv(data: bytes, path: Path | str, image_format: str) -> Pixels:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MIRRORS_DIR, URI_FILE = "buckets", "address"
 """The folder of mirrors in the cache; the file in each mirror that contains its URI."""
+FETCHED = ".fetched"
+"""The folder of a mirror with an image from a web server, in full (`remote.download_image`)."""
 COPIED_SUFFIXES = (
     ".json", ".jsonl", ".xml", ".txt", ".csv", ".tsv", ".yaml", ".yml", ".data", ".names", ".pbtxt", ".md",
 )  # fmt: skip
@@ -81,7 +83,7 @@ def _mirror_uri(mirror: str) -> StorageUri:
 def resolve_stub(path: Path) -> StorageUri | None:
     """The URI of the object of a stub; None for an ordinary file."""
     uri = path_to_uri(path)
-    return None if uri is None or is_copied(path.name) else uri
+    return None if uri is None or is_copied(path.name) or path.parent.name == FETCHED else uri
 
 
 def find_remote(path: Path) -> RemoteObject | None:

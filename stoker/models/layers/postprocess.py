@@ -134,6 +134,7 @@ class DetectorProtocol(Protocol):
         *,
         score_threshold: float,
         iou_threshold: float | None,
+        max_detections: int = MAX_DETECTIONS,
     ) -> BatchDetections:
         """Boxes in pixels of the original images; `resized_size`, `scale`, `original_size` as in `Batch`."""
 

@@ -13,12 +13,15 @@ from safetensors.torch import load_file
 from stoker import models
 from stoker.config.settings import ModelSettings
 from stoker.errors import StokerError, WeightsError
+from stoker.models.table import MODELS
 from stoker.models.weights import hub
-from stoker.models.weights.load import shapes_only
+from stoker.models.weights.load import COCO_CHANNELS, shapes_only
 from stoker.runs.records import BEST, CHECKPOINTS, FINAL, fetch_run
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 METADATA_KEY = "stoker"
+PRETRAINED = [name for name, architecture in MODELS.items() if "coco" in architecture.urls]
+"""The architectures that `load_pretrained` has."""
 MAX_IMAGE_PIXELS = 1 << 26
 """Of the model input, 8,192 × 8,192: a batch of 8 takes 1.6 GB as bytes."""
 MAX_CLASSES = 100_000
@@ -40,6 +43,8 @@ class ModelMetadata(msgspec.Struct, kw_only=True):
     step: int = 0
     ap: float | None = None
     """AP of these weights on the validation split, if it was measured."""
+    threshold: float | None = None
+    """Score threshold with their best F1 on that split: the default of predictions."""
 
     def header(self) -> dict[str, str]:
         """The safetensors header. A single key, since several keys have no fixed order: equal models are equal
@@ -62,6 +67,7 @@ def read_metadata(text: str, path: Path) -> ModelMetadata:
         f"{len(metadata.class_names):,} classes": not 0 < len(metadata.class_names) <= MAX_CLASSES,
         "no model": metadata.settings.model is None,
         f"resizing by {metadata.resize[:60]!r}": metadata.resize not in ("letterbox", "squash"),
+        f"a score threshold of {metadata.threshold}": not 0 <= (metadata.threshold or 0) <= 1,
         f"more than {MAX_ANCHOR_VALUES} anchors": any(len(values or ()) > MAX_ANCHOR_VALUES for values in anchors),
     }
     for text, is_wrong in wrong.items():
@@ -85,6 +91,24 @@ def load_model(path: Path) -> tuple["models.Detector", ModelMetadata]:
     except (OSError, SafetensorError) as error:
         raise WeightsError("The model file cannot be read.", location=path, cause=str(error)) from error
     model.load_state_dict(tensors)
+    return model.eval(), metadata
+
+
+def load_pretrained(name: str | os.PathLike[str]) -> tuple["models.Detector", ModelMetadata]:
+    """An architecture of `MODELS` with its COCO weights, downloaded where they are not there yet, as `load_model`.
+    Raises WeightsError if it has none."""
+    architecture = MODELS[str(name)]
+    if "coco" not in architecture.urls:
+        fix = f"stoker train DATA --model {name}"
+        raise WeightsError(f"There are no COCO weights for {name}.", choices=PRETRAINED, fix=fix)
+    options = {**architecture.defaults, **architecture.pretrained_options.get("coco", {})}
+    settings = ModelSettings(**options, model=str(name), weights="coco")
+    class_names = tuple(channel for channel in COCO_CHANNELS[1:] if channel != "N/A")
+    side = architecture.default_image_size
+    resize = "squash" if architecture.family.startswith("ssd") else "letterbox"  # as torchvision trained them
+    metadata = ModelMetadata(settings=settings, class_names=class_names, image_size=(side, side), resize=resize)
+    model = models.build(settings, len(class_names))
+    models.load_weights(model, settings, class_names=class_names)
     return model.eval(), metadata
 
 
@@ -142,6 +166,7 @@ def find_weights(path: Path) -> Path:
     raise WeightsError(
         "There is no model to use.",
         location=path,
+        choices=() if path.is_dir() else ["a run folder", "a .safetensors or .onnx file", *PRETRAINED],
         cause="neither best.safetensors nor final.safetensors nor a checkpoint" if path.is_dir() else "no such path",
         fix="name a run folder with at least one evaluation or checkpoint, or a .safetensors file",
     )

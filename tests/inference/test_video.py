@@ -1,0 +1,155 @@
+"""Videos and cameras by PyAV: real files, FFmpeg's test source in place of a camera, and files that are not videos."""
+
+import json
+import os
+import struct
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stoker.errors import DataError, PreflightError, UsageError
+from stoker.inference import video
+from stoker.inference.video import read_frames, video_writer
+from tests.inference.test_results import double
+
+av = pytest.importorskip("av", reason="the package av is not installed: pip install 'stoker[video]'")
+TIMES = [0.0, 0.04, 0.08, 0.2, 0.3, 0.5, 0.54, 0.7]
+TURNS = {  # clockwise turn → matrix of the track header (QuickTime File Format, Movie Header Atoms)
+    0: (1, 0, 0, 1), 90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0),
+}  # fmt: skip
+
+
+def pixels(n: int) -> np.ndarray[Any, Any]:
+    """Black, 121 × 161, with a white box xyxy (10 n, 20, 10 n + 40, 60)."""
+    image = np.zeros((121, 161, 3), np.uint8)
+    image[20:60, 10 * n : 10 * n + 40] = 255
+    return image
+
+
+@pytest.fixture
+def clip(tmp_path: Path) -> Path:
+    with video_writer(tmp_path / "clip.mp4") as write:
+        for n, time_s in enumerate(TIMES):
+            write(Image.fromarray(pixels(n)), time_s)
+    return tmp_path / "clip.mp4"
+
+
+def test_frames_have_their_pixels_and_times(clip: Path) -> None:
+    frames = list(read_frames(clip))
+    assert [frame.number for frame in frames] == list(range(8))
+    assert [round(frame.time_s, 3) for frame in frames] == TIMES
+    for frame in frames:
+        assert frame.pixels.shape == (122, 162, 3), "H.264 has even sizes"
+        assert np.abs(frame.pixels[:121, :161].astype(int) - pixels(frame.number)).mean() < 4
+    assert [path.name for path in clip.parent.iterdir()] == ["clip.mp4"]
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_turned_video_is_upright(turn: int, clip: Path) -> None:
+    data = bytearray(clip.read_bytes())
+    place = data.index(b"tkhd") + 44
+    a, b, c, d = (value << 16 for value in TURNS[turn])
+    data[place : place + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    clip.write_bytes(data)
+    frame = next(read_frames(clip))
+    stored = np.zeros((122, 162, 3), np.uint8)
+    stored[:121, :161] = pixels(0)
+    assert np.abs(frame.pixels.astype(int) - np.rot90(stored, -turn // 90)).mean() < 4
+
+
+def test_a_video_is_predicted_frame_by_frame(clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = double()
+    with pytest.raises(UsageError, match="stream=True"):
+        model.predict(clip)
+    found = list(model.predict([str(clip), pixels(0)], stream=True, batch_size=3))
+    assert [(one.path, one.frame) for one in found] == [*((clip, n) for n in range(8)), (None, None)]
+    for n, one in enumerate(found[:8]):
+        assert one.boxes[0] == pytest.approx([10 * n, 20, 10 * n + 40, 60], abs=4)
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    clip.rename("in/clip.mp4")
+    Image.fromarray(pixels(0)).save("in/clip.png")
+    lines = list(model.predict_to_dir(["in"], Path("out"), save_txt=True, save_crop=True))
+    assert lines == [
+        "in/clip.png: lamp 1",
+        "in/clip.mp4: 8 frames",
+        "2 files with boxes and predictions.json written to out",
+    ]
+    image, entry = json.loads(Path("out/predictions.json").read_text())
+    assert image["path"] == "in/clip.png"
+    assert entry == {"path": "in/clip.mp4", "frames": 8, "results": "clip.mp4.jsonl"}
+    rows = [json.loads(line) for line in Path("out/clip.mp4.jsonl").read_text().splitlines()]
+    assert [(row["frame"], row["time_s"]) for row in rows] == list(enumerate(TIMES))
+    assert [len(row["detections"]) for row in rows] == [1] * 8
+    drawn = list(read_frames(Path("out/clip.mp4")))
+    assert [round(frame.time_s, 3) for frame in drawn] == TIMES
+    assert drawn[0].pixels.shape == (244, 324, 3), "enlarged, as a small image is"
+    assert len(list(Path("out/labels").iterdir())) == 9
+    assert len(list(Path("out/crops/lamp").iterdir())) == 9
+
+
+def test_what_is_no_video_is_refused(clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = clip.read_bytes()
+    cases = {
+        "playlist.mp4": f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{clip}\n#EXT-X-ENDLIST\n".encode(),
+        "concat.mkv": f"ffconcat version 1.0\nfile '{clip}'\n".encode(),
+        "sdp.avi": b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 9 RTP/AVP 96\n",
+        "empty.mov": b"",
+        "half.mp4": data[: len(data) // 2],
+        "noise.webm": bytes(range(256)) * 40,
+    }
+    for name, content in cases.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match="video cannot be read"):
+            list(read_frames(tmp_path / name))
+    os.mkfifo(tmp_path / "pipe.mp4")
+    for name in ("pipe.mp4", "gone.mp4"):
+        with pytest.raises(DataError, match="video cannot be read"):
+            list(read_frames(tmp_path / name))
+    monkeypatch.setattr(video, "MAX_FRAME_PIXELS", 1000)
+    with pytest.raises(DataError, match="162 × 122 pixels"):
+        list(read_frames(clip))
+
+
+def test_a_video_that_ends_early_does_not_stop_the_others(clip: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"no video")
+    with pytest.raises(DataError, match="1 of 2 files"):
+        list(double().predict_to_dir([str(tmp_path / "a.mp4"), str(clip)], tmp_path / "out"))
+    entries = json.loads((tmp_path / "out/predictions.json").read_text())
+    assert [entry["frames"] for entry in entries] == [0, 8]
+    assert "error" in entries[0]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.mp4")) == ["clip.mp4"]
+
+
+def test_a_camera_ends_with_ctrl_c_and_its_video_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FFmpeg's test source is the camera: an endless device that is opened by its name and its format."""
+    monkeypatch.setattr(video, "CAMERA_FORMAT", "lavfi")
+    monkeypatch.setattr(video, "CAMERA_PREFIX", "testsrc2=size=160x120:rate=")
+    model, seen = double(), []
+
+    def interrupt(*_: object) -> None:
+        seen.append(1)
+        if len(seen) == 20:
+            raise KeyboardInterrupt
+
+    model._detector.register_forward_pre_hook(interrupt)  # type: ignore[attr-defined]
+    lines = list(model.predict_to_dir(["testsrc2=size=160x120:rate=10"], tmp_path / "out", conf=0.1))
+    assert len(seen) == 20
+    (entry,) = json.loads((tmp_path / "out/predictions.json").read_text())
+    assert entry["frames"] >= 8
+    assert lines[0].endswith(f"{entry['frames']} frames")
+    (written,) = (tmp_path / "out").glob("*.mp4")
+    frames = list(read_frames(written))
+    assert len(frames) == entry["frames"]
+    assert Fraction(frames[1].time_s).limit_denominator(100) == Fraction(1, 10)
+
+
+def test_without_pyav_the_package_is_named(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(PreflightError, match="pip install"):
+        list(read_frames(clip))
