@@ -1,7 +1,7 @@
 """Python API of a trained detector: `load` it, then `predict` on images and `evaluate` on a data set.
 
 `stoker.load` is `load`; the commands `eval` and `predict` call these methods. `evaluation/evaluate.py` and `predict.py`
-run the model; `export/onnx.py` exports it.
+run the model; `export/write.py` exports it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
 from stoker.inference.image_batches import TILE_OVERLAP, ImageSource, Tiling, read_image
 from stoker.inference.predict import DEFAULT_BATCH_SIZE, ImageResult, local_path, predict_images, predict_to_dir
-from stoker.inference.runtime import ONNX_SUFFIX, OnnxModel
+from stoker.inference.runtime import RUNTIMES
 from stoker.models.layers.postprocess import DetectorProtocol
 from stoker.models.weights import model_file
 from stoker.runs.records import CONFIG
@@ -203,23 +203,23 @@ class Model:
 
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
-    """A trained detector from a run folder (its best weights) or a .safetensors or .onnx file that stoker saved, local
-    or in a bucket (gs://, s3://).
+    """A trained detector from a run folder (its best weights) or a .safetensors or exported file (.onnx, .xml,
+    .tflite, .pt2) of stoker, local or in a bucket (gs://, s3://).
 
-    device: cpu, cuda …; default: the accelerator that torch finds, else the CPU. An ONNX file runs on the CPU.
+    device: cpu, cuda …; default: the accelerator that torch finds, else the CPU. An exported file runs on the CPU.
 
     Raises UsageError if there is no such run, WeightsError for a file that stoker did not save.
     """
     source = model_file.local_path(run)
     weights = model_file.find_weights(source)
-    if weights.suffix == ONNX_SUFFIX:
+    if weights.suffix in RUNTIMES:
         if device not in (None, "cpu"):
             raise UsageError(
-                f"--device {device}: stoker runs ONNX files on the CPU only.",
+                f"--device {device}: stoker runs exported files on the CPU only.",
                 choices=["cpu"],
                 fix="name the run or the .safetensors file that it was exported from",
             )
-        exported = OnnxModel(weights, num_threads=host_cores())
+        exported = RUNTIMES[weights.suffix](weights, num_threads=host_cores())
         detector: DetectorProtocol = exported
         metadata, target_device, precision = exported.metadata, select_device("cpu"), "fp32"
     else:

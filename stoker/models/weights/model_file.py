@@ -40,6 +40,8 @@ class ModelMetadata(msgspec.Struct, kw_only=True):
     step: int = 0
     ap: float | None = None
     """AP of these weights on the validation split, if it was measured."""
+    threshold: float | None = None
+    """Score threshold with their best F1 on that split: the default of predictions."""
 
     def header(self) -> dict[str, str]:
         """The safetensors header. A single key, since several keys have no fixed order: equal models are equal
