@@ -1,7 +1,7 @@
 """The commands that use a trained model: `eval`, `predict`, `export`; and `models`, the list of architectures."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -122,7 +122,7 @@ def export(
     run: str,
     /,
     *,
-    format: Literal["onnx"] = "onnx",  # noqa: ARG001  # one choice so far
+    format: str = "onnx",
     out: Path | None = None,
     batch_size: str = "dynamic",
     conf: float = 0.05,
@@ -131,25 +131,25 @@ def export(
     opset: int = 18,
     images: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
 ) -> None:
-    """Writes a trained model as an ONNX file that needs no stoker, and checks it against the PyTorch model.
+    """Writes a trained model as a file that needs no stoker, and checks it against the PyTorch model.
 
     Normalization, decoding and NMS are inside the file. If its detections differ from the model's, it is deleted.
-    docs/onnx.md says how to run it.
+    docs/export.md says how to run it, and what is made of an ONNX file for TensorRT and Core ML.
 
     Parameters
     ----------
     run
         Folder of a run, or a .safetensors file that stoker saved.
     format
-        The format of the file.
+        onnx, openvino, litert (TensorFlow Lite) or torch (torch.export).
     out
-        Name of the file; default: that of the weights, with .onnx.
+        Name of the file; default: that of the weights, with .onnx, .xml, .tflite or .pt2.
     batch_size
-        Images per call: dynamic (any number) or a fixed number.
+        Images per call: dynamic (any number; 1 in LiteRT) or a fixed number.
     conf
         Minimum score of a detection; an input of the file can change it.
     iou
-        IoU threshold of NMS; an input of the file can change it. 1: no NMS.
+        IoU threshold of NMS; an input of an ONNX file can change it. 1: no NMS.
     max_detections
         Maximum number of detections of an image.
     opset
@@ -161,11 +161,11 @@ def export(
 
     if batch_size != "dynamic" and not batch_size.isdecimal():
         raise UsageError(f"--batch-size {batch_size!r} is not a number of images.", choices=["dynamic", "1 or more"])
-    from stoker.export.onnx import export_onnx
+    from stoker.export.write import export_model
 
-    for line in export_onnx(
-        run, out=out, batch_size=None if batch_size == "dynamic" else int(batch_size), conf=conf, iou=iou,
-        max_detections=max_detections, opset=opset, images=images or (),
+    for line in export_model(
+        run, format=format, out=out, batch_size=None if batch_size == "dynamic" else int(batch_size), conf=conf,
+        iou=iou, max_detections=max_detections, opset=opset, images=images or (),
     ):  # fmt: skip
         print_text(line)
 

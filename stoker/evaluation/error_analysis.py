@@ -28,6 +28,7 @@ from stoker.evaluation.metrics import (
     ERROR_TYPES,
     HISTOGRAM_BINS,
     ClassEvaluation,
+    ConfusionMatrix,
     ConfusionPair,
     Curves,
     DetectionBox,
@@ -44,6 +45,8 @@ FOREGROUND_IOU = 0.5
 MAX_CURVES, MAX_CONFUSIONS, MAX_IMAGES, MAX_BOXES = 100, 50, 12, 100
 """Limits of evaluation.json: classes with curves of their own, confused pairs, images per list, ground truth boxes and
 detections per image. About 600 kB if all limits are reached."""
+MAX_MATRIX_CLASSES = 20
+"""Classes of the confusion matrix, the most frequent ones."""
 TRUE_POSITIVE, CROWD = "", "crowd"
 """`error_type` of detections that are not errors."""
 
@@ -180,6 +183,31 @@ def count_error_types(gt: GroundTruth, detections: Detections, analysis: ErrorAn
     ]
 
 
+def confusion_matrix(gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis) -> ConfusionMatrix:
+    """A ground truth box without a true positive is that of its best class error, else background; all other false
+    positives are background of the ground truth."""
+    background = len(gt.class_names)
+    labels, error_type = detections.label[analysis.detection_index], np.array(analysis.error_type, object)
+    best_last = np.flatnonzero(error_type == "class")[::-1]
+    taken_by = np.full(len(gt.label), -1)
+    taken_by[analysis.related_gt[best_last]] = best_last
+    is_tp = error_type == TRUE_POSITIVE
+    taken_by[analysis.gt_index[is_tp]] = np.flatnonzero(is_tp)
+    is_free = np.isin(error_type, ERROR_TYPES)
+    is_free[taken_by[taken_by >= 0]] = False
+    boxes = ~gt.crowd
+    rows = np.append(gt.label[boxes], np.full(is_free.sum(), background))
+    predicted = np.append(labels, background)[taken_by[boxes]]  # -1 is the last one
+    columns = np.append(predicted, labels[is_free])
+    num_boxes = np.bincount(gt.label[boxes], minlength=background)
+    shown = np.argsort(-num_boxes, kind="stable")[:MAX_MATRIX_CLASSES]
+    position = np.full(background + 1, len(shown))
+    position[shown], position[background] = np.arange(len(shown)), len(shown) + 1
+    counts = np.zeros((len(shown) + 2,) * 2, np.int64)
+    np.add.at(counts, (position[rows], position[columns]), 1)
+    return ConfusionMatrix(labels=shown.tolist(), counts=counts.tolist())
+
+
 class ImageF1(NamedTuple):
     """Counts and F1 of an image."""
 
@@ -270,6 +298,7 @@ def build_evaluation(
         ],
         worst=[_image_evaluation(image_f1, gt, detections, analysis, index) for image_f1 in worst],
         best=[_image_evaluation(image_f1, gt, detections, analysis, index) for image_f1 in best],
+        confusion_matrix=confusion_matrix(gt, detections, analysis),
     )
 
 

@@ -188,6 +188,15 @@ class ConfusionPair(msgspec.Struct, frozen=True, kw_only=True):
     """How often."""
 
 
+class ConfusionMatrix(msgspec.Struct, frozen=True, kw_only=True):
+    """What each ground truth box was detected as, and each other detection: all count once."""
+
+    labels: list[int]
+    """[L], the most frequent classes."""
+    counts: list[list[int]]
+    """[L + 2][L + 2], by ground truth and prediction; after the classes, all others together, and background."""
+
+
 class GroundTruthBox(msgspec.Struct, frozen=True, kw_only=True):
     """A ground truth box."""
 
@@ -249,6 +258,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Highest F1 first; among equal ones, the one with more boxes."""
     threshold: float | None = None
     """Score threshold with the best F1 of all classes together, at IoU 0.5; None without true positives."""
+    confusion_matrix: ConfusionMatrix | None = None
+    """None in files of earlier versions."""
 
 
 def read_evaluation(run: Path) -> Evaluation | None:

@@ -2,7 +2,7 @@
 
 `torch.onnx` exports the network up to the candidate boxes (`Detector.candidates`). NMS is written here in ONNX's text
 format, because its result has no fixed size and torch's exporter has no operator for it. docs/onnx.md describes the
-file's inputs, outputs and metadata. `onnx.py` writes the file; `runtime.py` runs it.
+file's inputs, outputs and metadata. `write.py` writes the file; `runtime.py` runs it.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def build_onnx(
 
     Raises PreflightError if a package is missing, ConfigError for a number out of range.
     """
-    _check(score_threshold, iou_threshold, max_detections, opset, batch_size)
+    check_options(score_threshold, iou_threshold, max_detections, opset, batch_size)
     onnx = require_package("onnx", "Nothing can be exported")
     require_package("onnxscript", "Nothing can be exported")
     numpy_helper = importlib.import_module("onnx.numpy_helper")
@@ -108,9 +108,10 @@ def build_onnx(
     return bytes(network.SerializeToString())
 
 
-def _check(
+def check_options(
     score_threshold: float, iou_threshold: float, max_detections: int, opset: int, batch_size: int | None
 ) -> None:
+    """Raises ConfigError for a number out of range; the flag is named."""
     for name, value, is_valid, choices in (
         ("conf", score_threshold, 0 <= score_threshold <= 1, "0 … 1"),
         ("iou", iou_threshold, 0 <= iou_threshold <= 1, "0 … 1"),
@@ -128,7 +129,8 @@ def _export_network(model: "models.Detector", image_size: tuple[int, int], opset
     images = torch.zeros(2, 3, *image_size, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
     resized_size, threshold = torch.tensor([image_size], dtype=torch.int32), torch.tensor(0.5)
     candidate_model = CandidateModel(model).eval()
-    with _quiet(), torch.no_grad():
+    importlib.import_module("torchvision")  # the operators of two-stage detectors, before the exporter looks for them
+    with quiet(), torch.no_grad():
         candidate_model(images, resized_size, threshold)  # caches the anchors, which become constants of the file
         program = torch.onnx.export(
             candidate_model,
@@ -145,8 +147,8 @@ def _export_network(model: "models.Detector", image_size: tuple[int, int], opset
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the log of torch's exporter; the file itself is checked afterwards."""
+def quiet() -> Iterator[None]:
+    """Silences the exporters; the file itself is checked afterwards."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

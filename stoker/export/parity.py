@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stoker import models
 from stoker.errors import ParityError
-from stoker.inference.runtime import OnnxModel
+from stoker.inference.runtime import ExportedModel
 from stoker.models.layers.boxes import iou
 
 MAX_BOX_DIFF_PX, MAX_SCORE_DIFF = 0.1, 1e-3
@@ -128,7 +128,7 @@ def _match_boxes(model: ImageDetections, file: ImageDetections) -> NDArray[np.in
 
 def compare_outputs(
     model: "models.Detector",
-    onnx_model: OnnxModel,
+    exported: ExportedModel,
     images: NDArray[np.uint8],
     resized_size: NDArray[np.int32],
     names: Sequence[str],
@@ -145,16 +145,16 @@ def compare_outputs(
     """
     thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
     total, durations_s = Parity(0, 0, 0.0, 0.0, 0, ()), []
-    onnx_model.run(images[:1], resized_size[:1], **thresholds)  # warm-up
+    exported.run(images[:1], resized_size[:1], **thresholds)  # warm-up
     for start in range(0, len(images), BATCH_SIZE):
         stop = min(start + BATCH_SIZE, len(images))
-        batched = onnx_model.run(images[start:stop], resized_size[start:stop], **thresholds)
+        batched = exported.run(images[start:stop], resized_size[start:stop], **thresholds)
         for k, i in enumerate(range(start, stop)):
             model_detections = _run_model(
                 model, images[i], resized_size[i], max_detections=max_detections, **thresholds
             )
             start_s = time.perf_counter()
-            single = onnx_model.run(images[i : i + 1], resized_size[i : i + 1], **thresholds)
+            single = exported.run(images[i : i + 1], resized_size[i : i + 1], **thresholds)
             durations_s.append(time.perf_counter() - start_s)
             for output, position in ((single, 0), (batched, k)):
                 found = slice(int(output.count[position]))
@@ -196,7 +196,7 @@ def _run_model(
     )
 
 
-def require_parity(parity: Parity, location: object) -> None:
+def require_parity(parity: Parity, location: object, exported_by: str = "ONNX") -> None:
     """Raises ParityError with the largest differences unless `parity.passed`."""
     if parity.passed:
         return
@@ -211,5 +211,5 @@ def require_parity(parity: Parity, location: object) -> None:
         "The detections of the exported file differ from the model's; the file was deleted.",
         location=location,
         cause="\n          ".join(causes),
-        fix="another --opset or version of onnxruntime; the model itself is unchanged",
+        fix=f"a higher --conf, another --format, or another version of {exported_by}; the model itself is unchanged",
     )

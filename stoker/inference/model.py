@@ -1,7 +1,7 @@
 """Python API of a trained detector: `load` it, then `predict` on images and `evaluate` on a data set.
 
 `stoker.load` is `load`; the commands `eval` and `predict` call these methods. `evaluation/evaluate.py` and `predict.py`
-run the model; `export/onnx.py` exports it.
+run the model; `export/write.py` exports it.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from stoker.inference.predict import (
     predict_to_dir,
 )
 from stoker.inference.prediction import Prediction
-from stoker.inference.runtime import ONNX_SUFFIX, OnnxModel
+from stoker.inference.runtime import RUNTIMES
 from stoker.inference.video import VIDEO_SUFFIXES, is_video, read_frames
 from stoker.models import MODELS
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, DetectorProtocol
@@ -233,24 +233,25 @@ class Model:
 
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
-    """A trained detector from a run folder (its best weights) or a .safetensors or .onnx file that stoker saved, local
-    or in a bucket (gs://, s3://); or the name of a model with COCO weights, such as retinanet_resnet50_fpn.
+    """A trained detector from a run folder (its best weights), a .safetensors file or an exported file (.onnx, .xml,
+    .tflite, .pt2) that stoker saved, local or in a bucket (gs://, s3://); or the name of a model with COCO weights, such
+    as retinanet_resnet50_fpn.
 
-    device: cpu, cuda …; default: the accelerator that torch finds, else the CPU. An ONNX file runs on the CPU.
+    device: cpu, cuda …; default: the accelerator that torch finds, else the CPU. An exported file runs on the CPU.
 
     Raises UsageError if there is no such run, WeightsError for a file that stoker did not save.
     """
     source = model_file.local_path(run)
     is_name = os.fspath(run) in MODELS and not source.exists()
     weights = source if is_name else model_file.find_weights(source)
-    if weights.suffix == ONNX_SUFFIX:
+    if weights.suffix in RUNTIMES:
         if device not in (None, "cpu"):
             raise UsageError(
-                f"--device {device}: stoker runs ONNX files on the CPU only.",
+                f"--device {device}: stoker runs exported files on the CPU only.",
                 choices=["cpu"],
                 fix="name the run or the .safetensors file that it was exported from",
             )
-        exported = OnnxModel(weights, num_threads=host_cores())
+        exported = RUNTIMES[weights.suffix](weights, num_threads=host_cores())
         detector: DetectorProtocol = exported
         metadata, target_device, precision = exported.metadata, select_device("cpu"), "fp32"
     else:

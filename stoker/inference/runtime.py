@@ -1,14 +1,17 @@
-"""Runs an exported detector, a file of `stoker export`, by onnxruntime on the CPU.
+"""Runs exported detectors, the files of `stoker export`, on the CPU: ONNX, OpenVINO, LiteRT and torch.export.
 
-`OnnxModel` is a `postprocess.DetectorProtocol`: evaluation and prediction run it as they run the original model, and
-get the same boxes. docs/onnx.md describes the file's inputs, outputs and metadata, and how to run it without stoker;
-`onnx.py` writes it. Needs onnxruntime, but not onnx or the detector's code.
+Each class is a `postprocess.DetectorProtocol`: evaluation and prediction run it as they run the original model, and get
+the same boxes. docs/onnx.md and docs/export.md describe the files' inputs, outputs and metadata, and how to run them
+without stoker; the package `export` writes them. Needs the format's runtime, but not the detector's code.
 """
 
 import dataclasses
 import importlib
+import json
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,14 +23,17 @@ from stoker.models.layers.postprocess import MAX_DETECTIONS, BatchDetections, re
 from stoker.models.weights.model_file import METADATA_KEY, read_metadata
 
 ONNX_SUFFIX = ".onnx"
-INSTALL_COMMAND = "pip install 'stoker[onnx]'"
+METADATA_FILE = "metadata.json"
+"""Name in the archive of a .pt2 file, and in the one at the end of a .tflite file."""
 
 
+INPUTS = ("images", "content", "score_threshold")
+"""Of all formats; ONNX files have `iou_threshold`, too."""
 OUTPUTS = ("boxes", "scores", "labels", "count")
 
 
 @dataclasses.dataclass(frozen=True)
-class OnnxDetections:
+class FileDetections:
     """Outputs of the file for B images, K boxes each, best first."""
 
     boxes: NDArray[np.float32]
@@ -40,30 +46,31 @@ class OnnxDetections:
     """[B]."""
 
 
-class OnnxModel(nn.Module):
-    """The file as a model, with its `metadata`.
+class ExportedModel(nn.Module):
+    """A file as a model, with its `metadata`.
 
-    Raises PreflightError without onnxruntime, WeightsError for a file that stoker did not export.
+    Raises PreflightError without the format's runtime, WeightsError for a file that stoker did not export.
     """
+
+    title: ClassVar[str]
+    runtime: ClassVar[str]
+    """The names of the format and of what runs it, in messages."""
+    batch_size: int | None = None
+    """Images per call, if the file was exported for a fixed number."""
+    _has_iou_input = False
 
     def __init__(self, path: Path, *, num_threads: int) -> None:
         super().__init__()
-        runtime = require_package("onnxruntime", f"{path} cannot be run")
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = num_threads
-        # Waiting threads do not spin: the cores are shared with image decoding. Measured: not slower.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # Errors are raised as exceptions as well, and warnings about optional inputs do not apply.
-        options.log_severity_level = 4
         try:
-            self._session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime's exceptions have no other common base
-            cause = str(error).strip().splitlines()[0]
-            raise WeightsError("The ONNX file cannot be read.", location=path, cause=cause) from error
-        meta = self._session.get_modelmeta().custom_metadata_map
+            meta = self._open(path, num_threads)
+        except PreflightError:
+            raise
+        except Exception as error:  # the runtimes' exceptions have no other common base
+            cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise WeightsError(f"The {self.title} file cannot be read.", location=path, cause=cause) from error
         if METADATA_KEY not in meta:
             raise WeightsError(
-                "The ONNX file was not exported by stoker.",
+                f"The {self.title} file was not exported by stoker.",
                 location=path,
                 cause=f"its metadata has no {METADATA_KEY!r}, so its classes and image size are unknown",
                 fix="stoker export RUN",
@@ -71,12 +78,16 @@ class OnnxModel(nn.Module):
         self.metadata = read_metadata(meta[METADATA_KEY], path)
         self.iou_threshold = float(meta.get("iou_threshold", 0.5))
         """The file's default NMS threshold; old files without this metadata have 0.5."""
-        batch_size = self._session.get_inputs()[0].shape[0]
-        self._has_nms = any(
-            graph_input.name == "iou_threshold" for graph_input in self._session.get_overridable_initializers()
-        )
-        self.batch_size: int | None = batch_size if isinstance(batch_size, int) else None
-        """Images per call, if the file was exported for a fixed number."""
+        self._score_threshold = float(meta.get("score_threshold", 0.05))
+
+    def _open(self, path: Path, num_threads: int) -> dict[str, str]:
+        """Opens the file; its metadata, which lacks METADATA_KEY if it is not stoker's. Raises anything."""
+        raise NotImplementedError
+
+    def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        """The file's OUTPUTS for its inputs by name: images, content, and thresholds, of which a file may lack
+        `iou_threshold`; an absent one has the file's default."""
+        raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
         """images: uint8 [B, 3, H, W], on the CPU. Returned unchanged: `decode` runs the whole graph."""
@@ -113,7 +124,7 @@ class OnnxModel(nn.Module):
         *,
         score_threshold: float | None = None,
         iou_threshold: float | None = None,
-    ) -> OnnxDetections:
+    ) -> FileDetections:
         """images: [B, 3, H, W], RGB, resized and padded; resized_size: [B, 2]. Thresholds default to those of the file.
         Raises ConfigError for another image size, and for an IoU threshold if the file has no NMS.
 
@@ -123,11 +134,12 @@ class OnnxModel(nn.Module):
         if image_size != tuple(self.metadata.image_size):
             raise ConfigError(f"The model's image size is {self.metadata.image_size}, that of the batch {image_size}.")
         thresholds_by_name = {"score_threshold": score_threshold}
-        if self._has_nms:
+        if self._has_iou_input:
             thresholds_by_name["iou_threshold"] = iou_threshold
-        elif iou_threshold is not None and iou_threshold < 1:
-            fix = "leave out --iou, or export again with --iou below 1"
-            raise ConfigError("The ONNX file was exported without NMS.", fix=fix)
+        elif iou_threshold is not None and min(iou_threshold, 1) != min(self.iou_threshold, 1):
+            how = f"with --iou {self.iou_threshold:g}" if self.iou_threshold < 1 else "without NMS"
+            fix = f"leave out --iou, or export again with --iou {iou_threshold:g}"
+            raise ConfigError(f"The {self.title} file was exported {how}.", fix=fix)
         thresholds = {
             name: np.array(value, np.float32) for name, value in thresholds_by_name.items() if value is not None
         }
@@ -135,15 +147,122 @@ class OnnxModel(nn.Module):
         for start in range(0, len(images), self.batch_size or len(images)):
             indices = np.arange(start, start + (self.batch_size or len(images))).clip(max=len(images) - 1)
             feed = {"images": np.ascontiguousarray(images[indices]), "content": resized_size[indices].astype(np.int32)}
-            results.append(self._session.run(OUTPUTS, feed | thresholds))
-        return OnnxDetections(*(np.concatenate(column)[: len(images)] for column in zip(*results, strict=True)))
+            results.append(self._call(feed | thresholds))
+        return FileDetections(*(np.concatenate(column)[: len(images)] for column in zip(*results, strict=True)))
 
 
-def require_package(name: str, consequence: str) -> Any:
-    """The module of an optional package. Raises PreflightError with `consequence` if it is missing."""
+class OnnxModel(ExportedModel):
+    """An ONNX file in onnxruntime."""
+
+    title, runtime = "ONNX", "onnxruntime"
+
+    def _open(self, path: Path, num_threads: int) -> dict[str, str]:
+        runtime = require_package("onnxruntime", f"{path} cannot be run")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = num_threads
+        # Waiting threads do not spin: the cores are shared with image decoding. Measured: not slower.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Errors are raised as exceptions as well, and warnings about optional inputs do not apply.
+        options.log_severity_level = 4
+        self._session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        batch_size = self._session.get_inputs()[0].shape[0]
+        self.batch_size = batch_size if isinstance(batch_size, int) else None
+        optional_inputs = {value.name for value in self._session.get_overridable_initializers()}
+        self._has_iou_input = "iou_threshold" in optional_inputs
+        return dict(self._session.get_modelmeta().custom_metadata_map)
+
+    def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        outputs: Sequence[NDArray[Any]] = self._session.run(OUTPUTS, inputs)
+        return outputs
+
+
+class OpenVinoModel(ExportedModel):
+    """An OpenVINO file (.xml, with its .bin) in fp32: by default, OpenVINO computes in bf16 where a CPU can."""
+
+    title, runtime = "OpenVINO", "OpenVINO"
+
+    def _open(self, path: Path, num_threads: int) -> dict[str, str]:
+        openvino = require_package("openvino", f"{path} cannot be run", "openvino")
+        core = openvino.Core()
+        model = core.read_model(path)
+        if not model.has_rt_info([METADATA_KEY]):
+            return {}
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": num_threads}
+        self._compiled = core.compile_model(model, "CPU", settings)
+        batch_dim = model.input("images").get_partial_shape()[0]
+        self.batch_size = batch_dim.get_length() if batch_dim.is_static else None
+        return dict(json.loads(model.get_rt_info([METADATA_KEY]).astype(str)))
+
+    def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        outputs = self._compiled({"score_threshold": np.float32(self._score_threshold)} | inputs)
+        return [outputs[name].copy() for name in OUTPUTS]  # the next call writes into the same memory
+
+
+class LiteRTModel(ExportedModel):
+    """A LiteRT file (.tflite) in its interpreter."""
+
+    title, runtime = "LiteRT", "LiteRT"
+
+    def _open(self, path: Path, num_threads: int) -> dict[str, str]:
+        interpreter = require_package("ai_edge_litert.interpreter", f"{path} cannot be run", "litert")
+        meta = _read_archive(path)
+        if meta:
+            self._interpreter = interpreter.Interpreter(str(path), num_threads=num_threads)
+            self._run = self._interpreter.get_signature_runner()
+            self.batch_size = int(self._run.get_input_details()["images"]["shape"][0])
+        return meta
+
+    def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        outputs = self._run(**{"score_threshold": np.float32(self._score_threshold)} | inputs)
+        return [outputs[name].astype(np.int64 if name in OUTPUTS[2:] else np.float32) for name in OUTPUTS]
+
+
+class TorchModel(ExportedModel):
+    """A program of torch.export (.pt2)."""
+
+    title, runtime = "torch.export", "torch"
+
+    def _open(self, path: Path, num_threads: int) -> dict[str, str]:  # noqa: ARG002  # torch's threads are the process's
+        meta = _read_archive(path)
+        if meta:
+            importlib.import_module("torchvision")  # its operators, which two-stage detectors use
+            # its method, because a program refuses to be a submodule in `eval`
+            self._program: Callable[..., Any] = torch.export.load(path).module().__call__
+            self.batch_size = int(meta["batch_size"]) if meta["batch_size"].isdecimal() else None
+        return meta
+
+    def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        named = {"score_threshold": np.array(self._score_threshold, np.float32)} | inputs
+        with torch.no_grad():
+            outputs = self._program(*(torch.from_numpy(named[name]) for name in INPUTS))
+        return [outputs[name].numpy() for name in OUTPUTS]
+
+
+RUNTIMES: dict[str, type[ExportedModel]] = {
+    ONNX_SUFFIX: OnnxModel,
+    ".xml": OpenVinoModel,
+    ".tflite": LiteRTModel,
+    ".pt2": TorchModel,
+}
+"""Suffix of an exported file → what runs it."""
+
+
+def _read_archive(path: Path) -> dict[str, str]:
+    """The metadata in a file that is, or ends with, a zip archive; empty if it has none."""
+    if not zipfile.is_zipfile(path):
+        return {}
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.rpartition("/")[2] == METADATA_FILE]
+        return dict(json.loads(archive.read(names[0]))) if names else {}
+
+
+def require_package(name: str, consequence: str, extra: str = "onnx") -> Any:
+    """The module `name` of an extra of stoker. Raises PreflightError with `consequence` if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise PreflightError(
-            f"{consequence}: the Python package {name} is missing.", cause=str(error), fix=INSTALL_COMMAND
+            f"{consequence}: the Python package {name.partition('.')[0]} is missing.",
+            cause=str(error),
+            fix=f"pip install 'stoker[{extra}]'",
         ) from error

@@ -5,6 +5,8 @@ makes a page in the same frame. The pages are templates in `page/`; here are the
 plotly.js, which draws the charts. Its content security policy forbids all requests."""
 
 import functools
+import os
+import shlex
 import time
 from importlib import metadata, resources
 from pathlib import Path
@@ -64,7 +66,7 @@ def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
 
     charts = draw.Charts()
     values = dataset.page_values(stats, charts)
-    command = f"stoker data stats {stats.data} --json"
+    command = f"stoker data stats {shlex.quote(stats.data)} --json"
     return _write(_render("dataset.html", stats.data, command, charts=charts, **values), out)
 
 
@@ -81,13 +83,13 @@ def render(report: RunReport) -> str:
     return _render(
         "run.html",
         report.run,
-        f"stoker report {report.run} --json",
+        f"stoker report {shlex.quote(report.run)} --json",
         report=report,
         run_name=report.run.rstrip("/").rpartition("/")[2],
         gpu_names=gpu_names(report.environment),
         gpus=draw.gpus(report),
         warnings=[event.text for event in report.events if event.kind in WARNING_KINDS],
-        argv=" ".join(map(str, argv)) if isinstance(argv, list) else "",
+        argv=shlex.join(map(str, argv)) if isinstance(argv, list) else "",
         started_at=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.start_t or 0.0)),
     )
 
@@ -96,7 +98,7 @@ def render_runs_summary(runs_summary: RunsSummary) -> str:
     """The page of many runs."""
     folder = runs_summary.folder
     values = {"summary": runs_summary, "tables": make_tables(runs_summary), "totals": list(summary_rows(runs_summary))}
-    return _render("runs.html", folder, f"stoker why --all {folder} --json", **values)
+    return _render("runs.html", folder, f"stoker why --all {shlex.quote(folder)} --json", **values)
 
 
 def _render(template: str, source: str, json_command: str, **values: Any) -> str:
@@ -122,9 +124,9 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions = (
-        class_names, class_rows, coco_metrics, confusion_rows, flatten, error_rows, event_rows,
+        class_names, class_rows, coco_metrics, confusion_rows, confusion_table, flatten, error_rows, event_rows,
         join, ledger_order, metric_rows, phase_color, phase_name, phase_rows, probe_rows, quarantine_rows, render_image,
-        setting_rows, table,
+        next_commands, setting_rows, table,
     )  # fmt: skip
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
@@ -213,6 +215,41 @@ def error_rows(evaluation: Evaluation) -> list[list[Child]]:
 def confusion_rows(evaluation: Evaluation) -> list[list[Child]]:
     names = class_names(evaluation)
     return [[names[row.gt_label], names[row.pred_label], fmt.count(row.count)] for row in evaluation.confusions[:10]]
+
+
+def confusion_table(evaluation: Evaluation) -> Markup | None:
+    """The confusion matrix; the darker a cell, the larger its fraction of the row. None if the run has none."""
+    if (matrix := evaluation.confusion_matrix) is None:
+        return None
+    classes = class_names(evaluation)
+    names = [*(classes[label] for label in matrix.labels), "other classes", "background"]
+    shown = [n for n in range(len(names)) if len(matrix.labels) < len(classes) or names[n] != "other classes"]
+    rows: list[list[Child]] = []
+    for i in shown:
+        cells: list[Child] = []
+        for j in shown:
+            count, color = matrix.counts[i][j], "var(--c1)" if i == j else "var(--c3)"
+            share = 60 * count / max(1, sum(matrix.counts[i]))
+            style = f"background:color-mix(in srgb, {color} {share:.0f}%, transparent)"
+            cells.append("" if i == j == len(names) - 1 else tag("span", fmt.count(count), class_="cell", style=style))
+        rows.append([names[i], *cells])
+    caption = "Confusion matrix: ground truth in rows, predictions in columns"
+    return table(caption, ["", *(names[n] for n in shown)], rows, right=range(1, len(shown) + 1))
+
+
+def next_commands(report: RunReport) -> list[tuple[str, str]]:
+    """(purpose, command) with the run's own paths, for a POSIX shell."""
+    run = report.run if is_uri(report.run) else os.path.abspath(expand_variables(report.run))
+    images = [*report.evaluation.worst, *report.evaluation.best] if report.evaluation else []
+    image = next((shlex.quote(image.path) for image in images if os.path.isfile(image.path)), "IMAGES")
+    return [
+        (purpose, command.format(run=shlex.quote(run), image=image))
+        for purpose, command in (
+            ("Detect objects in images:", "stoker predict {run} {image}"),
+            ("Write a file that needs no stoker:", "stoker export {run}"),
+            ("Evaluate again, or on another data set:", "stoker eval {run}"),
+        )
+    ]
 
 
 def quarantine_rows(report: RunReport) -> list[list[Child]]:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from stoker.errors import UsageError
 from stoker.evaluation.coco import match_detections
-from stoker.evaluation.error_analysis import build_evaluation, classify_errors, compute_class_stats, worst_and_best
+from stoker.evaluation.error_analysis import (
+    MAX_MATRIX_CLASSES,
+    ClassStats,
+    build_evaluation,
+    classify_errors,
+    compute_class_stats,
+    confusion_matrix,
+    worst_and_best,
+)
 from stoker.evaluation.evaluate import compute_coco_result, ground_truth
 from stoker.evaluation.metrics import (
     ERROR_TYPES,
@@ -134,12 +142,60 @@ def test_an_evaluation_adds_up_and_comes_back_from_its_file(seed: int, images: i
     assert np.mean(answer.curves.iou75) == pytest.approx(answer.metrics.ap75, abs=1e-4)
     assert np.mean(answer.curves.mean) == pytest.approx(answer.metrics.ap, abs=1e-4)
     assert sum(one.count for one in answer.confusions) == sum(of.error_types.get("class", 0) for of in answer.classes)
+    assert answer.confusion_matrix is not None
+    matrix, order = np.array(answer.confusion_matrix.counts), answer.confusion_matrix.labels
+    of_class, background = [answer.classes[label] for label in order], -1
+    assert sorted(order) == [0, 1, 2]
+    assert not matrix[3].any()
+    assert not matrix[:, 3].any(), "there are no other classes"
+    assert matrix[:3].sum(1).tolist() == [of.boxes for of in of_class], "each ground truth box once"
+    assert np.diag(matrix)[:3].tolist() == [of.tp for of in of_class]
+    errors = [sum(count for kind, count in of.error_types.items() if kind != "missed") for of in of_class]
+    assert matrix[:, :3].sum(0).tolist() == [of.tp + n for of, n in zip(of_class, errors, strict=True)], "as predicted"
+    assert matrix[background, background] == 0
     for one in (*answer.worst, *answer.best):
         assert one.tp == sum(box.error_type == "" for box in one.detections) == sum(b.detected for b in one.gt_boxes)
         assert one.fp == sum(box.error_type in ERROR_TYPES for box in one.detections)
         assert one.fn == sum(not (box.detected or box.crowd) for box in one.gt_boxes)
         assert one.byte_range == ((one.image_index * 100, 50) if one.image_index % 2 else None)
     assert not {one.image_index for one in answer.worst} & {one.image_index for one in answer.best}
+
+
+def test_a_confusion_matrix_is_bounded_and_loses_nothing() -> None:
+    gt, found = random_case(3, 12, 30)
+    answer = evaluated(gt, found, 13, 30)
+    assert answer.confusion_matrix is not None
+    matrix = np.array(answer.confusion_matrix.counts)
+    assert matrix.shape == (MAX_MATRIX_CLASSES + 2, MAX_MATRIX_CLASSES + 2)
+    assert matrix[:-1].sum() == sum(of.boxes for of in answer.classes)
+    shown = [answer.classes[label].boxes for label in answer.confusion_matrix.labels]
+    assert matrix[: len(shown)].sum(1).tolist() == shown == sorted(shown, reverse=True)
+
+
+def test_a_right_box_with_a_wrong_detection_is_right() -> None:
+    """By hand: red found as red and as green; green found as red twice; blue missed; red of nothing."""
+    boxes = [(0, 0, 10, 10), (30, 0, 40, 10), (60, 0, 70, 10)]
+    index = columns([[(*box, label, 0, 100.0) for label, box in enumerate(boxes)]], 3)
+    gt = ground_truth(index, np.array([0]))
+    found = [
+        (boxes[0], 0, 0.9),
+        (boxes[0], 1, 0.8),
+        (boxes[1], 0, 0.7),
+        (boxes[1], 2, 0.6),
+        ((80, 80, 90, 90), 0, 0.95),
+    ]
+    some = Detections(
+        image_index=np.zeros(5, np.int64), boxes=np.array([box for box, *_ in found], np.float32),
+        score=np.array([score for *_, score in found], np.float32), label=np.array([label for _, label, _ in found]),
+        image_indices=np.array([0]),
+    )  # fmt: skip
+    matches = compute_coco_result(gt, some).matches
+    zero = [ClassStats(0.0, None, None, None, [], [])] * 3
+    matrix = confusion_matrix(gt, some, classify_errors(gt, some, matches, zero))
+    assert matrix.labels == [0, 1, 2]
+    assert np.array(matrix.counts)[[0, 1, 2, 4]][:, [0, 1, 2, 4]].tolist() == [
+        [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 0],
+    ]  # fmt: skip
 
 
 def test_worst_and_best_images() -> None:

@@ -1,10 +1,11 @@
-"""onnx.py, graph.py, parity.py, runtime.py: the file finds what the model finds, or there is no file.
+"""write.py, graph.py, programs.py, parity.py, runtime.py: the file finds what the model finds, or there is no file.
 
 The model has random weights, large enough that it finds hundreds of overlapping boxes: NMS has much to do.
 """
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import re
 import subprocess
@@ -27,8 +28,7 @@ from stoker import models
 from stoker.cli import app
 from stoker.config.settings import Config, to_toml
 from stoker.errors import ParityError
-from stoker.export import graph, parity
-from stoker.export import onnx as export_onnx_module
+from stoker.export import graph, parity, programs, write
 from stoker.inference.runtime import OnnxModel
 from stoker.models.table import MODELS
 from stoker.models.weights import model_file
@@ -70,7 +70,7 @@ def lively(seed: int = 0) -> tuple[models.Detector, model_file.ModelMetadata]:
         model.train()(torch.from_numpy(random_images(2, seed)))  # the norms learn what the images are like
     model.eval()
     return model, model_file.ModelMetadata(
-        settings=config.model, class_names=CLASSES, image_size=IMAGE_SIZE, resize="letterbox", step=7
+        settings=config.model, class_names=CLASSES, image_size=IMAGE_SIZE, resize="letterbox", step=7, threshold=0.4251
     )
 
 
@@ -80,8 +80,8 @@ def test_a_path_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     for run in (Path("$UNSET-by-anyone"), Path("$BUCKET")):
         run.mkdir()
-        assert export_onnx_module._default_out(run, run / "best.safetensors", run) == run / "best.onnx"
-    assert export_onnx_module._default_out("$BUCKET", tmp_path / "best.safetensors", tmp_path) == Path("run.onnx")
+        assert write._default_out(run, run / "best.safetensors", run, ".onnx") == run / "best.onnx"
+    assert write._default_out("$BUCKET", tmp_path / "best.safetensors", tmp_path, ".onnx") == Path("run.onnx")
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,8 @@ def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: 
     assert file.ir_version <= 10, "what onnxruntime 1.20 reads"
     session = onnxruntime.InferenceSession(resized_size)
     about = session.get_modelmeta().custom_metadata_map
-    assert set(about) == {"class_names", "image_size", "resize", "padding", "weights_sha256", "iou_threshold", "stoker"}
+    assert set(about) == {"class_names", "image_size", "resize", "padding", "weights_sha256", "iou_threshold",
+                          "threshold", "stoker"}  # fmt: skip
     assert set(about) == set(re.findall(r"`(\w+)` \(", DOCUMENT.read_text().split("## Metadata")[1].split("\n## ")[0]))
     assert json.loads(about["class_names"]) == list(CLASSES)
     assert json.loads(about["image_size"]) == list(IMAGE_SIZE)
@@ -392,6 +393,138 @@ def test_predict_and_eval_take_the_file_as_they_take_the_run(
     assert "cpu" in err
 
 
+PACKAGES = {"openvino": "openvino", "litert": "litert_torch", "torch": "torch"}
+
+
+def make_run(folder: Path, data: Path, name: str) -> Path:
+    """A run of an architecture whose random class layers find much."""
+    config = Config().replace(model=name, weights="none", **MODELS[name].defaults)
+    torch.manual_seed(0)
+    model = models.build(config.model, len(CLASSES))
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = None
+    with torch.no_grad():
+        model.train()(torch.from_numpy(random_images(2, 0)))  # the norms learn what the images are like
+    for head in model.class_heads():
+        torch.nn.init.normal_(model.get_submodule(head.name).weight, std=0.15)
+        torch.nn.init.zeros_(model.get_submodule(head.name).bias)
+    metadata = model_file.ModelMetadata(
+        settings=config.model, class_names=CLASSES, image_size=IMAGE_SIZE, resize="letterbox"
+    )
+    folder.mkdir()
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "best.safetensors", metadata.header())
+    (folder / "config.toml").write_text(to_toml(Config().replace(data=str(data)), {}))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["ember_n", "ssdlite320_mobilenet_v3_large"])
+@pytest.mark.parametrize("format", PACKAGES)
+def test_other_formats_find_what_the_model_finds(
+    tmp_path: Path, data: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch, format: str, model: str
+) -> None:
+    pytest.importorskip(PACKAGES[format], reason=f"pip install 'stoker[{format}]'")
+    monkeypatch.setattr("stoker.hardware.device.Device.best_precision", lambda _: ("fp32", "as the file"))
+    run = make_run(tmp_path / "run", data, model)
+    code, out, err = stoker("export", run, "--format", format, "--conf", "0.3")
+    assert code == 0, err
+    suffix = write.FORMATS[format].suffix
+    files = {".xml": {"best.xml", "best.bin"}}.get(suffix, {f"best{suffix}"})
+    assert {path.name for path in run.iterdir()} == {"best.safetensors", "config.toml"} | files
+    assert "parity on 10 images" in out.splitlines()[-1]
+    answers = []
+    for n, what in enumerate((run, run / f"best{suffix}")):
+        code, _, err = stoker(
+            "predict", what, data / "valid", "--conf", "0.6", "--device", "cpu", "--out", tmp_path / f"{n}"
+        )
+        assert code == 0, err
+        answers.append(json.loads((tmp_path / f"{n}" / "predictions.json").read_text()))
+    assert sum(len(image["detections"]) for image in answers[0]) > 10
+    for one, other in zip(*answers, strict=True):
+        assert len(one["detections"]) == pytest.approx(len(other["detections"]), abs=1), (
+            "but for a box at the threshold"
+        )
+        for mine, its in zip(one["detections"][:5], other["detections"], strict=False):
+            assert mine["score"] == pytest.approx(its["score"], abs=2e-3)
+    code, _, err = stoker("predict", run / f"best{suffix}", data / "valid", "--iou", "0.9", "--out", tmp_path / "x")
+    assert code == 2
+    assert "exported with --iou" in err
+
+
+@pytest.mark.slow
+def test_a_two_stage_detector_is_exported_or_refused_by_name(tmp_path: Path, data: Path, stoker: Run) -> None:
+    run = make_run(tmp_path / "run", data, "faster_rcnn_mobilenet_v3_large_fpn")
+    for format, package in {"onnx": "onnx", "openvino": "openvino"}.items():
+        if importlib.util.find_spec(package):
+            code, out, err = stoker("export", run, "--format", format)
+            assert code == 0, err
+            assert "parity on 10 images" in out
+    if importlib.util.find_spec("litert_torch"):
+        code, _, err = stoker("export", run, "--format", "litert")
+        assert code == 2
+        assert "faster_rcnn_mobilenet_v3_large_fpn cannot be exported as litert" in err
+        assert "roi_align" in err
+        assert not (run / "best.tflite").exists()
+
+
+@pytest.mark.slow
+def test_another_format_that_finds_something_else_is_not_kept(
+    run: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One box less is a difference, in a format that is always there."""
+    good = programs.DetectionModel.forward
+
+    def wrong(self: programs.DetectionModel, *given: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = good(self, *given)
+        return outputs | {"scores": outputs["scores"] * 0.98}
+
+    monkeypatch.setattr(programs.DetectionModel, "forward", wrong)
+    code, message, err = stoker("export", run, "--format", "torch", "--conf", "0.5")
+    assert (code, message) == (3, "")
+    assert "detections of the exported file differ" in err
+    assert sorted(path.name for path in run.iterdir()) == ["best.safetensors", "config.toml"]
+
+
+@pytest.mark.parametrize(
+    ("format", "code", "words"),
+    [
+        ("tensorrt", 2, ["trtexec --onnx=RUN/best.onnx", "untested here", "--fp16"]),
+        ("engine", 2, ["trtexec"]),
+        ("coreml", 2, ["coremltools", "CoreMLExecutionProvider", "untested here"]),
+        ("tflite", 2, ["--format litert"]),
+        ("torchscript", 2, ["--format torch"]),
+        ("paddle", 2, ["'paddle'", "onnx, openvino, litert, torch"]),
+    ],
+)
+def test_formats_that_are_made_elsewhere(run: Path, stoker: Run, format: str, code: int, words: list[str]) -> None:
+    got, _, err = stoker("export", run, "--format", format)
+    assert got == code
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize(("format", "package"), [("openvino", "openvino"), ("litert", "litert_torch")])
+def test_a_missing_extra_is_named(
+    run: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch, format: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = stoker("export", run, "--format", format)
+    assert code == 3
+    assert f"package {package} is missing" in err
+    assert f"pip install 'stoker[{format}]'" in err
+
+
+def test_an_openvino_file_of_the_users_is_not_replaced(run: Path, stoker: Run) -> None:
+    pytest.importorskip("openvino", reason="pip install 'stoker[openvino]'")
+    (run / "best.bin").write_bytes(b"mine")
+    code, _, err = stoker("export", run, "--format", "openvino")
+    assert code == 2
+    assert "did not export" in err
+    assert (run / "best.bin").read_bytes() == b"mine"
+
+
 @pytest.mark.slow
 def test_the_script_of_the_document_runs_without_torch_and_stoker(run: Path, tmp_path: Path, stoker: Run) -> None:
     image = tmp_path / "shot.png"
@@ -410,7 +543,7 @@ def test_the_script_of_the_document_runs_without_torch_and_stoker(run: Path, tmp
     )
     assert done.stderr == ""
     lines = done.stdout.splitlines()
-    code, _, err = stoker("predict", run / "best.onnx", image, "--conf", "0.05", "--out", tmp_path / "out")
+    code, _, err = stoker("predict", run / "best.onnx", image, "--conf", "0.425", "--out", tmp_path / "out")
     assert code == 0, err
     ((answer),) = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert len(lines) == len(answer["detections"]) > 3

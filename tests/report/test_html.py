@@ -1,9 +1,11 @@
 """`stoker report`: the page of every kind of run, its security, and its rendering in a browser."""
 
 import contextlib
+import html
 import itertools
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -284,6 +286,43 @@ def test_text_contrast_in_light_and_dark(page: str) -> None:
         for front, back in pairs:
             high, low = sorted((luminance(colors[front]), luminance(colors[back])), reverse=True)
             assert (high + 0.05) / (low + 0.05) >= 4.5, (front, back)
+
+
+def test_the_confusion_matrix_is_a_table_of_all_classes(page: str, evaluation: Evaluation) -> None:
+    matrix = evaluation.confusion_matrix
+    assert matrix is not None
+    assert sum(map(sum, matrix.counts)) > 10
+    (body,) = re.findall(r'<div class="matrix">.*?<tbody>(.*?)</tbody>', page, re.DOTALL)
+    rows = [
+        [re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[hd].*?</t[hd]>", row)] for row in body.split("<tr>")[1:]
+    ]
+    assert [row[0] for row in rows] == [escape(evaluation.classes[n].name) for n in matrix.labels] + ["background"]
+    shown = [0, 1, 2, 4]  # three classes: there are no others
+    for i, row in zip(shown, rows, strict=True):
+        assert row[1:] == ["" if i == j == 4 else str(matrix.counts[i][j]) for j in shown]
+
+
+def test_next_commands_can_be_copied_into_a_shell(tmp_path: Path, evaluation: Evaluation) -> None:
+    run = make_run(tmp_path / 'it\'s $(rm -rf) a; "run" & <b>', evaluation)
+    page = render(collect(run))
+    (section,) = re.findall(r'<dl class="commands">.*?</dl>', page)
+    commands = [html.unescape(text) for text in re.findall(r"<code[^>]*>(.*?)</code>", section)]
+    assert [shlex.split(command)[:3] for command in commands] == [
+        ["stoker", "predict", str(run)], ["stoker", "export", str(run)], ["stoker", "eval", str(run)],
+    ]  # fmt: skip
+    image = shlex.split(commands[0])[3]
+    assert Path(image).is_file()
+    (as_json,) = re.findall(r"As JSON: <code[^>]*>(.*?)</code>", page)
+    assert shlex.split(html.unescape(as_json)) == ["stoker", "report", str(run), "--json"]
+
+
+def test_the_signs_of_the_pages_are_in_every_usual_font() -> None:
+    """WGL4, the signs of Arial, Liberation Sans, DejaVu Sans and Segoe UI: pages use no others beyond Latin."""
+    wgl4 = set("–—‘’“”†‡•…‰→←↑↓↔∂∆∏∑−√∞≈≠≤≥■□▪▫▲►▼◄◊○●▌▐█░▒▓")
+    folder = Path(charts_module.__file__).parent
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".html", ".css", ".js"):
+            assert {sign for sign in path.read_text() if ord(sign) > 0x17F} <= wgl4, path.name
 
 
 def test_every_phase_has_a_color() -> None:
