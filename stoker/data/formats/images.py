@@ -123,11 +123,11 @@ def find_missing(
     is_missing = np.zeros(len(file_names), np.bool_)
     for number, in_folder in group_by_folder(folder_index, indices):
         folder = root / folders[number]
-        present = list_files(folder)
-        for image_index in in_folder.tolist():
+        absent = {file_names[image_index] for image_index in in_folder.tolist()} - list_files(folder)
+        for image_index in in_folder.tolist() if absent else ():
             name = file_names[image_index]
             # macOS opens a name in another case or Unicode form, which a listing does not have
-            is_missing[image_index] = name not in present and not (folder / name).is_file()
+            is_missing[image_index] = name in absent and not (folder / name).is_file()
     return is_missing
 
 
