@@ -13,12 +13,15 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, settings_table
 from stoker.data.index import Index
 from stoker.errors import Preempted, StokerError
-from stoker.hardware.device import out_of_memory_as_error
+from stoker.hardware.device import Device, out_of_memory_as_error
 from stoker.models import get_architecture
+from stoker.models.weights.hub import find_weights
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
 from stoker.report.format import count, duration, plural
@@ -195,7 +198,12 @@ def print_plan(
         messages: list[str] = []
         if not is_uri(run_dir or resume or ""):
             path, user_config, messages = run_selection.choose_run(user_config, run_dir, resume, stack)
-        resolved = start.resolve_run(user_config, path, devices=Devices(num_devices, num_devices))
+        resolved = start.resolve_run(user_config, path, devices=Devices(num_devices, num_devices), fetch=None)
+        download = _missing_weights(resolved.config)
+        if path is None and download is None:  # a file of another model is refused, as in a training
+            start.build_initial_model(
+                resolved.config, resolved.index, Device(torch.device("cpu")), lambda *_, **__: None
+            )
         data_messages = start.describe_data(resolved.index)
         for text in start.warn_about_settings(resolved):
             data_messages.append(("warning", text))
@@ -214,9 +222,17 @@ def print_plan(
             else f"continues {display_path(path)}"
         )
         screen.note("plan:")
+        if download is not None:
+            messages.append(f"downloads {download} first; without a network a training needs --weights none or a file")
         for line in [*messages, *_describe_training(resolved.config, resolved.index, resolved.device.is_cpu), where]:
             screen.note(f"- {line}")
         screen.note("nothing was trained or written (--dry-run)")
+
+
+def _missing_weights(config: Config) -> str | None:
+    """The URL of the pretrained weights, if a training has to download them."""
+    url: str | None = get_architecture(config.model.model).urls.get(config.model.weights)
+    return None if url is None or find_weights(url) is not None else url
 
 
 def _describe_training(config: Config, index: Index, is_cpu: bool) -> list[str]:

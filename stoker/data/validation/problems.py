@@ -112,6 +112,14 @@ class ProblemCollector:
             # a file name may have bytes that are not Unicode, which neither the index nor JSON can hold
             examples.append(example.encode(errors="backslashreplace").decode())
 
+    def clear(self) -> None:
+        self._counts.clear()
+        self._examples.clear()
+
+    def num_bad_images(self) -> int:
+        """Images that `--max-bad-fraction` limits."""
+        return sum(problem.count for problem in self.summarize(0) if problem.is_bad_image)
+
     def summarize(self, max_examples: int | None = None) -> tuple[Problem, ...]:
         """In the order of the table, each with at most `max_examples` examples."""
         return tuple(
