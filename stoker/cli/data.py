@@ -142,7 +142,7 @@ def stats(
     json
         Print everything as JSON.
     """
-    from stoker.data.index import open_index_of, training_refusals
+    from stoker.data.index import find_refusals, open_index_of
     from stoker.data.validation.stats import compute_stats
     from stoker.errors import DataError
     from stoker.hardware.device import select_device
@@ -156,7 +156,7 @@ def stats(
     index = open_index_of(user_config.data)
     if out is not None:
         check_output_path(out, index, (".html",))
-    refusals = tuple(training_refusals(index))
+    refusals = tuple(find_refusals(index))
     if "train" not in index.splits:
         raise refusals[0]
     model_input = derive_model_input(user_config, index, select_device(None))

@@ -1,8 +1,8 @@
 """The index: all annotations of a data set as columns in one memory-mapped file, opened in milliseconds.
 
 `open_index` detects the format, builds the file once and again when the source changed, and maps it. There is no
-Python object per image or box, and all processes of a machine share one copy. `training_refusals` decides whether
-training refuses the data set; `require_images` checks that images exist. Not here: which layout a folder has
+Python object per image or box, and all processes of a machine share one copy. `find_refusals` decides whether
+training refuses the data set. Not here: which layout a folder has
 (`formats/finder.py`), reading it (`formats/`), dropping boxes and making splits
 (`validation/clean.py`), the file (`index_cache.py`), the content of the images (`validation/check.py`).
 """
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from stoker.storage.uri import StorageUri
 
 __all__ = [
-    "ImageRanges", "Index", "Problem", "missing_images", "open_index", "require_images", "require_trainable",
-    "training_refusals", "unlisted_images",
+    "ImageRanges", "Index", "Problem", "find_refusals", "missing_images", "open_index", "require_images",
+    "unlisted_images",
 ]  # fmt: skip
 
 DEFAULT_VAL_FRACTION = 0.1
@@ -118,15 +118,18 @@ class Index:
     def image_indices(self, split: str) -> NDArray[np.int64]:
         """[N], the images of a split in the source's order. Raises DataError when the data set has no such split."""
         if split not in self.splits:
-            unread = [problem for problem in self.problems if problem.kind == f"unreadable-{split}-split"]
-            raise DataError(
-                f"The data set has no {split!r} split.",
-                location=self.source,
-                cause=f"it cannot be read: {unread[0].examples[0]}" if unread else None,
-                choices=self.splits,
-                fix="name the parent folder if the split is next to this folder; or use one of the splits it has",
-            )
+            raise self.no_split_error(split)
         return np.flatnonzero(self._split_index == SPLITS.index(split))
+
+    def no_split_error(self, split: str) -> DataError:
+        unread = [problem for problem in self.problems if problem.kind == f"unreadable-{split}-split"]
+        return DataError(
+            f"The data set has no {split} split.",
+            location=self.source,
+            cause=f"it cannot be read: {unread[0].examples[0]}" if unread else None,
+            choices=self.splits,
+            fix="name the parent folder if the split is next to this folder; training needs train and val",
+        )
 
     def path(self, image_index: int) -> Path:
         """The file of an image. For an image inside another file: that file, followed by the image's name. For an
@@ -333,8 +336,7 @@ def open_layout(
         images.repair_names(table, layout.root, problems)
         is_left_out = images.report_outside(table, layout, data, problems, allowed=allow_outside)
         table = clean.drop_images(table, is_left_out)
-        num_unlisted = sum(problem.count for problem in problems.summarize(0) if problem.kind == "not-in-a-split")
-        table.notes += finder.describe_unused(layout, table, num_unlisted=num_unlisted)
+        table.notes += finder.describe_unused(layout, table, problems)
         table = clean.drop_degenerate_boxes(clean.keep_classes(table, classes), problems)
         table, lost_boxes = clean.drop_images_without_boxes_left(table, problems)
         if options.lists is not None:
@@ -471,51 +473,7 @@ def unlisted_images(index: Index) -> list[Path]:
 
 
 REQUIRED_SPLITS = ("train", "val")
-"""Splits that training uses. What is wrong with another one is a problem to report, and no reason to refuse."""
-
-
-def training_refusals(
-    index: Index,
-    *,
-    max_bad_fraction: float | None = None,
-    max_bad_boxes: float | None = None,
-    usable: NDArray[np.bool_] | None = None,
-) -> Iterator[DataError]:
-    """Why training refuses a data set, in the order in which training would find it. This is the one verdict: of
-    `stoker train` and its dry run, which raise the first reason, of `stoker data check` and of `stoker data stats`.
-
-    max_bad_fraction, max_bad_boxes: as in `require_images`. usable: [R], whether each image can be decoded; None:
-    nobody tried.
-    """
-    for problem in index.problems:
-        if problem.kind == images.OUTSIDE:
-            yield _outside_error(index, problem)
-    box_split = index._split_index[np.repeat(np.arange(len(index)), np.diff(index.offsets))]
-    for split in REQUIRED_SPLITS:
-        if split not in index.splits:
-            yield DataError(
-                f"The data set has no {split} split.",
-                location=index.source,
-                choices=index.splits,
-                fix="name a data set with images to train on and images to validate on",
-            )
-        elif index.crowd[box_split == SPLITS.index(split)].all():
-            yield DataError(
-                f"The {'training' if split == 'train' else 'validation'} split has no boxes.",
-                location=index.source,
-                cause=f"{len(index.image_indices(split)):,} images, no boxes or only crowd regions",
-                fix="check that these are detection annotations; annotate the split, or choose another one",
-            )
-    splits = [split for split in REQUIRED_SPLITS if split in index.splits]
-    yield from _unusable_errors(index, splits, max_bad_fraction, max_bad_boxes, usable)
-
-
-def require_trainable(
-    index: Index, *, max_bad_fraction: float | None = None, max_bad_boxes: float | None = None
-) -> None:
-    """Raises the first of `training_refusals`."""
-    for error in training_refusals(index, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes):
-        raise error
+"""Splits that training uses. What is wrong with another one is reported, and no reason to refuse."""
 
 
 def require_images(
@@ -527,34 +485,47 @@ def require_images(
 ) -> list[int]:
     """The image indices whose file does not exist, if they are few; the loader will quarantine them.
 
-    splits: the splits to check, default all. max_bad_fraction: fraction of a split's images that may be missing, and
-    of all images that may have been left out because of their annotations; default DEFAULT_MAX_BAD_FRACTION.
-    max_bad_boxes: fraction of the boxes, of each split and of all, that may have been left out; default
-    DEFAULT_MAX_BAD_BOXES.
-
-    Raises DataError when there are more, with their names and where they may be.
+    splits: the splits to check, default all; the rest is as in `find_refusals`, whose first error is raised.
     """
-    required = index.splits if splits is None else tuple(splits)
-    image_indices = np.concatenate([index.image_indices(split) for split in required])
-    for error in _unusable_errors(index, required, max_bad_fraction, max_bad_boxes, None):
+    splits = index.splits if splits is None else tuple(splits)
+    for error in find_refusals(index, splits, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes):
         raise error
-    return missing_images(index, image_indices.tolist())
+    return missing_images(index, np.concatenate([index.image_indices(split) for split in splits]).tolist())
 
 
-def _unusable_errors(
+def find_refusals(
     index: Index,
-    splits: Sequence[str],
-    max_bad_fraction: float | None,
-    max_bad_boxes: float | None,
-    usable: NDArray[np.bool_] | None,
+    splits: Sequence[str] | None = None,
+    *,
+    max_bad_fraction: float | None = None,
+    max_bad_boxes: float | None = None,
+    usable: NDArray[np.bool_] | None = None,
 ) -> Iterator[DataError]:
-    """Errors for the fractions of images and boxes that are exceeded; parameters as in `training_refusals`."""
-    if not splits:
-        return
+    """Why training refuses a data set, with names, and where missing images may be. This is the one verdict: `stoker
+    train` and its dry run raise the first error, `stoker data check` and `stoker data stats` name all.
+
+    splits: None: those of training, which must have boxes; of others only the images are checked. max_bad_fraction:
+    fraction of a split's images that may be missing, and of all images that may have been left out because of their
+    annotations; default DEFAULT_MAX_BAD_FRACTION. max_bad_boxes: fraction of the boxes, of each split and of all, that
+    may have been left out; default DEFAULT_MAX_BAD_BOXES. usable: [R], whether each image can be decoded; None: nobody
+    tried.
+    """
     allowed_fraction = DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction
     allowed_boxes = DEFAULT_MAX_BAD_BOXES if max_bad_boxes is None else max_bad_boxes
     limit = f"more than --max-bad-fraction {allowed_fraction:g} allows"
-    check = f"`stoker data check {index.source}` names them"
+    yield from (_outside_error(index, problem) for problem in index.problems if problem.kind == images.OUTSIDE)
+    box_split = np.repeat(index._split_index, np.diff(index.offsets))
+    splits, is_training = splits or REQUIRED_SPLITS, splits is None
+    for split in splits:
+        if split not in index.splits:
+            yield index.no_split_error(split)
+        elif is_training and index.crowd[box_split == SPLITS.index(split)].all():
+            yield DataError(
+                f"The {'training' if split == 'train' else 'validation'} split has no boxes.",
+                location=index.source,
+                cause=f"{len(index.image_indices(split)):,} images, no boxes or only crowd regions",
+                fix="check that these are detection annotations; annotate the split, or choose another one",
+            )
     bad_images = [problem for problem in index.problems if problem.is_bad_image]
     num_dropped = sum(problem.count for problem in bad_images)
     num_images = len(index) + num_dropped
@@ -563,32 +534,25 @@ def _unusable_errors(
         num_images -= index.num_bad_test_images + int((index._split_index == SPLITS.index("test")).sum())
     if num_dropped > max_bad_images(allowed_fraction, num_images):
         count = count_of_all(num_dropped, num_images, "images")
-        allow = f"allow more than {100 * allowed_fraction:.3g} % of the images with --max-bad-fraction"
-        yield _left_out_error(index, f"{count} are left out because of their annotations, {limit}.", bad_images, allow)
+        what = f"{count} are left out because of their annotations, {limit}."
+        yield _left_out_error(index, what, bad_images, "a larger --max-bad-fraction")
     bad_boxes = [problem for problem in index.problems if problem.drops_boxes]
-    allow = (
-        f"allow more than {100 * allowed_boxes:.3g} % of the boxes with --max-bad-boxes; images that lose all of"
-        " theirs are then left out"
-    )
     for excess in _excess_bad_boxes(index, bad_boxes, splits, allowed_boxes):
         what = f"{excess} are left out, more than --max-bad-boxes {allowed_boxes:g} allows."
+        allow = "a larger --max-bad-boxes; images that lose all of their boxes are then left out"
         yield _left_out_error(index, what, bad_boxes, allow)
-    is_missing = np.zeros(len(index), np.bool_)
-    is_missing[missing_images(index, np.concatenate([index.image_indices(split) for split in splits]).tolist())] = True
-    is_bad = is_missing if usable is None else is_missing | ~usable
-    for split in splits:
+    for split in (split for split in splits if split in index.splits):
         image_indices = index.image_indices(split)
-        bad = image_indices[is_bad[image_indices]]
-        if bad.size > max_bad_images(allowed_fraction, image_indices.size) or bad.size == image_indices.size:
-            examples = [index.display_source(image_index) for image_index in bad[:3].tolist()]
-            missing = bad[is_missing[bad]]
+        missing = missing_images(index, image_indices.tolist())
+        bad = missing if usable is None else sorted({*missing, *image_indices[~usable[image_indices]].tolist()})
+        if len(bad) > max_bad_images(allowed_fraction, len(image_indices)) or len(bad) == len(image_indices):
+            examples = [index.display_source(image_index) for image_index in bad[:3]]
             verb = "do not exist" if len(missing) == len(bad) else "cannot be used"
-            count = count_of_all(bad.size, image_indices.size, "images")
             yield DataError(
-                f"{count} of the {split} split {verb}, {limit}.",
-                location=", ".join(examples) + (", …" if bad.size > len(examples) else ""),
-                cause=f"the annotations in {index.source} name them; {check}",
-                fix=suggest_location(index.root, index.path(missing[0])) if len(missing) else "copy the files again",
+                f"{count_of_all(len(bad), len(image_indices), 'images')} of the {split} split {verb}, {limit}.",
+                location=", ".join(examples) + (", …" if len(bad) > len(examples) else ""),
+                cause=f"the annotations in {index.source} name them; `stoker data check {index.source}` names them",
+                fix=suggest_location(index.root, index.path(missing[0])) if missing else "copy the files again",
             )
 
 

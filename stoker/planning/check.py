@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from stoker.config.settings import Config, from_toml, to_toml
-from stoker.data.index import REQUIRED_SPLITS, Index, open_index_of, require_trainable
+from stoker.data.index import REQUIRED_SPLITS, Index, find_refusals, open_index_of
 from stoker.errors import OutOfMemoryError, StokerError
 from stoker.findings.finding import Finding, worst_first
 from stoker.hardware.cuda_trial import gpu_evidence
@@ -212,7 +212,9 @@ def _open_data(config: Config, opened: list[Index]) -> list[Finding]:
     """Opens the data as a training does; a data set that it would refuse is a blocker."""
     try:
         index = open_index_of(config.data)
-        require_trainable(index, max_bad_fraction=config.data.max_bad_fraction, max_bad_boxes=config.data.max_bad_boxes)
+        limits = config.data.max_bad_fraction, config.data.max_bad_boxes
+        for error in find_refusals(index, max_bad_fraction=limits[0], max_bad_boxes=limits[1]):
+            raise error
     except StokerError as error:
         return [_refused("data", error)]
     opened.append(index)

@@ -54,7 +54,10 @@ def print_check(report: CheckReport, file: TextIO | None = None) -> None:
 
 def _check(report: CheckReport) -> Iterator[RenderableType]:
     if report.root is not None:
-        splits = ", ".join(f"{name} {count(split.num_images)}" for name, split in report.splits.items())
+        parts = {name: split.num_images for name, split in report.splits.items()}
+        if left_out := report.num_images - sum(parts.values()):
+            parts["left out"] = left_out
+        splits = ", ".join(f"{name} {count(number)}" for name, number in parts.items())
         boxes, classes = plural(report.num_boxes, "box", "boxes"), plural(len(report.classes), "class", "classes")
         yield f"{report.data}: {plural(report.num_images, 'image')} ({splits}), {boxes}, {classes}"
         yield from report.notes

@@ -199,11 +199,12 @@ def print_plan(
         if not is_uri(run_dir or resume or ""):
             path, user_config, messages = run_selection.choose_run(user_config, run_dir, resume, stack)
         resolved = start.resolve_run(user_config, path, devices=Devices(num_devices, num_devices), fetch=None)
-        download = _missing_weights(resolved.config)
-        if path is None and download is None:  # a file of another model is refused, as in a training
-            start.build_initial_model(
-                resolved.config, resolved.index, Device(torch.device("cpu")), lambda *_, **__: None
-            )
+        url = get_architecture(resolved.config.model.model).urls.get(resolved.config.model.weights)
+        if url is not None and find_weights(url) is None:
+            messages.append(f"downloads {url} first; without a network, --weights none or a file")
+        elif path is None:  # a file of another model is refused, as in a training
+            cpu = Device(torch.device("cpu"))
+            start.build_initial_model(resolved.config, resolved.index, cpu, lambda *_, **__: None)
         data_messages = start.describe_data(resolved.index)
         for text in start.warn_about_settings(resolved):
             data_messages.append(("warning", text))
@@ -222,17 +223,9 @@ def print_plan(
             else f"continues {display_path(path)}"
         )
         screen.note("plan:")
-        if download is not None:
-            messages.append(f"downloads {download} first; without a network a training needs --weights none or a file")
         for line in [*messages, *_describe_training(resolved.config, resolved.index, resolved.device.is_cpu), where]:
             screen.note(f"- {line}")
         screen.note("nothing was trained or written (--dry-run)")
-
-
-def _missing_weights(config: Config) -> str | None:
-    """The URL of the pretrained weights, if a training has to download them."""
-    url: str | None = get_architecture(config.model.model).urls.get(config.model.weights)
-    return None if url is None or find_weights(url) is not None else url
 
 
 def _describe_training(config: Config, index: Index, is_cpu: bool) -> list[str]:

@@ -19,7 +19,7 @@ from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, check, from_run
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
-from stoker.data.index import Index, open_index_of, require_trainable
+from stoker.data.index import Index, find_refusals, open_index_of
 from stoker.data.index_digest import digest_images
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.data.loading.processes import WorkerProcesses, choose_worker_processes
@@ -95,8 +95,9 @@ def resolve_run(
     require_meant_device(device, requested.run.device)
     device.prepare_for_fixed_shapes()
     index = ranks.locally_first(lambda: open_index_of(requested.data))  # one rank writes its cache, the others read it
-    data = requested.data
-    require_trainable(index, max_bad_fraction=data.max_bad_fraction, max_bad_boxes=data.max_bad_boxes)
+    limits = requested.data.max_bad_fraction, requested.data.max_bad_boxes
+    for error in find_refusals(index, max_bad_fraction=limits[0], max_bad_boxes=limits[1]):
+        raise error
     if stored is None:
         config, reasons = ranks.share(lambda: derive(user_config, index, device, devices, fetch))
     else:
@@ -284,7 +285,7 @@ def describe_data(index: Index) -> list[tuple[str, str]]:
         kind = PROBLEM_KINDS[problem.kind]
         examples = ", ".join(problem.examples[:MAX_EXAMPLES]) + (", …" if problem.count > MAX_EXAMPLES else "")
         text = f"data: {problem.count} × {problem.title}, {kind.effect} ({examples})"
-        messages.append(("info" if kind.action == "kept" else "warning", text))
+        messages.append(("warning" if kind.action != "kept" or kind.severity else "info", text))
     return messages
 
 

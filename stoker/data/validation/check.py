@@ -31,7 +31,7 @@ from stoker.data.formats.webdataset import INDEX_FILE, Shard, lost_shards, read_
 from stoker.data.images import source as image_source
 from stoker.data.images.decode import decode_into
 from stoker.data.images.headers import Header, parse_header
-from stoker.data.index import Index, missing_images, open_index, suggest_location, training_refusals, unlisted_images
+from stoker.data.index import Index, find_refusals, missing_images, open_index, suggest_location, unlisted_images
 from stoker.data.validation.clean import SplitOptions
 from stoker.data.validation.problems import (
     DEFAULT_MAX_BAD_BOXES,
@@ -40,7 +40,7 @@ from stoker.data.validation.problems import (
     ProblemCollector,
 )
 from stoker.errors import DataError
-from stoker.findings.finding import Evidence, Finding, Severity
+from stoker.findings.finding import Evidence, Finding, Severity, worst_first
 from stoker.hardware.cgroup import host_cores
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
@@ -95,7 +95,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     def findings(self) -> list[Finding]:
         """The problems as they are shown, those first that training refuses."""
         by_action = sorted(self.items, key=lambda problem: list(SEVERITY_OF_ACTION).index(problem.row.action))
-        return [problem_finding(problem) for problem in by_action]
+        return worst_first(problem_finding(problem) for problem in by_action)
 
     def as_dict(self) -> dict[str, Any]:
         """The output of `stoker data check --json`."""
@@ -121,7 +121,7 @@ def problem_finding(problem: Problem) -> Finding:
     unit = row.unit if problem.count == 1 else PLURALS.get(row.unit, row.unit + "s")
     return Finding(
         id=problem.kind,
-        severity=SEVERITY_OF_ACTION[row.action],
+        severity=row.severity or SEVERITY_OF_ACTION[row.action],
         title=f"{problem.count:,} {unit}: {row.title}; {row.effect}",
         evidence=places,
         fix="" if problem.fix == "nothing" else problem.fix,
@@ -195,7 +195,7 @@ def check_dataset(
         uris = tuple(image_source.paths_to_uris(text, index.root) for text in problem.examples)
         found_problems.append(replace(problem, examples=uris))
     counts = {split: _count_split(index, index.image_indices(split), usable) for split in index.splits}
-    refusals = training_refusals(
+    refusals = find_refusals(
         index, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes, usable=usable if decode_images else None
     )
     return CheckReport(

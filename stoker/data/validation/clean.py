@@ -24,7 +24,9 @@ from stoker.data.validation.problems import ProblemCollector, count_of_all
 from stoker.errors import DataError, UsageError, nearest
 
 TRAIN, VAL, TEST = range(3)
-DROPPED_BOX_KINDS = ("not-a-number", "negative-size", "zero-size", "outside", "not-in-pixels", "duplicate-box")
+DROPPED_BOX_KINDS = (
+    "not-a-number", "placeholder-box", "negative-size", "zero-size", "outside", "not-in-pixels", "duplicate-box"
+)  # fmt: skip
 """Kinds of boxes that are dropped, in the order of the tests."""
 REPORTED_BOX_KINDS = ("reaches-outside", "tiny-box")
 """Kinds of boxes that are kept and reported."""
@@ -99,9 +101,13 @@ def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) ->
         x1, y1, x2, y2 = xyxy.T
         height, width = table.original_size[table.image_index].T
         outside = (x2 <= 0) | (y2 <= 0) | ((x1 >= width) & (width > 0)) | ((y1 >= height) & (height > 0))
+        # COCO's -1, -1, -1, -1 are x, y, width and height; in other tables they are corners, perhaps of a unit image
+        placeholder = (x1 == -1) & (y1 == -1) & (((x2 == -1) & (y2 == -1)) | ((x2 == -2) & (y2 == -2)))
+        placeholder |= (width > 0) & (x1 == -width) & (x2 == -width) & (y1 == -height) & (y2 == -height)
         large = (np.maximum(height, width) >= MIN_IMAGE_SIDE) | (height == 0)
         tests = (
             ~(np.isfinite(x1) & np.isfinite(y1) & np.isfinite(x2) & np.isfinite(y2)),
+            placeholder,
             (x2 < x1) | (y2 < y1),
             (x2 == x1) | (y2 == y1),
             outside,

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from stoker.errors import StokerError
+from stoker.findings.finding import Severity
 
 Error = TypeVar("Error", bound=StokerError)
 
@@ -39,6 +40,8 @@ class ProblemKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What training does, in words."""
     fix: str
     """What the user can do."""
+    severity: Severity | None = None
+    """Where it is not that of the action."""
 
 
 def _read_kinds() -> dict[str, ProblemKind]:

@@ -39,12 +39,7 @@ from stoker.models.weights.load import PRETRAINED_NAMES, check_pretrained, read_
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.defaults import checks
 from stoker.training.defaults.dry_run import NO_TRIAL_OF_SHARDS, DryRun, find_batch_size
-from stoker.training.defaults.model_choice import (
-    Fetch,
-    choose_image_side,
-    choose_model,
-    estimate_images_per_second,
-)
+from stoker.training.defaults.model_choice import Fetch, choose_image_side, choose_model, estimate_images_per_second
 
 Choice = tuple[Any, str]
 """A value and the reason for it."""
@@ -59,7 +54,9 @@ def derive(
     Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits.
     """
     checks.check_user_settings(user_config, index, device, devices)
-    config, reasons = Known(user_config, index, device, devices, fetch).fill(SETTINGS)
+    known = Known(user_config, index, device, devices)
+    known.fetch = fetch
+    config, reasons = known.fill(SETTINGS)
     check(config)
     return config, reasons
 
@@ -103,15 +100,10 @@ def derive_model_input(user_config: Config, index: Index, device: Device) -> Mod
 class Known:
     """What a setting is derived from: the data, the device, and `config`, the settings so far."""
 
-    def __init__(
-        self,
-        user_config: Config,
-        index: Index,
-        device: Device,
-        devices: Devices = ONE_DEVICE,
-        fetch: Fetch | None = None,
-    ) -> None:
-        self.config, self.index, self.device, self.fetch = user_config, index, device, fetch
+    fetch: Fetch | None = None
+
+    def __init__(self, user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE) -> None:
+        self.config, self.index, self.device = user_config, index, device
         self.reasons: dict[str, str] = {}
         self.num_devices = devices.count
         # Of a model in stages, one device loads the images, and each works on whole batches.
