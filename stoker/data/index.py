@@ -46,10 +46,7 @@ if TYPE_CHECKING:
     from stoker.storage.store import Store
     from stoker.storage.uri import StorageUri
 
-__all__ = [
-    "ImageRanges", "Index", "Problem", "find_refusals", "missing_images", "open_index", "require_images",
-    "unlisted_images",
-]  # fmt: skip
+__all__ = ["ImageRanges", "Index", "Problem", "find_refusals", "missing_images", "open_index", "require_images"]
 
 DEFAULT_VAL_FRACTION = 0.1
 

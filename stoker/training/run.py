@@ -13,13 +13,11 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, settings_table
 from stoker.data.index import Index
 from stoker.errors import Preempted, StokerError
-from stoker.hardware.device import Device, out_of_memory_as_error
+from stoker.hardware.device import out_of_memory_as_error
 from stoker.models import get_architecture
 from stoker.models.weights.hub import find_weights
 from stoker.monitor.monitor import monitoring
@@ -203,8 +201,7 @@ def print_plan(
         if url is not None and find_weights(url) is None:
             messages.append(f"downloads {url} first; without a network, --weights none or a file")
         elif path is None:  # a file of another model is refused, as in a training
-            cpu = Device(torch.device("cpu"))
-            start.build_initial_model(resolved.config, resolved.index, cpu, lambda *_, **__: None)
+            start.build_initial_model(resolved.config, resolved.index, resolved.device, lambda *_, **__: None)
         data_messages = start.describe_data(resolved.index)
         for text in start.warn_about_settings(resolved):
             data_messages.append(("warning", text))

@@ -255,7 +255,7 @@ def _find_below(data: Path, format: str | None) -> list[Path]:
     found: list[Path] = []
     for folder, _ in _walk(data, 2 * MAX_DEPTH):
         if len(found) < MAX_LISTED_DIRS and not is_below(str(folder), list(map(str, found))):
-            with contextlib.suppress(DataError):  # it is what the user may look at, not what is read
+            with contextlib.suppress(DataError, OSError):  # it is what the user may look at, not what is read
                 if (layout := _detect_in_folder(folder, format)) is not None and layout.is_certain:
                     found.append(folder)
     return found

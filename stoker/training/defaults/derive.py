@@ -101,6 +101,7 @@ class Known:
     """What a setting is derived from: the data, the device, and `config`, the settings so far."""
 
     fetch: Fetch | None = None
+    """Downloads weights; None: nothing is downloaded."""
 
     def __init__(self, user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE) -> None:
         self.config, self.index, self.device = user_config, index, device
