@@ -68,6 +68,7 @@ class Report:
         content = {
             "what": self.what,
             "command": shlex.join(["python", "-m", "benchmarks", script.stem, *sys.argv[1:]]),
+            "commit": commit(),
             "machine": machine(),
             "versions": versions(self.packages),
             "n": self.n,
@@ -95,6 +96,16 @@ def publish(run: Callable[[argparse.Namespace], Report], parser: argparse.Argume
         sys.exit(f"the benchmark failed: {error}")
     report.show()
     report.write(arguments.json)
+
+
+def commit() -> str | None:
+    """The commit that is measured, with `-dirty` where files of the package differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parent
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def machine() -> dict[str, Any]:

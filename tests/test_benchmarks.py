@@ -3,6 +3,8 @@
 import importlib
 import json
 import os
+import runpy
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -184,3 +186,31 @@ def test_idle_time_is_attributed_to_the_kernel_before_it(gpu_case: ModuleType) -
     assert gpu_case.idle_us(spans) == {"a": 6.0, "b": 3.0}
     assert gpu_case.idle_fraction(spans) == pytest.approx(9 / 30)
     assert gpu_case.idle_fraction([]) is None
+
+
+def test_results_older_than_their_code_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = runpy.run_path(str(FOLDER.parent / "scripts" / "stale_results.py"))
+    assert set(stale["MEASURES"]) <= set(importlib.import_module("benchmarks.__main__").scripts())
+    assert all((FOLDER.parent / path).exists() for paths in stale["MEASURES"].values() for path in paths)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    measured = tmp_path / stale["MEASURES"]["ledger"][0]
+    measured.parent.mkdir(parents=True)
+    git("init", "--quiet")
+    measured.write_text("first")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    content = {"command": "python -m benchmarks ledger --json x.json", "commit": git("rev-parse", "HEAD")}
+    for name, change in (("ledger", {}), ("other", {"command": "python benchmarks/other.py --json x"})):
+        (tmp_path / f"{name}-cpu.json").write_text(json.dumps(content | change))
+    monkeypatch.setitem(stale["git"].__globals__, "ROOT", tmp_path)
+    (line,) = stale["stale_results"](tmp_path)
+    assert line.startswith("other-cpu.json: ")
+    measured.write_text("second")
+    git("commit", "--quiet", "-am", "second")
+    old, _ = stale["stale_results"](tmp_path)
+    assert old.startswith("ledger-cpu.json: ")
+    assert "1 later commits" in old

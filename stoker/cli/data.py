@@ -126,7 +126,8 @@ def stats(
 ) -> None:
     """Counts images, classes, sizes and locations; shows how well image size and anchors fit them.
 
-    Model and image size are those that `stoker train DATA` takes, unless they are set.
+    Model and image size are those that `stoker train DATA` takes, unless they are set. Downloads nothing. Exit code 4
+    if training would refuse the data set.
 
     Parameters
     ----------
@@ -141,8 +142,9 @@ def stats(
     json
         Print everything as JSON.
     """
-    from stoker.data.index import open_index_of
+    from stoker.data.index import find_refusals, open_index_of
     from stoker.data.validation.stats import compute_stats
+    from stoker.errors import DataError
     from stoker.hardware.device import select_device
     from stoker.models.table import check_image_size
     from stoker.report.dataset import check_output_path, print_stats
@@ -154,8 +156,12 @@ def stats(
     index = open_index_of(user_config.data)
     if out is not None:
         check_output_path(out, index, (".html",))
+    refusals = tuple(find_refusals(index))
+    if "train" not in index.splits:
+        raise refusals[0]
     model_input = derive_model_input(user_config, index, select_device(None))
     dataset_stats = compute_stats(index, model_input, data=data, split=split)
+    dataset_stats.refusals = tuple(error.what for error in refusals)
     if json:
         print_json(dataset_stats)
     else:
@@ -164,6 +170,8 @@ def stats(
         write_dataset_stats(dataset_stats, out)
         if not json:
             print_text(f"charts: {out}")
+    if refusals:
+        sys.exit(DataError.exit_code)
 
 
 @data_app.command(sort_key=3)

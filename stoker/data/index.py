@@ -1,13 +1,14 @@
 """The index: all annotations of a data set as columns in one memory-mapped file, opened in milliseconds.
 
 `open_index` detects the format, builds the file once and again when the source changed, and maps it. There is no
-Python object per image or box, and all processes of a machine share one copy. `require_images` checks separately that
-the images exist. Not here: which layout a folder has (`formats/finder.py`), reading it (`formats/`), dropping boxes and
-making splits (`validation/clean.py`), the file (`index_cache.py`), the content of the images (`validation/check.py`).
+Python object per image or box, and all processes of a machine share one copy. `find_refusals` decides whether
+training refuses the data set. Not here: which layout a folder has
+(`formats/finder.py`), reading it (`formats/`), dropping boxes and making splits
+(`validation/clean.py`), the file (`index_cache.py`), the content of the images (`validation/check.py`).
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from stoker.storage.store import Store
     from stoker.storage.uri import StorageUri
 
-__all__ = ["ImageRanges", "Index", "Problem", "missing_images", "open_index", "require_images", "unlisted_images"]
+__all__ = ["ImageRanges", "Index", "Problem", "find_refusals", "missing_images", "open_index", "require_images"]
 
 DEFAULT_VAL_FRACTION = 0.1
 
@@ -90,6 +91,8 @@ class Index:
     """The choices that were made while reading, in words."""
     bad_boxes: Mapping[str, int]
     """Split → number of boxes that were left out because they cannot be used, as far as their image is known."""
+    num_bad_test_images: int
+    """Images of the test split that were left out because of their annotations."""
     _folders: tuple[str, ...] = field(repr=False)
     _folder_index: NDArray[np.int32] = field(repr=False)
     _file_names: pa.Array = field(repr=False)
@@ -112,13 +115,18 @@ class Index:
     def image_indices(self, split: str) -> NDArray[np.int64]:
         """[N], the images of a split in the source's order. Raises DataError when the data set has no such split."""
         if split not in self.splits:
-            raise DataError(
-                f"The data set has no {split!r} split.",
-                location=self.source,
-                choices=self.splits,
-                fix="name the parent folder if the split is next to this folder; or use one of the splits it has",
-            )
+            raise self.no_split_error(split)
         return np.flatnonzero(self._split_index == SPLITS.index(split))
+
+    def no_split_error(self, split: str) -> DataError:
+        unread = [problem for problem in self.problems if problem.kind == f"unreadable-{split}-split"]
+        return DataError(
+            f"The data set has no {split} split.",
+            location=self.source,
+            cause=f"it cannot be read: {unread[0].examples[0]}" if unread else None,
+            choices=self.splits,
+            fix="name the parent folder if the split is next to this folder; training needs train and val",
+        )
 
     def path(self, image_index: int) -> Path:
         """The file of an image. For an image inside another file: that file, followed by the image's name. For an
@@ -320,12 +328,12 @@ def open_layout(
     cached = None if problems is not None else index_cache.read(cache_path, source_stamp)
     if cached is None:
         problems = ProblemCollector() if problems is None else problems
-        table = FORMATS[layout.format].read(layout, problems)
+        table, layout, num_bad_test_images = _read(layout, problems)
         _require_few_classes(table, layout)
         images.repair_names(table, layout.root, problems)
-        images.report_outside(table, layout, data, problems, allowed=allow_outside)
-        num_unlisted = sum(problem.count for problem in problems.summarize(0) if problem.kind == "not-in-a-split")
-        table.notes += finder.describe_unused(layout, table, num_unlisted=num_unlisted)
+        is_left_out = images.report_outside(table, layout, data, problems, allowed=allow_outside)
+        table = clean.drop_images(table, is_left_out)
+        table.notes += finder.describe_unused(layout, table, problems)
         table = clean.drop_degenerate_boxes(clean.keep_classes(table, classes), problems)
         table, lost_boxes = clean.drop_images_without_boxes_left(table, problems)
         if options.lists is not None:
@@ -338,7 +346,9 @@ def open_layout(
         table = clean.assign_splits(table, options)
         clean.check_splits_and_classes(table, problems, allow_empty=is_checked)
         table.notes.insert(0, f"{layout.description}, from {image_source.display_path(layout.root)}")
-        index_cache.write(cache_path, table, problems.summarize(MAX_EXAMPLES), layout, source_stamp, lost_boxes)
+        index_cache.write(
+            cache_path, table, problems.summarize(MAX_EXAMPLES), layout, source_stamp, lost_boxes, num_bad_test_images
+        )
         cached = index_cache.read(cache_path, source_stamp)
         if cached is None:
             raise DataError(
@@ -348,9 +358,34 @@ def open_layout(
                 fix="try again; delete the file if that does not help",
             )
     index = _make_index(*cached)
-    if not is_checked:
-        _require_inside(index, layout)
+    for problem in index.problems if not is_checked else ():
+        if problem.kind == images.OUTSIDE:
+            raise _outside_error(index, problem, layout)
     return index
+
+
+def _read(layout: DatasetLayout, problems: ProblemCollector) -> tuple[AnnotationTable, DatasetLayout, int]:
+    """The annotations, the layout that was read, and the number of images of the test split that were left out.
+    Training does not use the test split: where that cannot be read, the others are read without it. Raises DataError.
+    """
+    read = FORMATS[layout.format].read
+    others = tuple(part for part in layout.parts if part.split != "test")
+    without_test = replace(layout, parts=others)
+    has_both = 0 < len(others) < len(layout.parts)
+    try:
+        table = read(layout, problems)
+    except DataError as error:
+        if not has_both:
+            raise
+        problems.clear()
+        table = read(without_test, problems)
+        problems.add("unreadable-test-split", f"{error.location}: {error.what}" if error.location else error.what)
+        return table, without_test, 0
+    if (num_bad := problems.num_bad_images()) and has_both:
+        of_others = ProblemCollector()
+        read(without_test, of_others)
+        return table, layout, max(0, num_bad - of_others.num_bad_images())
+    return table, layout, 0
 
 
 def _require_few_classes(table: AnnotationTable, layout: DatasetLayout) -> None:
@@ -363,18 +398,15 @@ def _require_few_classes(table: AnnotationTable, layout: DatasetLayout) -> None:
         )
 
 
-def _require_inside(index: Index, layout: DatasetLayout) -> None:
-    for problem in index.problems:
-        if problem.kind != images.OUTSIDE:
-            continue
-        is_described = layout.format == "yolo" and layout.metadata_files
-        named = f"; or name the file {layout.metadata_files[0]} instead of the folder" if is_described else ""
-        raise DataError(
-            f"{problem.count:,} of the {len(index):,} images are outside the data set's folder.",
-            location=", ".join(problem.examples[:3]) + (", …" if problem.count > 3 else ""),
-            cause="its files name them by absolute paths, by `..` or by links; files of others should not do that",
-            fix=f"move the images into the folder, or allow them with --allow-outside{named}",
-        )
+def _outside_error(index: Index, problem: Problem, layout: DatasetLayout | None = None) -> DataError:
+    is_described = layout is not None and layout.format == "yolo" and layout.metadata_files
+    named = f"; or name the file {layout.metadata_files[0]} instead of the folder" if layout and is_described else ""
+    return DataError(
+        f"{problem.count:,} of the {len(index):,} images are outside the data set's folder.",
+        location=", ".join(problem.examples[:3]) + (", …" if problem.count > 3 else ""),
+        cause="its files name them by absolute paths, by `..` or by links; files of others should not do that",
+        fix=f"move the images into the folder, or allow them with --allow-outside{named}",
+    )
 
 
 def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadata) -> Index:
@@ -395,6 +427,7 @@ def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadat
         problems=metadata.problems,
         notes=metadata.notes,
         bad_boxes=metadata.bad_boxes,
+        num_bad_test_images=metadata.num_bad_test_images,
         _folders=metadata.folders,
         _folder_index=_to_numpy(record_batch["folder"]),
         _file_names=record_batch["name"],
@@ -436,6 +469,10 @@ def unlisted_images(index: Index) -> list[Path]:
     return unlisted
 
 
+REQUIRED_SPLITS = ("train", "val")
+"""Splits that training uses. What is wrong with another one is reported, and no reason to refuse."""
+
+
 def require_images(
     index: Index,
     splits: Iterable[str] | None = None,
@@ -445,56 +482,75 @@ def require_images(
 ) -> list[int]:
     """The image indices whose file does not exist, if they are few; the loader will quarantine them.
 
-    splits: the splits to check, default all. max_bad_fraction: fraction of a split's images that may be missing, and
-    of all images that may have been left out because of their annotations; default DEFAULT_MAX_BAD_FRACTION.
-    max_bad_boxes: fraction of the boxes, of each split and of all, that may have been left out; default
-    DEFAULT_MAX_BAD_BOXES.
+    splits: the splits to check, default all; the rest is as in `find_refusals`, whose first error is raised.
+    """
+    splits = index.splits if splits is None else tuple(splits)
+    for error in find_refusals(index, splits, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes):
+        raise error
+    return missing_images(index, np.concatenate([index.image_indices(split) for split in splits]).tolist())
 
-    Raises DataError when there are more, with their names and where they may be.
+
+def find_refusals(
+    index: Index,
+    splits: Sequence[str] | None = None,
+    *,
+    max_bad_fraction: float | None = None,
+    max_bad_boxes: float | None = None,
+    usable: NDArray[np.bool_] | None = None,
+) -> Iterator[DataError]:
+    """Why training refuses a data set, with names, and where missing images may be. This is the one verdict: `stoker
+    train` and its dry run raise the first error, `stoker data check` and `stoker data stats` name all.
+
+    splits: None: those of training, which must have boxes; of others only the images are checked. max_bad_fraction:
+    fraction of a split's images that may be missing, and of all images that may have been left out because of their
+    annotations; default DEFAULT_MAX_BAD_FRACTION. max_bad_boxes: fraction of the boxes, of each split and of all, that
+    may have been left out; default DEFAULT_MAX_BAD_BOXES. usable: [R], whether each image can be decoded; None: nobody
+    tried.
     """
     allowed_fraction = DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction
-    required_splits = index.splits if splits is None else tuple(splits)
-    _require_annotations(index, allowed_fraction)
-    _require_boxes(index, required_splits, DEFAULT_MAX_BAD_BOXES if max_bad_boxes is None else max_bad_boxes)
-    missing = missing_images(index, np.concatenate([index.image_indices(split) for split in required_splits]).tolist())
-    is_missing = np.zeros(len(index), np.bool_)
-    is_missing[missing] = True
-    for split in required_splits:
-        image_indices = index.image_indices(split)
-        missing_in_split = image_indices[is_missing[image_indices]]
-        if (
-            missing_in_split.size > max_bad_images(allowed_fraction, image_indices.size)
-            or missing_in_split.size == image_indices.size
-        ):
-            examples = [index.display_source(image_index) for image_index in missing_in_split[:3].tolist()]
-            raise DataError(
-                f"{count_of_all(missing_in_split.size, image_indices.size, 'images')} of the {split} split do not"
-                " exist.",
-                location=", ".join(examples) + (", …" if missing_in_split.size > len(examples) else ""),
-                cause=f"the annotations in {index.source} name them; {100 * allowed_fraction:.3g} % of them may be"
-                f" missing (--max-bad-fraction {allowed_fraction:g}); `stoker data check {index.source}` names them",
-                fix=suggest_location(index.root, index.path(missing_in_split[0])),
+    allowed_boxes = DEFAULT_MAX_BAD_BOXES if max_bad_boxes is None else max_bad_boxes
+    limit = f"more than --max-bad-fraction {allowed_fraction:g} allows"
+    yield from (_outside_error(index, problem) for problem in index.problems if problem.kind == images.OUTSIDE)
+    box_split = np.repeat(index._split_index, np.diff(index.offsets))
+    splits, is_training = splits or REQUIRED_SPLITS, splits is None
+    for split in splits:
+        if split not in index.splits:
+            yield index.no_split_error(split)
+        elif is_training and index.crowd[box_split == SPLITS.index(split)].all():
+            yield DataError(
+                f"The {'training' if split == 'train' else 'validation'} split has no boxes.",
+                location=index.source,
+                cause=f"{len(index.image_indices(split)):,} images, no boxes or only crowd regions",
+                fix="check that these are detection annotations; annotate the split, or choose another one",
             )
-    return missing
-
-
-def _require_annotations(index: Index, allowed_fraction: float) -> None:
-    problems = [problem for problem in index.problems if problem.is_bad_image]
-    num_dropped = sum(problem.count for problem in problems)
-    if num_dropped > max_bad_images(allowed_fraction, len(index) + num_dropped):
-        allow = f"allow more than {100 * allowed_fraction:.3g} % of the images with --max-bad-fraction"
-        count = count_of_all(num_dropped, len(index) + num_dropped, "images")
-        raise _left_out_error(index, f"{count} are left out because of their annotations.", problems, allow)
-
-
-def _require_boxes(index: Index, splits: Sequence[str], allowed_fraction: float) -> None:
-    problems = [problem for problem in index.problems if problem.drops_boxes]
-    if excess := excess_bad_boxes(index, problems, splits, allowed_fraction):
-        allow = (
-            f"allow more than {100 * allowed_fraction:.3g} % of the boxes with --max-bad-boxes; images that lose all of"
-            " theirs are then left out"
-        )
-        raise _left_out_error(index, f"{excess[0]} are left out.", problems, allow)
+    bad_images = [problem for problem in index.problems if problem.is_bad_image]
+    num_dropped = sum(problem.count for problem in bad_images)
+    num_images = len(index) + num_dropped
+    if "test" not in splits:
+        num_dropped -= index.num_bad_test_images
+        num_images -= index.num_bad_test_images + int((index._split_index == SPLITS.index("test")).sum())
+    if num_dropped > max_bad_images(allowed_fraction, num_images):
+        count = count_of_all(num_dropped, num_images, "images")
+        what = f"{count} are left out because of their annotations, {limit}."
+        yield _left_out_error(index, what, bad_images, "a larger --max-bad-fraction")
+    bad_boxes = [problem for problem in index.problems if problem.drops_boxes]
+    for excess in _excess_bad_boxes(index, bad_boxes, splits, allowed_boxes):
+        what = f"{excess} are left out, more than --max-bad-boxes {allowed_boxes:g} allows."
+        allow = "a larger --max-bad-boxes; images that lose all of their boxes are then left out"
+        yield _left_out_error(index, what, bad_boxes, allow)
+    for split in (split for split in splits if split in index.splits):
+        image_indices = index.image_indices(split)
+        missing = missing_images(index, image_indices.tolist())
+        bad = missing if usable is None else sorted({*missing, *image_indices[~usable[image_indices]].tolist()})
+        if len(bad) > max_bad_images(allowed_fraction, len(image_indices)) or len(bad) == len(image_indices):
+            examples = [index.display_source(image_index) for image_index in bad[:3]]
+            verb = "do not exist" if len(missing) == len(bad) else "cannot be used"
+            yield DataError(
+                f"{count_of_all(len(bad), len(image_indices), 'images')} of the {split} split {verb}, {limit}.",
+                location=", ".join(examples) + (", …" if len(bad) > len(examples) else ""),
+                cause=f"the annotations in {index.source} name them; `stoker data check {index.source}` names them",
+                fix=suggest_location(index.root, index.path(missing[0])) if missing else "copy the files again",
+            )
 
 
 def _left_out_error(index: Index, what: str, problems: list[Problem], allow: str) -> DataError:
@@ -507,20 +563,25 @@ def _left_out_error(index: Index, what: str, problems: list[Problem], allow: str
     )
 
 
-def excess_bad_boxes(
-    index: Index, problems: Iterable[Problem], splits: Iterable[str], allowed_fraction: float
+def _excess_bad_boxes(
+    index: Index, problems: Iterable[Problem], splits: Sequence[str], allowed_fraction: float
 ) -> list[str]:
-    """The counts of left out boxes that exceed the allowed fraction, of each split or else of all, in words."""
+    """The counts of left out boxes that exceed the allowed fraction, of each split or else of all together, in words.
+    Boxes of unknown images count for all."""
     excess = []
-    for split in splits:
-        image_indices = index.image_indices(split)
-        num_bad = index.bad_boxes.get(split, 0)
-        total = int((index.offsets[image_indices + 1] - index.offsets[image_indices]).sum()) + num_bad
-        if num_bad > max_bad_images(allowed_fraction, total):
-            excess.append(f"{count_of_all(num_bad, total, 'boxes')} of the {split} split")
-    num_bad = sum(problem.count for problem in problems if problem.drops_boxes)
-    if not excess and num_bad > max_bad_images(allowed_fraction, len(index.boxes) + num_bad):
-        excess.append(count_of_all(num_bad, len(index.boxes) + num_bad, "boxes"))
+    num_bad, total = sum(problem.count for problem in problems), 0
+    for number, split in enumerate(SPLITS):
+        image_indices = np.flatnonzero(index._split_index == number)
+        num_good = int((index.offsets[image_indices + 1] - index.offsets[image_indices]).sum())
+        bad = index.bad_boxes.get(split, 0)
+        if split not in splits:
+            num_bad -= bad
+            continue
+        total += num_good
+        if bad > max_bad_images(allowed_fraction, num_good + bad):
+            excess.append(f"{count_of_all(bad, num_good + bad, 'boxes')} of the {split} split")
+    if not excess and num_bad > max_bad_images(allowed_fraction, total + num_bad):
+        excess.append(count_of_all(num_bad, total + num_bad, "boxes"))
     return excess
 
 

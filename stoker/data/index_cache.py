@@ -21,7 +21,7 @@ from stoker.data.validation.problems import Problem
 from stoker.errors import DataError, PreflightError
 from stoker.storage.local_files import cache_folder, write_atomic
 
-VERSION = 11
+VERSION = 12
 """Of the file and its content: raise it when reading, cleaning or splitting changes."""
 
 SCHEMA = pa.schema(
@@ -59,6 +59,8 @@ class IndexMetadata(msgspec.Struct, kw_only=True):
     """Modification time of each of `folders`."""
     bad_boxes: dict[str, int]
     """Split → boxes that were left out because they cannot be used."""
+    num_bad_test_images: int
+    """Images of the test split that were left out because of their annotations."""
     image_files_stamp: str
     """`_image_files_stamp` of some images, where sizes were read from image files; else empty."""
 
@@ -109,7 +111,7 @@ def _file_stamps(path: Path) -> Iterator[str]:
 
 def write(
     path: Path, table: AnnotationTable, problems: tuple[Problem, ...], layout: DatasetLayout, source_stamp: str,
-    lost_boxes: Mapping[str, int],
+    lost_boxes: Mapping[str, int], num_bad_test_images: int,
 ) -> None:  # fmt: skip
     """Writes the index file of a data set after cleaning and splitting. lost_boxes: split → boxes of the images that
     were dropped because all of their boxes were. Raises PreflightError if that fails."""
@@ -137,6 +139,7 @@ def write(
             name: lost_boxes.get(name, 0) + int(num_bad_boxes[table.split == split_index].sum())
             for split_index, name in enumerate(SPLITS)
         },
+        num_bad_test_images=num_bad_test_images,
         image_files_stamp=""
         if not table.sizes_from_headers
         else _image_files_stamp(

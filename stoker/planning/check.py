@@ -21,8 +21,8 @@ from pathlib import Path
 import msgspec
 
 from stoker.config.settings import Config, from_toml, to_toml
-from stoker.data.index import Index, open_index_of, require_images
-from stoker.errors import DataError, OutOfMemoryError, StokerError
+from stoker.data.index import REQUIRED_SPLITS, Index, find_refusals, open_index_of
+from stoker.errors import OutOfMemoryError, StokerError
 from stoker.findings.finding import Finding, worst_first
 from stoker.hardware.cuda_trial import gpu_evidence
 from stoker.preflight.access import check_access
@@ -212,18 +212,14 @@ def _open_data(config: Config, opened: list[Index]) -> list[Finding]:
     """Opens the data as a training does; a data set that it would refuse is a blocker."""
     try:
         index = open_index_of(config.data)
-        splits = [split for split in ("train", "val") if split in index.splits]
-        if missing := {"train", "val"} - set(splits):
-            what, cause = f"The data set has no {min(missing)} split.", f"it has {', '.join(index.splits)}"
-            fix = "name a data set with images to train on and images to validate on"
-            raise DataError(what, location=index.source, cause=cause, fix=fix)
-        require_images(
-            index, splits, max_bad_fraction=config.data.max_bad_fraction, max_bad_boxes=config.data.max_bad_boxes
-        )
+        limits = config.data.max_bad_fraction, config.data.max_bad_boxes
+        for error in find_refusals(index, max_bad_fraction=limits[0], max_bad_boxes=limits[1]):
+            raise error
     except StokerError as error:
         return [_refused("data", error)]
     opened.append(index)
-    counts = ", ".join(f"{fmt.plural(len(index.image_indices(split)), 'image')} in {split}" for split in splits)
+    sizes = {split: len(index.image_indices(split)) for split in REQUIRED_SPLITS}
+    counts = ", ".join(f"{fmt.plural(size, 'image')} in {split}" for split, size in sizes.items())
     problems = sum(problem.count for problem in index.problems)
     title = f"the data set opens: {counts}"
     evidence = f"{index.format}, {fmt.plural(problems, 'problem')} in the annotations"

@@ -54,7 +54,10 @@ def print_check(report: CheckReport, file: TextIO | None = None) -> None:
 
 def _check(report: CheckReport) -> Iterator[RenderableType]:
     if report.root is not None:
-        splits = ", ".join(f"{name} {count(split.num_images)}" for name, split in report.splits.items())
+        parts = {name: split.num_images for name, split in report.splits.items()}
+        if left_out := report.num_images - sum(parts.values()):
+            parts["left out"] = left_out
+        splits = ", ".join(f"{name} {count(number)}" for name, number in parts.items())
         boxes, classes = plural(report.num_boxes, "box", "boxes"), plural(len(report.classes), "class", "classes")
         yield f"{report.data}: {plural(report.num_images, 'image')} ({splits}), {boxes}, {classes}"
         yield from report.notes
@@ -79,7 +82,7 @@ def _check(report: CheckReport) -> Iterator[RenderableType]:
         yield from (plain_text(text, newlines=True) for text in unreadable)
     elif report.refusals:
         yield f"usable: {used}"
-        yield plain_text(f"training would refuse this dataset: {'; '.join(report.refusals)}", "bold red")
+        yield _refused(report.refusals)
     else:
         yield plain_text(f"training would use {used}", "bold green")
     yield from explain_line(findings)
@@ -120,8 +123,16 @@ def _stats(stats: DatasetStats) -> Iterator[RenderableType]:
     yield plain_text(stats.anchors_note, "dim")
     for anchor_stats in stats.anchors[1:]:
         yield plain_text(f"{anchor_stats.name}: {anchor_stats.reason}")
+    if stats.refusals:
+        yield Text("\n").append_text(_refused(stats.refusals))
+        yield f"`stoker data check {shlex.quote(stats.data)}` shows all problems and how to fix them"
+        return
     command = f"stoker train {shlex.quote(stats.data)} {stats.flags}"
     yield _heading(f"recommended: {command}" if stats.flags else "the defaults fit this dataset")
+
+
+def _refused(refusals: Sequence[str]) -> Text:
+    return plain_text(f"training would refuse this dataset: {' '.join(refusals)}", "bold red")
 
 
 def _heading(text: str) -> Text:

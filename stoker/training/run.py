@@ -19,6 +19,7 @@ from stoker.data.index import Index
 from stoker.errors import Preempted, StokerError
 from stoker.hardware.device import out_of_memory_as_error
 from stoker.models import get_architecture
+from stoker.models.weights.hub import find_weights
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
 from stoker.report.format import count, duration, plural
@@ -205,7 +206,12 @@ def print_plan(
         messages: list[str] = []
         if not is_uri(run_dir or resume or ""):
             path, user_config, messages = run_selection.choose_run(user_config, run_dir, resume, stack)
-        resolved = start.resolve_run(user_config, path, devices=Devices(num_devices, num_devices))
+        resolved = start.resolve_run(user_config, path, devices=Devices(num_devices, num_devices), fetch=None)
+        url = get_architecture(resolved.config.model.model).urls.get(resolved.config.model.weights)
+        if url is not None and find_weights(url) is None:
+            messages.append(f"downloads {url} first; without a network, --weights none or a file")
+        elif path is None:  # a file of another model is refused, as in a training
+            start.build_initial_model(resolved.config, resolved.index, resolved.device, lambda *_, **__: None)
         data_messages = start.describe_data(resolved.index)
         for text in start.warn_about_settings(resolved):
             data_messages.append(("warning", text))

@@ -19,18 +19,19 @@ from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, check, from_run
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
-from stoker.data.index import Index, open_index_of, require_images
+from stoker.data.index import Index, find_refusals, open_index_of
 from stoker.data.index_digest import digest_images
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.data.loading.processes import WorkerProcesses, choose_worker_processes
 from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.diagnosis.causes.learning import ANCHORS_MISS_BOXES
-from stoker.errors import CheckpointError, DataError
-from stoker.evaluation.evaluate import evaluation_loader, ground_truth, require_boxes
+from stoker.errors import CheckpointError
+from stoker.evaluation.evaluate import evaluation_loader
 from stoker.hardware import calibration
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, configure_malloc, select_device
 from stoker.models.table import check_image_size
+from stoker.models.weights.hub import fetch_weights
 from stoker.models.weights.load import load_weights
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.preflight.short import as_error, quick_findings, require_meant_device
@@ -40,6 +41,7 @@ from stoker.training import checkpoint
 from stoker.training.cluster import Devices
 from stoker.training.defaults.checks import check_devices, warn_oversized_boxes, warn_random_weights
 from stoker.training.defaults.derive import derive, total_steps
+from stoker.training.defaults.model_choice import Fetch
 from stoker.training.defaults.sync_choice import choose_sync
 from stoker.training.optim import Division, LossAccumulator, OptimizerStep
 from stoker.training.ranks import Ranks
@@ -65,11 +67,16 @@ class ResolvedRun:
 
 
 def resolve_run(
-    user_config: Config, path: Path | None, ranks: Ranks | None = None, devices: Devices | None = None
+    user_config: Config,
+    path: Path | None,
+    ranks: Ranks | None = None,
+    devices: Devices | None = None,
+    fetch: Fetch | None = fetch_weights,
 ) -> ResolvedRun:
     """Opens the data and derives the settings, or rereads those of the run `path`. Raises StokerError.
 
-    ranks: those that train; default: this process alone. devices: for a plan of several without their ranks.
+    ranks: those that train; default: this process alone. For a plan: devices, how many there will be without their
+    ranks, and no `fetch`, so that nothing is downloaded.
     """
     ranks = ranks or Ranks()
     devices = devices or ranks.devices()
@@ -88,19 +95,11 @@ def resolve_run(
     require_meant_device(device, requested.run.device)
     device.prepare_for_fixed_shapes()
     index = ranks.locally_first(lambda: open_index_of(requested.data))  # one rank writes its cache, the others read it
-    for split in ("train", "val"):
-        if split not in index.splits:
-            raise DataError(
-                f"The data set has no {split} split.",
-                location=index.source,
-                choices=index.splits,
-                fix="name a data set with images to train on and images to validate on",
-            )
     limits = requested.data.max_bad_fraction, requested.data.max_bad_boxes
-    require_images(index, ["train", "val"], max_bad_fraction=limits[0], max_bad_boxes=limits[1])
-    require_boxes(ground_truth(index, index.image_indices("val")))
+    for error in find_refusals(index, max_bad_fraction=limits[0], max_bad_boxes=limits[1]):
+        raise error
     if stored is None:
-        config, reasons = ranks.share(lambda: derive(user_config, index, device, devices))
+        config, reasons = ranks.share(lambda: derive(user_config, index, device, devices, fetch))
     else:
         config, reasons = stored
         if user_config.run.stages is not None:  # how many is decided for each attempt, as the number of devices
@@ -286,7 +285,7 @@ def describe_data(index: Index) -> list[tuple[str, str]]:
         kind = PROBLEM_KINDS[problem.kind]
         examples = ", ".join(problem.examples[:MAX_EXAMPLES]) + (", …" if problem.count > MAX_EXAMPLES else "")
         text = f"data: {problem.count} × {problem.title}, {kind.effect} ({examples})"
-        messages.append(("info" if kind.action == "kept" else "warning", text))
+        messages.append(("warning" if kind.action != "kept" or kind.severity else "info", text))
     return messages
 
 

@@ -143,7 +143,7 @@ def test_a_file_named_after_a_split_is_that_split(tmp_path: Path) -> None:
     index = open_index(write(tmp_path / "instances_val2017.json", GOOD))
     assert index.splits == ("val",)
     assert any("no training split" in note for note in index.notes)
-    with pytest.raises(DataError, match="no 'train' split"):
+    with pytest.raises(DataError, match="no train split"):
         index.image_indices("train")
 
 

@@ -48,8 +48,9 @@ QUARANTINED = {
     "size-disagrees",
 }  # fmt: skip
 """Kinds that only the loader can detect, because it reads the image files."""
-UNPLANTED = {"unreadable-set", "empty-split", "outside-path"}
-"""Kinds that stop reading or training: `test_check.py`, `test_hostile_files.py`."""
+UNPLANTED = {"unreadable-set", "unreadable-test-split", "empty-split", "outside-path"}
+UNPLANTED |= {"placeholder-box", "more-boxes-in-another-format"}  # test_near.py
+"""Kinds that stop reading or training: `test_check.py`, `test_hostile_files.py`, `test_verdict.py`."""
 UNPLANTED |= {"missing-packed-shard", "cut-packed-shard", "changed-packed-shard"}
 """Of sets that `stoker data pack` made: `test_check_shards.py`."""
 

@@ -3,12 +3,17 @@
 import io
 import json
 import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from stoker.cli.app import main
@@ -53,6 +58,97 @@ def test_every_class_has_about_its_fraction(
         if not none or totals[rarest] <= none:
             ties = present[totals[present] == totals[rarest]]
             assert np.abs(per_class - wanted)[:, ties].max(0).min() <= 1
+
+
+def hash_of(name: str, seed: int) -> float:
+    text = unicodedata.normalize("NFC", name).encode("utf-8", "surrogatepass")
+    key = seed.to_bytes(8, "big") if seed else b""
+    return int.from_bytes(blake2b(text, digest_size=8, key=key).digest(), "big") / 2**64
+
+
+def stratify_image_by_image(
+    image_index: NDArray[np.int64],
+    labels: NDArray[np.int32],
+    names: Sequence[str],
+    fractions: Sequence[float],
+    *,
+    seed: int = 0,
+    groups: Sequence[int] | None = None,
+) -> NDArray[np.int8]:
+    """What drew the split of runs that exist, in plain Python."""
+    num_images = len(names)
+    groups = range(num_images) if groups is None else groups
+    images_of_group: dict[int, list[int]] = {}
+    for image, group in enumerate(groups):
+        images_of_group.setdefault(group, []).append(image)
+    no_box = int(labels.max(initial=-1)) + 1
+    classes_of_image: list[set[int]] = [set() for _ in range(num_images)]
+    for image, label in zip(image_index.tolist(), labels.tolist(), strict=True):
+        classes_of_image[image].add(label)
+    counts_of_group = {
+        group: Counter(label for image in images for label in classes_of_image[image] or {no_box})
+        for group, images in images_of_group.items()
+    }
+    order_of_group = {
+        group: (-len(images), min((hash_of(names[image], seed), image) for image in images))
+        for group, images in images_of_group.items()
+    }
+    groups_of_class: dict[int, list[int]] = {}
+    for group in sorted(images_of_group, key=order_of_group.__getitem__):
+        for label in counts_of_group[group]:
+            groups_of_class.setdefault(label, []).append(group)
+
+    remaining = np.zeros(no_box + 1, np.int64)
+    for counts in counts_of_group.values():
+        for label, count in counts.items():
+            remaining[label] += count
+    wanted_of_class = np.outer(np.array(fractions), remaining).astype(np.float64)
+    wanted = np.array(fractions) * num_images
+    split_of_group: dict[int, int] = {}
+    while (remaining > 0).any():
+        rarest = int(np.where(remaining > 0, remaining, np.iinfo(np.int64).max).argmin())
+        for group in groups_of_class[rarest]:
+            if group in split_of_group:
+                continue
+            lacking = wanted_of_class[:, rarest]
+            candidates = np.flatnonzero(lacking >= lacking.max() - 1e-9)
+            split = int(candidates[wanted[candidates].argmax()])
+            split_of_group[group] = split
+            wanted[split] -= len(images_of_group[group])
+            for label, count in counts_of_group[group].items():
+                wanted_of_class[split, label] -= count
+                remaining[label] -= count
+    return np.array([split_of_group[group] for group in groups], np.int8)
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 9)), max_size=60),
+    st.sampled_from([(0.9, 0.1), (0.85, 0.15), (0.7, 0.2, 0.1), (1 / 3, 1 / 3, 1 / 3)]),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_runs_that_exist_keep_their_split(
+    drawn: list[tuple[list[int], int]], fractions: tuple[float, ...], seed: int, grouped: bool
+) -> None:
+    """A run stores no split, it is drawn again when it continues: images and labels in the order of a table."""
+    names = [("Zu\u0308rich-" if n % 7 == 0 else "a-") + f"{n}.jpg" for n in range(len(drawn))]
+    images = np.array([n for n, (own, _) in enumerate(drawn) for _ in own], np.int64)
+    labels = np.array([label for own, _ in drawn for label in own], np.int32)
+    groups = [group for _, group in drawn] if grouped else None
+    splits = stratify(images, labels, names, fractions, seed=seed, groups=groups)
+    assert (
+        splits.tolist() == stratify_image_by_image(images, labels, names, fractions, seed=seed, groups=groups).tolist()
+    )
+
+
+def test_a_large_set_keeps_its_split() -> None:
+    rng = np.random.default_rng(7)
+    images = np.sort(rng.integers(0, 3000, 20_000))
+    labels = (rng.random(20_000) ** 3 * 80).astype(np.int32)
+    names = [f"{n:012d}.jpg" for n in range(3000)]
+    for fractions, groups in (((0.9, 0.1), None), ((0.7, 0.2, 0.1), rng.integers(0, 900, 3000).tolist())):
+        splits = stratify(images, labels, names, fractions, groups=groups)
+        assert splits.tolist() == stratify_image_by_image(images, labels, names, fractions, groups=groups).tolist()
 
 
 def test_a_rare_class_is_in_both_splits() -> None:

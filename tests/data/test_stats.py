@@ -133,7 +133,7 @@ def test_counts(tmp_path):
     only = stats_of(tmp_path, split="val")
     assert [s.split for s in only.splits] == ["val"]
     assert only.sqrt_box_area.count == 1
-    with pytest.raises(DataError, match="no 'test' split"):
+    with pytest.raises(DataError, match="no test split"):
         stats_of(tmp_path, split="test")
 
 

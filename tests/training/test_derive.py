@@ -388,9 +388,12 @@ def test_a_frozen_pretrained_backbone_of_ember_has_a_lower_lr(index: Index, mode
 
 @pytest.mark.parametrize("weights", ["coco", pytest.param("imagenet", marks=pytest.mark.slow)])
 def test_missing_pretrained_weights_are_named(index: Index, weights: str):
-    config, _ = derive(from_fields({"model": "ember_n", "weights": weights, "batch_size": 2}), index, CPU)
     with pytest.raises(WeightsError, match=f"There are no {weights} weights for ember_n"):
-        load_weights(build(config.model, 3), config.model, class_names=("a", "b", "c"))
+        derive(from_fields({"model": "ember_n", "weights": weights, "batch_size": 2}), index, CPU)
+    config, _ = derive(from_fields({"model": "ember_n", "weights": "none", "batch_size": 2}), index, CPU)
+    settings = dataclasses.replace(config.model, weights=weights)
+    with pytest.raises(WeightsError, match=f"There are no {weights} weights for ember_n"):
+        load_weights(build(settings, 3), settings, class_names=("a", "b", "c"))
 
 
 @pytest.mark.slow

@@ -305,7 +305,7 @@ def test_a_validation_split_without_boxes_is_refused_before_training(tmp_path: P
     data = draw(tmp_path / "data")
     path = data / "valid" / "_annotations.coco.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"annotations": []}))
-    with pytest.raises(DataError, match="nothing to evaluate"):
+    with pytest.raises(DataError, match="validation split has no boxes"):
         train(settings(data), run_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

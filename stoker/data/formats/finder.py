@@ -5,6 +5,7 @@ FORMATS is read, and a note tells what else is there and how to read it. Not her
 called by `index.py`), formats that are known and not read (`folders.py`), the demo (`demo.py`).
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -249,7 +250,23 @@ def _path_not_found(data: Path) -> DataError:
     )
 
 
+def _find_below(data: Path, format: str | None) -> list[Path]:
+    """The first folders with a data set, below those in which `detect_layout` looks."""
+    found: list[Path] = []
+    for folder, _ in _walk(data, 2 * MAX_DEPTH):
+        if len(found) < MAX_LISTED_DIRS and not is_below(str(folder), list(map(str, found))):
+            with contextlib.suppress(DataError, OSError):  # it is what the user may look at, not what is read
+                if (layout := _detect_in_folder(folder, format)) is not None and layout.is_certain:
+                    found.append(folder)
+    return found
+
+
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
+    if below := _find_below(data, format):
+        cause = f"it is further down: there, or one folder below, are no annotations; {_describe_contents(data)}"
+        return DataError(
+            "No annotations found.", location=data, cause=cause, choices=below, fix=f"name that folder: {below[0]}"
+        )
     _refuse_other_format(data)
     expected = "; ".join(text for name, text in format_texts().expected.items() if format in (None, name))
     return DataError(
@@ -287,12 +304,13 @@ OUTPUT_DIRS = ("runs", "predictions")
 MAX_LISTED_DIRS = 5
 
 
-def describe_unused(layout: DatasetLayout, table: AnnotationTable, *, num_unlisted: int) -> list[str]:
-    """Notes on what is not used.
+def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector) -> list[str]:
+    """Notes on what is not used; another format with more boxes is a problem, too.
 
-    table: before images were dropped. num_unlisted: images that are reported as being in no list of a split.
+    table: before images were dropped. problems: those found so far.
     """
-    notes = [_describe_other(layout, table, other) for other in layout.others]
+    notes = [_describe_other(layout, table, other, problems) for other in layout.others]
+    num_unlisted = sum(problem.count for problem in problems.summarize(0) if problem.kind == "not-in-a-split")
     names_by_dir: dict[str, set[str]] = {}
     real_dirs = [os.path.realpath(layout.root / folder) for folder in table.folders]
     for folder_index, name in zip(table.folder_index.tolist(), table.file_names, strict=True):
@@ -325,12 +343,18 @@ def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("s" if count != 1 else "")
 
 
-def _describe_other(layout: DatasetLayout, table: AnnotationTable, other: DatasetLayout) -> str:
+def _describe_other(
+    layout: DatasetLayout, table: AnnotationTable, other: DatasetLayout, problems: ProblemCollector
+) -> str:
     counts = ""
     if image_source.path_to_uri(layout.root) is None:  # in a bucket, each image size would be a request
         try:
             num_boxes = len(FORMATS[other.format].read(other, ProblemCollector()).boxes)
-            is_more = ", which are more" if num_boxes > len(table.boxes) else ""
+            num_more = num_boxes - len(table.boxes)
+            is_more = ", which are more" if num_more > 0 else ""
+            if num_more > 0:
+                text = f"{other.description}: {num_boxes:,}, {layout.description}: {len(table.boxes):,}"
+                problems.add("more-boxes-in-another-format", f"{text}; --format {other.format} reads it", num_more)
             counts = f" ({len(table.boxes):,} boxes against {num_boxes:,} of the other{is_more})"
         except (DataError, OSError) as error:
             counts = f" (the other cannot be read: {error.what if isinstance(error, DataError) else error})"
@@ -338,13 +362,13 @@ def _describe_other(layout: DatasetLayout, table: AnnotationTable, other: Datase
     return f"{both}: read the first{counts}; --format {other.format} reads the other"
 
 
-def _walk(root: Path) -> list[tuple[Path, list[str]]]:
+def _walk(root: Path, max_depth: int = MAX_DEPTH) -> list[tuple[Path, list[str]]]:
     """(folder, names of its files) of the root and the visible folders below it."""
     found = []
     for dirpath, folders, files in os.walk(root):
         depth = len(Path(dirpath).relative_to(root).parts)
         folders[:] = sorted(n for n in folders if not n.startswith(".") and not (depth == 0 and n in OUTPUT_DIRS))
-        if depth >= MAX_DEPTH:
+        if depth >= max_depth:
             folders.clear()
         found.append((Path(dirpath), [name for name in files if not name.startswith(".")]))
         if len(found) >= MAX_SEARCHED_DIRS:

@@ -123,11 +123,11 @@ def find_missing(
     is_missing = np.zeros(len(file_names), np.bool_)
     for number, in_folder in group_by_folder(folder_index, indices):
         folder = root / folders[number]
-        present = list_files(folder)
-        for image_index in in_folder.tolist():
+        absent = {file_names[image_index] for image_index in in_folder.tolist()} - list_files(folder)
+        for image_index in in_folder.tolist() if absent else ():
             name = file_names[image_index]
             # macOS opens a name in another case or Unicode form, which a listing does not have
-            is_missing[image_index] = name not in present and not (folder / name).is_file()
+            is_missing[image_index] = name in absent and not (folder / name).is_file()
     return is_missing
 
 
@@ -286,8 +286,10 @@ OUTSIDE = "outside-path"
 
 def report_outside(
     table: AnnotationTable, layout: DatasetLayout, data: Path, problems: ProblemCollector, *, allowed: bool
-) -> None:
+) -> NDArray[np.bool_]:
     """Adds a problem for each image outside the data set, or one note where that is allowed; notes on folder links.
+    If all of them are of the test split, which training does not read, it is one problem: that split must then be left
+    out. Returns [R], the images to leave out.
 
     data: what the user named. A folder: everything in it belongs to the data set, also below a link to a folder. A
     file: the folder that its format gives it, and the folders that a YOLO description or its lists name.
@@ -296,28 +298,37 @@ def report_outside(
     if not data.is_dir():
         own_dirs += [os.path.abspath(folder) for part in layout.parts for folder in part.image_dirs]
     real_dirs = [os.path.realpath(folder) for folder in own_dirs]
-    outside: list[str] = []
+    outside: dict[int, str] = {}
     for folder_index, image_indices in group_by_folder(table.folder_index, table.images_that_are_files()):
         folder = os.path.normpath(os.path.join(layout.root, table.folders[folder_index]))
         if not os.path.isdir(folder):
             continue  # its images are missing, wherever it is
-        names = [table.file_names[image_index] for image_index in image_indices.tolist()]
+        names = {image_index: table.file_names[image_index] for image_index in image_indices.tolist()}
         if not is_below(folder, own_dirs):
-            outside += [os.path.join(folder, name) for name in names]
+            outside |= {image_index: os.path.join(folder, name) for image_index, name in names.items()}
             continue
         real_folder = os.path.realpath(folder)
         if not is_below(real_folder, real_dirs):
             table.notes.append(f"{os.path.relpath(folder, own_dirs[0])}/ is a link to {real_folder}")
         with os.scandir(folder) as entries:
             links = {entry.name for entry in entries if entry.is_symlink()}
-        for name in names if links else ():
+        for image_index, name in names.items() if links else ():
             target = os.path.realpath(os.path.join(folder, name)) if name in links else real_folder
             if not is_below(target, (real_folder, *real_dirs)):
-                outside.append(f"{os.path.join(folder, name)}, a link to {target}")
-    if outside and allowed:
-        table.notes.append(f"{len(outside):,} images are outside the folder, as --allow-outside allows: {outside[0]}")
-    for location in () if allowed else outside:
+                outside[image_index] = f"{os.path.join(folder, name)}, a link to {target}"
+    is_test: NDArray[np.bool_] = table.split == SPLITS.index("test")
+    nothing = np.zeros(len(is_test), np.bool_)
+    if not outside:
+        return nothing
+    count, first = f"{len(outside):,} images are outside the", next(iter(outside.values()))
+    if allowed:
+        table.notes.append(f"{count} folder, as --allow-outside allows: {first}")
+    elif is_test[list(outside)].all() and not is_test.all():
+        problems.add("unreadable-test-split", f"{count} data set's folder: {first}")
+        return is_test
+    for location in () if allowed else outside.values():
         problems.add(OUTSIDE, location)
+    return nothing
 
 
 def is_below(path: str, folders: Iterable[str]) -> bool:

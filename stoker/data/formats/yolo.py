@@ -31,6 +31,7 @@ from stoker.data.formats.folders import (
     file_part,
     is_image_name,
     iter_split_dirs,
+    list_dirs_below,
     list_names,
     list_split_pairs,
     list_subdirs,
@@ -130,12 +131,17 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
             continue
         if path is None:
             cause = f"{entry!r}, also without its first folders, is not in {', '.join(map(str, base_dirs))}"
-            raise make_error(DataError, "yolo-split-not-found", f"{file}: {split}: {entry}", cause=cause, split=split)
+            near = _find_split_folder(split, unique((base_dirs[0], file.parent)))
+            meant = f"did you mean {split}: {near}? Else " if near else ""
+            location = f"{file}: {split}: {entry}"
+            raise make_error(DataError, "yolo-split-not-found", location, cause=cause, split=split, meant=meant)
         if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
             substitutions.append(f"{entry!r} is read from {path}")
         is_list = path.suffix.lower() == ".txt"
         found = list(_parts_from_list(split, path, base_dirs) if is_list else _iter_parts_below(split, path))
-        if not found and split != "test":
+        if not found and split == "test":
+            notes.append(f"the test split is left out: {path} has no images")
+        elif not found:
             suffixes = ", ".join(IMAGE_SUFFIXES)
             raise make_error(DataError, "yolo-split-without-images", path, split=split, file=file, suffixes=suffixes)
         parts += found
@@ -149,6 +155,16 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
         notes=tuple(notes),
         metadata_files=(file, *(() if class_names else _find_names_files(file.parent, parts))),
     )
+
+
+def _find_split_folder(split: str, base_dirs: Iterable[Path]) -> str | None:
+    """A folder near a description that has images and the name of a split, as the description would name it."""
+    for base in base_dirs:
+        for folder in list_dirs_below(base):
+            parts = folder.relative_to(base).parts
+            if split in map(split_from_name, parts) and any(map(_is_visible_image, os.listdir(folder))):
+                return "/".join(parts)
+    return None
 
 
 def _resolve_base_dirs(definition: DatasetDefinition, file: Path) -> tuple[tuple[Path, ...], list[str]]:
@@ -217,7 +233,7 @@ def _read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, 
 
 def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) -> Iterator[SplitFiles]:
     names_by_folder = _read_image_list(image_list, base_dirs)
-    if not names_by_folder:
+    if not names_by_folder and split != "test":
         raise make_error(DataError, "empty-list", image_list, split=split)
     for folder, names in names_by_folder.items():
         yield replace(file_part(_find_labels_dir(folder, names), split, (folder,)), image_list=image_list)
@@ -644,7 +660,9 @@ def _read_rows(text: bytes, location: str, row_format: _RowFormat, builder: Tabl
         except ValueError:
             builder.drop_box("malformed-row", f"{_quote(location, line, row_bytes)}, not only numbers")
             continue
-        if not (label.is_integer() and label >= 0):
+        if values == [-1, -1, -1, -1]:
+            builder.drop_box("placeholder-box", _quote(location, line, row_bytes))
+        elif not (label.is_integer() and label >= 0):
             builder.drop_box("malformed-row", f"{_quote(location, line, row_bytes)}, class {label:g}")
         elif (box := _parse_box(values, row_format)) is None:
             builder.drop_box(

@@ -31,33 +31,27 @@ from stoker.data.formats.webdataset import INDEX_FILE, Shard, lost_shards, read_
 from stoker.data.images import source as image_source
 from stoker.data.images.decode import decode_into
 from stoker.data.images.headers import Header, parse_header
-from stoker.data.index import Index, excess_bad_boxes, missing_images, open_index, suggest_location, unlisted_images
+from stoker.data.index import Index, find_refusals, missing_images, open_index, suggest_location, unlisted_images
 from stoker.data.validation.clean import SplitOptions
 from stoker.data.validation.problems import (
     DEFAULT_MAX_BAD_BOXES,
     DEFAULT_MAX_BAD_FRACTION,
-    PROBLEM_KINDS,
     Problem,
     ProblemCollector,
-    count_of_all,
-    max_bad_images,
 )
 from stoker.errors import DataError
-from stoker.findings.finding import Evidence, Finding, Severity
+from stoker.findings.finding import Evidence, Finding, Severity, worst_first
 from stoker.hardware.cgroup import host_cores
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 Progress = Callable[[int, int], None]
 """(images done, all images)."""
 UNLIMITED = 2**62
-MAX_REFUSED_EXAMPLES = 3
 MAX_SHOWN_EXAMPLES = 3
 """Places of a kind of problem in a finding; `--json` has all."""
 SEVERITY_OF_ACTION: dict[str, Severity] = {"refused": "blocker", "skipped": "warning", "fixed": "info", "kept": "info"}
 """What training does with a problem, the worst first → the severity of the finding."""
 PLURALS = {"box": "boxes", "class": "classes"}
-REQUIRED_SPLITS = ("train", "val")
-"""Splits that training uses."""
 
 
 class SplitCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +95,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     def findings(self) -> list[Finding]:
         """The problems as they are shown, those first that training refuses."""
         by_action = sorted(self.items, key=lambda problem: list(SEVERITY_OF_ACTION).index(problem.row.action))
-        return [problem_finding(problem) for problem in by_action]
+        return worst_first(problem_finding(problem) for problem in by_action)
 
     def as_dict(self) -> dict[str, Any]:
         """The output of `stoker data check --json`."""
@@ -127,7 +121,7 @@ def problem_finding(problem: Problem) -> Finding:
     unit = row.unit if problem.count == 1 else PLURALS.get(row.unit, row.unit + "s")
     return Finding(
         id=problem.kind,
-        severity=SEVERITY_OF_ACTION[row.action],
+        severity=row.severity or SEVERITY_OF_ACTION[row.action],
         title=f"{problem.count:,} {unit}: {row.title}; {row.effect}",
         evidence=places,
         fix="" if problem.fix == "nothing" else problem.fix,
@@ -175,7 +169,6 @@ def check_dataset(
             max_bad_boxes=max_bad_boxes,
         )
     num_dropped_images = sum(problem.count for problem in problems.summarize() if problem.drops_images)
-    num_bad_images = sum(problem.count for problem in problems.summarize() if problem.is_bad_image)
     num_workers = workers or _num_workers(index.root)
     if (index.root / INDEX_FILE).is_file():
         check_shards(index.root, problems, read=decode_images, workers=num_workers, progress=progress)
@@ -202,10 +195,9 @@ def check_dataset(
         uris = tuple(image_source.paths_to_uris(text, index.root) for text in problem.examples)
         found_problems.append(replace(problem, examples=uris))
     counts = {split: _count_split(index, index.image_indices(split), usable) for split in index.splits}
-    refusals = _refusal_reasons(found_problems, counts, num_bad_images, len(index), max_bad_fraction)
-    required = [name for name in REQUIRED_SPLITS if name in index.splits]
-    for excess in excess_bad_boxes(index, found_problems, required, max_bad_boxes):
-        refusals.append(f"{excess} are left out, more than --max-bad-boxes {max_bad_boxes:g} allows")
+    refusals = find_refusals(
+        index, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes, usable=usable if decode_images else None
+    )
     return CheckReport(
         data=str(data),
         root=index.source,
@@ -220,7 +212,7 @@ def check_dataset(
         max_bad_fraction=max_bad_fraction,
         max_bad_boxes=max_bad_boxes,
         items=tuple(found_problems),
-        refusals=tuple(refusals),
+        refusals=tuple(error.what for error in refusals),
         notes=index.notes,
     )
 
@@ -238,36 +230,6 @@ def _count_split(index: Index, image_indices: NDArray[np.int64], usable: NDArray
         num_boxes=int(boxes.sum()),
         num_usable_boxes=int(boxes[usable[image_indices]].sum()),
     )
-
-
-def _refusal_reasons(
-    found_problems: Sequence[Problem],
-    splits: dict[str, SplitCounts],
-    num_dropped: int,
-    num_images: int,
-    max_bad_fraction: float,
-) -> list[str]:
-    """Why training would stop, at its start or later: the rules of `require_images` and of the loader."""
-    limit_text = f"more than --max-bad-fraction {max_bad_fraction:g} allows"
-    refused = [p for p in found_problems if PROBLEM_KINDS[p.kind].action == "refused"]
-    reasons = [text.partition("\n")[0] for p in refused if p.kind == "unreadable-set" for text in p.examples]
-    reasons += [
-        f"{PROBLEM_KINDS[p.kind].title}: {', '.join(p.examples[:MAX_REFUSED_EXAMPLES])}"
-        for p in refused
-        if p.kind != "unreadable-set"
-    ]
-    if num_dropped > max_bad_images(max_bad_fraction, num_images + num_dropped):
-        subject = count_of_all(num_dropped, num_images + num_dropped, "images")
-        reasons.append(f"{subject} are left out because of their annotations, {limit_text}")
-    for name in REQUIRED_SPLITS:
-        if name in splits:
-            total = splits[name].num_images
-            num_bad = total - splits[name].num_usable_images
-            if num_bad == total or num_bad > max_bad_images(max_bad_fraction, total):
-                reasons.append(
-                    f"{count_of_all(num_bad, total, 'images')} of the {name} split cannot be used, {limit_text}"
-                )
-    return reasons
 
 
 CHUNK_BYTES = 1 << 24

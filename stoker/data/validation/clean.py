@@ -10,7 +10,6 @@ names, classes and seed only. Not here: reading (`formats/`), writing the index 
 
 import os
 import unicodedata
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -25,7 +24,9 @@ from stoker.data.validation.problems import ProblemCollector, count_of_all
 from stoker.errors import DataError, UsageError, nearest
 
 TRAIN, VAL, TEST = range(3)
-DROPPED_BOX_KINDS = ("not-a-number", "negative-size", "zero-size", "outside", "not-in-pixels", "duplicate-box")
+DROPPED_BOX_KINDS = (
+    "not-a-number", "placeholder-box", "negative-size", "zero-size", "outside", "not-in-pixels", "duplicate-box"
+)  # fmt: skip
 """Kinds of boxes that are dropped, in the order of the tests."""
 REPORTED_BOX_KINDS = ("reaches-outside", "tiny-box")
 """Kinds of boxes that are kept and reported."""
@@ -100,9 +101,13 @@ def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) ->
         x1, y1, x2, y2 = xyxy.T
         height, width = table.original_size[table.image_index].T
         outside = (x2 <= 0) | (y2 <= 0) | ((x1 >= width) & (width > 0)) | ((y1 >= height) & (height > 0))
+        # COCO's -1, -1, -1, -1 are x, y, width and height; in other tables they are corners, perhaps of a unit image
+        placeholder = (x1 == -1) & (y1 == -1) & (((x2 == -1) & (y2 == -1)) | ((x2 == -2) & (y2 == -2)))
+        placeholder |= (width > 0) & (x1 == -width) & (x2 == -width) & (y1 == -height) & (y2 == -height)
         large = (np.maximum(height, width) >= MIN_IMAGE_SIDE) | (height == 0)
         tests = (
             ~(np.isfinite(x1) & np.isfinite(y1) & np.isfinite(x2) & np.isfinite(y2)),
+            placeholder,
             (x2 < x1) | (y2 < y1),
             (x2 == x1) | (y2 == y1),
             outside,
@@ -217,11 +222,11 @@ def _find_duplicates(table: AnnotationTable, xyxy: NDArray[np.float32]) -> NDArr
     multipliers = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
     hashes = (bits * multipliers).sum(1) + table.labels.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
     hashes = hashes * np.uint64(2) + table.crowd + table.image_index.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
-    order = np.argsort(hashes, kind="stable")
-    same = hashes[order][1:] == hashes[order][:-1]
+    ordered = np.sort(hashes)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     is_duplicate = np.zeros(len(xyxy), np.bool_)
     seen_keys: set[tuple[object, ...]] = set()
-    for box in np.unique(np.concatenate([order[1:][same], order[:-1][same]])).tolist():
+    for box in np.flatnonzero(np.isin(hashes, repeated)).tolist() if len(repeated) else ():
         key = (
             int(table.image_index[box]), int(table.labels[box]), bool(table.crowd[box]), *table.boxes[box].tolist()
         )  # fmt: skip
@@ -282,19 +287,17 @@ def _hold_out(
     """[N]: at least one and not all, counted among the images with boxes if at least two have boxes (a split without
     boxes is useless), else among all. box_position, labels: [K], image and class of each box."""
     has_boxes = np.bincount(box_position, minlength=len(names)) > 0
-    hash_values = np.array([hash_to_unit_interval(name) for name in names])
     is_val: NDArray[np.bool_]
     if options.method == "hash":
-        is_val = hash_values < options.val_fraction
+        is_val = hash_to_unit_interval(names) < options.val_fraction
     else:
         fractions = (1 - options.val_fraction, options.val_fraction)
         is_val = stratify(box_position, labels, names, fractions) == 1
     candidates = np.flatnonzero(has_boxes) if np.count_nonzero(has_boxes) > 1 else np.arange(len(names))
-    if candidates.size > 1:
-        if not is_val[candidates].any():
-            is_val[candidates[hash_values[candidates].argmin()]] = True
-        if is_val[candidates].all():
-            is_val[candidates[hash_values[candidates].argmax()]] = False
+    if candidates.size > 1 and (is_val[candidates].all() or not is_val[candidates].any()):
+        hash_values = hash_to_unit_interval([names[image] for image in candidates.tolist()])
+        is_all = bool(is_val[candidates[0]])
+        is_val[candidates[hash_values.argmax() if is_all else hash_values.argmin()]] = not is_all
     if np.count_nonzero(has_boxes) == 1:
         is_val &= ~has_boxes
     return is_val
@@ -401,11 +404,16 @@ def _check_classes(
             problems.add("class-not-in-split", f"{class_names[label]}: not in {SPLITS[split_index]}")
 
 
-def hash_to_unit_interval(name: str, seed: int = 0) -> float:
-    """A number in [0, 1) that depends on text and seed alone; composed and decomposed Unicode (macOS) give the same."""
-    text = unicodedata.normalize("NFC", name).encode("utf-8", "surrogatepass")
+def hash_to_unit_interval(names: Sequence[str], seed: int = 0) -> NDArray[np.float64]:
+    """[N], numbers in [0, 1) that depend on text and seed alone; composed and decomposed Unicode (macOS) give the
+    same."""
     key = seed.to_bytes(8, "big") if seed else b""
-    return int.from_bytes(blake2b(text, digest_size=8, key=key).digest(), "big") / 2**64
+    texts = (
+        name.encode() if name.isascii() else unicodedata.normalize("NFC", name).encode("utf-8", "surrogatepass")
+        for name in names
+    )
+    digests = b"".join([blake2b(text, digest_size=8, key=key).digest() for text in texts])
+    return np.frombuffer(digests, ">u8").astype(np.float64) / 2**64
 
 
 def stratify(
@@ -420,48 +428,78 @@ def stratify(
     """[R], the split of each image: an index into `fractions`, which add up to 1.
 
     image_index, labels: [K], image and class of each box. names: [R]. groups: [R], images with the same number get the
-    same split. Images without boxes are a class of their own.
+    same split. Images without boxes are a class of their own. A run does not store its split: for the same names,
+    classes and seed it must stay the same in all versions, so that runs can be continued.
     """
     num_images = len(names)
-    groups = range(num_images) if groups is None else groups
-    images_of_group: dict[int, list[int]] = {}
-    for image, group in enumerate(groups):
-        images_of_group.setdefault(group, []).append(image)
-    no_box = int(labels.max(initial=-1)) + 1
-    classes_of_image: list[set[int]] = [set() for _ in range(num_images)]
-    for image, label in zip(image_index.tolist(), labels.tolist(), strict=True):
-        classes_of_image[image].add(label)
-    counts_of_group = {
-        group: Counter(label for image in images for label in classes_of_image[image] or {no_box})
-        for group, images in images_of_group.items()
-    }
-    order_of_group = {
-        group: (-len(images), min((hash_to_unit_interval(names[image], seed), image) for image in images))
-        for group, images in images_of_group.items()
-    }
-    groups_of_class: dict[int, list[int]] = {}
-    for group in sorted(images_of_group, key=order_of_group.__getitem__):
-        for label in counts_of_group[group]:
-            groups_of_class.setdefault(label, []).append(group)
+    group_of_image = np.arange(num_images) if groups is None else np.unique(groups, return_inverse=True)[1]
+    group_sizes = np.bincount(group_of_image)
+    num_groups = len(group_sizes)
+    # Large groups first, then in the order of the smallest hash of their images.
+    by_hash = np.argsort(hash_to_unit_interval(names, seed), kind="stable")
+    first_by_hash = np.unique(group_of_image[by_hash], return_index=True)[1]
+    order = np.lexsort((first_by_hash, -group_sizes))
 
-    remaining = np.zeros(no_box + 1, np.int64)
-    for counts in counts_of_group.values():
-        for label, count in counts.items():
-            remaining[label] += count
+    # The pairs of a group and a class that it has, with the number of its images that have the class.
+    no_box = int(labels.max(initial=-1)) + 1
+    num_classes = no_box + 1
+    without_box = np.flatnonzero(np.bincount(image_index, minlength=num_images) == 0)
+    keys = np.concatenate([image_index * num_classes + labels, without_box * num_classes + no_box])
+    keys = np.sort(keys, kind="stable")  # almost sorted; the hash table of np.unique takes ten times as long
+    keys = keys[np.diff(keys, prepend=-1) > 0]
+    place = np.empty(num_groups, np.int64)
+    place[order] = np.arange(num_groups)
+    keys = np.sort(place[group_of_image[keys // num_classes]] * num_classes + keys % num_classes)
+    is_first = np.diff(keys, prepend=-1) > 0
+    counts = np.diff(np.flatnonzero(is_first), append=len(keys))
+    pair_place, pair_class = np.divmod(keys[is_first], num_classes)
+    starts = np.searchsorted(pair_place, np.arange(num_groups + 1))
+    pairs_by_class = np.argsort(pair_class.astype(np.min_scalar_type(num_classes)), kind="stable")
+    class_starts = np.cumsum(np.bincount(pair_class + 1, minlength=num_classes + 1))
+
+    remaining = np.bincount(pair_class, counts, minlength=num_classes).astype(np.int64)
     wanted_of_class = np.outer(np.array(fractions), remaining).astype(np.float64)
-    wanted = np.array(fractions) * num_images
-    split_of_group: dict[int, int] = {}
+    wanted = [fraction * num_images for fraction in fractions]
+    split_of_place = np.full(num_groups, -1, np.int8)
+    sizes_by_place = group_sizes[order]
     while (remaining > 0).any():
         rarest = int(np.where(remaining > 0, remaining, np.iinfo(np.int64).max).argmin())
-        for group in groups_of_class[rarest]:
-            if group in split_of_group:
-                continue
-            lacking = wanted_of_class[:, rarest]
-            candidates = np.flatnonzero(lacking >= lacking.max() - 1e-9)
-            split = int(candidates[wanted[candidates].argmax()])
-            split_of_group[group] = split
-            wanted[split] -= len(images_of_group[group])
-            for label, count in counts_of_group[group].items():
-                wanted_of_class[split, label] -= count
-                remaining[label] -= count
-    return np.array([split_of_group[group] for group in groups], np.int8)
+        pairs = pairs_by_class[class_starts[rarest] : class_starts[rarest + 1]]
+        pairs = pairs[split_of_place[pair_place[pairs]] < 0]
+        places = pair_place[pairs]
+        chosen = _assign_greedily(
+            wanted_of_class[:, rarest].tolist(), wanted, counts[pairs].tolist(), sizes_by_place[places].tolist()
+        )
+        split_of_place[places] = chosen
+        # all pairs of these groups: from starts[place] up to starts[place + 1]
+        lengths = starts[places + 1] - starts[places]
+        own = np.repeat(starts[places + 1] - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
+        taken = np.bincount(
+            np.repeat(chosen, lengths) * num_classes + pair_class[own], counts[own], len(fractions) * num_classes
+        ).reshape(-1, num_classes)
+        wanted_of_class -= taken
+        remaining -= taken.sum(0).astype(np.int64)
+    return split_of_place[place[group_of_image]]
+
+
+def _assign_greedily(
+    lacking: list[float], wanted: list[float], counts: Sequence[int], sizes: Sequence[int]
+) -> NDArray[np.int64]:
+    """The split of each of some groups, in their order: the one that lacks most images of a class, of those the one
+    that wants most images.
+
+    lacking: images of the class that each split still lacks; wanted: images of any class, which is updated. counts,
+    sizes: images of each group with the class, and in all. The only loop in Python: each choice depends on the last.
+    """
+    chosen = []
+    splits = range(len(lacking))
+    for count, size in zip(counts, sizes, strict=True):
+        least = max(lacking) - 1e-9
+        best = -1
+        for split in splits:
+            if lacking[split] >= least and (best < 0 or wanted[split] > wanted[best]):
+                best = split
+        chosen.append(best)
+        lacking[best] -= count
+        wanted[best] -= size
+    return np.array(chosen, np.int64)

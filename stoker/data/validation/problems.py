@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from stoker.errors import StokerError
+from stoker.findings.finding import Severity
 
 Error = TypeVar("Error", bound=StokerError)
 
@@ -39,6 +40,8 @@ class ProblemKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What training does, in words."""
     fix: str
     """What the user can do."""
+    severity: Severity | None = None
+    """Where it is not that of the action."""
 
 
 def _read_kinds() -> dict[str, ProblemKind]:
@@ -111,6 +114,14 @@ class ProblemCollector:
         if len(examples) < self.max_examples:
             # a file name may have bytes that are not Unicode, which neither the index nor JSON can hold
             examples.append(example.encode(errors="backslashreplace").decode())
+
+    def clear(self) -> None:
+        self._counts.clear()
+        self._examples.clear()
+
+    def num_bad_images(self) -> int:
+        """Images that `--max-bad-fraction` limits."""
+        return sum(problem.count for problem in self.summarize(0) if problem.is_bad_image)
 
     def summarize(self, max_examples: int | None = None) -> tuple[Problem, ...]:
         """In the order of the table, each with at most `max_examples` examples."""

@@ -131,6 +131,8 @@ class DatasetStats(msgspec.Struct, kw_only=True):
     anchors_note: str
     flags: str
     """Recommended flags of `stoker train`; empty when the defaults are best."""
+    refusals: tuple[str, ...] = ()
+    """Reasons why training would refuse the data set; empty: it would not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,12 +31,17 @@ def weights_dirs() -> list[Path]:
     return [Path(override).expanduser(), cache] if override else [cache]
 
 
+def find_weights(url: str) -> Path | None:
+    """The file of the weights at `url`, if it was downloaded before."""
+    name = url.rsplit("/", 1)[1]
+    return next((folder / name for folder in weights_dirs() if (folder / name).is_file()), None)
+
+
 def fetch_weights(url: str) -> tuple[Path, str]:
     """(file, sentence about where it was found) of the weights at `url`. Raises WeightsError if the download fails."""
+    if (found := find_weights(url)) is not None:
+        return found, f"found in {found.parent}"
     name = url.rsplit("/", 1)[1]
-    for folder in weights_dirs():
-        if (folder / name).is_file():
-            return folder / name, f"found in {folder}"
     path = weights_dirs()[0] / name
     print_text(f"Downloading {url} to {path.parent}", file=sys.stderr, flush=True)
     try:

@@ -64,6 +64,18 @@ def detect_architecture(path: str | Path) -> str | None:
     return _detect_model(read_weights(local_path(str(path))).tensors)
 
 
+def check_pretrained(settings: ModelSettings) -> None:
+    """Raises WeightsError if `settings.weights` are pretrained weights that do not exist for the model."""
+    arch, choice = get_architecture(settings.model), settings.weights
+    if choice in PRETRAINED_NAMES and choice not in arch.urls:
+        models_with_it = [name for name, other in MODELS.items() if choice in other.urls]
+        raise WeightsError(
+            f"There are no {choice} weights for {settings.model}.",
+            choices=[*arch.urls, "none", "FILE"],
+            fix=f"--model with {choice} weights: {', '.join(models_with_it)}",
+        )
+
+
 def load_weights(model: Detector, settings: ModelSettings, *, class_names: Sequence[str]) -> list[str]:
     """Loads `settings.weights` (coco, imagenet, none or a file) into `model`, which was built from `settings`.
 
@@ -73,14 +85,8 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
     choice = settings.weights
     if choice == "none":
         return ["none: every layer starts with random values"]
+    check_pretrained(settings)
     arch = get_architecture(settings.model)
-    if choice in PRETRAINED_NAMES and choice not in arch.urls:
-        models_with_it = [name for name, other in MODELS.items() if choice in other.urls]
-        raise WeightsError(
-            f"There are no {choice} weights for {settings.model}.",
-            choices=[*arch.urls, "none", "FILE"],
-            fix=f"--model with {choice} weights: {', '.join(models_with_it)}",
-        )
     path, source = fetch_weights(arch.urls[choice]) if choice in arch.urls else (local_path(choice), "")
     weights = read_weights(path, choices=(*arch.urls, "none"))
     matched = _match_weights(weights.tensors, model)

@@ -34,7 +34,7 @@ def page_values(stats: DatasetStats, charts: Charts) -> dict[str, Any]:
             ("image size", f"{width}x{height}, {stats.resize}: {stats.image_size_reason}"),
             ("boxes after resizing", resized),
             *((f"anchors, {one.name}", " ".join(f"{size:g}" for size in one.sizes)) for one in stats.anchors),
-            ("recommended", stats.flags or "the defaults"),
+            ("refused", " ".join(stats.refusals)) if stats.refusals else ("recommended", stats.flags or "the defaults"),
         ],
         "box_charts": [draw(charts, stats) for draw in (_box_sizes, _aspect_ratios, _heatmap, _anchors)],
         "image_charts": [draw(charts, stats) for draw in (_splits, _boxes_per_image, _image_sizes)],

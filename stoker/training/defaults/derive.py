@@ -35,25 +35,28 @@ from stoker.hardware.device import Device, untested_accelerator
 from stoker.models import Architecture, get_architecture
 from stoker.models.table import FAMILIES, check_image_size, check_settings
 from stoker.models.weights.hub import local_path
-from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
+from stoker.models.weights.load import PRETRAINED_NAMES, check_pretrained, read_weights
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.defaults import checks
 from stoker.training.defaults.dry_run import NO_TRIAL_OF_SHARDS, DryRun, find_batch_size
-from stoker.training.defaults.model_choice import choose_image_side, choose_model, estimate_images_per_second
+from stoker.training.defaults.model_choice import Fetch, choose_image_side, choose_model, estimate_images_per_second
 
 Choice = tuple[Any, str]
 """A value and the reason for it."""
 
 
 def derive(
-    user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE
+    user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE, fetch: Fetch | None = None
 ) -> tuple[Config, dict[str, str]]:
     """(complete config, reasons of the fields that `user_config` did not set). devices: how many train together.
+    fetch: downloads weights; None: nothing is downloaded (`choose_model`).
 
     Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits.
     """
     checks.check_user_settings(user_config, index, device, devices)
-    config, reasons = Known(user_config, index, device, devices).fill(SETTINGS)
+    known = Known(user_config, index, device, devices)
+    known.fetch = fetch
+    config, reasons = known.fill(SETTINGS)
     check(config)
     return config, reasons
 
@@ -96,6 +99,9 @@ def derive_model_input(user_config: Config, index: Index, device: Device) -> Mod
 
 class Known:
     """What a setting is derived from: the data, the device, and `config`, the settings so far."""
+
+    fetch: Fetch | None = None
+    """Downloads weights; None: nothing is downloaded."""
 
     def __init__(self, user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE) -> None:
         self.config, self.index, self.device = user_config, index, device
@@ -190,7 +196,7 @@ AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "satura
 
 def derive_model(known: Known) -> Choice:
     """The most accurate one for such images on such a device (docs/which-model.md)."""
-    return choose_model(known.index, known.device, known.config.model.weights)
+    return choose_model(known.index, known.device, known.config.model.weights, fetch=known.fetch)
 
 
 def derive_weights(known: Known) -> Choice:
@@ -605,6 +611,7 @@ TRIED = (
 """Settings that depend on the device and what was tried on it."""
 CHECKS: dict[str, Callable[[Known], None]] = {
     "model": lambda known: check_settings(known.config.model),
+    "weights": lambda known: check_pretrained(known.config.model),
     "image_size": lambda known: check_image_size(known.config),
     **dict.fromkeys(
         ("reduced_tail", "nms_free", "depthwise"),

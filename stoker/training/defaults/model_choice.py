@@ -15,7 +15,6 @@ from stoker.errors import WeightsError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
 from stoker.models import MODELS, Architecture
-from stoker.models.weights.hub import fetch_weights
 from stoker.models.weights.load import PRETRAINED_NAMES, detect_architecture
 
 SMALL_IMAGE_SIDE = 160
@@ -30,6 +29,8 @@ GFLOP_PER_CORE_SECOND = 160.0
 whether a length in minutes is long."""
 
 
+Fetch = Callable[[str], tuple[Path, str]]
+"""`hub.fetch_weights`."""
 NOT_DOWNLOADED = f"the pretrained weights of {PRETRAINED} could not be downloaded"
 """Begins the reason for a model with random weights that was chosen instead."""
 
@@ -39,10 +40,10 @@ def choose_model(
     device: Device,
     weights: str | None,
     *,
-    fetch: Callable[[str], tuple[Path, str]] = fetch_weights,
+    fetch: Fetch | None = None,
 ) -> tuple[str, str]:
     """A name in MODELS and the reason. weights: the setting, None if not set. fetch: downloads the file at a URL, or
-    raises WeightsError.
+    raises WeightsError; None: nothing is downloaded, and the weights are expected to be there when training starts.
 
     Raises WeightsError if a weights file of the user is missing or cannot be read.
     """
@@ -65,7 +66,8 @@ def choose_model(
     if weights == "none":
         return FROM_SCRATCH, "the highest accuracy per CPU time from random weights"
     try:
-        fetch(MODELS[PRETRAINED].urls["imagenet"])
+        if fetch is not None:
+            fetch(MODELS[PRETRAINED].urls["imagenet"])
     except WeightsError as error:
         return FROM_SCRATCH, f"{NOT_DOWNLOADED} ({error.cause}): {COST_OF_RANDOM_WEIGHTS}"
     return PRETRAINED, "from ImageNet weights, the highest accuracy per CPU time on most data sets"
