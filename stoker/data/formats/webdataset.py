@@ -379,14 +379,14 @@ def parse_info(data: bytes, location: Path | str) -> PackedInfo:
 
 def _parse(data: bytes, path: Path | str) -> tuple[PackedInfo, pa.RecordBatch]:
     try:
-        if not data.startswith(_ARROW_START):
-            raise _damaged(path, "it is not an Arrow file")
+        with pa.ipc.open_file(data) as reader:  # only its end: a batch would be unpacked when it is read
+            num_batches = reader.num_record_batches
         messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(data).slice(len(_ARROW_START)))
         schema, message = pa.ipc.read_schema(next(messages)), next(messages)
         info = msgspec.json.decode((schema.metadata or {}).get(METADATA_KEY, b""), type=PackedInfo)
         if info.version != VERSION:
             raise _damaged(path, f"it has version {info.version}; this stoker reads {VERSION}", "update stoker")
-        if not schema.equals(SCHEMA):
+        if not schema.equals(SCHEMA) or num_batches != 1:
             raise _damaged(path, "its columns are not those of an index of shards")
         if _is_compressed(message.metadata.to_pybytes()):
             raise _damaged(path, "its columns are compressed; stoker writes none, and they may expand without bounds")
