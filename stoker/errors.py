@@ -38,11 +38,13 @@ class StokerError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        lines = [printable(self.what)]
+        from stoker.secrets import mask_secrets  # its patterns cost time, and most programs end without an error
+
+        lines = [printable(mask_secrets(self.what))]
         if self.location is not None:
-            lines.append(f"  where:  {printable(self.location)}")
+            lines.append(f"  where:  {printable(mask_secrets(self.location))}")
         if self.cause is not None:
-            lines.append(f"  why:    {printable(self.cause, newlines=True)}")
+            lines.append(f"  why:    {printable(mask_secrets(self.cause), newlines=True)}")
         if self.choices:
             lines.append(f"  valid:  {', '.join(map(printable, self.choices))}")
         if self.fix is not None:

@@ -8,6 +8,7 @@ deleted. The time is proportional to the length of the text.
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,8 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """secrets.toml, which explains its fields."""
 
     words: frozenset[str]
+    flags: frozenset[str]
+    no_key_after: str
     parts: tuple[str, ...]
     ends: tuple[str, ...]
     forms: tuple[str, ...]
@@ -27,9 +30,13 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _TABLE = msgspec.convert(read_toml("secrets.toml"), _Table)
 _FORMS = [re.compile(form) for form in _TABLE.forms]
+_NO_KEY_AFTER = re.compile(_TABLE.no_key_after)
+_NUMBER = re.compile(r"[-+]?[\d.,]+(?![^\s\0])")
 _NOT_SECRET = re.compile(
     r"(?:OLD)?PWD|(?:\w+[-_.])?(?:num|n|max|min|by|first|second|forward|backward|single|multi)[-_]?pass"
 )
+_MESSAGE_NAMES = {"error", "exception", "warning"}
+"""Last words of names that a message follows: `NoCredentialsError: …`."""
 _NAME_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 _ASSIGNMENT = re.compile(
@@ -47,6 +54,8 @@ def is_secret_name(name: str) -> bool:
     if _NOT_SECRET.fullmatch(name):
         return False
     words = [word.lower() for word in _NAME_WORD.findall(name)]
+    if not _MESSAGE_NAMES.isdisjoint(words[-1:]):
+        return False
     joined = "".join(words)
     return (
         not _TABLE.words.isdisjoint(words)
@@ -66,6 +75,15 @@ def mask_secrets(text: str) -> str:
     return masked
 
 
+def without_secrets(value: Any) -> Any:
+    """The same value with masked texts, at any depth of lists and of the values of dicts."""
+    if isinstance(value, str):
+        return mask_secrets(value)
+    if isinstance(value, dict):
+        return {key: without_secrets(item) for key, item in value.items()}
+    return [without_secrets(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def mask_argv(argv: Iterable[str]) -> list[str]:
     """A command without secrets, also those in an argument of its own: `--token X`, `-p X`."""
     args = list(argv)
@@ -77,14 +95,26 @@ def _mask_named_values(text: str) -> str:
     done = position = 0
     while (match := _ASSIGNMENT.search(text, position)) is not None:
         position = match.end("name")
-        is_p = match["dashes"] == "-" and match["name"] == "p"  # `docker login -p X`
-        if not (is_p or is_secret_name(match["name"])):
+        if not (_is_secret_flag(text, match) or is_secret_name(match["name"])):
             continue
         start, end = match.end(), _value_end(text, match)
         if end > start:
             pieces += [text[done:start], MASK]
             done = position = end
     return "".join([*pieces, text[done:]])
+
+
+def _is_secret_flag(text: str, match: re.Match[str]) -> bool:
+    """Whether the name is secret as a flag or a field of a query only: `docker login -p X`, `--pin X`, `?session=X`,
+    and `-k X`, unless X is a number or `-k` means something else to the program before it."""
+    name, is_short = match["name"].lower(), match["dashes"] == "-"
+    if len(name) > 1:
+        is_flag = match["dashes"] is not None or text[match.start() - 1 : match.start()] in ("?", "&")
+        return is_flag and name in _TABLE.flags
+    if not is_short or name not in _TABLE.flags or match["name"] != name:
+        return False
+    before = text[max(0, match.start() - 300) : match.start()]
+    return name == "p" or not (_NUMBER.match(text, match.end()) or _NO_KEY_AFTER.search(before))
 
 
 def _value_end(text: str, match: re.Match[str]) -> int:

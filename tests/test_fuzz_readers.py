@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,12 +28,17 @@ from stoker.data.validation.check import check_dataset
 from stoker.diagnosis import reader
 from stoker.errors import StokerError
 from stoker.evaluation.metrics import read_evaluation
+from stoker.launching.jobs import read_jobs
+from stoker.migration.pipeline import import_pipeline
 from stoker.models import build
 from stoker.models.weights.model_file import ModelMetadata, load_model
+from stoker.preflight.static import check_sources
+from stoker.profiling.hook.stoker_hook import clock
 from stoker.runs import records, schemas
+from stoker.watch.hook_reader import HookReader
 from tests.bounded import bounded
 from tests.data.tfrecords import unframe
-from tests.drawn import draw
+from tests.drawn import draw, run_stoker
 from tests.fixtures.data_same_index import DAMAGED as EXPORTS
 from tests.fixtures.data_same_index import DRAWN, WRITE
 from tests.fixtures.training_checkpoint import newest, save
@@ -96,6 +102,26 @@ def mutate(data: bytes, edits: list[tuple[str, float, int, bytes]]) -> bytes:
         else:
             data = data[:start] + data[start : start + 8 * length] * 2 + data[start:]
     return data
+
+
+DOCKERFILE = """# syntax=docker/dockerfile:1
+ARG CUDA=12.4.1
+FROM nvidia/cuda:${CUDA}-runtime-ubuntu22.04 AS base
+ENV A=1 B="$A x" C=${A:-2}
+RUN --mount=type=cache,target=/root/.cache apt-get update && \\
+    pip install torch==2.4.0 'torchvision<0.20' -f https://x/y
+COPY <<EOF /x
+hello $A
+EOF
+FROM base
+CMD ["python", "train.py"]
+"""
+PIPELINE = """model { ssd { num_classes: 3 feature_extractor { type: 'ssd_mobilenet_v2_keras' }
+  image_resizer { fixed_shape_resizer { height: 300 width: 300 } } } }
+train_config { batch_size: 8 num_steps: 100 optimizer { momentum_optimizer { learning_rate {
+  cosine_decay_learning_rate { learning_rate_base: 0.04 total_steps: 100 warmup_steps: 10 } } } } }
+train_input_reader { label_map_path: 'l' tf_record_input_reader { input_path: 't' } }
+"""
 
 
 class Reader(NamedTuple):
@@ -173,6 +199,25 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
     model_path_bytes = model_path.read_bytes()
     head = model_path_bytes[: 8 + int.from_bytes(model_path_bytes[:8], "little")]
     (folder / "head.safetensors").write_bytes(head)
+    code, output = run_stoker("data", "pack", folder / "coco", folder / "packed", cwd=folder)
+    assert code == 0, output
+    jobs, states = folder / "launched", folder / "states"
+    jobs.mkdir()
+    states.mkdir()
+    job = {"place": "local", "id": "1@0", "name": "a", "run": str(jobs), "t": 1.7e9, "log": f"{jobs}/launch.log"}
+    (jobs / "launch.json").write_text(json.dumps([job]))
+    head = {"pid": 4_000_000, "frameworks": ["torch 2"], "python": "3.11", "slots": clock.SLOTS}
+    doubles = struct.pack(f"{len(clock.SLOTS) + clock.CPU_OFFSET}d", *range(len(clock.SLOTS) + clock.CPU_OFFSET))
+    (states / "1.state").write_bytes(json.dumps(head).encode().ljust(clock.HEADER_BYTES) + doubles)
+
+    def read_states() -> None:
+        hook_reader = HookReader(states, devices=1, now_s=0.0)
+        hook_reader.poll()
+        hook_reader.next_windows(10.0, 10.0)
+        hook_reader.status()
+
+    (folder / "Dockerfile").write_text(DOCKERFILE)
+    (folder / "pipeline.config").write_text(PIPELINE)
     manifest = folder / "saved/checkpoints/step-00000002/manifest.json"
 
     def read_checkpoints() -> None:
@@ -202,6 +247,16 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
             Reader(folder / "head.safetensors", partial(load_model, folder / "head.safetensors"), write_model),
         ],
         "manifest": [Reader(manifest, read_checkpoints)],
+        "packed index": dataset("packed", "*.arrow"),
+        "launch.json": [Reader(jobs / "launch.json", partial(read_jobs, str(jobs)))],
+        "hook state": [Reader(states / "1.state", read_states)],
+        "Dockerfile": [
+            Reader(
+                folder / "Dockerfile",
+                lambda: check_sources(dockerfile=folder / "Dockerfile", requirements=None, script=None),
+            )
+        ],
+        "pipeline.config": [Reader(folder / "pipeline.config", partial(import_pipeline, folder / "pipeline.config"))],
     }
 
 
@@ -239,7 +294,8 @@ def fuzz(readers: list[Reader], examples: int) -> None:
 @pytest.mark.parametrize(
     "name",
     ["coco", "voc", "yolo labels", "yolo description", "csv", *EXPORTS, "label map", "tfrecord", "tfrecord payload",
-     "gzip", "config.toml", "records", "evaluation", "model metadata", "manifest"],
+     "gzip", "config.toml", "records", "evaluation", "model metadata", "manifest",
+     "packed index", "launch.json", "hook state", "Dockerfile", "pipeline.config"],
 )  # fmt: skip
 @pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_mutated_files_end_in_a_result_or_a_stoker_error(

@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 import tarfile
@@ -30,19 +29,35 @@ GIB = 1 << 30
 Command = Callable[..., tuple[int, str]]
 
 
+MEASURED = """
+import atexit, pathlib, re, resource, runpy, sys
+def write_peak():
+    status = pathlib.Path("/proc/self/status").read_text()
+    pathlib.Path(peak).write_text(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1])
+peak, limit, *sys.argv[1:] = sys.argv[1:]
+atexit.register(write_peak)
+resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
+runpy.run_module("stoker", run_name="__main__")
+"""
+
+
 @pytest.fixture
 def stoker(tmp_path: Path) -> Command:
+    """Runs a command; its memory is measured, and the limit only protects the machine: under a limit near the allowed
+    one, a file that expands would be a failed allocation, which reads like a damaged file."""
+
     def run(*arguments: object) -> tuple[int, str]:
+        peak = tmp_path / "peak"
         done = subprocess.run(
-            [sys.executable, "-m", "stoker", *map(str, arguments)],
+            [sys.executable, "-c", MEASURED, peak, str(4 * MEMORY_BYTES), *map(str, arguments)],
             cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False, stdin=subprocess.DEVNULL,
             env={**os.environ, "STOKER_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES)),
         )  # fmt: skip
         output = done.stdout + done.stderr
         assert "Traceback" not in output, output[-3000:]
         assert "MemoryError" not in output, output[-3000:]
         assert done.returncode in (0, 1, 2, 3, 4), output[-3000:]
+        assert int(peak.read_text()) * 1024 < MEMORY_BYTES, output[-3000:]
         return done.returncode, output
 
     return run
@@ -55,15 +70,10 @@ IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 OBJECTS = pa.struct([("bbox", pa.list_(pa.list_(pa.float32()))), ("category", pa.list_(pa.int64()))])
 
 
-def parquet(path: Path, images: pa.Array, objects: pa.Array) -> Path:
+def parquet(path: Path, images: pa.Array, objects: pa.Array, *, use_dictionary: bool = True) -> None:
     path.parent.mkdir(parents=True)
     table = pa.table({"image": images, "objects": objects})
-    pq.write_table(table, path, compression="zstd", row_group_size=len(table))
-    return path
-
-
-def same(value: pa.Scalar, count: int) -> pa.Array:
-    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value], value.type))
+    pq.write_table(table, path, compression="zstd", row_group_size=len(table), use_dictionary=use_dictionary)
 
 
 def some_objects(count: int) -> pa.Array:
@@ -74,26 +84,56 @@ def images_of(data: list[bytes], names: list[str]) -> pa.Array:
     return pa.StructArray.from_arrays([pa.array(data, pa.binary()), pa.array(names)], fields=list(IMAGE))
 
 
-@pytest.mark.parametrize("way", ["one image in many rows", "boxes without end", "a name without end"])
-def test_a_parquet_file_that_expands_is_refused(stoker: Command, tmp_path: Path, way: str) -> None:
-    path = tmp_path / "set" / "data" / "train-00000-of-00001.parquet"
+def write_expanding(path: Path, way: str) -> None:
+    image, count = jpeg(40, 30, 1), 120_000_000
     if way == "one image in many rows":
-        parquet(path, images_of([jpeg(40, 30, 1) + bytes(24 << 20)] * 80, ["a.jpg"] * 80), some_objects(80))
+        parquet(path, images_of([image + bytes(24 << 20)] * 80, ["a.jpg"] * 80), some_objects(80))
     elif way == "boxes without end":
-        count = 120_000_000
         lists = pa.ListArray.from_arrays([0, count], pa.array(memoryview(bytes(8 * count)).cast("q")))
         boxes = pa.ListArray.from_arrays([0, 1], pa.ListArray.from_arrays([0, 4], pa.array([1.0] * 4, pa.float32())))
         objects = pa.StructArray.from_arrays([boxes, lists], fields=list(OBJECTS))
-        parquet(path, images_of([jpeg(40, 30, 1)], ["a.jpg"]), objects)
-        del lists, objects
-    else:
-        parquet(path, images_of([jpeg(40, 30, 1)] * 64, ["x" * (24 << 20)] * 64), some_objects(64))
-    assert path.stat().st_size < 30_000_000
+        parquet(path, images_of([image], ["a.jpg"]), objects)
+    elif way == "a name without end":
+        parquet(path, images_of([image] * 64, ["x" * (24 << 20)] * 64), some_objects(64))
+    elif way == "a page that expands":
+        parquet(path, images_of([image + bytes(500_000_000)], ["a.jpg"]), some_objects(1), use_dictionary=False)
+    elif way == "rows without values":
+        images = pa.StructArray.from_arrays([pa.nulls(5_000_000, field.type) for field in IMAGE], fields=list(IMAGE))
+        parquet(path, images, pa.nulls(5_000_000, OBJECTS))
+    else:  # a class name in many boxes
+        kind = pa.struct([OBJECTS.field("bbox"), ("category", pa.list_(pa.string()))])
+        labels = pa.DictionaryArray.from_arrays(pa.array([0] * 20_000, pa.int32()), pa.array(["x" * (1 << 18)]))
+        categories = pa.ListArray.from_arrays([0, 20_000], labels)
+        boxes = pa.ListArray.from_arrays([0, 1], pa.ListArray.from_arrays([0, 4], pa.array([1.0] * 4, pa.float32())))
+        objects = pa.StructArray.from_arrays([boxes, categories], names=[field.name for field in kind])
+        parquet(path, images_of([image], ["a.jpg"]), objects)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["one image in many rows", "boxes without end", "a name without end", "a page that expands", "rows without values",
+     "a class name in many boxes"],
+)  # fmt: skip
+def test_a_parquet_file_that_expands_is_refused(stoker: Command, tmp_path: Path, way: str) -> None:
+    path = tmp_path / "set" / "data" / "train-00000-of-00001.parquet"
+    write_expanding(path, way)
+    assert path.stat().st_size < 500_000
     code, output = stoker("data", "check", tmp_path / "set")
     assert code == 4, output
     assert path.name in output
     copies = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
     assert copies < 200 << 20
+
+
+def test_large_images_in_one_page_are_read(stoker: Command, tmp_path: Path) -> None:
+    """What does not become smaller may be large: 300 MB of images in one page of one row group."""
+    path = tmp_path / "set" / "data" / "train-00000-of-00001.parquet"
+    noise = os.urandom(30 << 20)
+    images = [jpeg(40, 30, k) + noise[k:] for k in range(10)]
+    parquet(path, images_of(images, [f"{k}.jpg" for k in range(10)]), some_objects(10), use_dictionary=False)
+    code, output = stoker("data", "check", tmp_path / "set")
+    assert code == 0, output
+    assert "training would use 10 of 10 images" in output
 
 
 def test_a_packed_index_with_compressed_buffers_is_refused(stoker: Command, tmp_path: Path) -> None:
@@ -201,6 +241,25 @@ def test_a_report_of_a_run_with_special_files(stoker: Command, tmp_path: Path) -
     code, output = stoker("report", run)
     assert code == 0, output
     assert (run / "report.html").stat().st_size < 20 << 20
+
+
+def test_secrets_of_an_exception_do_not_leave_the_output_of_a_job(stoker: Command, tmp_path: Path) -> None:
+    secrets = ["hunter2Xk9", "Zx81mQ0aa", "tok3nValue77", "ghp_" + "a1B2" * 9]
+    text = f"postgres://me:{secrets[0]}@db/x api_key={secrets[1]} Authorization: Bearer {secrets[2]} {secrets[3]}"
+    (tmp_path / "job.py").write_text(f"print('loading', {text!r})\nraise ConnectionError({text!r})\n")
+    command = [sys.executable, "-m", "stoker", "watch", "--", sys.executable, "job.py", "--pat", secrets[0]]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=SECONDS, check=False)
+    (run,) = (path.parent for path in tmp_path.rglob(EVENTS))
+    assert secrets[0] in (run / "output.log").read_text()
+    with (run / EVENTS).open("a") as file:  # of another program
+        file.write(json.dumps({"t": 1.9e9, "attempt": 1, "kind": "failed", "text": text, "data": {"x": [text]}}) + "\n")
+    outputs = [stoker(*command, run)[1] for command in (("why",), ("why", "--json"), ("report",), ("report", "--json"))]
+    page = run / "report.html"
+    assert page.stat().st_mode & 0o777 == 0o600
+    assert "ConnectionError" in outputs[0]
+    own = (run / EVENTS).read_text().splitlines()[:-1]
+    for shown in (*outputs, page.read_text(), *own, (run / ENVIRONMENT).read_text()):
+        assert not any(secret in shown for secret in secrets)
 
 
 @pytest.mark.parametrize("code", ['"x"', "1e400", "[1]", "9" * 5000, "null", "true"])

@@ -12,7 +12,8 @@ from stoker.config.flag_names import translate
 from stoker.config.settings import Config
 from stoker.errors import UsageError
 from stoker.launching.spec import PLACES, LaunchRequest, PlaceOptions, open_place
-from stoker.printable import print_json, print_text
+from stoker.printable import print_json, print_text, printable
+from stoker.secrets import mask_secrets, without_secrets
 
 launch_app = App(
     name="launch",
@@ -60,7 +61,7 @@ def launch(
         print_text(f"stoker: warning: {warning}", file=sys.stderr)
     if dry_run:
         print_text(f"# {place.file.format(name=spec.name)}", file=sys.stderr)
-        print(place.render(spec), end="")
+        print("\n".join(map(printable, place.render(spec).split("\n"))), end="")
         return
     job = submit(spec, place, request)
     print_text(f"{place.name} job {job.id}: {spec.run_dir}")
@@ -94,12 +95,12 @@ def status(run: Run, /, *, json: bool = False) -> None:
     job = last_job(run)
     state = open_place(job.place).status(job)
     if json:
-        print_json({"job": job, "status": dataclasses.asdict(state), "jobs": read_jobs(run)})
+        print_json({"job": job, "status": without_secrets(dataclasses.asdict(state)), "jobs": read_jobs(run)})
         return
     nodes = f" on {', '.join(state.nodes)}" if state.nodes else ""
     restarts = f", requeued {state.restarts} times" if state.restarts else ""
     code = f", exit code {state.exit_code}" if state.exit_code else ""
-    print_text(f"{job.place} job {job.id}: {state.state}{nodes}{restarts}{code}: {state.text}")
+    print_text(f"{job.place} job {job.id}: {state.state}{nodes}{restarts}{code}: {mask_secrets(state.text)}")
 
 
 @launch_app.command(sort_key=2)
@@ -115,7 +116,7 @@ def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f
 
     job = last_job(run)
     for line in open_place(job.place).logs(job, follow=follow):
-        print_text(line)
+        print_text(mask_secrets(line))
 
 
 @launch_app.command(sort_key=3)
@@ -126,7 +127,7 @@ def cancel(run: Run, /) -> None:
 
     job = last_job(run)
     state = cancel_job(job)
-    print_text(f"{job.place} job {job.id}: {state.state}: {state.text}")
+    print_text(f"{job.place} job {job.id}: {state.state}: {mask_secrets(state.text)}")
     print_text(f"`stoker launch WHERE --resume {run}` continues the run")
 
 

@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from stoker.secrets import mask_secrets
+
 Severity = Literal["blocker", "critical", "warning", "info", "unknown", "ok"]
 """Worst first. blocker: training would fail, or would silently not do what was asked; critical: the job failed, will
 soon, or loses much; warning: slower, dearer or at risk; info: worth knowing; unknown: could not be found out here; ok:
@@ -26,6 +28,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """The number."""
     source: str = ""
     """File and field of the record."""
+
+    def __post_init__(self) -> None:
+        _mask(self, "text")  # it may quote the output of a job
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +61,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""
     """FILE:LINE, an environment variable, a device, a field of a record; empty: the whole run or machine."""
 
+    def __post_init__(self) -> None:
+        _mask(self, "title", "place")
+
     @property
     def evidence_text(self) -> str:
         """All evidence in one line, without its sources."""
@@ -65,6 +73,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     def extra_command(self) -> str | None:
         """The command, unless the text of the fix contains it."""
         return self.command if self.command and self.command not in self.fix else None
+
+
+def _mask(struct: msgspec.Struct, *names: str) -> None:
+    for name in names:
+        msgspec.structs.force_setattr(struct, name, mask_secrets(getattr(struct, name)))
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -91,8 +91,7 @@ class Delivery:
         with tempfile.TemporaryFile() as stderr:  # not a pipe: a child of the command that goes on may hold it open
             try:
                 process = self._process = subprocess.Popen(
-                    command,
-                    shell=True,
+                    ["/bin/sh", "-c", command],  # the user's own command, on the command line of stoker
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,

@@ -26,6 +26,7 @@ from stoker.report.runs_summary import RunsSummary, make_tables, summary_rows
 from stoker.report.sizing import flatten, gpu_names
 from stoker.report.terminal import COCO_TITLES
 from stoker.runs.records import PHASES, REPORT, WARNING_KINDS
+from stoker.secrets import mask_argv
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
@@ -46,7 +47,7 @@ def write_report(run: str | Path, out: Path | None = None, *, price_per_device_h
     page = render(collect(run, price_per_device_hour))
     folder = expand_variables(str(run))
     default = Path(f"{parse_uri(folder).name}-{REPORT}") if is_uri(folder) else Path(folder) / REPORT
-    return _write(page, out or default)
+    return _write(page, out or default, private=True)
 
 
 def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Path:
@@ -57,7 +58,7 @@ def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Pa
     """
     folder = expand_variables(runs_summary.folder)
     default = Path(RUNS_REPORT) if is_uri(folder) else Path(folder) / RUNS_REPORT
-    return _write(render_runs_summary(runs_summary), out or default)
+    return _write(render_runs_summary(runs_summary), out or default, private=True)
 
 
 def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
@@ -70,10 +71,12 @@ def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
     return _write(_render("dataset.html", stats.data, command, charts=charts, **values), out)
 
 
-def _write(page: str, path: Path) -> Path:
+def _write(page: str, path: Path, *, private: bool = False) -> Path:
+    """private: only the user may read it, as the records of which it is made: it quotes commands and the output of
+    jobs."""
     with writing("The report cannot be written.", path, fix="choose another file with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, page.encode())
+        write_atomic(path, page.encode(), private=private)
     return path
 
 
@@ -89,7 +92,7 @@ def render(report: RunReport) -> str:
         gpu_names=gpu_names(report.environment),
         gpus=draw.gpus(report),
         warnings=[event.text for event in report.events if event.kind in WARNING_KINDS],
-        argv=shlex.join(map(str, argv)) if isinstance(argv, list) else "",
+        argv=shlex.join(mask_argv(map(str, argv))) if isinstance(argv, list) else "",
         started_at=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.start_t or 0.0)),
     )
 

@@ -23,6 +23,7 @@ from stoker import regular_files
 from stoker.errors import UsageError, writing
 from stoker.printable import printable
 from stoker.runs.schemas import Event
+from stoker.secrets import mask_secrets, without_secrets
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import LEASE_FILE, StorageUri, expand_variables, is_uri, parse_uri, working_copy
 
@@ -131,7 +132,7 @@ class RunFolder:
                 self._dropped_lines += dropped if self._dropped_lines else 0
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, **data: Any) -> None:
-        """Adds a line to events.jsonl. Texts longer than MAX_TEXT_CHARS are cut."""
+        """Adds a line to events.jsonl. Secrets in texts are masked; texts longer than MAX_TEXT_CHARS are cut."""
         text, data = _shorten(text), _shorten(data)
         self.append(EVENTS, Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data))
 
@@ -160,8 +161,10 @@ def _open_for_appending(path: Path) -> int:
 
 
 def _shorten(value: Any) -> Any:
-    """Texts in `value`, at any depth, cut to MAX_TEXT_CHARS, and without lone surrogates, which are not UTF-8."""
+    """Texts in `value`, at any depth, without secrets, cut to MAX_TEXT_CHARS, and without lone surrogates, which are
+    not UTF-8."""
     if isinstance(value, str):
+        value = mask_secrets(value)
         if len(value) > MAX_TEXT_CHARS:
             half = MAX_TEXT_CHARS // 2 - 32
             value = f"{value[:half]} … {len(value) - 2 * half:,} characters left out … {value[-half:]}"
@@ -197,7 +200,8 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                 line = _without_data(line, kind, f"{path}:{number}")
             if line.strip():
                 try:
-                    yield number, msgspec.json.decode(line, type=kind)
+                    record = msgspec.json.decode(line, type=kind)
+                    yield number, _masked(record) if isinstance(record, Event) else record
                 except msgspec.ValidationError as error:
                     raise UsageError(
                         f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
@@ -215,6 +219,11 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                     ) from error
             if not line.endswith(b"\n"):
                 return  # the end of a live run's file: what follows now is the rest of this line
+
+
+def _masked(event: Any) -> Any:
+    """An event without secrets, which others may have written."""
+    return msgspec.structs.replace(event, text=mask_secrets(event.text), data=without_secrets(event.data))
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:

@@ -1,13 +1,19 @@
 """Files on the local disk: the cache folder, and files that are replaced as a whole or not at all."""
 
 import contextlib
+import fcntl
 import os
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
 MAX_TEMPORARY_NAME_BYTES = 200
 """A longer name is hashed in the name of its temporary file: file systems allow 255 bytes."""
+MIN_STALE_AGE_S = 60.0
+"""A younger temporary folder may not be locked yet."""
 
 
 def cache_folder() -> Path:
@@ -59,5 +65,32 @@ def fsync_folder(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str, parent: Path) -> Iterator[Path]:
+    """A new folder in `parent`, removed at the end, with those of the same prefix that killed processes of this user
+    left: a process that lives holds a lock on its folder. Raises OSError if there is no space."""
+    for stale in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError), _locked_folder(stale) as status:
+            if status.st_uid == os.geteuid() and status.st_mtime < time.time() - MIN_STALE_AGE_S:
+                shutil.rmtree(stale, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with _locked_folder(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # a process that outlives this one may still write there
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: Path) -> Iterator[os.stat_result]:
+    """Raises OSError if it is locked, or is no folder: a FIFO of that name is not waited for, a link not followed."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield os.fstat(fd)
     finally:
         os.close(fd)

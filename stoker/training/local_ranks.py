@@ -28,6 +28,7 @@ import msgspec
 from stoker.errors import ConfigError, Preempted, RankError, StokerError
 from stoker.evaluation.metrics import Metrics
 from stoker.monitor.options import MonitoringOptions
+from stoker.storage.local_files import temporary_folder
 from stoker.training.cluster import RankPlace, find_place
 from stoker.training.ranks import REPORTS_VARIABLE, first_failure, read_reports
 from stoker.training.supervisor import handling_signals
@@ -98,8 +99,8 @@ def must_start_ranks(devices: int | None) -> bool:
 
 def run_ranks(devices: int, request: RankRequest) -> Result:
     """Trains on so many devices of this machine, each in a process of its own. Raises the error that ended the job."""
-    with tempfile.TemporaryDirectory(prefix="stoker-ranks-") as folder:
-        starter = _Starter(devices, request, Path(folder))
+    with temporary_folder("stoker-ranks-", Path(tempfile.gettempdir())) as folder:
+        starter = _Starter(devices, request, folder)
         with handling_signals(_FORWARDED, starter.forward), contextlib.ExitStack() as stack:
             stack.callback(starter.kill)
             starter.start()

@@ -10,34 +10,37 @@ a page that network storage cannot return would kill the job.
 
 import contextlib
 import dataclasses
-import fcntl
-import json
 import os
 import re
-import shutil
 import struct
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+import msgspec
 import psutil
 
+from stoker import regular_files
 from stoker.profiling import hook
 from stoker.runs.schemas import StepWindow
+from stoker.storage.local_files import temporary_folder
 from stoker.watch.stacks import cpu_seconds, is_alive
 
 HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
-MIN_STALE_AGE_S = 60.0
-"""A younger folder may not be locked yet."""
+MAX_TRACE_BYTES, MAX_ERROR_BYTES = 1 << 28, 1 << 16
+"""Read of what the job leaves next to the states: of a trace of TensorFlow's profiler, which has some MB, and of a file
+of the hook's errors."""
 MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
 """A process is idle if it used fewer cores for this time, with its main thread asleep and its clock in one slot. The
 cores are those of a hang (`diagnosis/causes/`); the time is longer than a wait for a lock or a device in a
 healthy step (heuristic)."""
 
-HEADER_BYTES = 1024
+HEADER_BYTES, STATE_BYTES = 1024, 4096
+"""As `stoker_hook/clock.py` writes them."""
+_MAX_RANK, _MAX_VALUE = 1 << 20, 1e15
 
 _INPUT_WAIT_OP = re.compile(rb"^(?:MultiDevice)?Iterator\w{0,60}GetNext\w{0,60}Op::(?:DoCompute|ComputeAsync)")
 """The fetch of a batch by a step of TensorFlow; prefetching by the input pipeline has other names."""
@@ -52,6 +55,12 @@ to `host`; after the last step the job ends. `_sum_slots_by_phase` splits `graph
 
 WORKING_SLOTS = ("compute", "maybe_work", "graph")
 """Slots in which the process should compute: time in which it does nothing is `unattributed`."""
+
+_OTHER_SLOTS = (
+    "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr", "device", "busy",
+    "device_comm", "syncs", "workers", "recompiles",
+)  # fmt: skip
+_SLOTS = frozenset({*_OTHER_SLOTS, *SLOT_PHASES, "graph"})
 
 HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
 """Phases that the host measures also if the device has events, since these are only around steps."""
@@ -86,20 +95,30 @@ class HookState:
         return max(0, round(self.values["rank"]))
 
 
+class _Header(msgspec.Struct):
+    pid: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    frameworks: tuple[str, ...]
+    slots: tuple[str, ...]
+
+
 def read_hook_state(path: Path) -> HookState | None:
-    """None while the file is being created."""
+    """None while the file is being created, and for one that the hook has not written."""
     try:
-        data = path.read_bytes()
-        header = json.loads(data[:HEADER_BYTES])
-        slots = tuple(header["slots"])
+        with regular_files.open_file(path) as file:
+            data = file.read(STATE_BYTES)
+        header = msgspec.json.decode(data[:HEADER_BYTES], type=_Header)
+        slots = header.slots
         time_slots = slots[slots.index("startup") :]
         numbers = struct.unpack_from(f"{len(slots) + len(time_slots)}d", data, HEADER_BYTES)
         values = dict(zip(slots, numbers[: len(slots)], strict=True))
         cpu = dict(zip(time_slots, numbers[len(slots) :], strict=True))
-    except (ValueError, KeyError, struct.error, FileNotFoundError):
+    except (ValueError, struct.error, OSError, msgspec.MsgspecError):
         return None
-    frameworks = tuple(header["frameworks"])
-    return HookState(name=path.name, pid=header["pid"], frameworks=frameworks, slots=slots, values=values, cpu=cpu)
+    if not (values.keys() >= _SLOTS and all(abs(number) < _MAX_VALUE for number in numbers)):
+        return None
+    if not (0 <= values["current_slot"] < len(slots) and values["rank"] < _MAX_RANK):
+        return None
+    return HookState(name=path.name, pid=header.pid, frameworks=header.frameworks, slots=slots, values=values, cpu=cpu)
 
 
 def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
@@ -405,9 +424,11 @@ class HookReader:
     def _read_traces(self) -> None:
         """Traces of TensorFlow's profiler: a text line with the seconds of the traced steps, then the trace."""
         for path in self._directory.glob("*.trace"):
-            header, _, trace = path.read_bytes().partition(b"\n")
-            path.unlink()
-            with contextlib.suppress(ValueError):  # an unreadable trace does not change the fraction
+            with contextlib.suppress(ValueError, OSError):  # an unreadable trace does not change the fraction
+                try:
+                    header, _, trace = regular_files.read_bytes(path, max_bytes=MAX_TRACE_BYTES).partition(b"\n")
+                finally:
+                    path.unlink()
                 fraction = input_wait_s(trace) / max(float(header), 1e-9)
                 self._input_fractions.setdefault(int(path.stem.split("-")[0]), []).append(min(1.0, fraction))
 
@@ -469,7 +490,10 @@ def _read_process(pid: int) -> tuple[bool, bool, float | None]:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines()
+    try:
+        return regular_files.read_text(path, errors="replace", max_bytes=MAX_ERROR_BYTES).splitlines()
+    except OSError as error:
+        return [f"{path.name} cannot be read: {error.strerror}"]
 
 
 @contextlib.contextmanager
@@ -479,34 +503,13 @@ def hook_state_dir(enabled: bool) -> Iterator[Path | None]:
         yield None
         return
     shm = Path("/dev/shm")
-    parent = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
-    for stale_dir in parent.glob(f"{STATE_DIR_PREFIX}*"):  # of watchers that were killed: their locks are gone
-        with contextlib.suppress(OSError), _exclusive_lock(stale_dir):
-            if stale_dir.stat().st_mtime < time.time() - MIN_STALE_AGE_S:
-                shutil.rmtree(stale_dir, ignore_errors=True)
-    try:
-        directory = Path(tempfile.mkdtemp(prefix=STATE_DIR_PREFIX, dir=parent))
-        fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield None
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        try:
+            parent = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+            directory = stack.enter_context(temporary_folder(STATE_DIR_PREFIX, parent))
+        except OSError:
+            directory = None
         yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)  # a process that outlives the job may still write there
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _exclusive_lock(directory: Path) -> Iterator[None]:
-    """Raises OSError if a live watcher holds it."""
-    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
 
 
 def add_hook_env(env: Mapping[str, str], directory: Path) -> dict[str, str]:

@@ -112,6 +112,34 @@ def test_what_is_wrong_with_single_samples_and_shards_is_reported(tmp_path: Path
     assert len(index.image_indices("train")) == 4
 
 
+def test_samples_that_share_bytes_are_damaged(tmp_path: Path) -> None:
+    columns, row = rows_of("json")
+    write_mosaic(tmp_path / "train", columns, [row] * 4, per_shard=4)
+    write_mosaic(tmp_path / "val", columns, [row])
+    shard = tmp_path / "train" / "shard.00000.mds"
+    data = shard.read_bytes()
+    first, second = struct.unpack_from("<2I", data, 4)
+    shard.write_bytes(data[:4] + struct.pack("<5I", first, second, first, second, second) + data[24:])
+    index = open_index(tmp_path)
+    assert len(index.image_indices("train")) == 1
+    assert {problem.kind: problem.count for problem in index.problems}["damaged-record"] == 3
+
+
+@pytest.mark.parametrize("change", ["twice", "negative"])
+def test_shards_listed_twice_and_negative_sizes_are_refused(tmp_path: Path, change: str) -> None:
+    columns, row = rows_of("json")
+    write_mosaic(tmp_path, columns, [row])
+    path = tmp_path / "index.json"
+    content = json.loads(path.read_text())
+    if change == "twice":
+        content["shards"] *= 2
+    else:
+        content["shards"][0]["column_sizes"] = [-4] * len(columns)
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"shard\.00000\.mds"):
+        open_index(tmp_path)
+
+
 def test_an_index_json_of_something_else_is_not_mds(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"shards": [{"format": "jsonl"}]}')
     with pytest.raises(DataError, match="No annotations found"):

@@ -20,6 +20,7 @@ from stoker.diagnosis.run_data import Termination
 from stoker.diagnosis.termination import split_log_lines
 from stoker.findings.finding import Finding
 from stoker.knowledge import read_toml
+from stoker.secrets import mask_secrets
 
 SAMPLES = [(id, sample.text) for id, ending in endings().items() for sample in ending.samples]
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
@@ -38,7 +39,7 @@ def test_each_sample_is_explained_by_its_ending(before: str) -> None:
             continue  # the error of the traceback comes first
         first = died(before + line + "\n", 0 if role == "remark" else exit_code)[0]
         quoted = (first.evidence[0].text, first.evidence[0].source)
-        expected = (line[:500].strip(), f"job.log:{before.count(chr(10)) + 1}")
+        expected = (mask_secrets(line[:500].strip()), f"job.log:{before.count(chr(10)) + 1}")
         if (first.id, first.severity, quoted) != (id, endings()[id].severity, expected):
             wrong.append(f"{id}, exit code {exit_code}: {first.id}, {first.severity}, {quoted}")
     assert not wrong, "\n".join(wrong)

@@ -77,6 +77,12 @@ def test_each_option_of_sbatch_is_one_line(stoker: Command) -> None:
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
+def test_a_document_that_is_shown_has_no_bidirectional_controls(stoker: Command) -> None:
+    code, output = stoker(*SLURM, "--run-dir", "run\u202e\u2066x")
+    assert code == 0, output
+    assert all(character.isprintable() or character == "\n" for character in output)
+
+
 def kept(path: Path, **fields: object) -> Path:
     job = {"place": "local", "id": "1@0", "name": "n", "run": str(path), "t": 0.0, **fields}
     path.mkdir(exist_ok=True)

@@ -26,6 +26,21 @@ COMMANDS = [
     ["docker", "login", "-u", "me", "-p", S, "registry"],
     ["mysql", f"-p{S}"],
     ["sshpass", f"-p{S}", "ssh", "host"],
+    ["sh", "-c", f"x -p{S} -v"],
+    ["x", f"-p{S}"],
+    ["x", f"-pHunter2Xk9{S}"],
+    ["x", "-k", S],
+    ["bash", "-c", f"curl -k https://host; x -k {S}"],
+    ["x", "--pat", S],
+    ["x", f"--pat={S}"],
+    ["x", "--otp", S],
+    ["x", f"--otp={S}"],
+    ["x", "--mfa-otp", S],
+    ["x", "--pin", S],
+    ["x", f"--pin={S}"],
+    ["x", "--session", S],
+    ["x", f"--session={S}"],
+    ["x", f"https://host/x?session={S}"],
     ["x", "--pass", S],
     ["x", f"--pass={S}"],
     ["x", "--pw", S],
@@ -140,6 +155,14 @@ PLAIN = [
     "python train.py --monitor val/loss:min --pin-memory --key-frames 3",
     "env PWD=/work/main OLDPWD=/home/me PATH=/usr/bin:/bin python train.py",
     "rsync me@host:/data/runs@2 a@b.c",
+    "python -m pytest -q -k test_resume_2 tests",
+    "curl -k https://host/x",
+    "kubectl apply -k overlays/gpu",
+    "python train.py -k 5 -port=80 -patience 5 -pretrained -p1234:80 -p/data -p./data",
+    "find . -print0 -path x -perm 0644",
+    "python train.py --pin-memory --pin_memory=1 --pinned --session-dir /x --patch 16 --path /x --option 3 --spin 2",
+    "botocore.exceptions.NoCredentialsError: Unable to locate credentials",
+    "pin: 4, session: train, session ended; pat on the back; opt=3 top-k 5",
     "python train.py --resume https://host:8080/x --device cuda:0 --time 12:30",
 ]
 
@@ -195,7 +218,23 @@ def test_variables() -> None:
 
 
 def test_a_long_command_takes_time_that_is_proportional_to_its_length() -> None:
-    for unit in ("a-", "a=", "--a ", "=", "'", "://", "?a", "a:b@", "-p ", "eyJ", "x" * 60 + "="):
+    for unit in (
+        "a-",
+        "a=",
+        "--a ",
+        "-k ",
+        "-pa ",
+        "-p-",
+        "curl -k ",
+        "=",
+        "'",
+        "://",
+        "?a",
+        "a:b@",
+        "-p ",
+        "eyJ",
+        "x" * 60 + "=",
+    ):
         text = unit * (200_000 // len(unit))
         assert len(mask_secrets(text)) > 0
         assert len(mask_argv([text, text])) == 2

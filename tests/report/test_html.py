@@ -238,6 +238,18 @@ def test_no_text_opens_or_closes_an_element(value: str) -> None:
     assert tag("i", Markup("<b>x</b>")) == "<i><b>x</b></i>"
 
 
+def test_names_in_legends_have_no_control_characters() -> None:
+    charts = charts_module.Charts()
+    name = "car\u202e\u2066\x1b[31m\x9b2J"
+    charts.add("x", "y", [charts_module.curve(name, [1], [2.0], 0), charts_module.bars(name, [name], [1], "red")])
+    data = json.loads(charts.as_json())
+    assert "car" in json.dumps(data)
+    found = [trace["name"] for chart in (data.values() if isinstance(data, dict) else data) for trace in chart["data"]]
+    assert len(found) == 2
+    assert all(shown.isprintable() for shown in found)
+    assert "\u202e" not in json.dumps(data, ensure_ascii=False)
+
+
 def test_no_text_of_a_chart_ends_the_script() -> None:
     charts = charts_module.Charts()
     charts.add("x", "y", [{"name": EVIL + "</script><!--"}])

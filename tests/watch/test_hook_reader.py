@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from stoker.profiling.hook.stoker_hook import clock as hook
 from stoker.runs.records import PHASES
+from stoker.storage.local_files import temporary_folder
 from stoker.watch.hook_reader import (
     SLOT_PHASES,
     HookReader,
@@ -25,6 +26,8 @@ from stoker.watch.hook_reader import (
     phase_seconds,
     read_hook_state,
 )
+from tests.bounded import bounded
+from tests.fixtures.special_files import replace_by
 
 BEGIN_S = 1000.0
 
@@ -316,3 +319,55 @@ def test_the_folder_of_state_files_is_removed_with_the_watcher() -> None:
         assert add_hook_env({"PYTHONPATH": "/x", "A": "b"}, folder)["PYTHONPATH"].endswith("/hook:/x")
         assert ":" not in add_hook_env({}, folder)["PYTHONPATH"]  # an empty entry would be the current folder
     assert not folder.exists()
+
+
+def test_hostile_files_next_to_the_states_are_bounded_or_skipped(tmp_path: Path) -> None:
+    good = make_state(steps=3.0, compute=3.0, batches=3.0)
+    write_state(tmp_path, dataclasses.replace(good, name="good.state"), pid=os.getpid())
+    data = (tmp_path / "good.state").read_bytes()
+    for kind in ("zero", "fifo", "folder"):
+        for suffix in ("state", "trace"):
+            replace_by(kind, tmp_path / f"1-{kind}.{suffix}", size_bytes=0)
+        replace_by(kind, tmp_path / f"errors-{kind}", size_bytes=0)
+    replace_by("sparse", tmp_path / "1-a.state", size_bytes=20 << 30)
+    replace_by("sparse", tmp_path / "1-a.trace", size_bytes=20 << 30)
+    replace_by("sparse", tmp_path / "errors-a", size_bytes=20 << 30)
+    (tmp_path / "header.state").write_bytes(data)
+    os.truncate(tmp_path / "header.state", 20 << 30)
+    for number, change in enumerate((b'"x"', b"-1", b"1e400", b"null", b"9" * 400)):
+        (tmp_path / f"{number}-pid.state").write_bytes(data.replace(str(os.getpid()).encode(), change, 1))
+    for number, value in enumerate((float("nan"), float("inf"), 1e300, -1e300)):
+        for slot in range(len(hook.SLOTS)):
+            at = hook.HEADER_BYTES + 8 * slot
+            (tmp_path / f"{number}-{slot}.state").write_bytes(data[:at] + struct.pack("d", value) + data[at + 8 :])
+    reader = HookReader(tmp_path, devices=1, now_s=BEGIN_S)
+    with bounded(seconds=60, megabytes=200):
+        reader.poll()
+        windows = reader.next_windows(BEGIN_S + 10, 10.0)
+        assert "errors-zero" in reader.status()
+    assert windows[0].step == 3
+
+
+def test_special_files_with_the_name_of_a_state_folder_do_not_stop_a_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = time.time() - 3600
+    os.mkfifo(tmp_path / "a-fifo")
+    (tmp_path / "a-link").symlink_to("/dev/zero")
+    kept = tmp_path / "a-other"
+    for folder in (tmp_path / "a-left", kept):
+        folder.mkdir()
+        (folder / "x.state").write_bytes(b"x")
+    for path in tmp_path.iterdir():
+        os.utime(path, (old, old), follow_symlinks=False)
+    with bounded(seconds=60), temporary_folder("a-", tmp_path) as first:
+        os.utime(first, (old, old))
+        assert not (tmp_path / "a-left").exists()
+        with temporary_folder("a-", tmp_path):
+            assert first.is_dir()  # its process lives
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-fifo", "a-link"]
+    kept.mkdir()
+    os.utime(kept, (old, old))
+    monkeypatch.setattr(os, "geteuid", lambda: kept.stat().st_uid + 1)
+    with temporary_folder("a-", tmp_path):
+        assert kept.is_dir()  # of another user

@@ -129,8 +129,13 @@ def _is_mds(path: Path) -> bool:
 
 def _read_index(path: Path) -> MdsIndex:
     index = read_json(path, MdsIndex, what="The index of the MDS shards cannot be read.", fix="write it again")
+    names = set[str]()
     for shard in index.shards:
         name = shard.raw_data.basename
+        if name in names or any(size is not None and size < 0 for size in shard.column_sizes):
+            cause = f"the shard {name} is listed twice, or has a column of negative size"
+            raise DataError("The index of the MDS shards cannot be read.", location=path, cause=cause)
+        names.add(name)
         if shard.compression or shard.zip_data is not None:
             raise make_error(DataError, "mds-compressed", path, name=name, compression=shard.compression or "unknown")
         if name != Path(name).name or name in ("", ".", ".."):
@@ -195,11 +200,13 @@ def _read_samples(samples: ShardSamples, info: ShardInfo, columns: _Columns, rea
         return
     table = read(4, 4 * (count + 1))
     offsets = np.frombuffer(table, "<u4", len(table) // 4).tolist()
+    last_end = 0  # samples that share bytes could each have the whole shard
     for number, (begin, end) in enumerate(pairwise(offsets)):
         place = f"{name}, sample {number}"
-        if not begin < end <= total_bytes:
+        if not last_end <= begin < end <= total_bytes:
             samples.problems.append(("damaged-record", f"{place}: bytes {begin:,} to {end:,} of {total_bytes:,}"))
             continue
+        last_end = end
         try:
             ranges = _column_ranges(info, read, begin, end)
             content = _read_annotations(info, columns.annotations, ranges, read)

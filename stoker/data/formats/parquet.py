@@ -4,7 +4,7 @@ Recognized: *.parquet in one folder, in its folder `data/` or `default/`, or in 
 (bytes, or a struct that has them) and `objects`, or columns of boxes and classes. The pages of Parquet are compressed
 and have no byte range of an image, so the images are copied once into a file in the cache folder, as for gzipped
 TFRecords; this needs a local disk. Format: https://huggingface.co/docs/datasets/object_detection. Not here: the layouts
-of boxes (`shards.py`).
+of boxes (`shards.py`), what a small file may expand to (`parquet_pages.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stoker import regular_files
+from stoker.data.formats.parquet_pages import check_pages, max_unpacked_bytes, text_bytes, texts_of
 from stoker.data.formats.shards import (
     CLASS_LIST_KEYS,
     CORNERS_KEYS,
@@ -36,8 +37,8 @@ from stoker.errors import DataError
 SUFFIXES = (".parquet",)
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png")
 OTHER_COLUMNS = ("width", "height", "file_name", "filename")
-BATCH_ROWS = 64
-"""Rows whose images are in memory at the same time."""
+BATCH_ROWS, BATCH_BYTES = 64, 1 << 27
+"""Rows whose images are in memory at the same time: up to the first, fewer where they could have more bytes."""
 
 
 def recognize(path: Path) -> DatasetLayout | None:
@@ -124,18 +125,21 @@ def _read_file(part: SplitFiles, target: Path, class_names: list[str]) -> ShardS
     path = part.annotations
     samples = ShardSamples(target, part.split_index)
     try:
-        file = pq.ParquetFile(regular_files.open_file(path))
-        image_column = _image_column(file.schema_arrow)
-        columns = _annotation_columns(file.schema_arrow)
+        schema = pq.read_schema(path)
+        image_column, columns = _image_column(schema), _annotation_columns(schema)
         if image_column is None or not columns:
             samples.problems.append(("damaged-shard", f"{path.name}: its columns are not those of the other files"))
             return samples
-        columns += [name for name in OTHER_COLUMNS if name in file.schema_arrow.names]
+        columns += [name for name in OTHER_COLUMNS if name in schema.names]
+        file, batch_rows, max_bytes = _open(path, image_column, columns)
         if not target.exists():
-            _copy_images(file, image_column, target, path)
+            _copy_images(file.iter_batches(batch_rows, columns=[image_column]), target, path, max_bytes)
         with open_shard(target) as (read, _):
-            start, number = 0, 0
-            for batch in file.iter_batches(BATCH_ROWS, columns=[image_column, *columns]):
+            start, number, num_text_bytes = 0, 0, 0
+            for batch in file.iter_batches(batch_rows, columns=[image_column, *columns]):
+                num_text_bytes += sum(map(text_bytes, batch.columns))
+                if num_text_bytes > max_bytes:
+                    raise pa.ArrowInvalid(f"the texts up to row {number:,} have {num_text_bytes:,} bytes")
                 lengths = [0 if data is None else len(data) for data in _iter_images(batch, image_column)]
                 names = _file_names(batch[image_column])
                 for length, row, file_name in zip(lengths, batch.select(columns).to_pylist(), names, strict=True):
@@ -150,12 +154,28 @@ def _read_file(part: SplitFiles, target: Path, class_names: list[str]) -> ShardS
     return samples
 
 
-def _copy_images(file: pq.ParquetFile, column: str, target: Path, path: Path) -> None:
-    """The images of a file, one after the other. Raises StorageError."""
+def _open(path: Path, image_column: str, columns: list[str]) -> tuple[pq.ParquetFile, int, int]:
+    """A file, how many rows of it may be read at once, and how many bytes its images may have, and its texts. Raises
+    OSError, ArrowException for one that would expand to far more than its size."""
+    used, images = [image_column, *columns], (image_column, f"{image_column}.bytes")
+    with open_shard(path) as (read, size_bytes):
+        metadata = pq.read_metadata(path)
+        largest = check_pages(read, size_bytes, metadata, used)
+    texts = texts_of(metadata, used, but=images)
+    file = pq.ParquetFile(regular_files.open_file(path), metadata=metadata, read_dictionary=texts)
+    return file, max(1, min(BATCH_ROWS, BATCH_BYTES // max(largest, 1))), max_unpacked_bytes(size_bytes)
+
+
+def _copy_images(batches: Iterator[pa.RecordBatch], target: Path, path: Path, max_bytes: int) -> None:
+    """The images of a file, one after the other. Raises StorageError, ArrowInvalid for more than `max_bytes`."""
+    copied = 0
     with write_cached(target, path) as append:
-        for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
-            for data in _iter_images(batch, column):
-                append(bytes(data or b""))
+        for batch in batches:
+            for data in _iter_images(batch, batch.schema.names[0]):
+                copied += len(data or b"")
+                if copied > max_bytes:
+                    raise pa.ArrowInvalid(f"its images have more than {max_bytes:,} bytes, too many for its size")
+                append(data or b"")
 
 
 def _iter_images(batch: pa.RecordBatch, column: str) -> Iterator[memoryview | None]:

@@ -137,11 +137,11 @@ def unpacked_path(shard: Path) -> Path:
 
 
 @contextlib.contextmanager
-def write_cached(target: Path, shard: Path) -> Iterator[Callable[[bytes], None]]:
+def write_cached(target: Path, shard: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
     """Gives a function that appends bytes to a file of the cache, which is there as a whole or not at all. Safe against
     kills and in several processes. Raises StorageError if the disk is full or would be."""
 
-    def append(data: bytes) -> None:
+    def append(data: bytes | memoryview) -> None:
         if shutil.disk_usage(target.parent).free < MIN_FREE_BYTES + len(data):
             raise OSError(errno.ENOSPC, f"less than {MIN_FREE_BYTES:,} bytes would remain on the disk")
         file.write(data)

@@ -255,6 +255,8 @@ WORK_DIR = ".stoker-pack"
 """The folder of plan and records next to the shards, while they are made."""
 PLAN_FILE = f"{WORK_DIR}/plan.json"
 METADATA_KEY = b"stoker"
+_ARROW_START = b"ARROW1\0\0"
+"""Before the messages of an Arrow file: schema, record batch, and their places once more."""
 SCHEMA = pa.schema(
     [
         ("name", pa.large_string()),  # file name in the source
@@ -377,17 +379,40 @@ def parse_info(data: bytes, location: Path | str) -> PackedInfo:
 
 def _parse(data: bytes, path: Path | str) -> tuple[PackedInfo, pa.RecordBatch]:
     try:
-        with pa.ipc.open_file(data) as reader:
-            info = msgspec.json.decode((reader.schema.metadata or {}).get(METADATA_KEY, b""), type=PackedInfo)
-            if info.version != VERSION:
-                raise _damaged(path, f"it has version {info.version}; this stoker reads {VERSION}", "update stoker")
-            if not reader.schema.equals(SCHEMA) or reader.num_record_batches != 1:
-                raise _damaged(path, "its columns are not those of an index of shards")
-            batch = reader.get_batch(0)
+        with pa.ipc.open_file(data) as reader:  # only its end: a batch would be unpacked when it is read
+            num_batches = reader.num_record_batches
+        messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(data).slice(len(_ARROW_START)))
+        schema, message = pa.ipc.read_schema(next(messages)), next(messages)
+        info = msgspec.json.decode((schema.metadata or {}).get(METADATA_KEY, b""), type=PackedInfo)
+        if info.version != VERSION:
+            raise _damaged(path, f"it has version {info.version}; this stoker reads {VERSION}", "update stoker")
+        if not schema.equals(SCHEMA) or num_batches != 1:
+            raise _damaged(path, "its columns are not those of an index of shards")
+        if _is_compressed(message.metadata.to_pybytes()):
+            raise _damaged(path, "its columns are compressed; stoker writes none, and they may expand without bounds")
+        batch = pa.ipc.read_record_batch(message, schema)
         batch.validate(full=True)
-    except (pa.ArrowException, msgspec.MsgspecError, ValueError, KeyError) as error:
+    except (pa.ArrowException, msgspec.MsgspecError, ValueError, KeyError, OSError, StopIteration) as error:
         raise _damaged(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     return info, batch
+
+
+def _is_compressed(message: bytes) -> bool:
+    """Whether the FlatBuffer of a record batch names a compression: field 3 of field 2 of the message, as in
+    https://github.com/apache/arrow/blob/main/format/Message.fbs. pyarrow has verified its offsets."""
+
+    def number(at: int, size: int, *, signed: bool = False) -> int:
+        return int.from_bytes(message[at : at + size], "little", signed=signed)
+
+    def field(table: int, index: int) -> int:
+        """The position of a field of a table; 0: it is not there."""
+        fields = table - number(table, 4, signed=True)
+        is_there = 4 + 2 * index < number(fields, 2)
+        offset = number(fields + 4 + 2 * index, 2) if is_there else 0
+        return table + offset if offset else 0
+
+    header = field(number(0, 4), 2)
+    return header == 0 or field(header + number(header, 4), 3) != 0
 
 
 def _to_table(batch: pa.RecordBatch, info: PackedInfo, path: Path, notes: list[str]) -> AnnotationTable:

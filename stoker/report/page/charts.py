@@ -16,7 +16,7 @@ import msgspec
 from stoker.evaluation.metrics import HISTOGRAM_BINS, NUM_RECALL_POINTS, Evaluation
 from stoker.report import format as fmt
 from stoker.report.explain import PHASE_COLORS
-from stoker.report.page.markup import Markup, tag
+from stoker.report.page.markup import Markup, clean, tag
 from stoker.report.run_report import RunReport
 from stoker.report.series import CURVES, Chart, Series
 from stoker.runs.records import PHASES, WARNING_KINDS
@@ -66,12 +66,12 @@ class Charts:
     def as_json(self) -> Markup:
         """The data. Without < no text can end the script element that contains it."""
         text = json.dumps(self.data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-        return Markup(text.replace("<", "\\u003c"))
+        return Markup(str(clean(text)).replace("<", "\\u003c"))
 
 
 def escape_name(name: str) -> str:
-    """A name for plotly, which interprets some HTML in texts."""
-    return html.escape(name, quote=False)
+    """A name for plotly, which interprets some HTML in texts, without control characters."""
+    return html.escape(str(clean(name)), quote=False)
 
 
 def color(index: int) -> str:
