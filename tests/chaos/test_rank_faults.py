@@ -70,6 +70,26 @@ def test_a_rank_that_hangs(data: Path, undisturbed: Path, tmp_path: Path) -> Non
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("rank", "fault", "restarts"), [(0, "stop", True), (1, "stop", False), (1, "hold_the_lock", False)]
+)
+def test_a_frozen_rank_is_named(
+    rank: int, fault: str, restarts: bool, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Its process is stopped, or in an endless C call that holds the GIL."""
+    chaos = {"target": STEP, "call": 9, "fault": fault, "rank": rank, "attempt": 1}
+    flags = RESTARTS if restarts else ()
+    ended = train(data, tmp_path, *TWO, *flags, chaos=chaos, env={"STOKER_HANG_TIMEOUT_S": "5"})
+    print(f"rank {rank}, {fault}: all ended after {time.time() - float((tmp_path / 'fault-time').read_text()):.1f} s")
+    assert ended.code == (0 if restarts else 7), ended.output
+    assert f"stoker: Rank {rank} (process " in ended.output
+    assert "froze or lost its network: no heartbeat for" in ended.output
+    assert processes_of(tmp_path) == []
+    if restarts:
+        assert "exit code 7 (the training hung)" in ended.output
+        assert_same_weights(ended.run, undisturbed)
+
+
 def test_out_of_memory_in_one_rank(data: Path, tmp_path: Path) -> None:
     target = "stoker.training.optim:OptimizerStep.backward"
     chaos = {"target": target, "call": 9, "fault": "out_of_memory", "rank": 1, "attempt": 1}
