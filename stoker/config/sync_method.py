@@ -54,6 +54,7 @@ def parse_sync(text: str) -> SyncMethod:
         raise ConfigError(
             f"--sync {kind} is not a method any more.",
             cause="it was the fastest on no link that was measured (docs/scaling.md)",
+            choices=CHOICES,
             fix=f"--sync {_INSTEAD[kind]}; continue a run that was started with {kind} with stoker 0.2.0",
         )
     if match is None or kind not in ("auto", *_NUMBERS):

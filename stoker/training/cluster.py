@@ -53,6 +53,11 @@ class RankPlace:
     source: str
     """What says so: torchrun, Slurm, TF_CONFIG."""
 
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return self.local_world_size == self.world_size
+
     def variables(self) -> dict[str, str]:
         """As torchrun sets them; `find_place` reads them."""
         return {

@@ -113,6 +113,7 @@ class Training:
         try:
             self.parallel.reserve_snapshots(collect_state(self.setup, self.parts) | {"pending_eval": None})
             self.train.prepare()
+            self.setup.ranks.limit_exchanges()
             self.recorder.end_window()
             self.run_steps()
             while state.diverged_step is not None:

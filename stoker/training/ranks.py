@@ -8,14 +8,17 @@ process is which rank says `cluster.py`.
 
 An error that only one rank meets is published in the store of the group. The others, whose next exchange fails as that
 rank has gone, raise it in its name (`RankError`), so that the user sees the first exception and not the last one. For
-the process that started the ranks (`local_ranks.py`) it is a file (`Failure`).
+the process that started the ranks (`local_ranks.py`) it is a file (`Failure`). Who is alive: `heartbeats.py`.
+
+The store and the exchanges have no passwords, as torch has none. Ranks of one machine listen on its loopback interface
+only; between machines it must be a network of trusted users (docs/scaling.md).
 """
 
 import contextlib
 import datetime
 import os
-import pickle
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -29,15 +32,18 @@ from stoker import errors
 from stoker.errors import ConfigError, Preempted, RankError, StokerError
 from stoker.hardware.cgroup import CORES_VARIABLE, host_cores
 from stoker.training.cluster import Devices, RankPlace
+from stoker.training.heartbeats import CALL_TIMEOUT_S, DONE, FAILURE, POLL_S, Heartbeats, call_within
 
 Result = TypeVar("Result")
 
-EXCHANGE_TIMEOUT_S = 3600.0
-"""An exchange fails after this time. Rank 0 may be busy for long while the others wait: with a data set in a bucket,
-trials of batch sizes, metrics of a large validation split. A rank that has ended is noticed at once, by its
-connections."""
+START_TIMEOUT_S, EXCHANGE_TIMEOUT_S = 3600.0, 1200.0
+"""An exchange fails after this time, until the first step and from there on. Rank 0 may be busy for long while the
+others wait: at the start with a data set in a bucket and trials of batch sizes, later with metrics of a large
+validation split. A rank that has ended is noticed at once, by its connections; one that is frozen by `watchdog.py`."""
 FAILURE_WAIT_S = 5.0
 """How long a rank whose exchange failed waits for the reason of the rank that has gone."""
+LATE_S = 20.0
+"""How long rank 0 of a finished run waits for machines that do not see its folder, and are told by it."""
 END_TIMEOUT_S = 1800.0
 """How long a finished rank waits for rank 0, which still writes, or uploads to a bucket."""
 FLIGHT_RECORDER, OLD_FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
@@ -46,7 +52,12 @@ FLIGHT_RECORDER_SIZE = "2000"
 """As torch's tutorial has it."""
 REPORTS_VARIABLE = "STOKER_RANK_REPORTS"
 """Folder in which the ranks that one `stoker train` started leave their failures, and rank 0 the result."""
-_POLL_S = 0.05
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""The interface of a machine that no other machine reaches."""
+ERRORS = {
+    kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, StokerError)
+}
+"""What a message may name."""
 _COMMUNICATION_WORDS = ("gloo", "NCCL", "Connection", "connection", "Socket", "socket", "Broken pipe", "store")
 
 
@@ -91,7 +102,7 @@ class Failure(msgspec.Struct, kw_only=True):
             cause = self.trace.rstrip() or self.text
             return RankError(f"Rank {self.rank} ended with an error, which is a bug in stoker.", cause=cause)
         what = f"Rank {self.rank}: {self.what}" if self.rank and not self.what.startswith("Rank ") else self.what
-        kind: type[StokerError] = getattr(errors, self.error)
+        kind = ERRORS.get(self.error, RankError)
         return kind(what, location=self.location, cause=self.cause, choices=self.choices, fix=self.fix)
 
 
@@ -142,7 +153,11 @@ class Ranks:
         self._store: Any = None
         self._host_group: Any = None
         """For what hosts exchange; None: the group of all."""
+        self.heartbeats: Heartbeats | None = None
+        """Of a rank that is connected."""
         self._explained: BaseException | None = None
+        self._told: BaseException | None = None
+        """The error of another rank that this one has raised, too."""
         self._num_posted = 0
         self._num_collected: dict[int, int] = {}
         self._post_lock = threading.Lock()
@@ -161,35 +176,59 @@ class Ranks:
     def alone(self) -> bool:
         return self.world_size == 1
 
-    def connect(self) -> None:
+    def connect(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Waits for the other ranks. Raises RankError if they do not come, or if the address cannot be used."""
-        if self.place is None:
+        place = self.place
+        if place is None:
             return
         import torch
         import torch.distributed as dist
 
-        os.environ.update(self.place.variables())
-        divide_cores(self.place)
+        os.environ.update(place.variables())
+        divide_cores(place)
         has_gpu = torch.cuda.is_available()
         if OLD_FLIGHT_RECORDER not in os.environ:
             os.environ.setdefault(FLIGHT_RECORDER, FLIGHT_RECORDER_SIZE)
+        timeout, store = datetime.timedelta(seconds=timeout_s), None
         try:
+            if place.is_one_machine:
+                for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                    os.environ.setdefault(variable, LOOPBACK)
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # else torchrun has one
+                    listener = socket.create_server(("127.0.0.1", place.port)).detach() if self.is_main else None
+                    store = dist.TCPStore(  # type: ignore[attr-defined]
+                        "127.0.0.1", place.port, self.world_size, self.is_main, timeout, master_listen_fd=listener
+                    )
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
-                init_method="env://",
+                store=store,
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S),
+                timeout=timeout,
             )
-            self._host_group = dist.new_group(backend="gloo") if has_gpu else None
-        except (RuntimeError, ValueError) as error:
+            self._host_group = dist.new_group(backend="gloo", timeout=timeout) if has_gpu else None
+            self._store = dist.distributed_c10d._get_default_store()
+            heartbeats = Heartbeats(self._store, self.rank, self.world_size)
+            self.barrier()  # all have written
+        except (RuntimeError, ValueError, OSError) as error:
             raise RankError(
                 f"Rank {self.rank} of {self.world_size} cannot reach the others.",
-                location=f"{self.place.host}:{self.place.port}, where rank 0 listens ({self.place.source})",
+                location=f"{place.host}:{place.port}, where rank 0 listens ({place.source})",
                 cause=str(error).partition("\n")[0],
                 fix="check that all ranks are started, that the name resolves, and that the port is open",
             ) from error
-        self._store = dist.distributed_c10d._get_default_store()
+        self.heartbeats = heartbeats
+        heartbeats.start()
+
+    def limit_exchanges(self) -> None:
+        """From here on, an exchange fails after EXCHANGE_TIMEOUT_S."""
+        if self.alone:
+            return
+        import torch.distributed as dist
+
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.11
+        for group in {None, self._host_group}:
+            set_timeout(datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S), group)
 
     @property
     def host_group(self) -> Any:
@@ -200,29 +239,37 @@ class Ranks:
         """Rank 0 does the work; its result, or its error, is that of all ranks."""
         if self.alone:
             return work()
-        outcome: list[Any] = [None, None]
-        if self.is_main:
-            outcome = _attempt(work)
-        self._broadcast(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
-        result: Result = outcome[0]
-        return result
+        result, error = _attempt(work) if self.is_main else (None, None)
+        values: list[Any] = [result, self._encode(error)]
+        self._broadcast(values)
+        self._raise_first(error, values[1:])
+        shared: Result = values[0]
+        return shared
 
     def locally_first(self, work: Callable[[], Result]) -> Result:
         """The first rank of each machine does the work, then the others of the machine, which find what it left on the
         disk. An error of one rank is raised by all."""
         if self.alone:
             return work()
-        outcome: list[Any] = [None, None]
+        result, error = None, None
         for turn in (True, False):
             if (self.local_rank == 0) == turn:
-                outcome = _attempt(work)
-            errors = [error for error in self.gather_all(outcome[1]) if error is not None]
-            if errors:
-                raise outcome[1] or errors[0]
-        result: Result = outcome[0]
-        return result
+                result, error = _attempt(work)
+            self._raise_first(error, self.gather_all(self._encode(error)))
+        found: Result = result  # type: ignore[assignment]  # each rank had its turn
+        return found
+
+    def _encode(self, error: Exception | None) -> bytes | None:
+        return None if error is None else msgspec.json.encode(Failure.of(self.rank, error))
+
+    def _raise_first(self, own: Exception | None, told: list[bytes | None]) -> None:
+        """Raises the error of this rank, else the first that the ranks told."""
+        if own is not None:
+            raise own
+        for message in told:
+            if message is not None:
+                self._told = msgspec.json.decode(message, type=Failure).as_error()
+                raise self._told
 
     def gather(self, value: Result) -> list[Result] | None:
         """The values of all ranks, in rank 0; None in the others."""
@@ -296,20 +343,21 @@ class Ranks:
                 self._num_collected[rank] = number
                 yield rank, message
 
-    def tell_alive(self, alive: bool) -> None:
-        """Tells the others whether this rank makes progress, or may be slow. From any thread, at any time."""
-        if self._store is not None:
-            self._store.set(f"stoker/alive/{self.rank}", b"1" if alive else b"0")
-
-    def others_alive(self) -> bool:
-        """Whether any other rank is alive by its last report. From any thread, at any time."""
-        keys = [f"stoker/alive/{rank}" for rank in range(self.world_size) if rank != self.rank]
-        return self._store is not None and any(self._store.check([k]) and self._store.get(k) == b"1" for k in keys)
-
     def failure_elsewhere(self) -> Failure | None:
-        """Why another rank has failed, if one has. From any thread, at any time."""
-        failure = self._await_failure(0.0)
-        return None if failure is None or failure.rank == self.rank else failure
+        """Why another rank has failed, or that the store is gone. From any thread, at any time."""
+        failure, lost = self._await_failure(0.0), self._lost_store()
+        return Failure.of(self.rank, lost, is_consequence=True) if failure is None and lost is not None else failure
+
+    def _lost_store(self) -> RankError | None:
+        if self.heartbeats is None or not self.heartbeats.lost or self.place is None:
+            return None
+        return RankError(
+            f"Rank {self.rank} lost the store of the job.",
+            location=f"{self.place.host}:{self.place.port}",
+            cause=self.heartbeats.lost,
+            fix="the process that had it has ended (rank 0, or torchrun): look at the end of its output, and at "
+            "`dmesg` of its machine; the same command continues from the last checkpoint",
+        )
 
     def collective_trace(self) -> bytes | None:
         """The last collectives of this rank with their stacks, as NCCL's flight recorder pickles them; None without
@@ -352,14 +400,14 @@ class Ranks:
         """The error that ended this rank; that of another rank, if this one is its consequence. Publishes it."""
         if self.alone or error is self._explained:
             return error
-        explained, is_consequence = error, False
+        explained, is_consequence = error, error is self._told
         if not isinstance(error, StokerError | KeyboardInterrupt | SystemExit):
             failure = self._await_failure(FAILURE_WAIT_S if _is_communication(error) else 0.0)
-            if failure is not None and failure.rank != self.rank:
+            if failure is not None:
                 explained, is_consequence = failure.as_error(), True
             elif _is_communication(error):
                 is_consequence = True
-                explained = RankError(
+                explained = self._lost_store() or RankError(
                     f"Rank {self.rank} lost the connection to another rank.",
                     cause=str(error).partition("\n")[0],
                     fix="the rank that ended first says why; if it was killed, look for the kernel's out-of-memory "
@@ -367,7 +415,7 @@ class Ranks:
                 )
         self._explained = explained
         if not isinstance(explained, Preempted):
-            self._publish(explained, is_consequence=is_consequence)
+            self.publish(explained, is_consequence=is_consequence)
         return explained
 
     @contextlib.contextmanager
@@ -382,29 +430,37 @@ class Ranks:
             raise explained from error
 
     def close(self, *, orderly: bool) -> None:
-        """Leaves the group. orderly: all ranks end in this way, so the others wait until rank 0 has written all."""
-        if self.alone or self._store is None:
+        """Leaves the group. orderly: all ranks end in this way, so the others wait until rank 0 has written all.
+
+        Raises HungError if rank 0 is frozen."""
+        if self.heartbeats is None:
             return
         import torch.distributed as dist
 
         if orderly:
             with contextlib.suppress(RuntimeError):  # rank 0, which has the store, was killed
-                self._end_together()
+                self._end_together(self.heartbeats)
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
         # Else a pending exchange could hang in its end: the process is about to end, and with it its connections.
 
-    def _end_together(self) -> None:
-        done, seen = "stoker/done", "stoker/seen"
+    def _end_together(self, heartbeats: Heartbeats) -> None:
+        seen = "stoker/seen"
+        heartbeats.hurry()
         if self.is_main:
-            self._store.set(done, b"1")
+            self._store.set(DONE, b"1")
             end_s = time.monotonic() + FAILURE_WAIT_S
             while self._store.add(seen, 0) < self.world_size - 1 and time.monotonic() < end_s:
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
+            heartbeats.stop()
             return
         end_s = time.monotonic() + END_TIMEOUT_S
-        while not self._store.check([done]) and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
+        while DONE not in heartbeats.published and not heartbeats.lost and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+            heartbeats.tick(POLL_S)
+            if error := heartbeats.frozen(heartbeats.limit_s):
+                raise error
+        heartbeats.stop()
         self._store.add(seen, 1)
 
     def _broadcast(self, values: list[Any]) -> None:
@@ -412,25 +468,28 @@ class Ranks:
 
         dist.broadcast_object_list(values, src=0, group=self._host_group)
 
-    def _publish(self, error: BaseException, *, is_consequence: bool) -> None:
+    def publish(self, error: BaseException, *, is_consequence: bool) -> None:
+        """Tells the error of this rank to the others, and to the process that started it. From any thread."""
         failure = Failure.of(self.rank, error, is_consequence=is_consequence)
         with contextlib.suppress(OSError):  # then the process that started this one knows its exit code only
             write_report(failure)
         if self._store is not None and not is_consequence:
-            with contextlib.suppress(RuntimeError):  # rank 0, which has the store, is gone
-                self._store.compare_set("stoker/failure", "", msgspec.json.encode(failure).decode())
+            text = msgspec.json.encode(failure).decode()
+            call_within(CALL_TIMEOUT_S, self._store.compare_set, FAILURE, "", text)
 
     def _await_failure(self, timeout_s: float) -> Failure | None:
-        end_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                if self._store is not None and self._store.check(["stoker/failure"]):
-                    return msgspec.json.decode(self._store.get("stoker/failure"), type=Failure)
-            except RuntimeError:  # rank 0, which has the store, is gone
+        """Of another rank."""
+        heartbeats, end_s = self.heartbeats, time.monotonic() + timeout_s
+        if heartbeats is None:
+            return None
+        if timeout_s:
+            heartbeats.hurry()
+        while FAILURE not in heartbeats.published:
+            if heartbeats.lost or time.monotonic() >= end_s:
                 return None
-            if time.monotonic() >= end_s:
-                return None
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
+        failure = msgspec.json.decode(heartbeats.published[FAILURE], type=Failure)
+        return None if failure.rank == self.rank else failure
 
 
 def divide_cores(place: RankPlace) -> None:
@@ -446,21 +505,12 @@ def divide_cores(place: RankPlace) -> None:
     torch.set_num_threads(host_cores())
 
 
-def _attempt(work: Callable[[], Any]) -> list[Any]:
-    """[result, None] or [None, error]."""
+def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """(result, None) or (None, error)."""
     try:
-        return [work(), None]
+        return work(), None
     except Exception as error:  # noqa: BLE001  # all ranks raise it
-        return [None, error if isinstance(error, StokerError) else _portable(error)]
-
-
-def _portable(error: Exception) -> Exception:
-    """The error, or one with its text if other processes could not read it."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  # pickling calls the code of any exception
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        return None, error
 
 
 def _is_communication(error: BaseException) -> bool:
@@ -468,16 +518,24 @@ def _is_communication(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def joined(place: RankPlace | None) -> Iterator[Ranks]:
+def joined(place: RankPlace | None, finished: StokerError | None = None) -> Iterator[Ranks]:
     """The ranks of this job, connected inside the block; alone without a place.
 
     The error of a rank is published, and raised by the others. After a block without an error, and after `Preempted`,
-    a rank waits until rank 0 has left its block, too.
+    a rank waits until rank 0 has left its block, too. finished: why nothing is left to do; raised at once, by rank 0
+    after it has waited LATE_S for others.
     """
     ranks = Ranks(place)
+    if finished is not None and not ranks.is_main:
+        raise finished
     try:
         with ranks.explaining():
-            ranks.connect()
+            try:
+                ranks.connect(START_TIMEOUT_S if finished is None else LATE_S)
+            except RankError:
+                if finished is None:
+                    raise
+                raise finished from None
             yield ranks
     except BaseException as error:
         ranks.close(orderly=isinstance(error, Preempted))

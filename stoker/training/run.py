@@ -74,8 +74,11 @@ def train(
     vertex = vertex_folders()
     if run_dir is None and resume is None:
         run_dir = vertex.checkpoints
+    finished = None  # a machine that is started again after all have finished must not wait for the others
+    if place is not None and not place.is_one_machine:
+        finished = run_selection.find_finished(user_config, run_dir, resume)
     with (
-        joined(place) as ranks,
+        joined(place, finished) as ranks,
         stop_on_signals() as stop_request,
         contextlib.ExitStack() as stack,
     ):

@@ -14,7 +14,7 @@ import msgspec
 
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
-from stoker.errors import ConfigError, RunFinished, StorageError, UsageError, writing
+from stoker.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, writing
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs.records import (
     CONFIG,
@@ -33,7 +33,7 @@ from stoker.runs.records import (
 )
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import write_atomic
-from stoker.storage.uri import display_path, expand_variables, is_uri, parse_uri
+from stoker.storage.uri import display_path, expand_variables, is_uri, parse_uri, to_run_uri
 from stoker.training.supervisor import read_restart
 
 RUNS_DIR = Path("runs")
@@ -101,6 +101,25 @@ def refuse_finished(path: Path, user_config: Config | None, location: object) ->
         raise UsageError("The run is finished, with other settings.", location=location, cause=difference, fix=fix)
     fix = f"`stoker why {location}` shows it; to train again, another --run-dir"
     raise RunFinished("The run is finished: nothing is left to do.", location=location, fix=fix)
+
+
+def find_finished(user_config: Config, name: str | None, resume: str | None) -> RunFinished | None:
+    """The end of the named run, where this machine sees it; None also for what all ranks are to say together. The
+    arguments are those of `choose_run`, also URIs."""
+    from stoker.storage.store import fetch_files  # needed for runs in a bucket only
+
+    location = name if resume is None else resume
+    if location is None:
+        return None
+    try:
+        uri = to_run_uri(location)
+        path = Path(expand_variables(location)) if uri is None else fetch_files(uri, (CONFIG,), events_file=EVENTS)
+        refuse_finished(path, None if resume is not None else with_absolute_paths(user_config), uri or path)
+    except RunFinished as error:
+        return error
+    except StokerError:
+        return None
+    return None
 
 
 def _difference(path: Path, user_config: Config) -> str | None:

@@ -8,6 +8,9 @@ saving, rolling back or profiling, and in a debugger. With several ranks, each w
 of the others makes progress: then a rank that does not reach a collective and those that wait in it all write their
 stacks (`ranks/0001/hang.txt`), and with NCCL what its flight recorder has (`nccl_trace/`).
 
+A rank whose heartbeat stopped (`heartbeats.py`) is named, whatever the others do: rank 0 notices those of the others,
+and they that of rank 0.
+
 A rank that has not noticed that another one failed (NCCL waits on, where gloo loses a connection) is ended, too.
 """
 
@@ -26,7 +29,8 @@ from typing import Literal, Self
 from stoker.errors import ConfigError, HungError
 from stoker.runs.records import HANG, RANKS, RunFolder
 from stoker.storage.failures import Timeouts
-from stoker.training.ranks import Failure, Ranks, write_report
+from stoker.training.heartbeats import FRESH_S, Heartbeats, call_within
+from stoker.training.ranks import Failure, Ranks
 
 MIN_LIMIT_S = 60.0
 STEP_FACTOR = 20.0
@@ -43,7 +47,7 @@ NCCL_TRACE = "nccl_trace"
 REPORT_TIMEOUT_S = 20.0
 """For writing stacks and event: the disk may be what hangs."""
 
-Hung = Literal["loader", "device", "collective", "evaluation"]
+Hung = Literal["loader", "device", "collective", "evaluation", "rank"]
 
 
 def min_limit_s(*, is_remote: bool) -> float | None:
@@ -70,7 +74,7 @@ class HangDetector:
     """Decides from reports and ticks whether the training hangs. Reports come from the training thread."""
 
     def __init__(self, min_limit_s: float) -> None:
-        self._min_limit_s = min_limit_s
+        self.min_limit_s = min_limit_s
         self._reports, self._seen_reports = 0, -1
         self._unlimited_until = 0
         """Number of the report before which any silence is allowed."""
@@ -91,7 +95,7 @@ class HangDetector:
     def limit_s(self) -> float:
         """Seconds of silence that are a hang."""
         durations_s = list(self._durations_s)
-        return max(self._min_limit_s, STEP_FACTOR * statistics.median(durations_s) if durations_s else 0.0)
+        return max(self.min_limit_s, STEP_FACTOR * statistics.median(durations_s) if durations_s else 0.0)
 
     def tick(self, elapsed_s: float, *, is_limited: bool) -> bool:
         """Whether the training hangs. elapsed_s: since the last tick; at most two ticks of it count."""
@@ -121,7 +125,6 @@ class Watchdog:
     ) -> None:
         self._ranks = ranks or Ranks()
         self._stacks = folder.path / (HANG if self._ranks.is_main else f"{RANKS}/{self._ranks.rank:04d}/{HANG}")
-        self._told_alive: bool | None = None
         self._folder, self._detector, self._phase, self._step, self._on_hang = folder, detector, phase, step, on_hang
         self._watched_id = threading.get_ident()
         self._stopped = threading.Event()
@@ -138,45 +141,46 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        ticks_after_failure = 0
+        ticks_after_failure, heartbeats = 0, self._ranks.heartbeats
+        if heartbeats is not None:
+            heartbeats.limit_s = max(FRESH_S, self._detector.min_limit_s)
         while not self._stopped.wait(TICK_S):
-            failure = None if self._ranks.alone else self._ranks.failure_elsewhere()
+            failure = self._ranks.failure_elsewhere()
             if failure is not None:
                 ticks_after_failure += 1
                 if ticks_after_failure * TICK_S >= FAILURE_GRACE_S and self._on_hang is not None:
                     self._end_after(failure, self._on_hang)
                     return
-            is_silent = self._detector.tick(TICK_S, is_limited=self._phase() not in UNLIMITED_PHASES)
-            if not self._ranks.alone:
-                is_silent = self._ask_others(is_silent=is_silent)
-            if is_silent:
+            is_silent, frozen = self._detector.tick(TICK_S, is_limited=self._phase() not in UNLIMITED_PHASES), None
+            if heartbeats is not None:
+                is_silent, frozen = self._ask_others(heartbeats, is_silent=is_silent)
+            if is_silent or frozen is not None:
                 frames = self._watched_frames()
                 if any(os.path.basename(frame.filename) in ("bdb.py", "pdb.py") for frame in frames):
                     self._detector.allow_silence()
                     continue
-                self._end(describe_hang(self._phase(), frames), frames)
+                if frozen is None:
+                    self._end(describe_hang(self._phase(), frames), frames)
+                else:
+                    self._end("rank", frames, frozen)
                 return
 
-    def _ask_others(self, *, is_silent: bool) -> bool:
-        """Whether no rank makes progress: one may wait long for another that evaluates or saves."""
-        alive = self._detector.silence_s < self._detector.limit_s / 2
-        try:
-            if alive is not self._told_alive:
-                self._ranks.tell_alive(alive)
-                self._told_alive = alive
-            return is_silent and not self._ranks.others_alive()
-        except RuntimeError:  # rank 0, which has the store, is gone
-            return is_silent
+    def _ask_others(self, heartbeats: Heartbeats, *, is_silent: bool) -> tuple[bool, HungError | None]:
+        """(whether no rank makes progress: one may wait long for another that evaluates or saves; the error that names
+        a frozen rank)."""
+        heartbeats.tick(TICK_S)
+        heartbeats.progresses = self._detector.silence_s < self._detector.limit_s / 2
+        is_silent = is_silent and not heartbeats.others_progress()
+        return is_silent, heartbeats.frozen(FRESH_S if is_silent else heartbeats.limit_s)
 
     def _watched_frames(self) -> list[traceback.FrameSummary]:
         frame = sys._current_frames().get(self._watched_id)
         return [] if frame is None else list(traceback.extract_stack(frame))
 
-    def _end(self, hung: Hung, frames: list[traceback.FrameSummary]) -> None:
-        error = make_hung_error(hung, self._detector.silence_s, self._step(), frames, str(self._stacks))
-        reporting = threading.Thread(target=self._report, args=(hung, error, frames), daemon=True)
-        reporting.start()
-        reporting.join(REPORT_TIMEOUT_S)
+    def _end(self, hung: Hung, frames: list[traceback.FrameSummary], error: HungError | None = None) -> None:
+        if error is None:
+            error = make_hung_error(hung, self._detector.silence_s, self._step(), frames, str(self._stacks))
+        call_within(REPORT_TIMEOUT_S, self._report, hung, error, frames)
         if self._on_hang is not None:
             self._on_hang(error.exit_code)
 
@@ -184,18 +188,13 @@ class Watchdog:
         """Ends this rank as a consequence of the failure of another."""
         error = failure.as_error()
         print(f"stoker: {error}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):  # it has been printed, and the event follows
-            write_report(Failure.of(self._ranks.rank, error, is_consequence=True))
-        event = {"kind": "failed", "text": str(error), "step": self._step(), "exit_code": failure.exit_code}
-        reporting = threading.Thread(target=self._folder.event, kwargs=event, daemon=True)
-        reporting.start()
-        reporting.join(TICK_S)
+        self._ranks.publish(error, is_consequence=True)
+        call_within(TICK_S, self._folder.event, "failed", str(error), step=self._step(), exit_code=failure.exit_code)
         end(failure.exit_code)
 
     def _report(self, hung: Hung, error: HungError, frames: list[traceback.FrameSummary]) -> None:
         print(f"stoker: {error}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):  # the error has been printed, and the event follows
-            write_report(Failure.of(self._ranks.rank, error, is_consequence=hung == "collective"))
+        self._ranks.publish(error, is_consequence=hung == "collective")
         with contextlib.suppress(OSError):
             self._write_stacks(error, frames)
             self._write_collectives()

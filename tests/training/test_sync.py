@@ -88,6 +88,7 @@ def test_methods_of_version_0_2_name_what_to_choose(removed: str, instead: str) 
         check(from_fields({"sync": removed}))
     assert f"--sync {instead}" in str(caught.value)
     assert "stoker 0.2.0" in str(caught.value)
+    assert "valid:  plain, bf16, powersgd:4, every:8, auto" in str(caught.value)
 
 
 @pytest.mark.parametrize(

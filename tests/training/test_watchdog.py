@@ -1,18 +1,25 @@
 """The watchdog: what is a hang, what it is called, and a process that really hangs."""
 
+import os
+import socket
 import threading
+import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from stoker.errors import ConfigError, DataError
 from stoker.runs.records import EVENTS, HANG, RunFolder, read_lines
 from stoker.runs.schemas import Event
-from stoker.training import watchdog
-from stoker.training.ranks import Failure, Ranks
+from stoker.training import heartbeats, watchdog
+from stoker.training.cluster import RankPlace
+from stoker.training.heartbeats import Heartbeats
+from stoker.training.ranks import Ranks
 from stoker.training.watchdog import (
     NCCL_TRACE,
     STEP_FACTOR,
@@ -115,62 +122,95 @@ def test_a_hang_is_recorded_with_the_stacks_of_all_threads(tmp_path: Path, monke
     assert "test_a_hang_is_recorded" in text
 
 
-class Others(Ranks):
-    """A rank whose only other one is alive, or not."""
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks]]:
+    """Two ranks on a real store, whose heartbeats come a hundred times a second once they are started."""
+    for module, names in ((watchdog, ("TICK_S", "FRESH_S")), (heartbeats, ("BEAT_S", "FRESH_S"))):
+        for name in names:
+            monkeypatch.setattr(module, name, 1.0 if name == "FRESH_S" else 0.01)
+    store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    ranks = []
+    for rank in range(2):
+        place = RankPlace(rank=rank, world_size=2, local_rank=rank, local_world_size=2, host="127.0.0.1",
+                          port=store.port, source="test")  # fmt: skip
+        ranks.append(Ranks(place))
+        ranks[rank]._store = store if rank == 0 else TCPStore("127.0.0.1", store.port, 2, False)
+        ranks[rank].heartbeats = Heartbeats(ranks[rank]._store, rank, 2)
+    yield ranks
+    for other in ranks:
+        if other.heartbeats is not None and other.heartbeats._thread.is_alive():
+            other.heartbeats.stop()
 
-    def __init__(self, alive: bool) -> None:
-        super().__init__()
-        self.world_size, self.rank, self.others, self.told = 2, 1, alive, []
-        self.failure: Failure | None = None
 
-    def tell_alive(self, alive: bool) -> None:
-        self.told.append(alive)
-
-    def others_alive(self) -> bool:
-        return self.others
-
-    def failure_elsewhere(self) -> Failure | None:
-        return self.failure
-
-    def collective_trace(self) -> bytes:
-        return b"collectives"
+def beats_of(ranks: Ranks) -> Heartbeats:
+    assert ranks.heartbeats is not None
+    return ranks.heartbeats
 
 
-def test_a_rank_that_waits_for_a_busy_one_has_not_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "TICK_S", 0.01)
-    folder, ended, ranks = RunFolder(tmp_path, 1), threading.Event(), Others(alive=True)
+def test_a_rank_that_waits_for_a_busy_one_has_not_hung(
+    two: list[Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "collective_trace", lambda _: b"collectives")  # those of NCCL
+    folder, ended = RunFolder(tmp_path, 1), threading.Event()
     detector = HangDetector(0.1)
     detector.report(0.0001)
+    for ranks in two:
+        beats_of(ranks).start()
     with Watchdog(
-        folder, detector, phase=lambda: "compute", step=lambda: 7, on_hang=lambda _: ended.set(), ranks=ranks
+        folder, detector, phase=lambda: "compute", step=lambda: 7, on_hang=lambda _: ended.set(), ranks=two[1]
     ):
-        while False not in ranks.told:  # half of its limit
+        while detector.silence_s < 20 * detector.limit_s:
             assert not ended.is_set()
-        ranks.others = False
-        assert ended.wait(30)
+            time.sleep(0.01)
+        assert not beats_of(two[1]).progresses, "it says that it waits"
+        beats_of(two[0]).progresses = False
+        assert ended.wait(60)
     folder.close()
-    assert ranks.told == [True, False]
     assert (tmp_path / "ranks" / "0001" / HANG).exists()
-
     assert (tmp_path / NCCL_TRACE / "rank_1").read_bytes() == b"collectives"
 
 
-def test_a_rank_that_does_not_notice_a_failure_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(watchdog, "TICK_S", 0.01)
-    monkeypatch.setattr(watchdog, "FAILURE_GRACE_S", 0.05)
-    codes: list[int] = []
-    ended, ranks = threading.Event(), Others(alive=True)
-    ranks.failure = Failure.of(0, DataError("Too many bad images."))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_heartbeats_is_named(rank: int, two: list[Ranks], tmp_path: Path) -> None:
+    """Also while this one is in a phase without a limit, and to the others."""
+    folder, ended, codes = RunFolder(tmp_path, 1), threading.Event(), []
 
     def end(code: int) -> None:
         codes.append(code)
         ended.set()
 
+    beats_of(two[rank]).start()
+    with Watchdog(folder, HangDetector(1), phase=lambda: "checkpoint", step=lambda: 7, on_hang=end, ranks=two[rank]):
+        assert ended.wait(60)
+    folder.close()
+    (event,) = read_lines(tmp_path, EVENTS, Event)
+    assert (codes, event.data["hung"], event.data["exit_code"]) == ([7], "rank", 7)
+    assert event.text.startswith(f"Rank {1 - rank} (process {os.getpid()} on {socket.gethostname()}) froze")
+    beats_of(two[1 - rank]).start()
+    end_s = time.monotonic() + 60
+    while (told := two[1 - rank].failure_elsewhere()) is None and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert told is not None
+    assert (told.rank, told.exit_code) == (rank, 7)
+
+
+def test_a_rank_that_does_not_notice_a_failure_is_ended(
+    two: list[Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watchdog, "FAILURE_GRACE_S", 0.05)
+    codes: list[int] = []
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    for ranks in two:
+        beats_of(ranks).start()
+    two[0].publish(DataError("Too many bad images."), is_consequence=False)
     folder = RunFolder(tmp_path, 1)
-    with Watchdog(folder, HangDetector(60), phase=lambda: "checkpoint", step=lambda: 7, on_hang=end, ranks=ranks):
-        assert ended.wait(30)
+    with Watchdog(folder, HangDetector(60), phase=lambda: "checkpoint", step=lambda: 7, on_hang=end, ranks=two[1]):
+        assert ended.wait(60)
     folder.close()
     assert codes == [4]
     assert "Too many bad images." in capsys.readouterr().err

@@ -34,10 +34,18 @@ def _hang():
     threading.Event().wait()
 
 
+def _hold_the_lock():
+    import ctypes
+
+    ctypes.PyDLL(None).sleep(100_000)  # a C call that keeps the GIL
+
+
 _FAULTS = {
     "out_of_memory": _raise_out_of_memory,
     "error": _raise_error,
     "hang": _hang,
+    "hold_the_lock": _hold_the_lock,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "user_signal": lambda: os.kill(os.getpid(), signal.SIGUSR1),
