@@ -17,7 +17,16 @@ from stoker.config.durations import parse_time_s
 from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
 from stoker.errors import ConfigError, PreflightError, UsageError
 from stoker.knowledge import read_toml
-from stoker.launching.spec import LOG, LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions
+from stoker.launching.spec import (
+    LOG,
+    PLACES,
+    LaunchRequest,
+    LaunchSpec,
+    Mount,
+    Place,
+    PlaceOptions,
+    open_place,
+)
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.environment import describe_storage
@@ -95,6 +104,7 @@ def make_spec(
         time_limit_s=None if request.time_limit is None else parse_time_s(request.time_limit, "--time-limit"),
         restarts=request.restarts,
         env=check_env(request.env),
+        secrets=_parse_secrets(request.secret),
         mounts=tuple(map(_parse_mount, request.mount)),
         options=options,
         log=str(Path.cwd() / f"{_job_name(run_dir)}.log" if is_uri(run_dir) else Path(run_dir) / LOG),
@@ -180,6 +190,10 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
             choices=["lower-case letters, digits and -, at most 40"],
             fix="--name",
         )
+    if spec.secrets and not place.has_secrets:
+        with_secrets = [name for name in PLACES if open_place(name).has_secrets]
+        fix = "the trainer's own environment or files there, or --env, whose values are in the job"
+        raise UsageError(f"{place.name} has no secrets for --secret.", choices=with_secrets, fix=fix)
     if spec.mig_slice is not None and (spec.devices > 1 or spec.max_nodes > 1):
         raise UsageError(
             f"A training on the MIG slice {spec.gpu} has one device.",
@@ -299,10 +313,12 @@ def check_container(spec: LaunchSpec, place: str) -> None:
             cause="REGISTRY/NAME:TAG; the name is in lower case",
             choices=["europe-docker.pkg.dev/PROJECT/REPOSITORY/stoker:1"],
         )
-    if reserved := RANK_VARIABLES & spec.env.keys():
+    if reserved := RANK_VARIABLES & {*spec.env, *spec.secrets}:
         raise ConfigError(
             f"--env {min(reserved)}: {place} gives each node its own.", fix="leave it out; --nodes and --devices decide"
         )
+    if twice := spec.env.keys() & spec.secrets:
+        raise ConfigError(f"{min(twice)} is a variable of --env and of --secret.", fix="leave one of them out")
     if spec.is_elastic:
         raise UsageError(
             f"{place} starts a fixed number of nodes, --nodes asks for {spec.min_nodes} to {spec.max_nodes}.",
@@ -330,6 +346,18 @@ def check_env(pairs: Iterable[str]) -> dict[str, str]:
             raise ConfigError(f"--env {pair!r} is not a variable.", choices=["NAME=value"])
         env[name] = value
     return env
+
+
+def _parse_secrets(pairs: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """`NAME=SECRET/KEY` of --secret. Raises ConfigError."""
+    secrets = {}
+    for pair in pairs:
+        match = re.fullmatch(r"([A-Za-z_]\w*)=([A-Za-z0-9][\w.-]{0,252})/([\w.-]{1,253})", pair)
+        if match is None:
+            what = f"--secret {pair.partition('=')[0]!r} does not name a variable, a secret and a key of it."
+            raise ConfigError(what, choices=["NAME=SECRET/KEY"])
+        secrets[match[1]] = match[2], match[3]
+    return secrets
 
 
 def _flag(name: str) -> str:

@@ -79,6 +79,7 @@ class Slurm(Place):
             "options": "\n".join(lines),
             "exports": "\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
             "command": shlex.join([sys.executable, "-m", "stoker", *spec.arguments]),
+            "cpus": str(spec.cpus),  # srun has not taken it from the job since Slurm 22.05
             "wait_s": str(STRAGGLER_WAIT_S),
             "restarts": str(spec.restarts),
         }

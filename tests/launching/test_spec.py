@@ -97,6 +97,8 @@ def test_what_is_not_set_is_derived_from_the_machine() -> None:
     ({"devices": -1}, "--devices -1 is out of range"),
     ({"restarts": -1}, "--restarts -1 is not a number"),
     ({"resume": "gs://bucket/run"}, "What should be trained on?"),
+    ({"secret": ("KEY=wandb/key",)}, "cloud has no secrets for --secret"),
+    ({"secret": ("KEY=value",)}, "--secret 'KEY' does not name a variable"),
 ])  # fmt: skip
 def test_what_would_fail_is_refused(flags: dict[str, object], named: str) -> None:
     with pytest.raises(StokerError) as refused:
