@@ -28,6 +28,7 @@ def check(
     dockerfile: Path | None = None,
     requirements: Path | None = None,
     script: Path | None = None,
+    driver: str | None = None,
     deep: bool = False,
     all_: Annotated[bool, Parameter(name="--all")] = False,
     json: bool = False,
@@ -57,6 +58,8 @@ def check(
         The same in a requirements.txt.
     script
         What makes a training script slow: its input pipeline, its strategy.
+    driver
+        NVIDIA driver of the machine that will run these files, which is not this one: 535.
     deep
         Take minutes: larger measurements, longer time limits.
     all_
@@ -83,6 +86,7 @@ def check(
         dockerfile=dockerfile,
         requirements=requirements,
         script=script,
+        driver=driver,
     )
     shows_progress = sys.stderr.isatty() and not json
 
