@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -47,6 +47,7 @@ def launch(
     dry_run
         Print exactly what would be submitted.
     """
+    from stoker.launching.elastic import SETTINGS
     from stoker.launching.jobs import submit
     from stoker.launching.request import check_launch, make_spec, refuse_control_characters
 
@@ -54,8 +55,10 @@ def launch(
         raise UsageError("Where should it be launched?", choices=PLACES, fix="stoker launch local demo")
     place = open_place(where)
     refuse_control_characters(request, options, data, settings)
-    settings, on_cpu = _check_settings(settings)
-    spec = make_spec(request, place, options, data=data, settings=settings, on_cpu=on_cpu)
+    settings, chosen = _check_settings(settings)
+    batch = {name: chosen[name] for name in SETTINGS if name in chosen}
+    on_cpu = chosen.get("device") == "cpu"
+    spec = make_spec(request, place, options, data=data, settings=settings, on_cpu=on_cpu, batch=batch)
     for warning in check_launch(spec, place):
         print_text(f"stoker: warning: {warning}", file=sys.stderr)
     if dry_run:
@@ -67,9 +70,9 @@ def launch(
     print_text(f"`stoker launch status {spec.run_dir}`, also logs and cancel; `stoker why {spec.run_dir}`")
 
 
-def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-    """(the settings with flags of other tools translated, whether they train on the CPU). Ends as `stoker train` does
-    for one that it does not have."""
+def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """(the settings with flags of other tools translated, their values by name). Ends as `stoker train` does for one
+    that it does not have."""
     arguments, notes = translate(["train", *settings])
     for note in notes:
         print_text(f"stoker: {note}", file=sys.stderr)
@@ -77,7 +80,7 @@ def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
     app.default(train)
     _, bound, _ = app.parse_args(arguments[1:])
     config = bound.arguments.get("config", Config())
-    return tuple(arguments[1:]), config.set_fields().get("device") == "cpu"
+    return tuple(arguments[1:]), config.set_fields()
 
 
 @launch_app.command(sort_key=1)

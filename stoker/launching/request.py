@@ -6,10 +6,12 @@ Each rule raises a UsageError or returns warnings. What only one place knows is 
 """
 
 import dataclasses
+import math
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 
@@ -30,9 +32,10 @@ from stoker.launching.spec import (
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.environment import describe_storage
-from stoker.runs.records import EVENTS, is_finished, read_lines, runs_named
+from stoker.runs.records import EVENTS, is_finished, read_lines, read_settings, runs_named
 from stoker.runs.schemas import Event
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
+from stoker.training.cluster import can_divide
 
 RUNS_DIR = Path("runs")
 MAX_NAME_CHARS = 40
@@ -58,8 +61,10 @@ def make_spec(
     data: str | None,
     settings: tuple[str, ...],
     on_cpu: bool,
+    batch: Mapping[str, Any] | None = None,
 ) -> LaunchSpec:
-    """Decides everything. settings: other flags of `stoker train`, as typed; on_cpu: `--device cpu` is one of them.
+    """Decides everything. settings: other flags of `stoker train`, as typed; on_cpu: `--device cpu` is one of them;
+    batch: their values of `elastic.SETTINGS`.
 
     Raises UsageError.
     """
@@ -94,6 +99,7 @@ def make_spec(
         gpu=request.gpu,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        batch=batch or {},
         cpus=cpus,
         memory_gib=memory_gib,
         shm_gib=request.shm if request.shm is not None else min(float(devices), memory_gib / 4),
@@ -206,6 +212,7 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
         raise UsageError(
             f"{place.name} runs containers: which image?", fix="--image REGISTRY/IMAGE:TAG (docs/launch.md)"
         )
+    _check_batch(spec)
     _check_reach(spec, place)
     warnings = _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0))
     return warnings + _check_grace(spec, place) + place.check(spec)
@@ -227,6 +234,34 @@ def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machi
     if re.fullmatch(r"(?:n1|n2d?|e2|c2d?|c3d?|n4|c4)-[a-z]+-\d+", machine_type) and on_cpu:
         return None  # machines without GPUs are not in the table
     return choose_machines([machine_type], machines=machines)[0]
+
+
+def _check_batch(spec: LaunchSpec) -> None:
+    """Whether a number of nodes that was asked for can share the batch: the run's, if it can be read here without a
+    network. Raises UsageError."""
+    stored = None if is_uri(spec.run_dir) else read_settings(Path(spec.run_dir))
+    batch = (
+        spec.batch if stored is None else {name: value for table in stored.values() for name, value in table.items()}
+    )
+    if spec.is_elastic and not batch and spec.data is not None:
+        raise UsageError(
+            f"--nodes {spec.min_nodes}:{spec.max_nodes} needs a --batch-size.",
+            cause="the run keeps its batch on any number of nodes; one that is chosen for all need not fit fewer",
+            fix=f"--batch-size {spec.devices * math.lcm(spec.min_nodes, spec.max_nodes)}, or another multiple",
+        )
+    counts = [nodes * spec.devices for nodes in range(spec.min_nodes, spec.max_nodes + 1)]
+    if not any(can_divide(batch, count) for count in counts):
+        among = f"{counts[0]} devices" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} devices"
+        if (batch.get("stages") or 1) > 1:
+            raise UsageError(
+                f"--stages {batch['stages']} needs as many devices, not {among}.", fix="--nodes, --devices"
+            )
+        unit = counts[0] * (4 if batch.get("mosaic") else 1)
+        raise UsageError(
+            f"--batch-size {batch['batch_size']} is the total, and cannot be divided equally among {among}.",
+            cause="all devices get as many images, and with --mosaic a multiple of four",
+            fix=f"--batch-size {-(-batch['batch_size'] // unit) * unit}, or another --nodes",
+        )
 
 
 def _check_reach(spec: LaunchSpec, place: Place) -> None:

@@ -160,6 +160,8 @@ class LaunchSpec:
     min_nodes: int = 1
     max_nodes: int = 1
     """More than min_nodes: elastic."""
+    batch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of `elastic.SETTINGS`, those that the user set."""
     cpus: int = 1
     memory_gib: float = 4.0
     shm_gib: float = 1.0

@@ -65,6 +65,15 @@ class RankPlace:
         }
 
 
+def can_divide(settings: Mapping[str, Any], count: int) -> bool:
+    """Whether so many devices get equal parts of the batch, with mosaics of whole groups of four images, or a stage
+    each. settings: `batch_size`, `mosaic`, `stages`; those that are not set are chosen to fit."""
+    if (settings.get("stages") or 1) > 1:
+        return count in (1, settings["stages"])
+    unit = count * (4 if settings.get("mosaic") else 1)
+    return count == 1 or not (settings.get("batch_size") or 0) % unit
+
+
 def find_place(env: Mapping[str, str] = os.environ) -> RankPlace | None:
     """The place of this process; None: it trains alone. Variables of torchrun count before those of a cluster, which
     started it.
