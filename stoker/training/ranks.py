@@ -28,7 +28,7 @@ import msgspec
 from stoker import errors
 from stoker.errors import ConfigError, Preempted, RankError, StokerError
 from stoker.hardware.cgroup import CORES_VARIABLE, host_cores
-from stoker.training.cluster import Devices, RankPlace
+from stoker.training.cluster import Devices, RankPlace, meet
 
 Result = TypeVar("Result")
 
@@ -173,10 +173,13 @@ class Ranks:
         has_gpu = torch.cuda.is_available()
         if OLD_FLIGHT_RECORDER not in os.environ:
             os.environ.setdefault(FLIGHT_RECORDER, FLIGHT_RECORDER_SIZE)
+        several_machines = self.world_size > self.local_world_size
         try:
+            store = meet(self.place) if several_machines else None
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
-                init_method="env://",
+                init_method=None if several_machines else "env://",
+                store=store,
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S),
