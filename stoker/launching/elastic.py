@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from stoker.errors import StokerError
@@ -19,14 +20,18 @@ SETTINGS = ("batch_size", "mosaic", "stages")
 """That decide it. The run has them from its first start on; before, those that the user set count."""
 
 
+def read_batch(run: Path) -> dict[str, Any]:
+    """Those of SETTINGS with which the run in this folder was started; empty before. Raises UsageError."""
+    tables = read_settings(run) or {}
+    found = {name: value for section, table in tables.items() if section != "reasons" for name, value in table.items()}
+    return {name: found[name] for name in SETTINGS if name in found}
+
+
 def choose_nodes(run: str, settings: Mapping[str, Any], *, devices: int, least: int, nodes: int) -> int:
     """The most of `nodes`, and at least `least`, that can train; `nodes` if none can: the training says why and ends
     with exit code 2. devices: of each node; settings: of SETTINGS, those that the user set."""
-    stored = None
     with contextlib.suppress(StokerError):  # it has not been started, or cannot be read: the training says so
-        stored = read_settings(open_run(run))
-    if stored is not None:
-        settings = {name: value for table in stored.values() for name, value in table.items()}
+        settings = read_batch(open_run(run)) or settings
     return next((count for count in range(nodes, least - 1, -1) if can_divide(settings, count * devices)), nodes)
 
 

@@ -19,6 +19,7 @@ from stoker.config.durations import parse_time_s
 from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
 from stoker.errors import ConfigError, PreflightError, UsageError
 from stoker.knowledge import read_toml
+from stoker.launching.elastic import read_batch
 from stoker.launching.spec import (
     LOG,
     PLACES,
@@ -32,7 +33,7 @@ from stoker.launching.spec import (
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.environment import describe_storage
-from stoker.runs.records import EVENTS, is_finished, read_lines, read_settings, runs_named
+from stoker.runs.records import EVENTS, is_finished, read_lines, runs_named
 from stoker.runs.schemas import Event
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 from stoker.training.cluster import can_divide
@@ -239,10 +240,7 @@ def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machi
 def _check_batch(spec: LaunchSpec) -> None:
     """Whether a number of nodes that was asked for can share the batch: the run's, if it can be read here without a
     network. Raises UsageError."""
-    stored = None if is_uri(spec.run_dir) else read_settings(Path(spec.run_dir))
-    batch = (
-        spec.batch if stored is None else {name: value for table in stored.values() for name, value in table.items()}
-    )
+    batch = (None if is_uri(spec.run_dir) else read_batch(Path(spec.run_dir))) or spec.batch
     if spec.is_elastic and not batch and spec.data is not None:
         raise UsageError(
             f"--nodes {spec.min_nodes}:{spec.max_nodes} needs a --batch-size.",

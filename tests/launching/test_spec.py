@@ -251,7 +251,9 @@ def test_the_most_nodes_that_can_share_the_batch(
     if stored is not None:
         with RunFolderOf(tmp_path) as folder:
             folder.event("started", "started")
-        (tmp_path / "config.toml").write_text(f"[run]\nbatch_size = {stored}\n")
+        (tmp_path / "config.toml").write_text(
+            f"[run]\nbatch_size = {stored}\n[reasons]\nstages = 'each device has the whole model'\n"
+        )
     assert choose_nodes(str(tmp_path), batch, devices=1, least=1, nodes=nodes) == chosen
 
 
