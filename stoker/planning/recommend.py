@@ -125,7 +125,8 @@ def _undecided(choice: MachinePlan, rows: Sequence[MachinePlan], *, by_time: boo
     named = ", ".join(row.label for row in sorted(better, key=lambda row: band(row).expected)[:MAX_NAMED])
     more = f" and {len(better) - MAX_NAMED} more" if len(better) > MAX_NAMED else ""
     word = "faster" if by_time else "cheaper"
-    return [f"Not decided: its band overlaps with {named}{more}, which may be {word}; measured steps tell (--measure)."]
+    advice = f"which may be {word}; steps measured there tell (--on this --measure)."
+    return [f"Not decided: its band overlaps with {named}{more}, {advice}"]
 
 
 def _reasons(row: MachinePlan, limits: Limits) -> list[str]:

@@ -54,7 +54,7 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
     yield plain_text(
         f"a plan from measured steps on {', '.join(measured)}"
         if measured
-        else "a guess: no step was measured on any of these devices; --measure, or a training there, makes it a plan",
+        else "a guess: no step was measured on any of these devices; --on this --measure there makes it a plan",
         "bold",
     )
     yield ""
