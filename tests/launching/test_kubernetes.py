@@ -518,6 +518,8 @@ def test_advice_is_applied(cluster: FakeApi, tmp_path: Path):
     """The job is deleted, and one with fewer GPUs and all that was asked for before continues the run."""
     phases = {"compute": 0.6, "input_wait": 0.4}
     run = make_run(tmp_path / "run", phases, devices=4, gpu="NVIDIA Unknown", busy=0.6, used_cores=11.5)
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("batch_size = 16", "batch_size = 24"))  # which 3 devices can share
     request = LaunchRequest(
         image=IMAGE, mount=(f"claim:{tmp_path}",), devices=4, cpus=12, grace="2min", run_dir="ignored"
     )
