@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import shutil
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -24,7 +25,7 @@ from stoker.cli.planning import check, plan
 from stoker.cli.runs import report, watch, why
 from stoker.cli.train import PARAMETER, flags_of, import_pipeline, train, train_help
 from stoker.config.flag_names import translate
-from stoker.errors import StokerError
+from stoker.errors import Preempted, StokerError
 from stoker.printable import print_text
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ app.register_install_completion_command(help="Installs completion for your shell
 
 def main() -> None:
     """The entry point; never returns."""
+    if os.getpid() == 1:  # of a container without an init: the kernel gives it no SIGTERM that it does not handle
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(Preempted.exit_code))  # until the training handles it
     if sys.stdout is None:  # the process was started without stdout (`>&-`)
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process
     for stream in (sys.stdout, sys.stderr):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -48,6 +48,7 @@ def launch(
     dry_run
         Print exactly what would be submitted.
     """
+    from stoker.launching.elastic import SETTINGS
     from stoker.launching.jobs import submit
     from stoker.launching.request import check_launch, make_spec, refuse_control_characters
 
@@ -55,8 +56,10 @@ def launch(
         raise UsageError("Where should it be launched?", choices=PLACES, fix="stoker launch local demo")
     place = open_place(where)
     refuse_control_characters(request, options, data, settings)
-    settings, on_cpu = _check_settings(settings)
-    spec = make_spec(request, place, options, data=data, settings=settings, on_cpu=on_cpu)
+    settings, chosen = _check_settings(settings)
+    batch = {name: chosen[name] for name in SETTINGS if name in chosen}
+    on_cpu = chosen.get("device") == "cpu"
+    spec = make_spec(request, place, options, data=data, settings=settings, on_cpu=on_cpu, batch=batch)
     for warning in check_launch(spec, place):
         print_text(f"stoker: warning: {warning}", file=sys.stderr)
     if dry_run:
@@ -68,9 +71,9 @@ def launch(
     print_text(f"`stoker launch status {spec.run_dir}`, also logs and cancel; `stoker why {spec.run_dir}`")
 
 
-def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-    """(the settings with flags of other tools translated, whether they train on the CPU). Ends as `stoker train` does
-    for one that it does not have."""
+def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """(the settings with flags of other tools translated, their values by name). Ends as `stoker train` does for one
+    that it does not have."""
     app = App(name="stoker train", default_parameter=PARAMETER, help_format="plaintext")
     app.default(train)
     arguments, notes = translate(["train", *settings], lambda _: flags_of(app))
@@ -78,7 +81,7 @@ def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
         print_text(f"stoker: {note}", file=sys.stderr)
     _, bound, _ = app.parse_args(arguments[1:])
     config = bound.arguments.get("config", Config())
-    return tuple(arguments[1:]), config.set_fields().get("device") == "cpu"
+    return tuple(arguments[1:]), config.set_fields()
 
 
 @launch_app.command(sort_key=1)

@@ -28,6 +28,7 @@ def check(
     dockerfile: Path | None = None,
     requirements: Path | None = None,
     script: Path | None = None,
+    driver: str | None = None,
     deep: bool = False,
     all_: Annotated[bool, Parameter(name="--all")] = False,
     json: bool = False,
@@ -57,6 +58,8 @@ def check(
         The same in a requirements.txt.
     script
         What makes a training script slow: its input pipeline, its strategy.
+    driver
+        NVIDIA driver of the machine that will run these files, which is not this one: 535.
     deep
         Take minutes: larger measurements, longer time limits.
     all_
@@ -83,6 +86,7 @@ def check(
         dockerfile=dockerfile,
         requirements=requirements,
         script=script,
+        driver=driver,
     )
     shows_progress = sys.stderr.isatty() and not json
 
@@ -121,6 +125,7 @@ def plan(
     *,
     on: Annotated[tuple[str, ...], Parameter(consume_multiple=True, group=_PLAN)] = (),
     gpus: Annotated[tuple[int, ...], Parameter(consume_multiple=True, group=_PLAN)] = (),
+    measure: Annotated[bool, Parameter(group=_PLAN, negative="")] = False,
     spot: Annotated[bool, Parameter(group=_PLAN, negative="")] = False,
     by: Annotated[str | None, Parameter(group=_PLAN)] = None,
     budget: Annotated[float | None, Parameter(group=_PLAN)] = None,
@@ -134,7 +139,8 @@ def plan(
 ) -> None:
     """Predicts memory, duration and cost of a training on named machines, and recommends one.
 
-    Nothing is trained or rented. Settings are those of `stoker train`.
+    Nothing is trained or rented. Where no step of a device was measured, its times are guesses, with wide bands.
+    Settings are those of `stoker train`.
 
     Parameters
     ----------
@@ -145,6 +151,8 @@ def plan(
         with one GPU.
     gpus
         Numbers of GPUs; default: those of the named machines, else one.
+    measure
+        First time 50 steps on this machine, which plans on it rest on from then on.
     spot
         Also spot machines, with the rework that preemptions are expected to cost.
     by
@@ -175,7 +183,7 @@ def plan(
     if budget is not None and not 0 < budget < 1e9:
         raise ConfigError(f"--budget {budget:g}: wanted US dollars above 0.")
     limits = Limits(by_s=None if by is None else parse_time_s(by, "--by"), budget=budget)
-    result = make_plan(user_config, on=on, gpus=gpus, spot=spot, limits=limits, prices=prices)
+    result = make_plan(user_config, on=on, gpus=gpus, spot=spot, limits=limits, prices=prices, measure=measure)
     if html is not None:
         write_page(result, html)
     if json:

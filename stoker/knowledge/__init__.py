@@ -17,13 +17,14 @@ gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
 kernel_log.toml: lines of the kernel about failures (`profiling/telemetry/machine.py`).
 launch.toml: states of jobs in the words of their places (`launching/spec.py`).
 links.toml: what links between ranks must carry (`preflight/network.py`).
-machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
+machines.toml, prices.toml: machines of clouds (`planning/machines.py`) and their list prices
     (`hardware/prices.py`).
 mig.toml: MIG slices of GPUs (`launching/request.py`).
 models.toml: detector architectures (`config/architectures.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
 output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
+plan_errors.toml: how far `stoker plan` was off (`planning/predict.py`).
 progress_lines.toml: how jobs print their progress (`watch/output.py`).
 quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/settings.py`); bounds and defaults of

@@ -329,7 +329,7 @@ def apply(advice: LaunchAdvice) -> Job:
     request = msgspec.convert(kept | change.flags | {"resume": old.run}, LaunchRequest, strict=False)
     place, run = open_place(old.place), read_run(open_records(advice.run))
     on_cpu = run.tables.get("run", {}).get("device") == "cpu"
-    spec = make_spec(request, place, PlaceOptions(**old.options), data=None, settings=(), on_cpu=on_cpu)
+    spec = make_spec(request, place, msgspec.convert(old.options, PlaceOptions), data=None, settings=(), on_cpu=on_cpu)
     spec = dataclasses.replace(spec, name=old.name, log=old.log or spec.log)
     check_launch(spec, place)
     if (state := cancel(old)).is_live:

@@ -47,7 +47,7 @@ class GoogleCloud(Place):
     file = "{name}.json"
     job_id = r"projects/[\w:.-]{1,64}/locations/[a-z0-9-]{1,40}/(customJobs/\d{1,25}|jobs/[a-z0-9-]{1,63})"
     cloud = "GCP"
-    options = frozenset({"project", "region", "service_account"})
+    options = frozenset({"project", "region", "service_account", "boot_disk"})
     spot_grace_s = default_grace_s = 30
     """Notice of a spot machine (cloud.google.com/compute/docs/instances/spot)."""
     title: str
@@ -61,6 +61,8 @@ class GoogleCloud(Place):
     def check(self, spec: LaunchSpec) -> list[str]:
         check_container(spec, self.title)
         find_parent(spec.options)
+        if not re.fullmatch(r"[1-9]\d{1,4}", spec.options.boot_disk or "100"):
+            raise ConfigError(f"--boot-disk {spec.options.boot_disk} is not a size in GB.", choices=["10 … 99999"])
         _, _, gpus = self.find_machine(spec)
         for mount in spec.mounts:
             if mount.nfs is None and not re.fullmatch(r"gs://[a-z0-9][a-z0-9._/-]+", mount.source or ""):
@@ -73,7 +75,7 @@ class GoogleCloud(Place):
         return []
 
     def submit(self, spec: LaunchSpec) -> str:
-        url = f"{self.url(find_parent(spec.options))}/{self.collection.format(name=spec.name)}"
+        url = f"{self.url(find_parent(spec.options))}/{self.collection.format(name=spec.job_name)}"
         body = json.loads(self.render(spec))
         return str(_call("POST", url, f"{self.title} does not take the job.", body=body)["name"])
 
@@ -185,11 +187,12 @@ class Vertex(GoogleCloud):
             "accelerator": accelerator,
             "accelerators": count or None,
             "image": spec.image,
+            "disk": spec.options.boot_disk and {"bootDiskSizeGb": int(spec.options.boot_disk)},
             "arguments": list(spec.arguments),
             # Vertex AI puts values of variables in place of $(NAME); $$ stands for $.
             "env": [{"name": name, "value": value.replace("$(", "$$(")} for name, value in spec.env.items()],
             "nfs": nfs or None,
-            "name": spec.name,
+            "name": spec.job_name,
             "strategy": "SPOT" if spec.spot else "STANDARD",
             "never_restarts": spec.restarts == 0,
             "restarts_together": spec.max_nodes > 1 and spec.restarts > 0,
@@ -220,6 +223,8 @@ class GcpBatch(GoogleCloud):
     api = "https://batch.googleapis.com/v1"
     collection = "jobs?jobId={name}"
     buckets = "gs://BUCKET:/path"
+    has_secrets = True
+    """Of Secret Manager: a key is a version of the secret."""
 
     def check(self, spec: LaunchSpec) -> list[str]:
         warnings = super().check(spec)
@@ -234,6 +239,11 @@ class GcpBatch(GoogleCloud):
         machine_type, accelerator, count = self.find_machine(spec)
         template, several = read_template("gcp_batch.yaml"), spec.max_nodes > 1
         variables = {**spec.env, **({"WORLD_SIZE": str(spec.max_nodes), "MASTER_PORT": str(PORT)} if several else {})}
+        project = find_parent(spec.options).split("/")[1]
+        secrets = {
+            name: f"projects/{project}/secrets/{secret}/versions/{version}"
+            for name, (secret, version) in spec.secrets.items()
+        }
         accelerators = None
         if accelerator is not None and machine_type.startswith("n1-"):  # other types have their GPUs
             accelerators = [{"type": accelerator.lower().replace("_", "-"), "count": str(count)}]
@@ -244,11 +254,13 @@ class GcpBatch(GoogleCloud):
             "retries": MAX_RETRIES if spec.spot else spec.restarts,
             "failing_exit_codes": list(FAILING_EXIT_CODES),
             "volumes": [_volume(mount, number) for number, mount in enumerate(spec.mounts)] or None,
-            "environment": {"variables": variables} if variables else None,
+            "environment": fill({"variables": variables or None, "secretVariables": secrets or None}, {}) or None,
+            "name": spec.name,
             "time_limit": spec.time_limit_s and f"{spec.time_limit_s}s",
             "nodes": str(spec.max_nodes),
             "several": several or None,
             "machine_type": machine_type,
+            "disk": spec.options.boot_disk and {"sizeGb": spec.options.boot_disk},
             "provisioning": "SPOT" if spec.spot else "STANDARD",
             "accelerators": accelerators,
             "has_gpus": accelerator is not None or None,
@@ -284,7 +296,7 @@ def _runnables(spec: LaunchSpec, template: dict[str, Any]) -> list[dict[str, Any
     volumes = [f"{_host_path(number)}:{mount.path}" for number, mount in enumerate(spec.mounts)]
     values = {
         "image": spec.image,
-        "entrypoint": "/bin/sh" if several else "stoker",
+        "entrypoint": "/bin/sh" if several else None,
         "commands": [*template["start"], *spec.arguments] if several else list(spec.arguments),
         "volumes": [*volumes, *(template["driver_volumes"] if spec.gpus else ())] or None,
         "options": " ".join(options),

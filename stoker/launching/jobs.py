@@ -5,6 +5,7 @@ launch.json is in the run folder, in a bucket where the run is, and names places
 themselves are in files of their own (`spec.PLACES`).
 """
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,8 @@ _JOBS = msgspec.json.Decoder(list[Job])
 
 def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
     """Submits what was checked (`check_launch`). Raises UsageError if the run has a job already."""
-    for newest in read_jobs(spec.run_dir)[-1:]:
+    jobs = read_jobs(spec.run_dir)
+    for newest in jobs[-1:]:
         state = open_place(newest.place).status(newest)
         if state.is_live:
             raise UsageError(
@@ -40,6 +42,7 @@ def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
                 cause=state.text,
                 fix=f"`stoker launch cancel {spec.run_dir}`, then launch it again",
             )
+    spec = dataclasses.replace(spec, attempt=1 + max([len(jobs), *(job.attempt for job in jobs)]))
     started_s = time.time()
     job = Job(
         place=place.name,
@@ -50,6 +53,7 @@ def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
         options=spec.options.set_fields(),
         request=request.kept_fields(),
         log=spec.log,
+        attempt=spec.attempt,
     )
     remember(job)
     return job

@@ -1,8 +1,10 @@
-"""Kubernetes: an Indexed Job, a JobSet or a TrainJob of Kubeflow, one pod per node.
+"""Kubernetes: an Indexed Job, one pod per node; several nodes are a JobSet of that Job where the cluster has JobSet.
 
 The index of a pod is its rank; the first one has a name in the cluster's DNS, where the others meet. Exit codes decide
 whether a pod is started again: not after those that would come again, uncounted after 75 and after a disruption (a
-spot node, a drain, a higher priority). Rendering needs no client; submitting sends exactly the YAML that was rendered.
+spot node, a drain, a higher priority). The image's own entry point starts `stoker`: a `command` would take the place of
+its init, and a process 1 without one ignores SIGTERM. What has no flag is merged into the pods (`--patch`). Rendering
+needs no client; submitting sends exactly the YAML that was rendered.
 """
 
 import contextlib
@@ -11,12 +13,13 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import yaml
 
-from stoker.errors import ConfigError, PreflightError, UsageError, nearest, needs_package
+from stoker.errors import ConfigError, PreflightError, UsageError, needs_package
 from stoker.launching.request import MIG_SLICES, check_container
 from stoker.launching.spec import (
     FAILING_EXIT_CODES,
@@ -35,39 +38,29 @@ from stoker.planning.machines import Machine, listed_machines
 KINDS = {
     "job": ("batch", "v1", "jobs", "Job"),
     "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet"),
-    "trainjob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),
 }
-"""--kind → group, version, plural, kind of the API."""
-INSTALL = {
-    "jobset": "install JobSet in the cluster (jobset.sigs.k8s.io), or --kind job",
-    "trainjob": "install Kubeflow Trainer 2.2 or later in the cluster, or --kind job",
-}
+"""Group, version, plural, kind of the API."""
 LABEL = "app.kubernetes.io/instance"
 """Of all that belongs to a job; its value is the name of the job."""
+RUN_LABEL = "app.kubernetes.io/part-of"
+"""Of all jobs of a run; its value is the name of the first one."""
 INDEX = "batch.kubernetes.io/job-completion-index"
 TIMEOUT_S = 30
 """For an answer: the client itself waits without end. Following a log takes as long as the job."""
-RUNTIME = "torch-distributed"
-"""The ClusterTrainingRuntime that Kubeflow Trainer comes with."""
 FOLLOW_S = 2.0
 
 
 class Kubernetes(Place):
     name = "k8s"
     file = "{name}.yaml"
-    job_id = r"(job|jobset|trainjob)(/[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?){2}"
-    options = frozenset({"namespace", "queue", "kind", "service_account"})
+    has_secrets = True
+    job_id = r"(job|jobset)(/[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?){2}"
+    options = frozenset({"namespace", "queue", "patch", "service_account"})
     spot_grace_s = 15
     """Of the 30 s of a spot VM, for pods that are not the system's ("Termination and graceful shutdown" in
     cloud.google.com/kubernetes-engine/docs/concepts/spot-vms). EKS and AKS give more."""
 
     def check(self, spec: LaunchSpec) -> list[str]:
-        kind = _kind(spec)
-        if kind not in KINDS:
-            near = nearest(kind, KINDS)
-            raise ConfigError(
-                f"--kind {kind!r}" + (f"; did you mean {near!r}?" if near else " is unknown."), choices=KINDS
-            )
         check_container(spec, "Kubernetes")
         machine = _machine(spec)
         if spec.mig_slice is not None:
@@ -77,28 +70,31 @@ class Kubernetes(Place):
         for flag, value in (("--namespace", spec.options.namespace), ("--queue", spec.options.queue)):
             if value is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", value):
                 raise ConfigError(f"{flag} {value!r} is not a name.", choices=["lower-case letters, digits and -"])
-        warnings = []
-        if spec.options.queue is not None:
-            warnings.append("the job is suspended until Kueue admits it; without Kueue in the cluster it never starts")
-        if kind == "trainjob":
-            warnings.append(f"restarts of a TrainJob are those of its runtime {RUNTIME}: exit codes do not decide")
-        return warnings
+        for secret, key in spec.secrets.values():
+            if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", secret):
+                raise ConfigError(f"--secret …={secret}/{key}: a Secret's name has lower-case letters, digits, - and .")
+        _read_patch(spec)
+        if spec.options.queue is None:
+            return []
+        return ["the job is suspended until Kueue admits it; without Kueue in the cluster it never starts"]
 
-    def render(self, spec: LaunchSpec) -> str:
-        return yaml.dump_all(_render(spec), Dumper=_Dumper, sort_keys=False, width=120)
+    def render(self, spec: LaunchSpec, kind: str = "job") -> str:
+        return yaml.dump_all(_render(spec, kind), Dumper=_Dumper, sort_keys=False, width=120)
 
     def submit(self, spec: LaunchSpec) -> str:
-        cluster = Cluster(_kind(spec), spec.options.namespace, spec.name)
+        cluster = Cluster("job", spec.options.namespace, spec.job_name)
+        if spec.max_nodes > 1 and cluster.has_kind("jobset"):
+            cluster = Cluster("jobset", spec.options.namespace, spec.job_name)
         created = []
         try:
-            for document in yaml.safe_load_all(self.render(spec)):
+            for document in yaml.safe_load_all(self.render(spec, cluster.kind)):
                 created.append(document["kind"])
                 cluster.create(document)
         except Exception:
             if created[:-1] == ["Service"]:
                 cluster.delete_service()
             raise
-        return f"{cluster.kind}/{cluster.namespace}/{spec.name}"
+        return f"{cluster.kind}/{cluster.namespace}/{spec.job_name}"
 
     def status(self, job: Job) -> JobStatus:
         cluster = Cluster(*job.id.split("/"))
@@ -127,7 +123,7 @@ class Kubernetes(Place):
             state=state,
             text=", ".join(parts) or "no pods yet",
             nodes=tuple(sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})),
-            restarts=status.get("restarts", status.get("failed", 0)) if cluster.kind != "trainjob" else None,
+            restarts=status.get("restarts", status.get("failed", 0)),
             exit_code=None if last is None else int(last.exit_code),
         )
 
@@ -165,10 +161,6 @@ def _check_mig_slice(name: str, accelerator: str | None) -> None:
 # What is submitted
 
 
-def _kind(spec: LaunchSpec) -> str:
-    return (spec.options.kind or "job").lower()
-
-
 def _machine(spec: LaunchSpec) -> Machine | None:
     return listed_machines().get(spec.machine_type or "")
 
@@ -180,16 +172,47 @@ def _is_gke(spec: LaunchSpec) -> bool:
 
 
 def _labels(spec: LaunchSpec) -> dict[str, Any]:
-    return {"app.kubernetes.io/name": "stoker", LABEL: spec.name}
+    return {"app.kubernetes.io/name": "stoker", RUN_LABEL: spec.name, LABEL: spec.job_name}
 
 
-def _render(spec: LaunchSpec) -> list[dict[str, Any]]:
+def _read_patch(spec: LaunchSpec) -> dict[str, Any]:
+    """What --patch merges into the pod template. Raises ConfigError."""
+    path = spec.options.patch
+    if path is None:
+        return {}
+    try:
+        patch = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        found: dict[str, Any] = msgspec.convert(patch, dict[Literal["metadata", "spec"], dict[str, Any]])
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        what, fix = "The file of --patch is not a part of a pod.", "`spec:`, `metadata:` or both (docs/launch-cloud.md)"
+        raise ConfigError(what, location=path, cause=str(error), fix=fix) from error
+    return found
+
+
+def merge(base: Any, patch: Any) -> Any:
+    """`base` with a patch, after the rules of kubectl: objects are merged field by field, lists whose items have a name
+    or a mountPath (containers, volumes, env) by that, other values and lists are replaced, and null deletes."""
+
+    def key(item: Any) -> Any:
+        return item.get("mountPath", item.get("name")) if isinstance(item, dict) else None
+
+    if isinstance(base, dict) and isinstance(patch, dict):
+        merged = {**base, **{name: merge(base.get(name), value) for name, value in patch.items()}}
+        return {name: value for name, value in merged.items() if value is not None}
+    if isinstance(base, list) and isinstance(patch, list) and all(map(key, (*base, *patch))):
+        items = {key(item): item for item in base}
+        items |= {key(item): merge(items.get(key(item)), item) for item in patch}
+        return list(items.values())
+    return patch
+
+
+def _render(spec: LaunchSpec, kind: str) -> list[dict[str, Any]]:
     """The documents: `kubernetes.yaml` with the values of the spec. Kueue starts a job that has a queue."""
-    kind, templates, values = _kind(spec), read_template("kubernetes.yaml"), _values(spec)
-    values["pod"] = fill(templates["pod"], values)
+    templates, values = read_template("kubernetes.yaml"), _values(spec, is_job=kind == "job")
+    values["pod"] = merge(fill(templates["pod"], values), _read_patch(spec))
     values["job"] = fill(templates["job"], values)
     group, version, _, name = KINDS[kind]
-    metadata = {"name": spec.name, "namespace": spec.options.namespace}
+    metadata = {"name": spec.job_name, "namespace": spec.options.namespace}
     queued = {**_labels(spec), "kueue.x-k8s.io/queue-name": spec.options.queue}
     document = {
         "apiVersion": f"{group}/{version}",
@@ -203,7 +226,7 @@ def _render(spec: LaunchSpec) -> list[dict[str, Any]]:
         "metadata": {**metadata, "labels": _labels(spec)},
         "spec": fill(templates["service"], values),
     }
-    # JobSet and TrainJob make a Service of their own.
+    # A JobSet makes a Service of its own.
     documents = [service, document] if kind == "job" and spec.max_nodes > 1 else [document]
     return [fill(one, {}) for one in documents]
 
@@ -213,12 +236,16 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _values(spec: LaunchSpec) -> dict[str, Any]:
+def _values(spec: LaunchSpec, *, is_job: bool) -> dict[str, Any]:
     """Of the template. None: the field is left out."""
-    several, is_job = spec.max_nodes > 1, _kind(spec) == "job"
+    several, job_name = spec.max_nodes > 1, spec.job_name
     env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in spec.env.items()]
+    env += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        for name, (secret, key) in spec.secrets.items()
+    ]
     if several:
-        master = f"{spec.name}-0.{spec.name}" if is_job else f"{spec.name}-node-0-0.{spec.name}"
+        master = f"{job_name}-0.{job_name}" if is_job else f"{job_name}-node-0-0.{job_name}"
         env += [
             {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
             {"name": "WORLD_SIZE", "value": str(spec.max_nodes)},
@@ -250,17 +277,15 @@ def _values(spec: LaunchSpec) -> dict[str, Any]:
         "container_ports": [port] if several else None,
         "service_account": spec.options.service_account,
         "security_context": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"} if has_disk else None,
-        "subdomain": spec.name if several and is_job else None,
-        "selector": {LABEL: spec.name},
+        "subdomain": job_name if several and is_job else None,
+        "selector": {LABEL: job_name},
         "service_ports": [{"name": "rendezvous", "port": PORT}],
         "nodes": spec.max_nodes,
-        "devices": spec.devices,
         # A failed pod of a JobSet fails its Job; else each preempted node makes the others fail, once.
         "backoff_limit": spec.restarts * spec.max_nodes if is_job else 0,
         "restarts": spec.restarts,
         "failing_exit_codes": list(FAILING_EXIT_CODES),
         "time_limit_s": spec.time_limit_s,
-        "runtime": RUNTIME,
     }
 
 
@@ -367,6 +392,11 @@ class Cluster:
         group, version, plural, _ = KINDS[kind]
         self._path = (group, version, self.namespace, plural)
 
+    def has_kind(self, kind: str) -> bool:
+        get, (group, version, plural, _) = self._objects.get_api_resources, KINDS[kind]
+        found = self._call("The cluster's kinds cannot be read.", get, group, version, missing_is_none=True)
+        return found is not None and any(row.name == plural for row in found.resources)
+
     def create(self, document: Any) -> None:
         what = f"The cluster does not take the {document['kind']}."
         if document["kind"] == "Service":
@@ -423,9 +453,6 @@ class Cluster:
             if error.status == 409:
                 fix = "another --name, or `stoker launch cancel` first"
                 raise UsageError("The cluster has a job of this name.", cause=message, fix=fix) from error
-            if error.status == 404 and self.kind in INSTALL:
-                missing = f"The cluster has no {KINDS[self.kind][3]}."
-                raise PreflightError(missing, cause=message, fix=INSTALL[self.kind]) from error
             kind = UsageError if error.status in (400, 422) else PreflightError
             raise kind(what, cause=f"{error.status} {message}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.errors import DataError, PreflightError, UsageError, needs_package
+from stoker.launching.elastic import choose_nodes, describe_idle
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
 from stoker.storage.uri import expand_variables, is_uri
 
@@ -48,6 +49,11 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """Of `stoker`."""
     min_nodes: int
     max_nodes: int
+    run: str
+    devices: int
+    """Of each node."""
+    batch: dict[str, Any]
+    """`LaunchSpec.batch`."""
     resources: dict[str, float]
     """Of Ray, for each node."""
     grace_s: int
@@ -120,6 +126,9 @@ def _request(spec: LaunchSpec) -> dict[str, Any]:
         arguments=spec.arguments,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
+        run=spec.run_dir,
+        devices=spec.devices,
+        batch=dict(spec.batch),
         resources=resources,
         grace_s=spec.grace_s,
         restarts=spec.restarts,
@@ -241,24 +250,31 @@ def _run_attempt(training: Training, stopping: threading.Event) -> int:
 
 def _reserve(training: Training, stopping: threading.Event) -> Any:
     """A placement group of as many nodes as there are; None: the job is stopped."""
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
     needed, reported = training.resources, -1
     while not stopping.is_set():
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        fitting = sum(all(node.get(name, 0) >= amount for name, amount in needed.items()) for node in alive)
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        alive = [node for node in alive if all(node["Resources"].get(name, 0) >= needed[name] for name in needed)]
+        fitting = len(alive)
         if fitting < training.min_nodes:
             if fitting != reported:
                 _say(f"waiting for {training.min_nodes} nodes with {needed}: the cluster has {fitting}")
                 reported = fitting
             time.sleep(POLL_S)
             continue
-        count = min(fitting, training.max_nodes)
+        there = min(fitting, training.max_nodes)
+        count = choose_nodes(
+            training.run, training.batch, devices=training.devices, least=training.min_nodes, nodes=there
+        )
         group = placement_group([needed] * count, strategy="STRICT_SPREAD")
         deadline_s = time.monotonic() + RESERVE_S
         while not stopping.is_set() and time.monotonic() < deadline_s:
             if group.wait(POLL_S):
                 _say(f"reserved {count} nodes")
+                if count < there:
+                    used = set(placement_group_table(group)["bundles_to_node_id"].values())
+                    _say(describe_idle([node["NodeName"] for node in alive if node["NodeID"] not in used], count))
                 return group
         remove_placement_group(group)
     return None

@@ -6,10 +6,12 @@ Each rule raises a UsageError or returns warnings. What only one place knows is 
 """
 
 import dataclasses
+import math
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 
@@ -17,13 +19,24 @@ from stoker.config.durations import parse_time_s
 from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
 from stoker.errors import ConfigError, PreflightError, UsageError
 from stoker.knowledge import read_toml
-from stoker.launching.spec import LOG, LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions
+from stoker.launching.elastic import read_batch
+from stoker.launching.spec import (
+    LOG,
+    PLACES,
+    LaunchRequest,
+    LaunchSpec,
+    Mount,
+    Place,
+    PlaceOptions,
+    open_place,
+)
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.environment import describe_storage
 from stoker.runs.records import EVENTS, is_finished, read_lines, runs_named
 from stoker.runs.schemas import Event
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
+from stoker.training.cluster import can_divide
 
 RUNS_DIR = Path("runs")
 MAX_NAME_CHARS = 40
@@ -49,8 +62,10 @@ def make_spec(
     data: str | None,
     settings: tuple[str, ...],
     on_cpu: bool,
+    batch: Mapping[str, Any] | None = None,
 ) -> LaunchSpec:
-    """Decides everything. settings: other flags of `stoker train`, as typed; on_cpu: `--device cpu` is one of them.
+    """Decides everything. settings: other flags of `stoker train`, as typed; on_cpu: `--device cpu` is one of them;
+    batch: their values of `elastic.SETTINGS`.
 
     Raises UsageError.
     """
@@ -85,6 +100,7 @@ def make_spec(
         gpu=request.gpu,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        batch=batch or {},
         cpus=cpus,
         memory_gib=memory_gib,
         shm_gib=request.shm if request.shm is not None else min(float(devices), memory_gib / 4),
@@ -95,6 +111,7 @@ def make_spec(
         time_limit_s=None if request.time_limit is None else parse_time_s(request.time_limit, "--time-limit"),
         restarts=request.restarts,
         env=check_env(request.env),
+        secrets=_parse_secrets(request.secret),
         mounts=tuple(map(_parse_mount, request.mount)),
         options=options,
         log=str(Path.cwd() / f"{_job_name(run_dir)}.log" if is_uri(run_dir) else Path(run_dir) / LOG),
@@ -180,6 +197,10 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
             choices=["lower-case letters, digits and -, at most 40"],
             fix="--name",
         )
+    if spec.secrets and not place.has_secrets:
+        with_secrets = [name for name in PLACES if open_place(name).has_secrets]
+        fix = "the trainer's own environment or files there, or --env, whose values are in the job"
+        raise UsageError(f"{place.name} has no secrets for --secret.", choices=with_secrets, fix=fix)
     if spec.mig_slice is not None and (spec.devices > 1 or spec.max_nodes > 1):
         raise UsageError(
             f"A training on the MIG slice {spec.gpu} has one device.",
@@ -192,6 +213,7 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
         raise UsageError(
             f"{place.name} runs containers: which image?", fix="--image REGISTRY/IMAGE:TAG (docs/launch.md)"
         )
+    _check_batch(spec)
     _check_reach(spec, place)
     warnings = _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0))
     return warnings + _check_grace(spec, place) + place.check(spec)
@@ -213,6 +235,31 @@ def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machi
     if re.fullmatch(r"(?:n1|n2d?|e2|c2d?|c3d?|n4|c4)-[a-z]+-\d+", machine_type) and on_cpu:
         return None  # machines without GPUs are not in the table
     return choose_machines([machine_type], machines=machines)[0]
+
+
+def _check_batch(spec: LaunchSpec) -> None:
+    """Whether a number of nodes that was asked for can share the batch: the run's, if it can be read here without a
+    network. Raises UsageError."""
+    batch = (None if is_uri(spec.run_dir) else read_batch(Path(spec.run_dir))) or spec.batch
+    if spec.is_elastic and not batch and spec.data is not None:
+        raise UsageError(
+            f"--nodes {spec.min_nodes}:{spec.max_nodes} needs a --batch-size.",
+            cause="the run keeps its batch on any number of nodes; one that is chosen for all need not fit fewer",
+            fix=f"--batch-size {spec.devices * math.lcm(spec.min_nodes, spec.max_nodes)}, or another multiple",
+        )
+    counts = [nodes * spec.devices for nodes in range(spec.min_nodes, spec.max_nodes + 1)]
+    if not any(can_divide(batch, count) for count in counts):
+        among = f"{counts[0]} devices" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} devices"
+        if (batch.get("stages") or 1) > 1:
+            raise UsageError(
+                f"--stages {batch['stages']} needs as many devices, not {among}.", fix="--nodes, --devices"
+            )
+        unit = counts[0] * (4 if batch.get("mosaic") else 1)
+        raise UsageError(
+            f"--batch-size {batch['batch_size']} is the total, and cannot be divided equally among {among}.",
+            cause="all devices get as many images, and with --mosaic a multiple of four",
+            fix=f"--batch-size {-(-batch['batch_size'] // unit) * unit}, or another --nodes",
+        )
 
 
 def _check_reach(spec: LaunchSpec, place: Place) -> None:
@@ -299,10 +346,12 @@ def check_container(spec: LaunchSpec, place: str) -> None:
             cause="REGISTRY/NAME:TAG; the name is in lower case",
             choices=["europe-docker.pkg.dev/PROJECT/REPOSITORY/stoker:1"],
         )
-    if reserved := RANK_VARIABLES & spec.env.keys():
+    if reserved := RANK_VARIABLES & {*spec.env, *spec.secrets}:
         raise ConfigError(
             f"--env {min(reserved)}: {place} gives each node its own.", fix="leave it out; --nodes and --devices decide"
         )
+    if twice := spec.env.keys() & spec.secrets:
+        raise ConfigError(f"{min(twice)} is a variable of --env and of --secret.", fix="leave one of them out")
     if spec.is_elastic:
         raise UsageError(
             f"{place} starts a fixed number of nodes, --nodes asks for {spec.min_nodes} to {spec.max_nodes}.",
@@ -330,6 +379,18 @@ def check_env(pairs: Iterable[str]) -> dict[str, str]:
             raise ConfigError(f"--env {pair!r} is not a variable.", choices=["NAME=value"])
         env[name] = value
     return env
+
+
+def _parse_secrets(pairs: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """`NAME=SECRET/KEY` of --secret. Raises ConfigError."""
+    secrets = {}
+    for pair in pairs:
+        match = re.fullmatch(r"([A-Za-z_]\w*)=([A-Za-z0-9][\w.-]{0,252})/([\w.-]{1,253})", pair)
+        if match is None:
+            what = f"--secret {pair.partition('=')[0]!r} does not name a variable, a secret and a key of it."
+            raise ConfigError(what, choices=["NAME=SECRET/KEY"])
+        secrets[match[1]] = match[2], match[3]
+    return secrets
 
 
 def _flag(name: str) -> str:

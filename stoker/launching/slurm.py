@@ -13,6 +13,7 @@ Each node gets one task, which starts the ranks of its GPUs. What decides whethe
 """
 
 import contextlib
+import json
 import math
 import re
 import shlex
@@ -65,7 +66,8 @@ class Slurm(Place):
             "partition": spec.options.partition,
             "account": spec.options.account,
             "nodes": f"{spec.min_nodes}-{spec.max_nodes}" if spec.is_elastic else str(spec.min_nodes),
-            "ntasks-per-node": "1",
+            # With it Slurm takes the number of tasks to be that of the fewest nodes, and allocates no more.
+            "ntasks-per-node": None if spec.is_elastic else "1",
             "cpus-per-task": str(spec.cpus),
             "mem": f"{round(spec.memory_gib * 1024)}M",
             "gres": f"gpu:{spec.gpu}:{spec.gpus}" if spec.gpu else f"gpu:{spec.gpus}" if spec.gpus else None,
@@ -75,10 +77,15 @@ class Slurm(Place):
             "output": spec.log.replace("%", "%%"),  # Slurm replaces %j and others
         }
         lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
+        python = [sys.executable, "-m"]
+        choose = [*python, "stoker.launching.elastic", spec.run_dir, json.dumps(dict(spec.batch))]
+        choose += [str(spec.devices), str(spec.min_nodes)]
         values = {
+            "choose": f"used=$({shlex.join(choose)} $names)" if spec.is_elastic else "used=",
             "options": "\n".join(lines),
             "exports": "\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
-            "command": shlex.join([sys.executable, "-m", "stoker", *spec.arguments]),
+            "command": shlex.join([*python, "stoker", *spec.arguments]),
+            "cpus": str(spec.cpus),  # srun has not taken it from the job since Slurm 22.05
             "wait_s": str(STRAGGLER_WAIT_S),
             "restarts": str(spec.restarts),
         }

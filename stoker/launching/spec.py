@@ -66,6 +66,9 @@ class LaunchRequest:
     """Folder that all nodes see at the same path: PATH, or SOURCE:PATH for containers. Repeatable."""
     env: tuple[str, ...] = ()
     """NAME=value for the training. Repeatable."""
+    secret: tuple[str, ...] = ()
+    """NAME=SECRET/KEY: a variable from the place's store of secrets, which neither the job nor launch.json contains.
+    Repeatable."""
     name: str | None = None
     """Of the job; default: that of the run folder."""
     spot: bool = False
@@ -117,14 +120,16 @@ class PlaceOptions:
     """Of Kubernetes."""
     queue: str | None = None
     """LocalQueue of Kueue."""
-    kind: str | None = None
-    """Kind of the object in Kubernetes."""
+    patch: str | None = None
+    """File (YAML) that is merged into the pods of Kubernetes: whatever has no flag."""
     region: str | None = None
     """Of the cloud."""
     project: str | None = None
     """Of the cloud."""
     service_account: str | None = None
     """That the job runs as."""
+    boot_disk: str | None = None
+    """GB of each machine's disk in the cloud, for the image; default: the cloud's."""
     address: str | None = None
     """Of the cluster's API: of Ray http://HOST:8265."""
 
@@ -140,7 +145,9 @@ class LaunchSpec:
     arguments: tuple[str, ...]
     """Of `stoker` on each node: train, DATA, --run-dir …, --devices …; the program is the place's."""
     name: str
-    """Of the job: lower-case letters, digits and `-`, at most 40, begins with a letter."""
+    """Of the jobs of the run: lower-case letters, digits and `-`, at most 40, begins with a letter."""
+    attempt: int = 1
+    """Which job of the run it is."""
     run_dir: str
     """An absolute path, or a URI (gs://, s3://)."""
     data: str | None = None
@@ -153,6 +160,8 @@ class LaunchSpec:
     min_nodes: int = 1
     max_nodes: int = 1
     """More than min_nodes: elastic."""
+    batch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of `elastic.SETTINGS`, those that the user set."""
     cpus: int = 1
     memory_gib: float = 4.0
     shm_gib: float = 1.0
@@ -165,6 +174,8 @@ class LaunchSpec:
     time_limit_s: int | None = None
     restarts: int = 3
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    secrets: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """Variable → (secret, key of it)."""
     mounts: tuple[Mount, ...] = ()
     options: PlaceOptions = PlaceOptions()
     log: str = ""
@@ -174,6 +185,11 @@ class LaunchSpec:
     def mig_slice(self) -> str | None:
         """`1g.10gb`, if the GPU is a MIG slice."""
         return self.gpu if self.gpu is not None and _MIG_SLICE.fullmatch(self.gpu) else None
+
+    @property
+    def job_name(self) -> str:
+        """Of this job, where the place keeps the names of jobs that have ended: stoker-run, stoker-run-a2, …"""
+        return self.name if self.attempt == 1 else f"{self.name}-a{self.attempt}"
 
     @property
     def is_elastic(self) -> bool:
@@ -197,6 +213,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`LaunchRequest.kept_fields()`."""
     log: str = ""
     """`LaunchSpec.log`."""
+    attempt: int = 1
+    """`LaunchSpec.attempt`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,6 +246,8 @@ class Place:
     """The cloud whose machine types it has (`GCP`); None: any, or none."""
     options: frozenset[str] = frozenset()
     """Fields of PlaceOptions that it takes."""
+    has_secrets: bool = False
+    """Whether --secret names something there."""
     default_grace_s: int = 60
     spot_grace_s: int | None = None
     """Notice that a spot machine of the place gives; None: `grace_s` holds there, too."""

@@ -22,7 +22,7 @@ import msgspec
 
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.index import REQUIRED_SPLITS, Index, find_refusals, open_index_of
-from stoker.errors import OutOfMemoryError, StokerError
+from stoker.errors import ConfigError, OutOfMemoryError, StokerError
 from stoker.findings.finding import Finding, worst_first
 from stoker.hardware.cuda_trial import gpu_evidence
 from stoker.preflight.access import check_access
@@ -60,6 +60,8 @@ class CheckRequest:
     dockerfile: Path | None = None
     requirements: Path | None = None
     script: Path | None = None
+    driver: str | None = None
+    """Of the machine that will run the files."""
     env: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
 
     @property
@@ -151,9 +153,12 @@ def check(request: CheckRequest, *, on_probe: Callable[[str], None] | None = Non
     prober = Prober(
         DEEP_TOTAL_S if request.deep else TOTAL_S, factor=DEEP_FACTOR if request.deep else 1, on_probe=on_probe
     )
+    if request.driver is not None and not re.fullmatch(r"\d{3}(\.\d{1,4}){0,2}", request.driver):
+        raise ConfigError(f"--driver {request.driver!r} is not the version of a driver.", choices=["535", "535.104.05"])
     if request.dockerfile or request.requirements or request.script:
         prober.ask("files", 5.0, lambda: check_sources(
-            dockerfile=request.dockerfile, requirements=request.requirements, script=request.script
+            dockerfile=request.dockerfile, requirements=request.requirements, script=request.script,
+            driver=request.driver,
         ))  # fmt: skip
     if not request.only_sources:
         _check_machine_and_data(request, prober)

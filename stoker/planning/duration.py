@@ -138,6 +138,10 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
     """With communication, without waiting for data."""
     step_source: str
     """What the time of computing rests on: measured runs, or assumptions."""
+    is_measured: bool
+    """Whether it rests on steps that were measured on such a device."""
+    step_error: float
+    """The time of computing multiplied or divided by 1 + this is its band."""
     device_img_per_s: Estimate
     """Images per second that the GPUs can train on."""
     loader_img_per_s: Estimate
@@ -201,6 +205,8 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
         fits=fits if step.fits else "no",
         problem="" if step.fits else f"does not fit the memory: {fmt.memory(step.peak_bytes, step.memory_bytes)}",
         step_source=step.source,
+        is_measured=step.error_of not in ("cpu", "gpu"),
+        step_error=step.step_error,
         vcpus=machine.vcpus * placement.machines,
         required_vcpus=expected_rate / decoded_per_vcpu + placement.gpus * CPU_OF_TRAINING_THREAD,
         required_mb_per_s=expected_rate * job.demand.bytes_per_image / 1e6,

@@ -75,6 +75,8 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """NVIDIA A100 40 GB."""
     flops: dict[str, float]
     """Peak operations per second by type of arithmetic, fp32, tf32, bf16, fp16: those that the device has."""
+    half_fraction: float = 1.0
+    """Of the fraction that it reaches of its peak in fp32, the part that it reaches in bf16 and fp16."""
     bandwidth: float
     """Peak bytes per second of its memory."""
     memory_bytes: int
@@ -222,7 +224,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     price: float | None = None
     """On demand."""
     spot_price: Estimate | None = None
-    """Lowest, mean and highest of the zones of the region."""
+    """Of the user's file; the table has none."""
     source: str = ""
 
     @property
@@ -238,7 +240,7 @@ def _table() -> dict[str, Any]:
 def describe_prices() -> str:
     """Where and of when the prices of the table are, a clause."""
     regions = " and ".join(f"{cloud} {region}" for cloud, region in REGIONS.items())
-    return f"list prices of {regions}, {CURRENCY}, on demand as of {AS_OF}, spot of {_table()['spot_date']}"
+    return f"list prices of {regions}, {CURRENCY}, on demand as of {AS_OF}"
 
 
 @functools.cache
@@ -261,10 +263,8 @@ def _listed(name: str, row: dict[str, Any], table: Mapping[str, Any]) -> Machine
     base, _, added = name.partition("+")
     gpu = re.sub(r"^\d+x", "", added).upper() or None
     price = machine_price(base, gpu, row["gpus"])
-    spot = row.pop("spot")
     changes = {
         "price": None if price is None else price.low * row["gpus"],
-        "spot_price": Estimate(spot[0], sum(spot) / 2, spot[1]) if spot else None,
         "source": table["sources"][row["source"]],
     }
     return Machine(name=name, cloud="AWS" if "." in base else "GCP", **row | changes)

@@ -31,7 +31,7 @@ from stoker.planning.machines import (
     read_prices,
     this_machine,
 )
-from stoker.planning.predict import loader_demand, predict_steps
+from stoker.planning.predict import loader_demand, measure_steps, predict_steps
 from stoker.planning.recommend import Limits, Recommendation, recommend
 from stoker.report import format as fmt
 from stoker.training.defaults.derive import derive_for_plan, total_steps
@@ -69,11 +69,13 @@ def make_plan(
     spot: bool = False,
     limits: Limits = Limits(),  # noqa: B008  # frozen
     prices: Path | None = None,
+    measure: bool = False,
 ) -> Plan:
     """The plan of a training.
 
     on: names of machines, `this` for the present one; none: this one and the table. gpus: numbers of GPUs; none: those
-    of the named machines, else one. prices: the user's file. Raises StokerError.
+    of the named machines, else one. prices: the user's file. measure: time 50 steps on this machine first.
+    Raises StokerError.
     """
     check(user_config)
     if any(not 1 <= count <= MAX_NAMED_GPUS for count in gpus):
@@ -88,6 +90,8 @@ def make_plan(
     has_gpu = any(machine.accelerator != "cpu" for machine in machines)
     device = Device(torch.device("cuda")) if has_gpu else own_device
     config, reasons = derive_for_plan(user_config.replace(device=None), index, device)
+    if measure:
+        measure_steps(config, index, own_device)
     job = _job(config, index)
     placements, notes = _placements(machines, gpus, spot=spot, is_named=bool(on))
     if not placements:
@@ -191,8 +195,8 @@ def _placements(
             result.append(placement)
             if spot and machine.spot_price is not None:
                 result.append(msgspec.structs.replace(placement, spot=True))
-            elif spot and is_named and not machine.is_this:
-                notes.append(f"{machine.name}: its spot price is unknown")
+            elif spot and not machine.is_this:
+                notes.append("spot prices have no table, as they change by the hour: --prices FILE has yours")
     return result, list(dict.fromkeys(notes))
 
 

@@ -9,6 +9,8 @@ measured errors are in docs/plan-calibration.md. Not here: several devices, pric
 """
 
 import contextlib
+import functools
+import math
 import re
 import statistics
 import time
@@ -25,15 +27,15 @@ from stoker.data.augment import MOSAIC_GROUP_SIZE
 from stoker.data.index import Index
 from stoker.data.loading.device_decoder import measure_host_decode
 from stoker.data.loading.loader import compute_max_boxes
-from stoker.errors import DataError, StokerError
+from stoker.errors import ConfigError, DataError, StokerError, UsageError
 from stoker.hardware import calibration
 from stoker.hardware.calibration import MeasuredStep, PredictedStep
 from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
-from stoker.planning.machines import Accelerator
+from stoker.planning.machines import GPUS, Accelerator, identify, measure_cpu
 from stoker.planning.trace import OperatorKind, Step, StepSpec, StepTrace, Traces
 from stoker.training.defaults.derive import derive_for_plan
-from stoker.training.defaults.dry_run import MEMORY_FRACTION
+from stoker.training.defaults.dry_run import MEMORY_FRACTION, DryRun
 
 
 class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,8 +46,6 @@ class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fragmentation: float
     gpu_peak_error: float
     cpu_peak_error: float
-    calibrated_error: float
-    same_model_error: float
 
 
 ASSUMED = msgspec.convert(read_toml("assumptions.toml")["step"], _Step)
@@ -63,12 +63,44 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bandwidth: float
     kernel_s: float
     issue_s: float
-    error: float
     source: str
 
 
 _EFFICIENCIES = msgspec.convert(read_toml("assumptions.toml")["efficiency"], dict[str, Efficiency])
 CPU, GPU = _EFFICIENCIES["cpu"], _EFFICIENCIES["gpu"]
+
+
+class Errors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A section of `plan_errors.toml`."""
+
+    of: str
+    """What they are, with their number as {rows}."""
+    rows: list[tuple[str, float, float]]
+    """What, and seconds as predicted and as they were."""
+
+
+COVERAGE = 0.9
+"""Of a band."""
+ERRORS = msgspec.convert(read_toml("plan_errors.toml"), dict[str, Errors])
+
+
+@functools.cache
+def learn_error(kind: str, *, without: int | None = None) -> float:
+    """The band of predictions of a kind, a key of ERRORS: their time multiplied or divided by 1 + this.
+
+    It contains the next one with the probability COVERAGE, if it is like the rows: the conformal quantile of their
+    errors (Vovk et al. 2005, "Algorithmic Learning in a Random World"), or the largest, where they are too few.
+    without: the number of a row that is left out.
+    """
+    rows = [row for k, row in enumerate(ERRORS[kind].rows) if k != without]
+    off = sorted(abs(math.log(predicted_s / actual_s)) for _, predicted_s, actual_s in rows)
+    return math.exp(off[min(len(off), math.ceil(COVERAGE * (len(off) + 1))) - 1]) - 1
+
+
+def describe_error(kind: str) -> str:
+    """× or ÷ 1.6, the error of 32 steps on CPUs."""
+    errors = ERRORS[kind]
+    return f"× or ÷ {1 + learn_error(kind):.2g}, the error of {errors.of.format(rows=len(errors.rows))}"
 
 
 class StepTime(NamedTuple):
@@ -109,6 +141,8 @@ def step_time(
 
 def _reached_flops(accelerator: Accelerator, efficiency: Efficiency, precision: str, kind: OperatorKind) -> float:
     fraction: float = getattr(efficiency, "matmul" if kind == "other" else kind)
+    if precision != "fp32" and precision in accelerator.flops:
+        fraction *= accelerator.half_fraction
     return fraction * accelerator.peak_flops(precision, is_convolution=kind in ("convolution", "grouped"))
 
 
@@ -187,7 +221,9 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     """Forward, backward, optimizer of one step, without waiting for data."""
     step_error: float
-    """Relative half-width of its band."""
+    """The time multiplied or divided by 1 + this is its band."""
+    error_of: str
+    """Key of ERRORS: cpu and gpu without a measured step of the device, else other_model or same_model."""
     limited_by: str
     """compute, memory or launches: what most of the step's time is spent on."""
     parameters: int
@@ -296,8 +332,8 @@ def _most_similar(accelerator: Accelerator, config: Config) -> list[MeasuredStep
     return medians[:MAX_SAMPLES]
 
 
-def _calibrate(job: _Job, traces: Traces) -> Efficiency:
-    """The default efficiency of such a device, moved to the measured runs of the user."""
+def _calibrate(job: _Job, traces: Traces) -> tuple[Efficiency, str]:
+    """The default efficiency of such a device, moved to the measured runs of the user, and whose errors are its."""
     start = CPU if job.accelerator.is_cpu else GPU
     samples, lines = [], []
     for line in job.measured:
@@ -306,12 +342,12 @@ def _calibrate(job: _Job, traces: Traces) -> Efficiency:
             samples.append(Sample(trace, job.accelerator, line.precision, line.micro_batches, line.step_s))
             lines.append(line)
     if not samples:
-        return start
+        return start, "cpu" if job.accelerator.is_cpu else "gpu"
     models = sorted({line.model for line in lines})
-    error = ASSUMED.same_model_error if job.config.model.model in models else ASSUMED.calibrated_error
+    kind = "same_model" if job.config.model.model in models else "other_model"
     date = time.strftime("%Y-%m-%d", time.gmtime(max(line.t for line in lines)))
     source = f"measured on this kind of device, the newest run on {date}: {', '.join(models)}"
-    return msgspec.structs.replace(fit(samples, start), error=error, source=source)
+    return msgspec.structs.replace(fit(samples, start), source=source), kind
 
 
 def _choose_parts(job: _Job, traces: Traces) -> int:
@@ -327,7 +363,8 @@ def _choose_parts(job: _Job, traces: Traces) -> int:
 
 
 def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
-    accelerator, config, efficiency = job.accelerator, job.config, _calibrate(job, traces)
+    accelerator, config = job.accelerator, job.config
+    efficiency, error_of = _calibrate(job, traces)
     trace, precision = traces.get(job.step(job.batch_size // micro_batches)), config.run.precision
     tensor_bytes = trace.peak_bytes
     if micro_batches > 1:  # the other parts of the batch, and gradients that the first part leaves
@@ -350,11 +387,12 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
         memory_bytes=accelerator.memory_bytes,
         fits=job.fits(tensor_bytes),
         step_s=seconds.total_s,
-        step_error=efficiency.error,
+        step_error=learn_error(error_of),
+        error_of=error_of,
         limited_by=seconds.limited_by,
         parameters=trace.parameters,
         gradient_bytes=trace.gradient_bytes,
-        source=efficiency.source,
+        source=f"{efficiency.source}; {describe_error(error_of)}",
     )
 
 
@@ -377,6 +415,53 @@ def _remember(predictions: Sequence[StepPrediction], accelerators: Sequence[Acce
     ]
     with contextlib.suppress(OSError):  # the cache folder is read-only or full: a prediction is worth having without
         calibration.append(*lines)
+
+
+MEASURED_STEPS, GPU_STEPS, MAX_MEASURED_S = 50, 5, 60.0
+"""Steps that `--measure` times, those of a GPU without waiting for it in between, as the host runs ahead; and for how
+long at most."""
+
+
+def measure_steps(config: Config, index: Index, device: Device) -> None:
+    """Times MEASURED_STEPS on this device, after a warm-up, with random images in the shapes of training, and adds the
+    median to the calibration file, where plans look for it. config: as planned. Raises UsageError, ConfigError."""
+    accelerator = measure_cpu() if device.is_cpu else identify(device.name)
+    if accelerator is None:
+        raise UsageError(f"--measure: there is no {device.name} in the table of accelerators.", choices=GPUS)
+    job = _make_job(config, index, accelerator, config.run.batch_size)
+    times: list[float] = []
+    steps, begin_s = 1 if device.is_cpu else GPU_STEPS, time.perf_counter()
+    try:
+        dry_run = DryRun(job.config, index, device)
+        batch = dry_run.make_batch(job.batch_size)
+        while len(times) < 2 or (
+            (len(times) - 1) * steps < MEASURED_STEPS and time.perf_counter() - begin_s < MAX_MEASURED_S
+        ):
+            start_s = time.perf_counter()
+            for _ in range(steps):
+                dry_run.step(batch)
+            device.synchronize()
+            times.append((time.perf_counter() - start_s) / steps)
+    except torch.OutOfMemoryError as error:
+        what = f"--measure: a step of {job.batch_size} images does not fit {device.name}."
+        raise ConfigError(what, fix="a smaller --batch-size") from error
+    calibration.append(
+        MeasuredStep(
+            t=time.time(),
+            model=job.config.model.model,
+            image_size=job.config.data.image_size,
+            batch_size=job.batch_size,
+            micro_batches=1,
+            precision=job.config.run.precision,
+            device=device.name,
+            threads=torch.get_num_threads() if device.is_cpu else 0,
+            step_s=statistics.median(times[1:]),
+            steps=(len(times) - 1) * steps,
+            settings=job.spec.settings,
+            num_classes=job.spec.num_classes,
+            max_boxes=job.spec.max_boxes,
+        )
+    )
 
 
 def loader_demand(config: Config, index: Index) -> LoaderDemand:

@@ -19,6 +19,10 @@ CERTAINTIES: tuple[Certainty, ...] = ("no", "likely", "sure")
 """Least first. sure: a limit holds at the bad end of the band, too; likely: as expected."""
 
 
+MAX_NAMED = 3
+"""Machines that are named as perhaps better than the choice."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What the user asks for. None: no limit."""
 
@@ -70,8 +74,8 @@ def recommend(rows: Sequence[MachinePlan], limits: Limits) -> Recommendation:
     if choice is not None:
         among = f"{fmt.plural(len(likely), 'machine')} that can train this {limits}".rstrip()
         summary = f"{choice.label}: {describe_duration(choice.duration_s)}, {describe_cost(choice.cost)}; "
-        summary += f"the {'fastest' if by_time else 'cheapest'} of {among}"
-        reasons = _reasons(choice, limits)
+        summary += f"as expected the {'fastest' if by_time else 'cheapest'} of {among}"
+        reasons = _undecided(choice, likely, by_time=by_time) + _reasons(choice, limits)
         if own is not None and own_is_enough and str(limits):
             reasons.append(f"This machine meets it, too: {describe_duration(own.duration_s)}, without rent.")
     elif own is not None and own_is_enough:
@@ -107,6 +111,22 @@ def _certainty(value: Estimate | None, limit: float | None) -> Certainty:
 def _rank(row: MachinePlan, *, by_time: bool) -> tuple[float, float]:
     cost = math.inf if row.cost is None else row.cost.expected
     return (row.duration_s.expected, cost) if by_time else (cost, row.duration_s.expected)
+
+
+def _undecided(choice: MachinePlan, rows: Sequence[MachinePlan], *, by_time: bool) -> list[str]:
+    """A sentence about the machines that may be better than the choice: the bands overlap."""
+
+    def band(row: MachinePlan) -> Estimate:
+        return row.duration_s if by_time or row.cost is None else row.cost
+
+    better = [row for row in rows if row is not choice and band(row).low < band(choice).high]
+    if not better:
+        return []
+    named = ", ".join(row.label for row in sorted(better, key=lambda row: band(row).expected)[:MAX_NAMED])
+    more = f" and {len(better) - MAX_NAMED} more" if len(better) > MAX_NAMED else ""
+    word = "faster" if by_time else "cheaper"
+    advice = f"which may be {word}; steps measured there tell (--on this --measure)."
+    return [f"Not decided: its band overlaps with {named}{more}, {advice}"]
 
 
 def _reasons(row: MachinePlan, limits: Limits) -> list[str]:

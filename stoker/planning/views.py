@@ -50,6 +50,13 @@ def choose_rows(plan: Plan) -> list[int]:
 
 def _lines(plan: Plan) -> Iterator[RenderableType]:
     yield from map(plain_text, plan.job)
+    measured = list(dict.fromkeys(row.accelerator for row in plan.rows if row.is_measured))
+    yield plain_text(
+        f"a plan from measured steps on {', '.join(measured)}"
+        if measured
+        else "a guess: no step was measured on any of these devices; --on this --measure there makes it a plan",
+        "bold",
+    )
     yield ""
     shown = choose_rows(plan)
     yield _table(plan, shown)
@@ -65,7 +72,7 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _table(plan: Plan, shown: Sequence[int]) -> RenderableType:
-    columns = ("", "machine", "$/h", "memory", "img/s", "busy", "limited by", "vCPUs needed", "MB/s", "time")
+    columns = ("", "machine", "$/h", "memory", "a step", "img/s", "busy", "limited by", "vCPUs needed", "MB/s", "time")
     numbers = [
         n for n, name in enumerate(columns) if name in ("$/h", "memory", "img/s", "busy", "vCPUs needed", "MB/s")
     ]
@@ -77,9 +84,10 @@ def _table(plan: Plan, shown: Sequence[int]) -> RenderableType:
         memory = fmt.memory(row.peak_bytes.expected, row.memory_bytes)
         cells = ["→" if k == plan.recommendation.choice else " ", f"{row.label}{gpus}", price, memory]
         if row.fits == "no":
-            cells += ["", "", "does not fit"]
+            cells += ["", "", "", "does not fit"]
         else:
             cells += [
+                f"{'measured' if row.is_measured else 'guessed'} ×÷ {1 + row.step_error:.2g}",
                 fmt.number(row.img_per_s.expected), fmt.percentage(row.utilization.expected),
                 _LIMITS.get(row.limited_by, row.limited_by),
                 f"{row.required_vcpus:.1f} of {row.vcpus:g}", fmt.number(row.required_mb_per_s),

@@ -6,15 +6,22 @@ Kubeflow, or by hand for TensorFlow's MultiWorkerMirroredStrategy. Each process 
 `--devices N` the starter of N ranks of its machine (`local_ranks.py`). What ranks tell each other: `ranks.py`.
 """
 
+import contextlib
 import dataclasses
+import datetime
+import math
 import os
 import re
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import psutil
 
-from stoker.errors import ConfigError, UsageError
+from stoker.errors import ConfigError, RankError, UsageError
 
 VARIABLES = ("TF_CONFIG", "CLUSTER_SPEC")
 TRAINING_TASKS = ("chief", "master", "worker", "workerpool0", "workerpool1")
@@ -68,6 +75,85 @@ class RankPlace:
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
         }
+
+
+MEET_TIMEOUT_S, SAY_MISSING_S = 600.0, 30.0
+"""How long the ranks of several machines wait for each other at the start, as torchrun's agents do, and after which
+time rank 0 prints which are missing."""
+
+
+def meet(place: RankPlace, *, timeout_s: float = MEET_TIMEOUT_S) -> Any:
+    """A store that all ranks of several machines have reached; makes gloo and NCCL use the network between them.
+
+    By default gloo uses the address of the machine's name, which /etc/hosts of Debian and Ubuntu makes 127.0.1.1. Here
+    it is the interface of the route to a rank of another machine, unless the user has set one. Raises RankError, which
+    names the address, or the ranks that are missing.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, also for its restarts
+    is_server, timeout = place.rank == 0 and not has_agent, datetime.timedelta(seconds=timeout_s)
+    address = _resolve(place.host)
+    try:
+        store = TCPStore(place.host, place.port, None, is_server, timeout, wait_for_workers=False)
+        met = PrefixStore(f"met/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        met.set(str(place.rank), find_route(address, place.port)[0])
+        end_s, say_s = time.monotonic() + timeout_s, time.monotonic() + SAY_MISSING_S
+        while missing := [rank for rank in range(place.world_size) if not met.check([str(rank)])]:
+            now_s, names = time.monotonic(), ", ".join(map(str, missing))
+            if now_s > end_s:
+                raise RankError(
+                    f"Of {place.world_size} ranks {names} did not come within {timeout_s:.0f} s.",
+                    location=f"{place.host}:{place.port} ({address}), where rank 0 listens ({place.source})",
+                    fix="look whether they run, and for their own messages: they name the address that they try",
+                )
+            if now_s > say_s and place.rank == 0:
+                print(f"stoker: waiting for rank {names} at {place.host}:{place.port}", file=sys.stderr, flush=True)
+                say_s = math.inf
+            time.sleep(0.1)
+        routes = [find_route(met.get(str(rank)).decode(), place.port) for rank in range(place.world_size)]
+    except (RuntimeError, ValueError) as error:
+        is_here = place.rank > 0 and find_route(address, place.port)[1] == "lo"
+        raise RankError(
+            f"Rank {place.rank} of {place.world_size} cannot reach rank 0.",
+            location=f"{place.host}:{place.port}, which is {address} here ({place.source})",
+            cause=str(error).partition("\n")[0],
+            fix="MASTER_ADDR is an address of this machine itself: set that of rank 0, as this machine reaches it"
+            if is_here
+            else "start rank 0; let the network and its firewalls pass all TCP ports between the machines",
+        ) from error
+    away = [interface for own, interface in (find_route(address, place.port), *routes) if interface not in ("", "lo")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if away else ():
+        os.environ.setdefault(variable, away[0])
+    return store
+
+
+def _resolve(host: str) -> str:
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][4][0])
+    return host
+
+
+def find_route(address: str, port: int) -> tuple[str, str]:
+    """(this machine's address, its interface) on the way to an address; empty where there is no way. To this machine
+    itself the interface is that of the loopback. Nothing is sent: a UDP socket only looks up the route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        own = str(probe.getsockname()[0])
+        rows = psutil.net_if_addrs().items()
+        names = [name for name, addresses in rows if any(row.address == own for row in addresses)]
+        return own, "lo" if own == address or not names else names[0]
+    return "", ""
+
+
+def can_divide(settings: Mapping[str, Any], count: int) -> bool:
+    """Whether so many devices get equal parts of the batch, with mosaics of whole groups of four images, or a stage
+    each. settings: `batch_size`, `mosaic`, `stages`; those that are not set are chosen to fit."""
+    if (settings.get("stages") or 1) > 1:
+        return count in (1, settings["stages"])
+    unit = count * (4 if settings.get("mosaic") else 1)
+    return count == 1 or not (settings.get("batch_size") or 0) % unit
 
 
 def find_place(env: Mapping[str, str] = os.environ) -> RankPlace | None:

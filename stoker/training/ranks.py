@@ -31,7 +31,7 @@ import msgspec
 from stoker import errors
 from stoker.errors import ConfigError, Preempted, RankError, StokerError
 from stoker.hardware.cgroup import CORES_VARIABLE, host_cores
-from stoker.training.cluster import Devices, RankPlace
+from stoker.training.cluster import MEET_TIMEOUT_S, Devices, RankPlace, meet
 from stoker.training.heartbeats import CALL_TIMEOUT_S, DONE, FAILURE, POLL_S, Heartbeats, call_within
 
 Result = TypeVar("Result")
@@ -199,6 +199,8 @@ class Ranks:
                     store = dist.TCPStore(  # type: ignore[attr-defined]
                         "127.0.0.1", place.port, self.world_size, self.is_main, timeout, master_listen_fd=listener
                     )
+            else:
+                store = meet(place, timeout_s=min(timeout_s, MEET_TIMEOUT_S))
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
                 store=store,

@@ -14,7 +14,8 @@ import requests
 from stoker.errors import PreflightError, StokerError, UsageError
 from stoker.launching import google_cloud
 from stoker.launching.google_cloud import GcpBatch
-from stoker.launching.spec import Job, LaunchSpec, Mount, PlaceOptions
+from stoker.launching.jobs import submit
+from stoker.launching.spec import Job, LaunchRequest, LaunchSpec, Mount, PlaceOptions
 from stoker.training.cluster import find_place
 from tests.launching.cloud import FakeApi, make_spec, serving
 
@@ -36,6 +37,11 @@ SPECS = {
         project="vision", region="europe-west4", service_account="trainer@vision.iam.gserviceaccount.com"
     )),
     "CPU": make_batch_spec(machine_type="n1-standard-8", gpus=0, env={"NCCL_DEBUG": "INFO"}),
+    "secrets": make_batch_spec(
+        secrets={"WANDB_API_KEY": ("wandb", "latest")}, options=PlaceOptions(
+            project="vision", region="europe-west4", boot_disk="200"
+        ),
+    ),
     "mounts": make_batch_spec(mounts=(Mount("/data", "gs://bucket/coco"), Mount("/runs", "10.0.0.2:/export"))),
 }  # fmt: skip
 
@@ -59,6 +65,13 @@ def test_machines_with_their_gpus():
     assert instances["n1"]["policy"]["accelerators"] == [{"type": "nvidia-tesla-v100", "count": "1"}]
     assert instances["spot nodes"]["policy"]["provisioningModel"] == "SPOT"
     assert "installGpuDrivers" not in instances["CPU"]
+
+
+def test_secrets_and_the_disk_of_the_machine():
+    job = render(SPECS["secrets"])
+    variables = {"WANDB_API_KEY": "projects/vision/secrets/wandb/versions/latest"}
+    assert job["taskGroups"][0]["taskSpec"]["environment"] == {"secretVariables": variables}
+    assert job["allocationPolicy"]["instances"][0]["policy"]["bootDisk"] == {"sizeGb": "200"}
 
 
 def test_what_is_tried_again():
@@ -154,8 +167,29 @@ def test_what_is_sent_is_what_dry_run_prints(server: FakeApi):
     for spec in SPECS.values():
         assert GcpBatch().submit(spec) == NAME
         sent = server.requests[-1]
+        assert "entrypoint" not in container(SPECS["one GPU"]), "the image's own has an init"
         assert sent.path == "/v1/projects/vision/locations/europe-west4/jobs?jobId=stoker-one"
         assert sent.body == json.loads(GcpBatch().render(spec))
+
+
+def test_the_same_command_continues_where_a_job_that_ended_holds_its_name(server: FakeApi, tmp_path: Path):
+    names: list[str] = []
+
+    def answer(method: str, _path: str, _body: Any) -> tuple[int, Any]:
+        if method == "GET":
+            return 200, {"status": {"state": "FAILED"}}
+        name = server.requests[-1].path.partition("jobId=")[2]
+        if name in names:
+            return 409, {"error": {"code": 409, "message": "already exists"}}
+        names.append(name)
+        return 200, {"name": NAME.replace("stoker-one", name)}
+
+    server.answer = answer
+    spec = make_batch_spec(run_dir=str(tmp_path / "run"))
+    for _ in range(3):
+        submit(spec, GcpBatch(), LaunchRequest())
+    assert names == ["stoker-one", "stoker-one-a2", "stoker-one-a3"]
+    assert server.requests[-1].body["labels"] == {"app": "stoker", "run": "stoker-one"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from stoker.cli.app import app
 from stoker.errors import PreflightError, StokerError, UsageError
 from stoker.launching.advise import advise, apply
-from stoker.launching.jobs import last_job, remember
+from stoker.launching.jobs import last_job, remember, submit
 from stoker.launching.kubernetes import Kubernetes
 from stoker.launching.spec import Job, LaunchRequest, LaunchSpec, Mount, PlaceOptions
 from stoker.training.cluster import find_place
@@ -29,7 +29,7 @@ from tests.launching.cloud import IMAGE, FakeApi, make_spec, serving
 from tests.launching.kubernetes_rules import problems
 
 VERSIONS = ("1.29", "1.31", "1.34", "1.37")
-KINDS = ("job", "jobset", "trainjob")
+KINDS = ("job", "jobset")
 SPECS = {
     "one GPU": make_spec(),
     "nodes": make_spec(max_nodes=2, min_nodes=2, devices=4, gpus=4, cpus=48, machine_type="g2-standard-48"),
@@ -48,14 +48,10 @@ SPECS = {
 CASES = [pytest.param(spec, kind, id=f"{name}, {kind}") for name, spec in SPECS.items() for kind in KINDS]
 
 
-def of_kind(spec: LaunchSpec, kind: str) -> LaunchSpec:
-    return dataclasses.replace(spec, options=dataclasses.replace(spec.options, kind=kind))
-
-
 def render(spec: LaunchSpec, kind: str = "job") -> list[dict[str, Any]]:
     place = Kubernetes()
-    place.check(of_kind(spec, kind))
-    return list(yaml.safe_load_all(place.render(of_kind(spec, kind))))
+    place.check(spec)
+    return list(yaml.safe_load_all(place.render(spec, kind)))
 
 
 @pytest.mark.parametrize(("spec", "kind"), CASES)
@@ -87,10 +83,7 @@ def test_models_of_kubeflow_keep_every_field():
     pydantic is imported, cyclopts parses command lines by its rules."""
     if importlib.util.find_spec("kubeflow_trainer_api") is None:
         pytest.skip("uv pip install kubeflow-trainer-api")
-    documents = {
-        name: [render(spec, kind)[0] for spec in SPECS.values()]
-        for name, kind in (("JobsetV1alpha2JobSet", "jobset"), ("TrainerV1alpha1TrainJob", "trainjob"))
-    }
+    documents = {"JobsetV1alpha2JobSet": [render(spec, "jobset")[0] for spec in SPECS.values()]}
     code = """
 import json, sys
 from kubeflow_trainer_api import models
@@ -108,11 +101,8 @@ json.dump({n: [getattr(models, n).from_dict(d).to_dict() for d in documents[n]] 
 def test_pods_find_their_place(kind: str, nodes: int):
     """With the variables of the manifest, and the index that the controller of Jobs sets."""
     document = render(make_spec(max_nodes=nodes, min_nodes=nodes), kind)[-1]
-    if kind == "trainjob":
-        env = document["spec"]["trainer"]["env"]
-    else:
-        job = document["spec"] if kind == "job" else document["spec"]["replicatedJobs"][0]["template"]["spec"]
-        env = job["template"]["spec"]["containers"][0]["env"]
+    job = document["spec"] if kind == "job" else document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    env = job["template"]["spec"]["containers"][0]["env"]
     places = [find_place({row["name"]: row.get("value", str(index)) for row in env}) for index in range(nodes)]
 
     if nodes == 1:
@@ -234,7 +224,10 @@ def as_kubelet_reads(text: str) -> str:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"options": PlaceOptions(kind="jobsett")}, "did you mean 'jobset'"),
+        ({"options": PlaceOptions(patch="/nowhere.yaml")}, "The file of --patch is not a part of a pod"),
+        ({"secrets": {"RANK": ("a", "b")}}, "--env RANK"),
+        ({"secrets": {"A": ("b", "c")}, "env": {"A": "d"}}, "A is a variable of --env and of --secret"),
+        ({"secrets": {"A": ("My_Secret", "c")}}, "a Secret's name"),
         ({"options": PlaceOptions(namespace="Team A")}, "--namespace 'Team A'"),
         ({"options": PlaceOptions(queue="gpus/a")}, "--queue 'gpus/a'"),
         ({"max_nodes": 8}, "a fixed number of nodes"),
@@ -295,21 +288,117 @@ def configure(path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("job", ["/api/v1/namespaces/vision/services", "/apis/batch/v1/namespaces/vision/jobs"]),
         ("jobset", ["/apis/jobset.x-k8s.io/v1alpha2/namespaces/vision/jobsets"]),
-        ("trainjob", ["/apis/trainer.kubeflow.org/v1alpha1/namespaces/vision/trainjobs"]),
     ],
 )
-def test_what_is_sent_is_what_dry_run_prints(cluster: FakeApi, kind: str, paths: list[str]):
-    spec = of_kind(SPECS["nodes"], kind)
-
+def test_what_is_sent_is_what_was_rendered(cluster: FakeApi, kind: str, paths: list[str]):
+    """Several nodes are a JobSet where the cluster has JobSet; one node is a Job anywhere."""
+    spec = SPECS["nodes"]
+    cluster.answer = with_jobset(lambda *_: (201, {})) if kind == "jobset" else without_jobset(lambda *_: (201, {}))
     assert Kubernetes().submit(spec) == f"{kind}/vision/stoker-one"
-    assert [request.path.partition("?")[0] for request in cluster.requests] == paths
-    assert [request.body for request in cluster.requests] == list(yaml.safe_load_all(Kubernetes().render(spec)))
+    sent = [request for request in cluster.requests if request.method == "POST"]
+    assert [request.path.partition("?")[0] for request in sent] == paths
+    assert [request.body for request in sent] == render(spec, kind)
+    assert Kubernetes().submit(make_spec()) == "job/vision/stoker-one"
+
+
+Answer = Callable[[str, str, Any], tuple[int, Any]]
+
+
+def with_jobset(answer: Answer) -> Answer:
+    row = {"name": "jobsets", "singularName": "jobset", "namespaced": True, "kind": "JobSet", "verbs": ["create"]}
+    kinds = {"kind": "APIResourceList", "groupVersion": "jobset.x-k8s.io/v1alpha2", "resources": [row]}
+    return lambda method, path, body: (200, kinds) if path.endswith("x-k8s.io/v1alpha2") else answer(method, path, body)
+
+
+def without_jobset(answer: Answer) -> Answer:
+    missing = (404, {"message": "the server could not find the requested resource"})
+    return lambda method, path, body: missing if path.endswith("x-k8s.io/v1alpha2") else answer(method, path, body)
+
+
+def test_the_same_command_continues_where_a_job_that_ended_holds_its_name(cluster: FakeApi, tmp_path: Path):
+    names: set[str] = set()
+    complete = {"metadata": {"name": "x"}, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+
+    def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if method == "GET":
+            return 200, {"kind": "PodList", "apiVersion": "v1", "items": []} if path.endswith("/pods") else complete
+        name = f"{path}/{body['metadata']['name']}"
+        taken = name in names
+        names.add(name)
+        return (409, {"message": "already exists"}) if taken else (201, {})
+
+    cluster.answer = without_jobset(answer)
+    spec = dataclasses.replace(SPECS["nodes"], run_dir=str(tmp_path / "run"))
+    jobs = [submit(spec, Kubernetes(), LaunchRequest()) for _ in range(3)]
+    assert [job.id.rpartition("/")[2] for job in jobs] == ["stoker-one", "stoker-one-a2", "stoker-one-a3"]
+    sent = [request.body for request in cluster.requests if request.method == "POST"]
+    assert problems(sent[-2:]) == []
+    assert {body["metadata"]["labels"]["app.kubernetes.io/part-of"] for body in sent} == {"stoker-one"}
+
+
+def test_the_entry_point_of_the_image_starts_the_training():
+    """A `command` would take the place of tini: process 1 ignores a SIGTERM that it does not handle."""
+    for kind in KINDS:
+        assert "command" not in json.dumps(render(SPECS["nodes"], kind))
+    dockerfile = Path(__file__).resolve().parents[2] / "Dockerfile"
+    assert 'ENTRYPOINT ["tini", "--", "stoker"]' in dockerfile.read_text()
+
+
+def test_secrets_are_named_and_never_contained():
+    spec = make_spec(secrets={"WANDB_API_KEY": ("wandb", "api-key")}, env={"A": "b"})
+    env = render(spec)[0]["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert env[1] == {"name": "WANDB_API_KEY", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "api-key"}}}
+
+
+PATCH = """
+metadata: {annotations: {networking.gke.io/default-interface: eth0}}
+spec:
+  hostNetwork: true
+  imagePullSecrets: [{name: registry}]
+  tolerations: [{key: rdma, operator: Exists}]
+  containers:
+  - name: stoker
+    securityContext: {capabilities: {add: [IPC_LOCK]}}
+    resources: {limits: {rdma/hca: 1, ephemeral-storage: 100Gi}, requests: {rdma/hca: 1, ephemeral-storage: 100Gi}}
+    volumeMounts: [{name: libraries, mountPath: /usr/local/nccl}]
+    ports: null
+  - {name: tcpx-daemon, image: tcpx}
+  volumes: [{name: libraries, hostPath: {path: /home/kubernetes/bin/nvidia}}]
+"""
+
+
+def test_a_patch_adds_what_has_no_flag(tmp_path: Path):
+    path = tmp_path / "pod.yaml"
+    path.write_text(PATCH)
+    plain, patched = (
+        render(dataclasses.replace(SPECS["nodes"], options=PlaceOptions(patch=patch))) for patch in (None, str(path))
+    )
+    before, after = (documents[1]["spec"]["template"]["spec"] for documents in (plain, patched))
+    trainer = after["containers"][0]
+    assert trainer["args"] == before["containers"][0]["args"]
+    assert trainer["resources"]["limits"] == before["containers"][0]["resources"]["limits"] | {
+        "rdma/hca": 1, "ephemeral-storage": "100Gi",
+    }  # fmt: skip
+    assert [mount["mountPath"] for mount in trainer["volumeMounts"]] == ["/dev/shm", "/usr/local/nccl"]
+    assert "ports" not in trainer
+    assert [container["name"] for container in after["containers"]] == ["stoker", "tcpx-daemon"]
+    assert [volume["name"] for volume in after["volumes"]] == ["shm", "libraries"]
+    assert after["tolerations"] == [{"key": "rdma", "operator": "Exists"}]
+    assert (after["hostNetwork"], after["imagePullSecrets"]) == (True, [{"name": "registry"}])
+    validate = pytest.importorskip("kubernetes_validate", reason="uv pip install kubernetes-validate").validate
+    validate(patched[1], VERSIONS[-1], strict=True)
+    for text in ("spec: [", "- a", "containers: []", "spec: 1"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="not a part of a pod"):
+            Kubernetes().check(make_spec(options=PlaceOptions(patch=str(path))))
 
 
 def refuse(status: int, message: str) -> Callable[[str, str, Any], tuple[int, Any]]:
     """An API server that takes Services and refuses jobs."""
     reply = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": status}
-    return lambda method, path, _: (201, {}) if "services" in path or method == "DELETE" else (status, reply)
+    return without_jobset(
+        lambda method, path, _: (201, {}) if "services" in path or method == "DELETE" else (status, reply)
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,17 +422,10 @@ def test_a_refusal_is_named_and_leaves_nothing_behind(
 
 
 def test_a_service_of_another_job_is_left_alone(cluster: FakeApi):
-    cluster.answer = lambda *_: (409, {"message": 'services "stoker-one" already exists'})
+    cluster.answer = without_jobset(lambda *_: (409, {"message": 'services "stoker-one" already exists'}))
     with pytest.raises(UsageError, match="of this name"):
         Kubernetes().submit(SPECS["nodes"])
-    assert [request.method for request in cluster.requests] == ["POST"]
-
-
-def test_a_cluster_without_jobset_says_what_to_install(cluster: FakeApi):
-    cluster.answer = refuse(404, "the server could not find the requested resource")
-    with pytest.raises(PreflightError, match="The cluster has no JobSet") as raised:
-        Kubernetes().submit(of_kind(make_spec(), "jobset"))
-    assert "--kind job" in str(raised.value)
+    assert [request.method for request in cluster.requests] == ["GET", "POST"]
 
 
 def test_no_cluster_and_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -436,6 +518,8 @@ def test_advice_is_applied(cluster: FakeApi, tmp_path: Path):
     """The job is deleted, and one with fewer GPUs and all that was asked for before continues the run."""
     phases = {"compute": 0.6, "input_wait": 0.4}
     run = make_run(tmp_path / "run", phases, devices=4, gpu="NVIDIA Unknown", busy=0.6, used_cores=11.5)
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("batch_size = 16", "batch_size = 24"))  # which 3 devices can share
     request = LaunchRequest(
         image=IMAGE, mount=(f"claim:{tmp_path}",), devices=4, cpus=12, grace="2min", run_dir="ignored"
     )
@@ -463,7 +547,8 @@ def test_advice_is_applied(cluster: FakeApi, tmp_path: Path):
     container = sent[-1].body["spec"]["template"]["spec"]["containers"][0]
     assert container["image"] == IMAGE
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 3
-    assert str(run) in container["args"] or str(run) in container["command"]
+    assert str(run) in container["args"]
+    assert sent[-1].body["metadata"]["name"] == "stoker-one-a2"
 
 
 @pytest.mark.parametrize(

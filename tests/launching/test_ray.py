@@ -87,6 +87,22 @@ def test_a_lost_node_is_replaced_and_the_run_is_that_of_an_undisturbed_one(
     assert [process for process in processes_of(tmp_path) if "train" in process] == []
 
 
+def test_elastic_nodes_are_those_that_can_share_the_batch(cluster: "ray.cluster_utils.Cluster", tmp_path: Path) -> None:
+    """Eight images cannot be divided among the three nodes that there are."""
+    cluster.add_node(num_cpus=2)
+    data, run = draw(tmp_path / "shapes"), tmp_path / "run"
+    flags = [
+        *merge_flags(("--steps", "4", "--eval-every", "4", "--batch-size", "8", "--mosaic", "0", "--device", "cpu"))
+    ]
+    flags += ["--nodes", "2:3", "--cpus", "2", "--mount", "/", "--run-dir", run, "--env", "STOKER_CORES=1"]
+    launch(tmp_path, "ray", data, *flags, "--address", os.environ["RAY_ADDRESS"])
+    job, place = last_job(str(run)), open_place("ray")
+    wait_for(lambda: place.status(job).state not in ("queued", "running"), WAIT_S)
+    output = launch(tmp_path, "logs", run)
+    assert "2 nodes train, as more devices cannot share the batch equally; idle: " in output
+    assert "succeeded" in launch(tmp_path, "status", run), output
+
+
 def lose(cluster: "ray.cluster_utils.Cluster", folder: Path) -> None:
     """Loses the node of rank 1 as a machine is lost: nothing on it ends in order."""
     processes = []

@@ -204,6 +204,15 @@ def test_failures_are_requeued_so_often_and_preemptions_do_not_count(submit: Cal
     assert (status.restarts, status.exit_code) == (1, 9)
 
 
+def test_elastic_nodes_are_those_that_can_share_the_batch(job: Launched, data: Path) -> None:
+    """Five images cannot be divided between the two nodes that there are."""
+    steps = ("--steps", "4", "--eval-every", "4", "--batch-size", "5", "--mosaic", "0", "--device", "cpu")
+    nodes = ("--nodes", "1:2", "--cpus", "2", "--memory", "3", "--env", "STOKER_CORES=1")
+    job.command("slurm", data, *merge_flags(steps), *nodes, "--run-dir", job.run, "--mount", "/")
+    assert "succeeded" in job.wait_until("succeeded")
+    assert "1 nodes train, as more devices cannot share the batch equally; idle: n2" in job.log
+
+
 def test_elastic_nodes_take_what_there_is(submit: Callable[..., Job]) -> None:
     job = submit(seconds=1, min_nodes=2, max_nodes=8)
     assert wait_for_state(job, "succeeded").nodes == ("n[1-2]",)

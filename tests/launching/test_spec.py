@@ -16,6 +16,7 @@ from stoker.cli.app import main
 from stoker.config.durations import parse_time_s
 from stoker.errors import ConfigError, StokerError
 from stoker.launching import ray_cluster
+from stoker.launching.elastic import choose_nodes
 from stoker.launching.jobs import last_job, read_jobs, remember
 from stoker.launching.request import check_launch, make_spec, parse_nodes
 from stoker.launching.spec import PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
@@ -54,9 +55,11 @@ def decide(place: object = None, **flags: object) -> tuple[LaunchSpec, list[str]
     request = {"run_dir": "gs://bucket/run", "image": "registry/stoker:1", **flags}
     options = {name: request.pop(name) for name in PlaceOptions.__dataclass_fields__ if name in request}
     data, on_cpu = request.pop("data", "gs://bucket/data"), bool(request.pop("on_cpu", False))
+    batch = request.pop("batch", None)
     where = Cloud() if place is None else place
     spec = make_spec(
-        LaunchRequest(**request), where, PlaceOptions(**options), data=data, settings=("--epochs", "3"), on_cpu=on_cpu
+        LaunchRequest(**request), where, PlaceOptions(**options), data=data, settings=("--epochs", "3"), on_cpu=on_cpu,
+        batch=batch,
     )  # fmt: skip
     return spec, check_launch(spec, where)
 
@@ -96,7 +99,13 @@ def test_what_is_not_set_is_derived_from_the_machine() -> None:
     ({"devices": 0}, "--devices 0 is out of range"),
     ({"devices": -1}, "--devices -1 is out of range"),
     ({"restarts": -1}, "--restarts -1 is not a number"),
+    ({"nodes": "2:3"}, "--nodes 2:3 needs a --batch-size"),
+    ({"nodes": "3", "batch": {"batch_size": 8}}, "cannot be divided equally among 3 devices"),
+    ({"nodes": "2:3", "batch": {"batch_size": 8, "mosaic": 0.5}, "devices": 2}, "among 4 to 6 devices"),
+    ({"nodes": "3:5", "batch": {"stages": 2}}, "--stages 2 needs as many devices, not 3 to 5 devices"),
     ({"resume": "gs://bucket/run"}, "What should be trained on?"),
+    ({"secret": ("KEY=wandb/key",)}, "cloud has no secrets for --secret"),
+    ({"secret": ("KEY=value",)}, "--secret 'KEY' does not name a variable"),
 ])  # fmt: skip
 def test_what_would_fail_is_refused(flags: dict[str, object], named: str) -> None:
     with pytest.raises(StokerError) as refused:
@@ -191,7 +200,7 @@ def test_the_script_for_slurm(stoker: Command) -> None:
     )  # fmt: skip
     assert code == 0
     for line in (
-        "#SBATCH --nodes=2-8", "#SBATCH --ntasks-per-node=1", "#SBATCH --cpus-per-task=32", "#SBATCH --mem=131072M",
+        "#SBATCH --nodes=2-8", "#SBATCH --cpus-per-task=32", "#SBATCH --mem=131072M",
         "#SBATCH --gres=gpu:h100:4", "#SBATCH --time=90", "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue",
         "#SBATCH --open-mode=append", "#SBATCH --partition=preempt", "#SBATCH --account=vision",
         """export A='it'"'"'s'""", "export B=@restarts@",
@@ -210,8 +219,9 @@ def test_the_script_is_one_that_bash_accepts(stoker: Command) -> None:
 
 def test_the_job_for_ray(stoker: Command) -> None:
     code, text = stoker(
-        "ray", "demo", "--run-dir", "gs://b/r", "--nodes", "2:4", "--devices", "2", "--gpu", "A100", "--dry-run"
-    )
+        "ray", "demo", "--run-dir", "gs://b/r", "--nodes", "2:4", "--devices", "2", "--gpu", "A100",
+        "--batch-size", "8", "--dry-run",
+    )  # fmt: skip
     assert code == 0
     job = json.loads(text[text.index("{") : text.rindex("}") + 1])
     assert job["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "60"
@@ -228,6 +238,23 @@ def test_launching_works_where_torch_is_absent() -> None:
         "import stoker.launching.request, stoker.launching.jobs\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("stored", "batch", "nodes", "chosen"), [
+    (None, {"batch_size": 8}, 3, 2), (None, {"batch_size": 12}, 3, 3), (None, {"batch_size": 12, "mosaic": 0.5}, 2, 1),
+    (None, {"stages": 2}, 3, 2), (None, {"batch_size": 7}, 3, 1), ("8\nmosaic = 0", {"batch_size": 12}, 3, 2),
+    ("8", {}, 7, 4), (None, {}, 3, 3),
+])  # fmt: skip
+def test_the_most_nodes_that_can_share_the_batch(
+    stored: str | None, batch: dict[str, object], nodes: int, chosen: int, tmp_path: Path
+) -> None:
+    if stored is not None:
+        with RunFolderOf(tmp_path) as folder:
+            folder.event("started", "started")
+        (tmp_path / "config.toml").write_text(
+            f"[run]\nbatch_size = {stored}\n[reasons]\nstages = 'each device has the whole model'\n"
+        )
+    assert choose_nodes(str(tmp_path), batch, devices=1, least=1, nodes=nodes) == chosen
 
 
 @given(st.integers(1, 9_999), st.integers(0, 90_000))
@@ -301,6 +328,9 @@ def test_a_preempted_training_on_ray_is_started_again(
     monkeypatch.setattr(ray_cluster, "_run_attempt", lambda *_: next(attempts))
     monkeypatch.setattr(ray_cluster.time, "sleep", lambda _: None)
     monkeypatch.setattr(ray_cluster.signal, "signal", lambda *_: None)
-    training = ray_cluster.Training(arguments=(), min_nodes=1, max_nodes=1, resources={}, grace_s=1, restarts=1)
+    training = ray_cluster.Training(
+        arguments=(), min_nodes=1, max_nodes=1, resources={}, grace_s=1, restarts=1,
+        run="", devices=1, batch={},
+    )  # fmt: skip
     assert ray_cluster.drive(training) == ended
     assert next(attempts, None) is None

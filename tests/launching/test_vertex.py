@@ -37,7 +37,7 @@ SPECS = {
         run_dir="/gcs/runs/one",
         mounts=(Mount("/gcs/runs", "gs://runs"), Mount("/mnt/nfs/data", "10.0.0.2:/export")),
         env={"NCCL_DEBUG": "INFO"},
-        options=dataclasses.replace(PLACE, service_account="trainer@vision.iam.gserviceaccount.com"),
+        options=dataclasses.replace(PLACE, boot_disk="200", service_account="trainer@vision.iam.gserviceaccount.com"),
     ),
 }
 
@@ -177,6 +177,7 @@ def test_what_is_sent_is_what_dry_run_prints(server: FakeApi):
         sent = server.requests[-1]
         assert sent.path == "/europe-west4/v1/projects/vision/locations/europe-west4/customJobs"
         assert sent.body == json.loads(Vertex().render(spec))
+        assert "command" not in json.dumps(sent.body), "the image's own entry point has an init"
 
 
 @pytest.mark.parametrize(

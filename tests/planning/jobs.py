@@ -21,6 +21,7 @@ STEP = StepPrediction(
     fits=True,
     step_s=0.1,
     step_error=0.3,
+    error_of="gpu",
     limited_by="compute",
     parameters=34_000_000,
     gradient_bytes=136_000_000,

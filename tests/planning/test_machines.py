@@ -34,10 +34,8 @@ def test_a_row_is_complete(listed: Machine) -> None:
     assert 2 <= listed.vcpus / listed.gpus <= 64
     assert 10 <= listed.memory_gib / listed.gpus <= 600
     assert 1 <= listed.network_gbit <= 3600
-    if listed.price is None:
-        assert listed.spot_price is not None, "neither price is known"
-    elif listed.spot_price is not None:
-        assert 0.05 * listed.price < listed.spot_price.low <= listed.spot_price.high <= listed.price * 1.001
+    assert listed.price is not None
+    assert listed.spot_price is None, "it has no date"
 
 
 def test_gpus_are_those_of_the_price_table() -> None:
@@ -165,23 +163,19 @@ START, END = "<!-- machines: python -m tests.planning.test_machines writes them 
 
 def machines_table() -> str:
     """The table of docs/plan.md."""
-    lines = ["| machine | GPUs | vCPU | memory, GiB | local SSD, GB | network, Gbit/s | link | $/h | spot |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    lines = ["| machine | GPUs | vCPU | memory, GiB | local SSD, GB | network, Gbit/s | link | $/h |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for m in LISTED.values():
         price = "n/a" if m.price is None else f"{m.price:.4g}"
-        spot = "n/a"
-        if m.spot_price is not None:
-            low, high = (f"{value:.3g}" for value in (m.spot_price.low, m.spot_price.high))
-            spot = low if low == high else f"{low}–{high}"
         link = "" if m.gpus == 1 else m.link
         lines.append(
             f"| {m.name} | {m.gpus} × {m.accelerator} | {m.vcpus:g} | {m.memory_gib:g} | {m.ssd_gb:g} "
-            f"| {m.network_gbit:g} | {link} | {price} | {spot} |"
+            f"| {m.network_gbit:g} | {link} | {price} |"
         )
     sources = [f"{key.upper()}: {text}" for key, text in machines_module._table()["sources"].items()]
     lines += [
         "",
-        f"Prices: {describe_prices()}. Sources of the rest, and of spot prices:",
+        f"Prices: {describe_prices()}. Sources of the rest:",
         *(f"- {s}" for s in sources),
     ]
     lines += ["", "| link | GB/s, low to high | source |", "|---|---|---|"]

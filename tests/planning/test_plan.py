@@ -109,8 +109,15 @@ def test_gpus_and_batches(data: Path) -> None:
     assert all(row.gpus == 8 for row in plan(data, gpus=[8]).rows)
 
 
-def test_spot(data: Path) -> None:
-    rows = by_label(plan(data, on=["a2-highgpu-1g"], spot=True))
+def spot_prices(folder: Path) -> Path:
+    """The table has none."""
+    path = folder / "spot.toml"
+    path.write_text('["a2-highgpu-1g"]\nspot_price = 1.8\n')
+    return path
+
+
+def test_spot(data: Path, tmp_path: Path) -> None:
+    rows = by_label(plan(data, on=["a2-highgpu-1g"], spot=True, prices=spot_prices(tmp_path)))
     assert set(rows) == {"a2-highgpu-1g/1", "a2-highgpu-1g spot/1"}
     assert rows["a2-highgpu-1g spot/1"].cost.expected < rows["a2-highgpu-1g/1"].cost.expected
 
@@ -192,7 +199,7 @@ def test_sync_is_planned_and_the_method_of_auto_is_named(data: Path, capsys: pyt
 
 
 def test_page(data: Path, tmp_path: Path) -> None:
-    result = plan(data, limits=Limits(by_s=3600.0, budget=3.0), spot=True)
+    result = plan(data, limits=Limits(by_s=3600.0, budget=3.0), spot=True, prices=spot_prices(tmp_path))
     page = html(msgspec.structs.replace(result, data="<script>alert(1)</script>"))
     assert "<script>alert" not in page
     assert "&lt;script&gt;" in page

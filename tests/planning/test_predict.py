@@ -1,5 +1,8 @@
 """Predictions: what fits, in how many parts, how measured runs change them, and that a training finds them."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,9 +18,12 @@ from stoker.planning import trace as traces
 from stoker.planning.machines import GPUS, measure_cpu
 from stoker.planning.predict import (
     ASSUMED,
-    GPU,
+    COVERAGE,
+    ERRORS,
     MIB,
     _make_job,
+    describe_error,
+    learn_error,
     loader_demand,
     predict_steps,
 )
@@ -103,7 +109,7 @@ def test_a_batch_that_does_not_fit_is_split(index: Index) -> None:
 def test_measured_runs_move_predictions_and_a_training_finds_them(index: Index) -> None:
     l4 = GPUS["l4"]
     (before,) = predict_steps(SETTINGS, index, [l4], batch_size=16)
-    assert before.step_error == GPU.error
+    assert (before.step_error, before.error_of) == (learn_error("gpu"), "gpu")
     found = calibration.find_prediction(
         model="retinanet_tiny_fpn", image_size=(128, 128), batch_size=16, precision="bf16", device="NVIDIA L4"
     )
@@ -118,8 +124,8 @@ def test_measured_runs_move_predictions_and_a_training_finds_them(index: Index) 
     calibration.append(run)
     assert predict_steps(SETTINGS, index, [l4], batch_size=16)[0].step_s == before.step_s  # it cannot be traced
     for measured_at, model, error in (
-        (8, "ember_n", ASSUMED.calibrated_error),
-        (16, "retinanet_tiny_fpn", ASSUMED.same_model_error),
+        (8, "ember_n", learn_error("other_model")),
+        (16, "retinanet_tiny_fpn", learn_error("same_model")),
     ):
         other = SETTINGS.replace(model=model)
         (own,) = predict_steps(other, index, [l4], batch_size=measured_at)
@@ -135,3 +141,39 @@ def test_measured_runs_move_predictions_and_a_training_finds_them(index: Index) 
         assert "measured" in after.source
         assert after.step_s > 1.2 * before.step_s
     assert after.step_s == pytest.approx(1.6 * own.step_s, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_bands_contain_the_rows_that_they_were_not_computed_of(kind: str) -> None:
+    """Leave-one-out: of the measured and published steps, nine of ten are inside the band of the others."""
+    rows = ERRORS[kind].rows
+    inside = [
+        1 / (1 + learn_error(kind, without=k)) <= predicted / actual <= 1 + learn_error(kind, without=k)
+        for k, (_, predicted, actual) in enumerate(rows)
+    ]
+    assert len(rows) >= 11
+    assert sum(inside) >= COVERAGE * len(rows) - 1
+    assert f"× or ÷ {1 + learn_error(kind):.2g}, the error of {len(rows)} " in describe_error(kind)
+
+
+@pytest.mark.slow
+def test_measured_steps_make_a_plan_of_a_guess(tmp_path: Path) -> None:
+    """In the output, too: what it rests on, and how wide its band is."""
+    data = draw(tmp_path / "shapes")
+    settings = ("--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "4", "--steps", "100")
+
+    def plan(*flags: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "stoker", "plan", str(data), "--on", "this", "--device", "cpu", *settings, *flags],
+            env={**os.environ, "STOKER_CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": "200"},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout
+
+    guess, measured = plan(), plan("--measure")
+    assert "a guess: no step was measured on any of these devices" in guess
+    assert f"guessed ×÷ {1 + learn_error('cpu'):.2g}" in guess
+    assert f"× or ÷ {1 + learn_error('cpu'):.2g}, the error of 32 steps on CPUs" in guess
+    assert "a plan from measured steps on cpu" in measured
+    assert f"measured ×÷ {1 + learn_error('same_model'):.2g}" in measured
+    assert plan().splitlines()[4:6] != guess.splitlines()[4:6], "the measurement is kept"

@@ -57,6 +57,13 @@ def test_a_choice_that_only_holds_as_expected_says_so() -> None:
     assert "at the slow end of its band it takes 4.8 h" in found.reasons[0]
 
 
+def test_machines_whose_bands_overlap_are_not_decided_silently() -> None:
+    rows = [row("a", 10, 5), row("b", 4, 5.5), row("c", 1, 20)]
+    (sentence,) = (reason for reason in recommend(rows, Limits()).reasons if "Not decided" in reason)
+    assert "its band overlaps with b, which may be cheaper" in sentence
+    assert not any("Not decided" in reason for reason in recommend([rows[0], rows[2]], Limits()).reasons)
+
+
 def test_why_not_the_others() -> None:
     rows = [
         *ROWS, row("beaten", 11, 9), row("tiny", 1, 1, problem="does not fit: 20 of 15 GiB", fits="no"),

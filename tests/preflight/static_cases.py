@@ -198,6 +198,28 @@ DOCKERFILES = (
         (("tensorflow_without_cuda", "tensorflow==2.12"),),
     ),
     Case(
+        "opencv_on_slim",
+        "opencv-python issue 386 and many questions: libGL.so.1: cannot open shared object file",
+        docker(
+            "FROM python:3.12-slim\nRUN apt-get update && apt-get install -y git libglib2.0-0\n"
+            "RUN pip install torch==2.11.0 opencv-python==4.12.0.88\n"
+        ),
+        (("opencv_without_gl", "opencv-python==4.12.0.88"),),
+    ),
+    Case(
+        "opencv_on_slim_with_gl",
+        "the answer to it",
+        docker(
+            "FROM python:3.12-slim\nRUN apt-get update && apt-get install -y libgl1 libglib2.0-0\n"
+            "RUN pip install torch==2.11.0 ultralytics==8.3.0\n"
+        ),
+    ),
+    Case(
+        "headless_opencv_on_slim",
+        "the other answer",
+        docker("FROM python:3.12-slim\nRUN pip install torch==2.11.0 opencv-python-headless==4.12.0.88\n"),
+    ),
+    Case(
         "unknown_base",
         "horovod on bitnami/spark",
         docker(

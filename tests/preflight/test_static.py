@@ -619,6 +619,18 @@ def test_conda_specifications(text: str, expected: str):
     assert (package.name, set(package.specifier.split(","))) == ("torch", set(expected.split(",")))
 
 
+@pytest.mark.parametrize(
+    ("driver", "expected"), [(None, "unknown"), ("535", "blocker"), ("580", "ok"), ("580.65", "ok")]
+)
+def test_the_driver_of_the_machine_that_will_run_the_image(driver: str | None, expected: str, tmp_path: Path):
+    """CUDA 13 needs 580, also where `stoker check` runs on a laptop."""
+    (tmp_path / "Dockerfile").write_text(
+        "FROM nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04\nRUN pip install torch==2.11.0\n"
+    )
+    found = check_sources(dockerfile=tmp_path / "Dockerfile", requirements=None, script=None, driver=driver)
+    assert [finding.severity for finding in found if finding.id == "driver_minimum"] == [expected]
+
+
 def test_which_release_an_open_specifier_gives():
     def newest(text: str) -> tuple[int, int] | None:
         package = read_package(text, place="f:1")

@@ -17,9 +17,12 @@ from stoker.preflight.static.script_rules import check_script
 from stoker.preflight.static.version_rules import check_image
 
 
-def check_sources(*, dockerfile: Path | None, requirements: Path | None, script: Path | None) -> list[Finding]:
+def check_sources(
+    *, dockerfile: Path | None, requirements: Path | None, script: Path | None, driver: str | None = None
+) -> list[Finding]:
     """Findings of the files given, worst first, each with FILE:LINE. requirements: requirements.txt, environment.yml or
-    pyproject.toml. A file that cannot be read or understood is a finding; nothing is raised."""
+    pyproject.toml; driver: version of the NVIDIA driver of the machine that will run them, 535 or 535.104.05. A file
+    that cannot be read or understood is a finding; nothing is raised."""
     found: list[Finding] = []
 
     def attempt(path: Path, read: Callable[[Path], None]) -> None:
@@ -41,6 +44,7 @@ def check_sources(*, dockerfile: Path | None, requirements: Path | None, script:
         attempt(dockerfile, read_dockerfile)
     if requirements is not None and requirements.resolve() not in image.read_files:
         attempt(requirements, lambda path: image.add_requested(path, name=str(path), options=Options()))
+    image.driver = driver
     found += check_image(image)
     if script is not None:
         attempt(script, lambda path: found.extend(check_script(path)))

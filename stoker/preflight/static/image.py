@@ -280,6 +280,10 @@ class Image:
     cudnns: list[Cuda] = field(default_factory=list)
     drivers: list[tuple[str, str]] = field(default_factory=list)
     """apt packages with a driver: (name, place)."""
+    driver: str | None = None
+    """The machine's, as the user says."""
+    has_gl: bool = False
+    """An apt package brings libGL."""
     extensions: list[tuple[str, str]] = field(default_factory=list)
     """Packages that are compiled with the image's nvcc: (name, place)."""
     environment: dict[str, Word] = field(default_factory=dict)
@@ -442,6 +446,7 @@ class _Reader:
                 self.add_cuda(ubuntu.cuda_toolkit, word, text)
             elif match := re.fullmatch(PACKAGES.apt_cudnn, text):
                 image.cudnns.append(Cuda(minor(match[2] or match[1]), self.place(word), text, exact=bool(match[2])))
+            image.has_gl = image.has_gl or re.search(PACKAGES.apt_gl, text) is not None
             if re.fullmatch(PACKAGES.driver, text.partition("=")[0]):
                 image.drivers.append((text, self.place(word)))
             if match := re.fullmatch(r"python(3\.\d+)(?:-\w+)?", text):

@@ -117,6 +117,9 @@ class _Packages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensorflow: list[str]
     tensorflow_cpu: list[str]
     opencv: list[str]
+    opencv_gui: list[str]
+    without_gl: str
+    apt_gl: str
     needs_numpy: list[str]
 
 

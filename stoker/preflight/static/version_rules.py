@@ -40,7 +40,7 @@ class _Framework(NamedTuple):
 
 
 def check_image(image: Image) -> list[Finding]:
-    """All findings of an image, or of requirements without one."""
+    """All findings of an image, or of requirements without one; with the driver of its machine, where that is known."""
     return [*image.findings, *(finding for rule in _RULES for finding in rule(image))]
 
 
@@ -296,6 +296,15 @@ def _opencv(image: Image) -> Iterator[Finding]:
     if len(found) > 1:
         names = " and ".join(sorted(package.name for package in found))
         yield describe("two_opencvs", max(found, key=image.packages.index).place, names=names)
+    gui = image.get(*PACKAGES.opencv_gui)
+    is_headless = any("headless" in package.name for package in found)
+    if (
+        gui
+        and gui.source != "conda"
+        and not (is_headless or image.has_gl)
+        and re.search(PACKAGES.without_gl, image.base)
+    ):
+        yield describe("opencv_without_gl", gui.place, name=gui.name, base=image.base)
 
 
 def _unpinned(image: Image) -> Iterator[Finding]:
@@ -342,7 +351,11 @@ def _driver_minimum(image: Image) -> Iterator[Finding]:
     driver = driver_for(cuda) if cuda else None
     if cuda and driver and not any(_cpu_only(image)):
         version = cuda[0] if cuda[0] >= 11 else cuda
-        yield describe("driver_minimum", place, driver=driver, cuda=version)
+        id = "driver_minimum"
+        if image.driver is not None:
+            numbers = [[int(part) for part in text.split(".")] for text in (image.driver, driver)]
+            id += "/too_old" if numbers[0] < numbers[1][: len(numbers[0])] else "/met"
+        yield describe(id, place, driver=driver, cuda=version, have=image.driver)
 
 
 _RULES: tuple[Callable[[Image], Iterator[Finding]], ...] = (

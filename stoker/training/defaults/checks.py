@@ -18,7 +18,7 @@ from stoker.errors import ConfigError
 from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
 from stoker.models import get_architecture
-from stoker.training.cluster import ONE_DEVICE, Devices
+from stoker.training.cluster import ONE_DEVICE, Devices, can_divide
 from stoker.training.defaults.model_choice import FROM_SCRATCH, NOT_DOWNLOADED
 
 
@@ -88,7 +88,7 @@ def check_devices(config: Config, count: int) -> None:
         refuse_conflicts({"stages"} | {name for name, is_set in others.items() if is_set}, config)
         return
     batch_size, unit = config.run.batch_size, count * (MOSAIC_GROUP_SIZE if (config.data.mosaic or 0) > 0 else 1)
-    if count == 1 or batch_size is None or batch_size % unit == 0:
+    if batch_size is None or can_divide({"batch_size": batch_size, "mosaic": config.data.mosaic}, count):
         return
     raise ConfigError(
         f"--batch-size {batch_size} is the total, and cannot be divided equally among {count} devices.",
