@@ -408,11 +408,12 @@ def _choose_split(values: list[str], layout: CsvLayout, table_split: str | None,
 def _parse_xyxy(texts: list[str], layout: CsvLayout) -> tuple[float, float, float, float] | None:
     """x1, y1, x2, y2; None if the texts are not four numbers."""
     if len(texts) == 1:
-        texts = texts[0].strip("[](){} ").replace(",", " ").split()
-    elif layout.delimiter != ",":
-        texts = [text.replace(",", ".") for text in texts]  # decimal commas, as Excel writes in many countries
-    try:
-        a, b, c, d = (float(text) for text in texts)
+        text = texts[0].strip("[](){} ")
+        texts = text.split(";") if ";" in text else text.split()
+        if len(texts) != 4:
+            texts = text.replace(",", " ").split()
+    try:  # decimal commas, as Excel writes in many countries
+        a, b, c, d = (float(text.strip(" ,").replace(",", ".")) for text in texts)
     except ValueError:
         return None
     if layout.box_format == "xyxy":
