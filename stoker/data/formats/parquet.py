@@ -17,11 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stoker import regular_files
+from stoker.data.formats.objects import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS
 from stoker.data.formats.shards import (
-    CLASS_LIST_KEYS,
-    CORNERS_KEYS,
-    EXTENT_KEYS,
-    LIST_KEYS,
     ShardSamples,
     make_table,
     open_shard,

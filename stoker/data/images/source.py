@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 MIRRORS_DIR, URI_FILE = "buckets", "address"
 """The folder of mirrors in the cache; the file in each mirror that contains its URI."""
 COPIED_SUFFIXES = (
-    ".json", ".jsonl", ".xml", ".txt", ".csv", ".tsv", ".yaml", ".yml", ".data", ".names", ".pbtxt", ".md",
+    ".json", ".jsonl", ".ndjson", ".manifest", ".xml", ".txt", ".csv", ".tsv", ".yaml",
+    ".yml", ".data", ".names", ".pbtxt", ".md",
 )  # fmt: skip
 """Suffixes of the files that a mirror contains in full: annotations and their descriptions."""
 SHARD_INDEX = "stoker-index.arrow"
