@@ -351,6 +351,7 @@ def test_what_is_chosen_or_left_out_is_said(tmp_path: Path, name: str) -> None:
     for note in NOTES[name]:
         assert any(note in written for written in index.notes), (note, index.notes)
     assert index.crowd.any() == ("KITTI" in name)
+    assert not any("other names than in the annotations" in written for written in index.notes)
 
 
 ONE_OF_EACH = (
@@ -415,7 +416,10 @@ def damaged(region: Any) -> Files:
 
 
 ONE_LINE = {"file_name": "a.jpg", "annotations": [{"bbox": [1, 2, 3, 4], "class": "x"}]}
-LABELED = [{"label": "car", "coordinates": {"x": 50, "y": 40, "width": 60, "height": 20}}, {"label": "x"}]
+LABELED = [
+    {"label": "car", "coordinates": {"x": 50, "y": 40, "width": 60, "height": 20}},
+    {"label": "x", "coordinates": {"x": 1}},
+]
 TWO = {f"training/{path}": content for k in "01" for path, content in
        {f"image_2/{k}.png": None, f"label_2/{k}.txt": CAR}.items()}  # fmt: skip
 
@@ -429,19 +433,19 @@ TWO = {f"training/{path}": content for k in "01" for path, content in
          "region 2: polygon: zip()"),
         (damaged(via_region("blob", {"class": "car"})), "malformed-box", "region 2: blob: not a shape of VIA"),
         (damaged(via_region("rect", {}, **RECT)), "no-class", "via.json, image 'a.jpg1234', region 2"),
-        (damaged(5), "malformed-box", "region 2: it has no shape"),
+        (damaged(5), "malformed-box", "region 2: no shape: not a shape of VIA"),
         ({"a.jpg": None, "b.jpg": None, "via.csv": VIA_CSV + "c.jpg,1\n"}, "malformed-row",
          "via.csv:5: too few columns"),
         ({"a.jpg": None, "b.jpg": None, "a.json": [*CREATE_ML, {"image": "a.jpg"}]}, "unreadable-annotations",
-         "a.json, image 3: it has no list"),
+         "a.json, image 3: it has the keys 'image'"),
         ({"a.jpg": None, "a.json": [{"image": "a.jpg", "annotations": LABELED}]}, "malformed-box",
-         "a.json, image 1, object 2: {'label': 'x'}"),
+         "a.json, image 1, object 2: {'label': 'x', 'coo"),
         ({"training/image_2/0.png": None, "training/label_2/0.txt": CAR + "Cyclist 0.00 0 1.55 4.5 wrong\n"},
          "malformed-row", "training/label_2/0.txt:2: 'Cyclist 0.00 0 1.55 4.5 wrong'"),
         (TWO | {"ImageSets/train.txt": "0\n1\n2\n"}, "no-annotation-file", "ImageSets/train.txt: 2"),
-        (TWO | {"ImageSets/train.txt": "0\n"}, "not-in-a-split", "training/image_2/1"),
+        (TWO | {"ImageSets/train.txt": "0\n"}, "not-in-a-split", "training/image_2/1.png"),
         ({"a.jpg": None, "a.jsonl": json.dumps(ONE_LINE) + '\n{"file'}, "unreadable-annotations",
-         "a.jsonl:2: it is not a JSON object"),
+         "a.jsonl:2: it is not JSON"),
         ({"a.jpg": None, "output.manifest": [manifest_line("a.jpg", (0, 1, 2, 30, 40), (7, 1, 2, 30, 40))]},
          "no-class", "output.manifest:1, object 2"),
     ],
@@ -463,7 +467,7 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path: Path, files: File
         ({"a.jpg": None, "a.json": '[{"image": "a.jpg", "annotations": [{"coordinates": '},
          ["not CreateML JSON", "a.json"]),
         ({"a.jpg": None, "a.jsonl": [{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3, 4]]}}]},
-         ["No line has annotations that are understood", "a.jsonl:1: it has the keys 'bbox'"]),
+         ["No image has annotations that are understood", "a.jsonl:1: it has the keys 'bbox'"]),
         ({"training/image_2/0.png": None, "training/label_2/0.txt": CAR, "ImageSets/train.txt": "5\n"},
          ["No listed image has a label file", "ImageSets/train.txt"]),
     ],

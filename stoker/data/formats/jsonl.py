@@ -6,30 +6,19 @@ Face hub, Vertex AI, Azure Machine Learning and Open-GroundingDINO. What a line 
 https://docs.aws.amazon.com/sagemaker/latest/dg/sms-data-output.html, https://huggingface.co/docs/datasets/image_dataset.
 """
 
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.folders import recognize_files, split_from_name
-from stoker.data.formats.images import ImageLocator, TableBuilder
-from stoker.data.formats.objects import (
-    LAYOUTS,
-    UnknownLayout,
-    add_image,
-    corners_note,
-    fraction_outside,
-    image_of,
-    read_boxes,
-)
+from stoker.data.formats.folders import recognize_files
+from stoker.data.formats.images import TableBuilder
+from stoker.data.formats.objects import Entry, read_files
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
-from stoker.errors import DataError
 
 SUFFIXES = (".jsonl", ".ndjson", ".manifest")
 _LINE = re.compile(
@@ -51,49 +40,26 @@ def recognize(path: Path) -> DatasetLayout | None:
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if no line has annotations that are understood."""
-    builder, unknown = TableBuilder(layout, problems, box_id_kind="object"), list[str]()
-    only_extents = True
-    for part in layout.parts:
-        locator, first_box = ImageLocator(layout.root, part), len(builder.boxes)
-        file = os.path.relpath(part.annotations, layout.root)
-        with regular_files.open_file(part.annotations, max_bytes=regular_files.MAX_ANNOTATION_BYTES) as lines:
-            for number, line in enumerate(lines, 1):
-                location, text = f"{file}:{number}", line.removeprefix(b"\xef\xbb\xbf").strip()
-                try:
-                    entry = _decode(text, builder) if text else None
-                    boxes = [] if entry is None else read_boxes(entry)
-                except UnknownLayout as error:
-                    unknown += [f"{location}: {error}"]
-                    problems.add("unreadable-annotations", unknown[-1])
-                    continue
-                if entry is not None:
-                    only_extents &= all(box.is_extent for box in boxes)
-                    split = part.split or _split_of_vertex_ai(entry)
-                    add_image(builder, locator, location, image_of(entry), boxes, split)
-        builder.detect_units(part.annotations, first_box)
-        builder.notes += locator.notes()
-    if unknown and not builder.images:
-        what, fix = "No line has annotations that are understood.", "write one of them, or convert the data set to COCO"
-        raise DataError(what, location=builder.location(), cause=unknown[0], choices=LAYOUTS, fix=fix)
-    builder.drop_ambiguous_images()
-    table = builder.build()
-    size = table.original_size[table.image_index].astype(np.float64)
-    known = (size > 0).all(1)
-    if only_extents and (fraction := fraction_outside(size[known], table.boxes[known])):
-        table.boxes[:, 2:] -= table.boxes[:, :2]
-        table.notes.append(corners_note(fraction))
-    return table
+    return read_files(layout, problems, _iter_lines)
 
 
-def _decode(text: bytes, builder: TableBuilder) -> dict[str, Any] | None:
-    """The object of a line; None, and a count, for an image of a manifest that was not labeled. Raises
-    UnknownLayout."""
-    try:
-        entry = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UnknownLayout(f"it is not a JSON object: {error}") from error
-    if "source-ref" not in entry:
-        return entry
+def _iter_lines(path: Path, builder: TableBuilder) -> Iterator[Entry]:
+    with regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES) as lines:
+        for number, line in enumerate(lines, 1):
+            if not (text := line.removeprefix(b"\xef\xbb\xbf").strip()):
+                continue
+            try:
+                entry: Any = msgspec.json.decode(text)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                entry = f"it is not JSON: {error}"
+            if isinstance(entry, dict) and "source-ref" in entry:
+                entry = _labels_of_sagemaker(entry, builder)
+            if entry is not None:
+                yield f":{number}", entry
+
+
+def _labels_of_sagemaker(entry: dict[str, Any], builder: TableBuilder) -> dict[str, Any] | None:
+    """Image, size and annotations of a line; None, and a count, if its image was not labeled."""
     jobs = [key for key in entry if isinstance(entry[key], Mapping) and isinstance(entry[key].get("annotations"), list)]
     if not jobs:
         builder.counts["line without annotations, which is left out"] += 1
@@ -108,8 +74,3 @@ def _decode(text: bytes, builder: TableBuilder) -> dict[str, Any] | None:
     sizes = content.get("image_size")
     size = sizes[0] if isinstance(sizes, list) and sizes and isinstance(sizes[0], Mapping) else {}
     return {**size, "source-ref": entry["source-ref"], "annotations": rows}
-
-
-def _split_of_vertex_ai(entry: Mapping[str, Any]) -> str | None:
-    labels = entry.get("dataItemResourceLabels")
-    return split_from_name(str(labels.get("aiplatform.googleapis.com/ml_use"))) if isinstance(labels, Mapping) else None

@@ -26,7 +26,7 @@ from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
-_LINE = re.compile(rb"[^\s\d]\S*(\s+[-+]?[\d.]+(e[-+]?\d+)?){14,15}\s*$", re.IGNORECASE)
+_LINE = re.compile(rb"[^\s\d.+-]\S*(\s+[-+]?[\d.]+(e[-+]?\d+)?){14,15}\s*$", re.IGNORECASE)
 DONT_CARE = "dontcare"
 
 
@@ -45,11 +45,10 @@ def recognize(folder: Path) -> DatasetLayout | None:
     if not found:
         return None
     parts = [file_part(labels, split, list_image_dirs(labels.parent)) for split, labels in found]
-    notes = []
-    lists = split_lists(folder / "ImageSets")
-    if "trainval" in lists and "train" not in lists:
+    lists, notes = split_lists(folder / "ImageSets"), []
+    if "train" not in lists and "trainval" in lists:
         lists = {"train": lists["trainval"]}
-    if lists and len(parts) == 1:
+    if "train" in lists and len(parts) == 1:
         parts = [replace(parts[0], split=name, image_list=lists[name]) for name in ("train", "val") if name in lists]
         notes += ["not read: ImageSets/test.txt: the test images have no labels"] if "test" in lists else []
     description = f"KITTI ({os.path.relpath(found[0][1], folder)}/)"
@@ -60,30 +59,30 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all label files. Raises DataError if none of the listed images has one."""
     builder = TableBuilder(layout, problems, box_id_kind="line")
     ignored: list[Box] = []
-    listed: set[str] = set()
+    unlisted: dict[str, tuple[Path, str]] = {}
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
         files = {file.stem: file for file in list_files(part.annotations, ".txt")}
-        names = list(files) if part.image_list is None else _read_list(part.image_list)
-        listed.update(names)
-        for name in names:
+        images = {
+            name: locator.find(f"{name}.png", f"{name}.jpg", name) or (part.image_dirs[0], f"{name}.png")
+            for name in files
+        }
+        listed = list(files) if part.image_list is None else _read_list(part.image_list)
+        unlisted = {**images, **unlisted} if part is layout.parts[0] else unlisted
+        for name in listed:
+            unlisted.pop(name, None)
             if name not in files:
                 problems.add("no-annotation-file", f"{os.path.relpath(part.image_list or '', layout.root)}: {name}")
                 continue
-            folder, image_name = locator.locate(name)
-            if not locator.exists(folder, image_name):
-                image_name = f"{name}.png"
             location = os.path.relpath(files[name], layout.root)
-            builder.add_image(ImageFile(folder, image_name, part.split_index), location)
+            builder.add_image(ImageFile(*images[name], part.split_index), location)
             ignored += _read_labels(files[name], location, builder)
         builder.notes += locator.notes()
-    part = layout.parts[0]
-    if part.image_list is not None:
-        for file in list_files(part.annotations, ".txt"):
-            if file.stem not in listed:
-                problems.add("not-in-a-split", os.path.relpath(part.image_dirs[0] / file.stem, layout.root))
+    for folder, name in unlisted.values():
+        problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
     if not builder.images:
-        raise DataError("No listed image has a label file.", location=part.image_list, fix="restore the label files")
+        fix = "restore the label files"
+        raise DataError("No listed image has a label file.", location=layout.parts[0].image_list, fix=fix)
     classes = sorted({str(box.label) for box in builder.boxes})
     builder.boxes += [box._replace(label=name) for box, name in product(ignored, classes)]
     if ignored:

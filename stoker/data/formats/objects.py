@@ -1,19 +1,27 @@
 """How images are annotated in JSON where no standard says it: the layouts of `LAYOUTS`, with sources in docs/data.md.
 
 Used for the samples of shards (`shards.py`) and for files with a JSON object per image (`jsonl.py`, `createml.py`).
-`read_boxes` reads the boxes of an image, `image_of` the name of its file, `add_image` puts both into a table.
+`read_boxes` reads the boxes of an image, `read_files` whole files.
 """
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.data.formats.folders import split_from_name
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError
 
+Entry = tuple[str, Any]
+"""Place in a file, for messages, and the object there, which is about an image."""
 MIN_FRACTION_OUTSIDE, MIN_FRACTION_CORNERS = 0.05, 0.99
 """Boxes are taken for corners if more than the first fraction of them would otherwise reach out of their images, and
 more than the second are valid corners: as x, y, width and height, boxes near the right and lower edges are not."""
@@ -103,7 +111,7 @@ def read_boxes(content: Any) -> list[ObjectBox]:
                 return read_boxes(value)
         content = _rows_of_columns(content)
     if not isinstance(content, list) or not all(isinstance(item, Mapping) for item in content):
-        raise UnknownLayout("it is not an object or a list of objects")
+        raise UnknownLayout(content if isinstance(content, str) else "it is not an object or a list of objects")
     return [_read_object(item, number) for number, item in enumerate(content, start=1)]
 
 
@@ -132,6 +140,8 @@ def _read_object(item: Mapping[str, Any], number: int) -> ObjectBox:
     is_extent = has_extent = False
     if corner_keys is not None and (is_normalized or box_key is None):
         values: Any = [item[key] for key in corner_keys]
+    elif box_key is None and isinstance(item.get("coordinates"), Mapping):
+        values, has_extent = _corner_and_size(item["coordinates"]), True
     elif box_key is None and all(key in item for key in SAGEMAKER_KEYS):
         values, has_extent = [item[key] for key in SAGEMAKER_KEYS], True
     elif box_key is None:
@@ -144,6 +154,15 @@ def _read_object(item: Mapping[str, Any], number: int) -> ObjectBox:
         is_extent = has_extent and "bbox_mode" not in item
     xyxy = _to_corners(values, is_extent=has_extent)
     return ObjectBox(number, label, xyxy, is_normalized, is_extent, is_crowd, str(item)[:60])
+
+
+def _corner_and_size(center: Mapping[str, Any]) -> Any:
+    """The upper left corner, width and height of CreateML's coordinates; None if they cannot be read."""
+    try:
+        x, y, width, height = (float(center[key]) for key in ("x", "y", "width", "height"))
+    except (KeyError, TypeError, ValueError):
+        return None
+    return x - width / 2, y - height / 2, width, height
 
 
 def _to_corners(values: Any, *, is_extent: bool) -> tuple[float, float, float, float] | None:
@@ -193,30 +212,69 @@ IMAGE_KEYS = (
 )
 
 
-def image_of(entry: Mapping[str, Any]) -> tuple[str, tuple[int, int]]:
+def _image_of(entry: Mapping[str, Any]) -> tuple[str, tuple[int, int]]:
     """Path, and height and width, of the image that an object of a file is about; empty and 0 where it does not tell.
     The path of a URI is that in its bucket."""
     value = next((entry[key] for key in IMAGE_KEYS if isinstance(entry.get(key), str | Mapping)), "")
     size = usable_size(entry.get("height"), entry.get("width"))
     if isinstance(value, Mapping):
-        path, own_size = image_of(value)
+        path, own_size = _image_of(value)
         return path, own_size if 0 in size else size
     if "://" in value:
         value = unquote(re.split(r"[?#]", value.partition("://")[2])[0]).partition("/")[2]
     return value, size
 
 
-def add_image(
+def read_files(
+    layout: DatasetLayout, problems: ProblemCollector, iter_entries: Callable[[Path, TableBuilder], Iterable[Entry]]
+) -> AnnotationTable:
+    """Reads files with an object per image. Raises DataError if no entry has annotations that are understood."""
+    builder, unknown, only_extents = TableBuilder(layout, problems, box_id_kind="object"), list[str](), True
+    for part in layout.parts:
+        locator, first_box = ImageLocator(layout.root, part), len(builder.boxes)
+        for place, entry in iter_entries(part.annotations, builder):
+            location = os.path.relpath(part.annotations, layout.root) + place
+            try:
+                boxes = read_boxes(entry)
+            except UnknownLayout as error:
+                unknown.append(f"{location}: {error}")
+                problems.add("unreadable-annotations", unknown[-1])
+                continue
+            only_extents &= all(box.is_extent for box in boxes)
+            _add_image(builder, locator, location, entry, boxes, part.split or _split_of_vertex_ai(entry))
+        builder.detect_units(part.annotations, first_box)
+        builder.notes += locator.notes()
+    if unknown and not builder.images:
+        what, fix = (
+            "No image has annotations that are understood.",
+            "write one of them, or convert the data set to COCO",
+        )
+        raise DataError(what, location=builder.location(), cause=unknown[0], choices=LAYOUTS, fix=fix)
+    builder.drop_ambiguous_images()
+    table = builder.build()
+    size = table.original_size[table.image_index].astype(np.float64)
+    known = (size > 0).all(1)
+    if only_extents and (fraction := fraction_outside(size[known], table.boxes[known])):
+        table.boxes[:, 2:] -= table.boxes[:, :2]
+        table.notes.append(corners_note(fraction))
+    return table
+
+
+def _split_of_vertex_ai(entry: Mapping[str, Any]) -> str | None:
+    labels = entry.get("dataItemResourceLabels")
+    return split_from_name(str(labels.get("aiplatform.googleapis.com/ml_use"))) if isinstance(labels, Mapping) else None
+
+
+def _add_image(
     builder: TableBuilder,
     locator: ImageLocator,
     location: str,
-    image: tuple[str, tuple[int, int]],
+    entry: Mapping[str, Any],
     boxes: Sequence[ObjectBox],
     split: str | None,
 ) -> None:
-    """Adds an image (`image_of`) and its boxes; what is wrong with them becomes a problem. location: of the object in
-    its file, for messages."""
-    name, size = image
+    """Adds an image and its boxes; what is wrong with them becomes a problem."""
+    name, size = _image_of(entry)
     if not is_usable_name(name):
         builder.problems.add("malformed-image", f"{location}: it names no image")
         return

@@ -8,10 +8,9 @@ that has values; if no attribute has a value, its name is the class. Format: htt
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -35,13 +34,6 @@ _HEAD = re.compile(rb'"(_via_\w+|shape_attributes|file_attributes)"|^#?filename[
 CSV_COLUMNS = ("filename", "region_shape_attributes", "region_attributes")
 
 
-class _Image(NamedTuple):
-    location: str
-    name: str
-    regions: list[Any]
-    """Objects with shape_attributes and region_attributes."""
-
-
 def is_via(head: bytes) -> bool:
     """Whether a file begins like VIA's."""
     return _HEAD.search(head) is not None
@@ -59,41 +51,36 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if no image can be read, if a file is neither JSON nor a table, or if it is
     unclear which attribute is the class."""
     builder = TableBuilder(layout, problems, box_id_kind="region")
-    images = {part: list(_iter_images(part.annotations, layout.root, problems)) for part in layout.parts}
-    label_of = _choose_class([region for own in images.values() for image in own for region in image.regions], builder)
-    for part, own in images.items():
-        locator = ImageLocator(layout.root, part)
-        for image in own:
-            folder, name = locator.locate(image.name)
-            builder.add_image(ImageFile(folder, name, locator.split_index(part.split, folder)), image.location)
-            for number, region in enumerate(image.regions, 1):
-                _read_region(region, number, label_of, f"{image.location}, region {number}", builder)
-            builder.counts["image without regions, used as background"] += not image.regions
-        builder.notes += locator.notes()
+    images = [(part, image) for part in layout.parts for image in _iter_images(part.annotations, builder)]
+    labels_of = _choose_class([region for _, (_, _, regions) in images for region in regions], builder)
+    locators = {part: ImageLocator(layout.root, part) for part in layout.parts}
+    for part, (location, written, regions) in images:
+        folder, name = locators[part].locate(written)
+        builder.add_image(ImageFile(folder, name, locators[part].split_index(part.split, folder)), location)
+        builder.counts["image without regions, used as background"] += not regions
+        for number, region in enumerate(regions, 1):
+            _read_region(region, number, labels_of(region), f"{location}, region {number}", builder)
+    builder.notes += [note for locator in locators.values() for note in locator.notes()]
     builder.drop_ambiguous_images()
     return builder.build()
 
 
-def _iter_images(file: Path, root: Path, problems: ProblemCollector) -> Iterator[_Image]:
-    location = os.path.relpath(file, root)
+def _iter_images(file: Path, builder: TableBuilder) -> Iterator[tuple[str, str, list[Any]]]:
+    """(location, file name, regions with shape_attributes and region_attributes) of the images of a file."""
+    location = os.path.relpath(file, builder.layout.root)
     if file.suffix.lower() == ".csv":
-        entries = _read_csv(file, location, problems)
+        entries = _read_csv(file, location, builder.problems)
     else:
         content = read_json(file, dict[str, Any], what="The file is not a project or an export of VIA.")
         metadata = content.get("_via_img_metadata", content)
         entries = metadata if isinstance(metadata, dict) else {}
     for key, entry in entries.items():
-        place = f"{location}, image {key!r}"
-        name = entry.get("filename") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or not is_usable_name(name):
-            problems.add("malformed-image", f"{place}: it has no file name")
-            continue
-        regions = entry.get("regions", [])
+        name, regions = (entry.get("filename"), entry.get("regions", [])) if isinstance(entry, dict) else ("", [])
         regions = list(regions.values()) if isinstance(regions, dict) else regions  # VIA 1 numbers them
-        if isinstance(regions, list):
-            yield _Image(place, name, regions)
+        if isinstance(name, str) and is_usable_name(name) and isinstance(regions, list):
+            yield f"{location}, image {key!r}", name, regions
         else:
-            problems.add("unreadable-annotations", f"{place}: its regions are not a list")
+            builder.problems.add("malformed-image", f"{location}, image {key!r}: no file name, or no list of regions")
 
 
 def _read_csv(file: Path, location: str, problems: ProblemCollector) -> dict[str, Any]:
@@ -126,26 +113,21 @@ def _decode(text: str) -> Any:
         return None
 
 
-def _read_region(region: Any, number: int, label_of: "_ClassKey", location: str, builder: TableBuilder) -> None:
+def _read_region(region: Any, number: int, labels: list[str], location: str, builder: TableBuilder) -> None:
     shape = region.get("shape_attributes") if isinstance(region, dict) else None
-    kind = str(shape.get("name")) if isinstance(shape, dict) else ""
-    if not isinstance(shape, dict):
-        builder.drop_box("malformed-box", f"{location}: it has no shape")
-        return
+    kind = str(shape.get("name")) if isinstance(shape, dict) else "no shape"
     if kind == "point":
         builder.skip_shape(kind)
         return
     try:
-        xyxy = _bound(kind, shape)
+        xyxy = _bound(kind, shape or {})
     except (KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
         builder.drop_box("malformed-box", f"{location}: {kind}: {reason}")
         return
-    labels = label_of.labels(region)
     if not labels:
         builder.drop_box("no-class", location)
-        return
-    builder.counts[f"{kind}: the box around it is used"] += kind != "rect"
+    builder.counts[f"{kind}: the box around it is used"] += kind != "rect" and bool(labels)
     for label in labels:
         builder.add_box(label, xyxy, number)
 
@@ -167,22 +149,6 @@ def _bound(kind: str, shape: Mapping[str, Any]) -> XYXY:
     raise ValueError("not a shape of VIA")
 
 
-class _ClassKey(NamedTuple):
-    """What the class of a region is."""
-
-    key: str | None
-    """The attribute; None: the names of the attributes are classes."""
-    default: str | None = None
-    """The class of all regions, if they have no attributes."""
-
-    def labels(self, region: Any) -> list[str]:
-        """The classes of a region; of checkboxes, each that is set."""
-        if self.default is not None:
-            return [self.default]
-        attributes = _attributes(region)
-        return list(attributes) if self.key is None else _values(attributes.get(self.key))
-
-
 def _attributes(region: Any) -> dict[str, Any]:
     found = region.get("region_attributes") if isinstance(region, dict) else None
     return {name.strip(): value for name, value in found.items()} if isinstance(found, dict) else {}
@@ -192,27 +158,27 @@ def _values(value: Any) -> list[str]:
     """The texts of an attribute: one, or the checkboxes that are set."""
     if isinstance(value, dict):
         return [str(name) for name, is_set in value.items() if is_set]
-    return [] if value is None else [text] if (text := str(value).strip()) else []
+    return [text] if value is not None and (text := str(value).strip()) else []
 
 
-def _choose_class(regions: list[Any], builder: TableBuilder) -> _ClassKey:
-    """Raises DataError if several attributes could be the class."""
-    names: Counter[str] = Counter()
-    with_value: Counter[str] = Counter()
-    for attributes in map(_attributes, regions):
-        names.update(attributes.keys())
-        with_value.update(name for name, value in attributes.items() if _values(value))
+def _choose_class(regions: list[Any], builder: TableBuilder) -> Callable[[Any], list[str]]:
+    """What gives the classes of a region; a note says it. Raises DataError if several attributes could be the class."""
+    all_attributes = [_attributes(region) for region in regions]
+    names = dict.fromkeys(name for attributes in all_attributes for name in attributes)
+    with_value = [name for name in names if any(_values(attributes.get(name)) for attributes in all_attributes)]
     if not names:
         builder.notes.append(f"no region has attributes: the class of all is {NO_CLASS_COLUMN!r}")
-        return _ClassKey(None, NO_CLASS_COLUMN)
+        return lambda _region: [NO_CLASS_COLUMN]
     if not with_value:
-        builder.notes.append(f"no attribute has a value: their names are the classes, {', '.join(sorted(names)[:8])}")
-        return _ClassKey(None)
+        builder.notes.append(f"no attribute has a value: their names are the classes, {', '.join(list(names)[:8])}")
+        return lambda region: list(_attributes(region))
     by_word = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in reversed(with_value)}
-    key = next((by_word[word] for word in COLUMNS.label if word in by_word), None)
-    if key is None and len(with_value) > 1:
-        raise make_error(DataError, "via-unclear-class", builder.location(), choices=list(with_value))
-    key = key or next(iter(with_value))
-    others = f"; not used: {', '.join(sorted(names.keys() - {key})[:8])}" if len(names) > 1 else ""
-    builder.notes.append(f"the class is the region attribute {key!r}{others}")
-    return _ClassKey(key)
+    named = next((by_word[word] for word in COLUMNS.label if word in by_word), None)
+    if named is None and len(with_value) > 1:
+        raise make_error(DataError, "via-unclear-class", builder.location(), choices=with_value)
+    key = named or with_value[0]
+    others = [name for name in names if name != key]
+    builder.notes.append(
+        f"the class is the region attribute {key!r}" + (f"; not used: {', '.join(others[:8])}" if others else "")
+    )
+    return lambda region: _values(_attributes(region).get(key))
