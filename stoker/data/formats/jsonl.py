@@ -16,7 +16,7 @@ import msgspec
 from stoker import regular_files
 from stoker.data.formats.folders import recognize_files
 from stoker.data.formats.images import TableBuilder
-from stoker.data.formats.objects import Entry, read_files
+from stoker.data.formats.objects import Entry, UnknownLayout, read_files
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
 
@@ -51,7 +51,7 @@ def _iter_lines(path: Path, builder: TableBuilder) -> Iterator[Entry]:
             try:
                 entry: Any = msgspec.json.decode(text)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                entry = f"it is not JSON: {error}"
+                entry = UnknownLayout(f"it is not JSON: {error}")
             if isinstance(entry, dict) and "source-ref" in entry:
                 entry = _labels_of_sagemaker(entry, builder)
             if entry is not None:

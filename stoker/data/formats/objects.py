@@ -21,7 +21,7 @@ from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
 Entry = tuple[str, Any]
-"""Place in a file, for messages, and the object there, which is about an image."""
+"""Place in a file, for messages, and the object there, which is about an image, or UnknownLayout if it is not JSON."""
 MIN_FRACTION_OUTSIDE, MIN_FRACTION_CORNERS = 0.05, 0.99
 """Boxes are taken for corners if more than the first fraction of them would otherwise reach out of their images, and
 more than the second are valid corners: as x, y, width and height, boxes near the right and lower edges are not."""
@@ -111,7 +111,7 @@ def read_boxes(content: Any) -> list[ObjectBox]:
                 return read_boxes(value)
         content = _rows_of_columns(content)
     if not isinstance(content, list) or not all(isinstance(item, Mapping) for item in content):
-        raise UnknownLayout(content if isinstance(content, str) else "it is not an object or a list of objects")
+        raise UnknownLayout("it is not an object or a list of objects")
     return [_read_object(item, number) for number, item in enumerate(content, start=1)]
 
 
@@ -235,6 +235,8 @@ def read_files(
         for place, entry in iter_entries(part.annotations, builder):
             location = os.path.relpath(part.annotations, layout.root) + place
             try:
+                if isinstance(entry, UnknownLayout):
+                    raise entry
                 boxes = read_boxes(entry)
             except UnknownLayout as error:
                 unknown.append(f"{location}: {error}")
