@@ -259,7 +259,8 @@ def convert(
     out: Path,
     /,
     *,
-    to: Literal["coco", "voc", "yolo", "tfrecord"],
+    to: Literal["coco", "voc", "yolo", "tfrecord"] | None = None,
+    via: Literal["datumaro"] | None = None,
     reading: HowToRead = READING,
     val_fraction: float | None = None,
     shards: int = 1,
@@ -276,6 +277,9 @@ def convert(
         Folder for the new data set; it must not exist, or be empty.
     to
         Format to write.
+    via
+        datumaro: for a format that stoker does not read. Datumaro runs in an environment of its own, made by uv, and
+        its result is written as COCO; --format is then its own name of the format.
     val_fraction
         Fraction of the images that becomes the validation split where the source has none; default 0.1.
     shards
@@ -283,11 +287,22 @@ def convert(
     hardlink
         Hard links instead of copies of the images: no disk space, but editing one changes both.
     """
+    from stoker.data.convert import TARGET_FORMATS, convert_via_datumaro
     from stoker.data.convert import convert as convert_data
     from stoker.data.index import open_index_of
+    from stoker.errors import UsageError
     from stoker.report.console import progress_bar
     from stoker.report.dataset import print_converted
 
+    if via is not None:
+        if to not in (None, "coco"):
+            raise UsageError(f"--via {via} writes COCO.", fix=f"leave out --to {to}, and convert its result")
+        print_text("Datumaro runs in an environment of its own; the first time, it is downloaded.", file=sys.stderr)
+        for line in convert_via_datumaro(Path(data), out, reading.format):
+            print_text(line)
+        return
+    if to is None:
+        raise UsageError("--to is missing.", choices=TARGET_FORMATS, fix="--to coco")
     settings = reading.settings(data, val_fraction=val_fraction).data
     index = open_index_of(settings)
     with progress_bar("images") as on_progress:

@@ -3,13 +3,16 @@
 Everything is written into `<out>.partial`, which is renamed to `out` at the end. One that a killed conversion left has
 a marker file and is deleted by the next. Images are copied byte for byte, without decoding: damaged pixels under a
 valid header are not noticed here, but by `stoker data check`. Not here: the formats (`formats/`), shards
-(`packing.py`).
+(`packing.py`). Formats that stoker does not read are converted by Datumaro: `convert_via_datumaro`.
 """
 
 import errno
+import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from stoker.data.formats.folders import IMAGE_SUFFIXES, SUFFIXES
 from stoker.data.formats.tables import AnnotatedImage, Target, UnsupportedImage, apply_orientation
 from stoker.data.images import source as image_source
 from stoker.data.images.headers import Header, parse_header
-from stoker.data.index import Index
+from stoker.data.index import Index, open_index
 from stoker.data.validation.problems import make_error
 from stoker.errors import DataError, StorageError, UsageError, writing
 from stoker.storage.local_files import fsync_folder
@@ -88,6 +91,47 @@ def convert(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return result
+
+
+DATUMARO = "datumaro>=1.10,<2"
+"""The versions whose API `datumaro_to_coco.py` uses."""
+
+
+def convert_via_datumaro(source: Path, out: Path, format: str | None) -> list[str]:
+    """Writes a data set that Datumaro reads as COCO; returns lines about what it has read, and what is in `out`.
+
+    format: its name in Datumaro; None: Datumaro detects it. Raises UsageError for an impossible `out` or without uv,
+    DataError if Datumaro cannot read the data set, or reads no boxes.
+    """
+    uv = shutil.which("uv") or shutil.which("uv", path=os.path.dirname(sys.executable))
+    if uv is None:
+        raise make_error(UsageError, "no-uv", str(source), requirement=DATUMARO)
+    if not source.exists():
+        raise DataError(
+            f"{str(source)!r} does not exist.", location=source.absolute(), fix="name a local folder or file"
+        )
+    partial = _create_partial_dir(out)
+    try:
+        script = Path(__file__).with_name("datumaro_to_coco.py")
+        command = [uv, "tool", "run", "--from", DATUMARO, "python", "-I", str(script), str(source), str(partial)]
+        done = subprocess.run([*command, format or ""], capture_output=True, text=True, check=False)
+        if done.returncode:
+            cause = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
+            raise make_error(DataError, "datumaro-failed", str(source), cause=cause)
+        result = json.loads(done.stdout.splitlines()[-1])
+        read, left_out = result["read"], result["left_out"]
+        if not read.get("boxes"):
+            raise make_error(DataError, "datumaro-without-boxes", str(source), images=read.get("images", 0))
+        (partial / PARTIAL_MARKER).unlink()
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    index = open_index(out)
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in read.items() if kind not in ("images", "boxes"))
+    lines = [f"read by Datumaro as {result['format']}: images {read['images']:,}, boxes {read['boxes']:,} ({kinds})"]
+    lines += [f"left out: {count:,} × {kind}" for kind, count in left_out.items()]
+    lines += [f"{problem.count:,} × {problem.title}, e.g. {problem.examples[0]}" for problem in index.problems]
+    return [*lines, f"written as COCO and read by stoker: images {len(index):,}, boxes {len(index.boxes):,}: {out}"]
 
 
 def _create_partial_dir(out: Path) -> Path:

@@ -24,34 +24,34 @@ FILE, ROW, CHECK = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MU
 @pytest.fixture
 def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The data set of the page, with the format as it would be in the package and in the table."""
-    path = tmp_path / "kitti.py"
+    path = tmp_path / "image_boxes.py"
     path.write_text(FILE)
-    spec = importlib.util.spec_from_file_location("stoker.data.formats.kitti", path)
+    spec = importlib.util.spec_from_file_location("stoker.data.formats.image_boxes", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "stoker.data.formats.kitti", module)
+    monkeypatch.setitem(sys.modules, "stoker.data.formats.image_boxes", module)
     spec.loader.exec_module(module)
-    rows = eval("{" + ROW + "}", {**vars(finder), "kitti": module})
-    assert list(rows) == ["kitti"]
-    monkeypatch.setitem(finder.FORMATS, "kitti", rows["kitti"])
+    rows = eval("{" + ROW + "}", {**vars(finder), "image_boxes": module})
+    assert list(rows) == ["image-boxes"]
+    monkeypatch.setitem(finder.FORMATS, "image-boxes", rows["image-boxes"])
     monkeypatch.chdir(tmp_path)
     exec(compile(CHECK, "docs/add-a-format.md", "exec"), {})
-    return tmp_path / "kitti_set"
+    return tmp_path / "boxes_set"
 
 
 def test_the_data_set_of_the_page_is_read_checked_and_converted(dataset: Path) -> None:
     report = check_dataset(dataset)
-    assert (report.format, report.num_usable_images, report.num_usable_boxes) == ("kitti", 2, 2)
-    assert {item.kind: item.count for item in report.items}["malformed-row"] == 2
-    convert(open_index(dataset, val_fraction=0.5), dataset.parent / "coco", "coco")
-    assert open_index(dataset.parent / "coco").boxes.tolist() == [[4.5, 2.0, 40.0, 30.0]] * 2
+    assert (report.format, report.num_usable_images, report.num_usable_boxes) == ("image-boxes", 2, 2)
+    assert {item.kind: item.count for item in report.items}["malformed-box"] == 2
+    convert(open_index(dataset), dataset.parent / "coco", "coco")
+    assert open_index(dataset.parent / "coco").boxes.tolist() == [[4.0, 2.0, 40.0, 30.0]] * 2
 
 
 def test_a_changed_label_file_is_read_again(dataset: Path) -> None:
-    file = dataset / "training" / "label_2" / "000000.txt"
-    file.write_text(file.read_text().replace("Car ", "Truck "))
-    assert open_index(dataset, val_fraction=0.5).class_names == ("Car", "Truck")
+    file = dataset / "train" / "_annotations.txt"
+    file.write_text(file.read_text().replace("4,2,40", "5,2,40"))
+    assert open_index(dataset).boxes.tolist()[0] == [5.0, 2.0, 40.0, 30.0]
 
 
 def test_the_setting_and_the_texts_have_the_names_of_the_table() -> None:

@@ -375,9 +375,9 @@ def test_both_formats_in_one_folder(tmp_path: Path) -> None:
     [
         (
             "set",
-            {"format": "kitti"},
+            {"format": "bdd100k"},
             UsageError,
-            "coco, voc, yolo, tfrecord, openimages, csv, cvat, labelme, label-studio",
+            "coco, voc, kitti, yolo, tfrecord, openimages, via, csv, cvat, labelme, label-studio, createml",
         ),
         ("set", {"val_fraction": 0.0}, ConfigError, "val_fraction"),
         ("set", {"val_fraction": 1.0}, ConfigError, "val_fraction"),

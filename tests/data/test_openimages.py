@@ -1,5 +1,6 @@
 """Open Images CSV: layouts, class names, group boxes, and tables of which only some images are there."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tests.fixtures.data_cvat import boxes_by_image, split_of
 CAR, GROUP = "/m/0k4j", "/m/01yrx"
 DESCRIPTIONS = f"{CAR},Car\n{GROUP},Cat\n/m/011k07,Tortoise\n"
 IDS = {"train": "000002b66c9c498e", "validation": "0001eeaf4aed83f9", "test": "000a1249af2bc5f0"}
+
+BOXES = [("Car", [20, 20, 100, 60]), ("Cat", [100, 20, 150, 60])]
 
 
 def rows(image_id: str) -> tuple[str, ...]:
@@ -61,7 +64,7 @@ def test_layouts(tmp_path: Path, write: object) -> None:
     splits = {"validation": "val"}
     assert split_of(index) == {f"{image_id}.jpg": splits.get(split, split) for split, image_id in IDS.items()}
     for boxes in boxes_by_image(index).values():
-        assert boxes == [("Car", [20, 20, 100, 60]), ("Cat", [100, 20, 150, 60])]
+        assert boxes == BOXES
     assert index.crowd.tolist() == [False, True] * 3
     assert not any("CSV" in note for note in index.notes)
     assert sum("1 of its 3 images are here; the others are left out" in note for note in index.notes) == 3
@@ -85,8 +88,26 @@ def test_a_table_alone_has_the_names_of_the_labels(tmp_path: Path) -> None:
 def test_none_of_the_images_is_there(tmp_path: Path) -> None:
     save_images(tmp_path / "other.jpg")
     open_images_table(tmp_path / "validation-annotations-bbox.csv", *rows("0001eeaf4aed83f9"))
-    with pytest.raises(DataError, match="None of the images of the tables is here"):
+    with pytest.raises(DataError, match="None of the images of the tables is here") as raised:
         open_index(tmp_path)
+    assert "such as absent0000000001.jpg" in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["with the suffix", "with semicolons and decimal commas"])
+def test_tables_that_others_wrote(tmp_path: Path, form: str) -> None:
+    """ImageID as the name of a file; a table that a spreadsheet saved in a country with decimal commas."""
+    official(tmp_path)
+    for table in tmp_path.glob("*-bbox.csv"):
+        text = table.read_text()
+        if form == "with the suffix":
+            text = re.sub(r"^(\w{16}),", r"\1.jpg,", text, flags=re.MULTILINE)
+        else:
+            text = text.replace(",", ";").replace(".", ",")
+        table.write_text(text)
+    index = open_index(tmp_path)
+    assert (index.format, index.class_names) == ("openimages", ("Car", "Cat"))
+    assert all(boxes == BOXES for boxes in boxes_by_image(index).values())
+    assert index.crowd.tolist() == [False, True] * 3
 
 
 def test_another_table_is_not_open_images(tmp_path: Path) -> None:

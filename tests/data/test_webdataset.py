@@ -18,7 +18,7 @@ import pytest
 from hypothesis import strategies as st
 
 from stoker.cli.app import main
-from stoker.data.formats.shards import UnknownLayout, read_boxes
+from stoker.data.formats.objects import UnknownLayout, read_boxes
 from stoker.data.images.source import is_copied
 from stoker.data.index import open_index, require_images
 from stoker.data.validation.problems import ProblemCollector

@@ -55,6 +55,7 @@ from stoker.data.formats.tables import (
     exact_extent,
     shortest_decimal,
 )
+from stoker.data.formats.via import is_via
 from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
@@ -158,7 +159,7 @@ def _looks_like_coco(path: Path) -> bool:
 
 def _has_another_format(path: Path, head: bytes) -> bool:
     """Whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
-    is_other = head.startswith(b"[") or is_labelme(head) or is_mds_head(path, head)
+    is_other = head.startswith(b"[") or is_labelme(head) or is_via(head) or is_mds_head(path, head)
     return is_other or recognize_file(path, head) is not None
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from stoker import regular_files
 from stoker.data.formats.folders import (
@@ -56,7 +55,7 @@ def recognize(path: Path) -> DatasetLayout | None:
     not a table of boxes, or if a split has several."""
     if path.is_file():
         if detect_csv_layout(path) is None:
-            first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
+            first = read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
             raise DataError(
                 "The file is not a table of boxes.",
                 location=path,
@@ -177,7 +176,7 @@ class CsvLayout:
 def detect_csv_layout(path: Path) -> CsvLayout | None:
     """The layout of a table of boxes, from its first rows; None for any other file."""
     try:
-        text = _read_text(path, HEAD_BYTES)
+        text = read_text(path, HEAD_BYTES)
     except DataError:  # not text, so not a table of boxes; reading it by name reports the reason
         return None
     for delimiter in DELIMITERS:
@@ -196,14 +195,14 @@ def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) ->
 
     max_bytes: read only the rows in the first so many bytes.
     """
-    lines = io.StringIO(_read_text(path, max_bytes), newline="")
+    lines = io.StringIO(read_text(path, max_bytes), newline="")
     stripped = (
         (line, [value.strip() for value in row]) for line, row in iter_csv(lines, path, delimiter=layout.delimiter)
     )
     yield from islice((row for row in stripped if any(row[1])), 1 if layout.header else 0, None)
 
 
-def _read_text(path: Path, max_bytes: int | None) -> str:
+def read_text(path: Path, max_bytes: int | None = None) -> str:
     """The text of a file, or the whole lines of its beginning. UTF-8, or UTF-16 with a byte order mark (Excel)."""
     with regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES) as file:
         data = file.read() if max_bytes is None else file.read(max_bytes)
@@ -330,8 +329,6 @@ def _is_text(rows: list[list[str]], column: int) -> bool:
     return bool(values) and not any(_is_number(value) for value in values)
 
 
-MAX_NORMALIZED = 1.05
-"""The largest coordinate of a normalized box. A box in pixels is almost never this small."""
 NO_CLASS_COLUMN = "object"
 """The class of all boxes of a table without classes."""
 
@@ -345,7 +342,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         locator = locators.setdefault(part.image_dirs, ImageLocator(layout.root, part))
         first_box = len(builder.boxes)
         _read_table(part, locator, index_by_image, builder)
-        builder.boxes[first_box:] = _detect_units(part.annotations, builder.boxes[first_box:], builder)
+        builder.detect_units(part.annotations, first_box)
     if not builder.images:
         path, fix = layout.parts[0].annotations, "export the annotations again"
         raise DataError("The tables list no images.", location=path, fix=fix)
@@ -408,11 +405,12 @@ def _choose_split(values: list[str], layout: CsvLayout, table_split: str | None,
 def _parse_xyxy(texts: list[str], layout: CsvLayout) -> tuple[float, float, float, float] | None:
     """x1, y1, x2, y2; None if the texts are not four numbers."""
     if len(texts) == 1:
-        texts = texts[0].strip("[](){} ").replace(",", " ").split()
-    elif layout.delimiter != ",":
-        texts = [text.replace(",", ".") for text in texts]  # decimal commas, as Excel writes in many countries
-    try:
-        a, b, c, d = (float(text) for text in texts)
+        text = texts[0].strip("[](){} ")
+        texts = text.split(";") if ";" in text else text.split()
+        if len(texts) != 4:
+            texts = text.replace(",", " ").split()
+    try:  # decimal commas, as Excel writes in many countries
+        a, b, c, d = (float(text.strip(" ,").replace(",", ".")) for text in texts)
     except ValueError:
         return None
     if layout.box_format == "xyxy":
@@ -427,22 +425,3 @@ def _parse_size(values: list[str], layout: CsvLayout) -> tuple[int, int]:
     if layout.size_columns is None or max(layout.size_columns) >= len(values):
         return 0, 0
     return usable_size(*(values[column] for column in layout.size_columns))
-
-
-def _detect_units(table: Path, boxes: list[Box], builder: TableBuilder) -> list[Box]:
-    """The boxes of a table, marked as normalized if most are within 0 … 1; the others are then dropped."""
-    xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
-    max_coordinate = np.abs(xyxy).max(1, initial=0)  # NaN if one coordinate is
-    is_small = max_coordinate <= MAX_NORMALIZED
-    if not 2 * np.count_nonzero(is_small) > len(boxes):
-        return boxes
-    builder.notes.append(f"{table.name}: boxes are within 0 … 1, normalized by image width and height")
-    normalized = []
-    for box, is_large in zip(boxes, (np.isfinite(max_coordinate) & ~is_small).tolist(), strict=True):
-        if is_large:
-            quoted = ", ".join(f"{value:g}" for value in box.xyxy)
-            builder.problems.add("not-normalized", f"{table.name}:{box.box_id}: [{quoted}]")
-            builder.bad_boxes.append(box.image_index)
-        else:
-            normalized.append(box._replace(is_normalized=True))
-    return normalized

@@ -121,7 +121,10 @@ class _FileReader:
         """Class and box of a shape; None, and a problem or a count, if there is none. labeled: has its label."""
         kind, label, builder = str(shape.tag), labeled.get("label", "").strip(), self._builder
         if kind not in SHAPES:
-            builder.counts[f"{kind}, which has no box and is not read"] += kind not in ("tag", "track")
+            if kind not in ("tag", "track") and labeled is shape:
+                builder.skip_shape(kind)
+            else:
+                builder.counts[f"{kind}, which has no box and is not read"] += kind not in ("tag", "track")
             return None
         try:
             xyxy, is_rotated = _bound(shape)

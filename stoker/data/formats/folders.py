@@ -1,13 +1,11 @@
 """How splits, folders and files of data sets are recognized by their names, and annotation files by their first bytes.
 
 Used by the formats to find their files. Formats that stoker does not read are recognized here too, to tell how to
-convert them: the commands of panlabel 0.7 in `formats.toml` were run on small data sets, except those for Labelbox and
-Unity Perception; those of Datumaro, FiftyOne, Supervisely and Ultralytics are from their documentation. Not here: which
-format a folder has (`finder.py`), the images that annotations name (`images.py`).
+convert them (`formats.toml`); the commands with Datumaro were run on small data sets. Not here: which format a folder
+has (`finder.py`), the images that annotations name (`images.py`).
 """
 
 import functools
-import json
 import os
 import re
 import shlex
@@ -38,9 +36,11 @@ SUFFIXES = {
 }  # fmt: skip
 """Image format (`headers.KINDS`) → suffixes of its files, the usual one first."""
 KNOWN_SUFFIXES = frozenset(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
-IMAGE_DIRS = ("images", "JPEGImages", "data", "imgs", "pictures")
-"""Usual names of image folders: those of COCO, Pascal VOC and FiftyOne, and two that people use."""
-ANNOTATION_DIRS = ("annotations", "annotation", "annots", "annot", "annos", "anno", "xmls", "xml", "labels", "label")
+IMAGE_DIRS = ("images", "JPEGImages", "image_2", "data", "imgs", "pictures")
+"""Usual names of image folders: those of COCO, Pascal VOC, KITTI and FiftyOne, and two that people use."""
+ANNOTATION_DIRS = (
+    "annotations", "annotation", "annots", "annot", "annos", "anno", "xmls", "xml", "labels", "label", "label_2",
+)  # fmt: skip
 """Names of folders that contain only annotations. They may have subfolders: CVAT writes one per task."""
 MAX_SEARCHED_DIRS = 256
 """Folders that are searched for images that are not near their annotations."""
@@ -132,7 +132,7 @@ def list_files(folder: Path, suffixes: str | tuple[str, ...]) -> list[Path]:
     return [folder / name for name in list_names(folder, suffixes, files_only=True)]
 
 
-def iter_annotation_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
+def iter_annotation_files(folder: Path, suffixes: str | tuple[str, ...]) -> Iterator[str]:
     """The paths of the files with one of the suffixes (lower case), sorted, without hidden ones.
 
     Subfolders are included if the folder has the name of an annotation folder.
@@ -175,6 +175,13 @@ def iter_split_image_dirs(folder: Path, split: str) -> Iterator[Path]:
     """The folders named after a split in a folder and in its image folders."""
     for image_dir in list_image_dirs(folder):
         yield from (path for name, path in list_subdirs(image_dir).items() if split_from_name(name) == split)
+
+
+def split_lists(folder: Path) -> dict[str, Path]:
+    """The lists train.txt, val.txt, test.txt and trainval.txt in a folder, also under the other names of the splits."""
+    words = {**SPLIT_BY_NAME, "trainval": "trainval"}
+    found = [(split, folder / f"{word}.txt") for word, split in words.items()]
+    return {split: path for split, path in reversed(found) if path.is_file()}
 
 
 _WORDS_OF_DIRS = {"images": (*IMAGE_DIRS, "image", "img", "photos"), "annotations": ANNOTATION_DIRS}
@@ -273,9 +280,9 @@ def find_annotated_dirs(folder: Path, is_annotated: Callable[[Path], object]) ->
     return []
 
 
-def _list_by_suffix(folder: Path, suffix: str) -> list[Path]:
+def _list_by_suffix(folder: Path, suffix: str | tuple[str, ...]) -> list[Path]:
     if folder.name.lower() in ANNOTATION_DIRS:
-        return [Path(path) for path in iter_annotation_files(folder, (suffix,))]
+        return [Path(path) for path in iter_annotation_files(folder, suffix)]
     return list_files(folder, suffix)
 
 
@@ -298,7 +305,13 @@ def layout_of_files(
 
 
 def recognize_files(
-    path: Path, format: str, title: str, suffix: str, has_format: HasFormat, *, file_per_image: bool = False
+    path: Path,
+    format: str,
+    title: str,
+    suffix: str | tuple[str, ...],
+    has_format: HasFormat,
+    *,
+    file_per_image: bool = False,
 ) -> DatasetLayout | None:
     """The data set of a file with a format that prescribes no names, or of all such files in a folder; else None.
     file_per_image: a part is then a folder of them."""
@@ -309,7 +322,8 @@ def recognize_files(
     def list_own(folder: Path) -> list[Path]:
         """None if the first few files of the folder are of another format."""
         files = _list_by_suffix(folder, suffix)
-        if not any(has_format(read_head(file)) for file in [*files[:MAX_PROBES], folder / f"annotations{suffix}"]):
+        usual = [file for file in files[MAX_PROBES:] if file.stem == "annotations"]
+        if not any(has_format(read_head(file)) for file in [*files[:MAX_PROBES], *usual]):
             return []
         return [folder] if file_per_image else [file for file in files if has_format(read_head(file))]
 
@@ -351,18 +365,12 @@ def recognize_file(file: Path, head: bytes) -> UnreadFormat | None:
 
 def recognize_unread(data: Path) -> tuple[str, Path, str] | None:
     """(format, a file of it, how to convert) of data in a format that is known and not read; else None."""
-    for file in [data] if data.is_file() else _iter_files(data):
-        if (row := recognize_file(file, read_head(file))) is not None:
-            return row.name, file, _fill_in(row.fix, file, data if data.is_dir() else data.parent)
-    return None
-
-
-def _fill_in(fix: str, file: Path, data: Path) -> str:
-    out_name = f"{file.stem}.coco.json" if file.parent == data else f"{file.parent.name}-{file.stem}.coco.json"
-    places = {"data": data, "file": file, "folder": file.parent, "parent": file.parent.parent, "out": data / out_name}
-    return fix.format(
-        **{name: shlex.quote(str(path)) for name, path in places.items()}, paths=json.dumps([str(data), f"{data}-coco"])
-    )
+    files = [data] if data.is_file() else _iter_files(data)
+    found = [(row, file) for file in files if (row := recognize_file(file, read_head(file))) is not None]
+    if not found:
+        return None
+    row, file = min(found, key=lambda item: format_texts().format.index(item[0]))
+    return row.name, file, row.fix.format(data=shlex.quote(str(data if data.is_dir() else data.parent)))
 
 
 def _iter_files(folder: Path) -> Iterator[Path]:

@@ -16,6 +16,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -256,6 +257,12 @@ class ImageLocator:
             folder = Path(os.path.normpath(base / head)) if is_local else base
             if name in self._list_dir(folder):
                 return folder, name
+        is_clear = name in self._dir_by_name and name not in self._duplicates
+        parts = [] if is_clear else [part for part in head.split("/") if part not in ("", ".", "..")]
+        for start, base in product(range(1, len(parts)), base_dirs):
+            if name in self._list_dir(folder := base.joinpath(*parts[start:])):
+                self._counts["image paths are found without their first folders"] += 1
+                return folder, name
         corrected = self._name_by_key.get(name) or self._name_by_key.get(name.casefold())
         if name not in self._dir_by_name and corrected is not None:
             self._counts["images have other names than in the annotations, in case or without a suffix"] += 1
@@ -337,6 +344,8 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 XYXY = tuple[float, float, float, float]
+MAX_NORMALIZED = 1.05
+"""The largest coordinate of a normalized box. A box in pixels is almost never this small."""
 Content = TypeVar("Content")
 
 
@@ -381,6 +390,7 @@ class TableBuilder:
         """In any order."""
         self.bad_boxes: list[int] = []
         """The image of each box that was left out: an image that loses all of its boxes is not background."""
+        self._images_with_skipped: set[int] = set()
 
     def add_image(self, image: ImageFile, location: str = "") -> int:
         """The index of the image."""
@@ -396,6 +406,32 @@ class TableBuilder:
         """A box of the image that was added last and cannot be used."""
         self.problems.add(kind, example)
         self.bad_boxes.append(len(self.images) - 1)
+
+    def skip_shape(self, kind: str) -> None:
+        """A shape without a box, such as a point, of the image that was added last. An image that has nothing else is
+        not background."""
+        self.counts[f"{kind}, which has no box and is not read"] += 1
+        self._images_with_skipped.add(len(self.images) - 1)
+
+    def detect_units(self, file: Path, first_box: int) -> None:
+        """Marks the boxes of a file, those from `first_box` on, as normalized if most are within 0 … 1; the others are
+        then dropped."""
+        boxes = self.boxes[first_box:]
+        xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
+        max_coordinate = np.abs(xyxy).max(1, initial=0)  # NaN if one coordinate is
+        is_small = max_coordinate <= MAX_NORMALIZED
+        if not 2 * np.count_nonzero(is_small) > len(boxes):
+            return
+        self.notes.append(f"{file.name}: boxes are within 0 … 1, normalized by image width and height")
+        del self.boxes[first_box:]
+        for box, is_large in zip(boxes, (np.isfinite(max_coordinate) & ~is_small).tolist(), strict=True):
+            if is_large:
+                quoted = ", ".join(f"{value:g}" for value in box.xyxy)
+                place = self.locations[box.image_index] and f"{self.locations[box.image_index]}, {self._box_id_kind} "
+                self.problems.add("not-normalized", f"{place or f'{file.name}:'}{box.box_id}: [{quoted}]")
+                self.bad_boxes.append(box.image_index)
+            else:
+                self.boxes.append(box._replace(is_normalized=True))
 
     def location(self) -> Path:
         """What an error about the whole data set names."""
@@ -465,13 +501,18 @@ class TableBuilder:
         )
 
     def drop_ambiguous_images(self, *, by_stem: bool = False) -> None:
-        """Drops an identical second entry of an image in a split. If its entries differ, all are dropped: which one is
-        right is not known. by_stem: the file with the image's own stem is. Raises DataError if no image is left."""
+        """Drops images that have only skipped shapes, and an identical second entry of an image in a split. If its
+        entries differ, all are dropped: which one is right is not known. by_stem: the file with the image's own stem
+        is. Raises DataError if no image is left."""
         boxes_of: dict[int, list[Box]] = {}
         for box in self.boxes:
             boxes_of.setdefault(box.image_index, []).append(box)
         entries: dict[tuple[int, Path, str], list[int]] = {}
+        without_box = self._images_with_skipped - boxes_of.keys() - set(self.bad_boxes)
+        self.counts["image with such shapes only, which is left out"] += len(without_box)
         for index, image in enumerate(self.images):
+            if index in without_box:
+                continue
             entries.setdefault((image.split, image.folder, image.name), []).append(index)
         kept: dict[int, int] = {}
         for first, *others in entries.values():

@@ -81,7 +81,7 @@ def _read_regions(regions: list[dict[str, Any]], size: tuple[int, int], location
         kind = str(region.get("type", "rectanglelabels")).removesuffix("labels") or "rectangle"
         labels = _labels(region)
         if kind in WITHOUT_BOX:
-            builder.counts[f"{kind}, which has no box and is not read"] += 1
+            builder.skip_shape(kind)
             continue
         if not labels and (kind != "rectangle" or str(region.get("id")) in labeled_ids):
             continue  # an attribute, or a region whose class is another entry with the same id

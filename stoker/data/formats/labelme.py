@@ -106,7 +106,7 @@ def _read_shapes(shapes: list[_Shape], location: str, builder: TableBuilder) -> 
         kind = shape.shape_type or "polygon"  # files before LabelMe 3 have only polygons
         label = str("" if shape.label is None else shape.label).strip()
         if kind in WITHOUT_BOX:
-            builder.counts[f"{kind}, which has no box and is not read"] += 1
+            builder.skip_shape(kind)
         elif len(shape.points) < 2:
             builder.drop_box("malformed-box", f"{location}, shape {number}: {kind} with {len(shape.points)} points")
         elif not label:

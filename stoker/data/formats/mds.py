@@ -25,13 +25,9 @@ from stoker.data.formats.folders import (
     split_from_name,
 )
 from stoker.data.formats.images import read_json
+from stoker.data.formats.objects import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS, NAME_OF_FILE_KEYS
 from stoker.data.formats.shards import (
-    CLASS_LIST_KEYS,
-    CORNERS_KEYS,
-    EXTENT_KEYS,
-    LIST_KEYS,
     MAX_ANNOTATION_BYTES,
-    NAME_OF_FILE_KEYS,
     ShardSamples,
     make_table,
     map_shards,

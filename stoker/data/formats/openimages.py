@@ -47,8 +47,13 @@ def recognize(path: Path) -> DatasetLayout | None:
 
 def is_open_images(path: Path) -> bool:
     """Whether a file is a table of boxes of Open Images, by its header."""
-    header = read_head(path).partition(b"\n")[0].decode(errors="replace").strip().split(",")
+    header = read_head(path).partition(b"\n")[0].decode(errors="replace").strip().split(_delimiter(path))
     return set(COLUMNS) <= set(header) and header[0] == "ImageID"
+
+
+def _delimiter(table: Path) -> str:
+    """The semicolon for a table that Excel has written in a country with decimal commas."""
+    return ";" if b";" in read_head(table).partition(b"\n")[0] else ","
 
 
 def _make_layout(root: Path, parts: Sequence[SplitFiles]) -> DatasetLayout:
@@ -83,6 +88,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         absent_id, num_absent = "", 0
         location = os.path.relpath(part.annotations, layout.root)
         for line, (image_id, label, *values, is_group) in _iter_rows(part.annotations):
+            image_id = _strip_suffix(image_id)
             if image_id not in paths:
                 num_absent += image_id != absent_id  # the rows of an image are together
                 absent_id = image_id
@@ -91,7 +97,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 index_by_id[image_id] = builder.add_image(ImageFile(*paths[image_id], part.split_index))
             image_index, name = index_by_id[image_id], names.get(label, label)
             try:
-                x1, x2, y1, y2 = (float(value) for value in values)
+                x1, x2, y1, y2 = (float(value.replace(",", ".")) for value in values)
             except ValueError:
                 problems.add("malformed-row", f"{location}:{line}: {', '.join(values)}, not four numbers")
                 builder.bad_boxes.append(image_index)
@@ -101,7 +107,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             total, num_here = num_absent + len(index_by_id), len(index_by_id)
             builder.notes.append(f"{location}: {num_here:,} of its {total:,} images are here; the others are left out")
     if not builder.images:
-        raise make_error(DataError, "openimages-without-images", layout.parts[0].annotations, root=layout.root)
+        table = layout.parts[0].annotations
+        example = next((row[0] for _, row in _iter_rows(table)), "000002b66c9c498e")
+        raise make_error(DataError, "openimages-without-images", table, root=layout.root, example=example)
     return builder.build()
 
 
@@ -111,8 +119,13 @@ def _find_images(layout: DatasetLayout) -> dict[str, tuple[Path, str]]:
     for path, _, names in islice(os.walk(layout.root), MAX_SEARCHED_DIRS):
         for name in names:
             if is_image_name(name):
-                images.setdefault(os.path.splitext(name)[0], (Path(path), name))
+                images.setdefault(_strip_suffix(name), (Path(path), name))
     return images
+
+
+def _strip_suffix(name: str) -> str:
+    """An ImageID, which some tables write as the name of the file: `abc.jpg`."""
+    return os.path.splitext(name)[0] if is_image_name(name) else name
 
 
 def _read_class_names(files: Sequence[Path]) -> dict[str, str]:
@@ -136,7 +149,7 @@ def _iter_rows(table: Path) -> Iterator[tuple[int, list[str]]]:
 def _iter_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
     file = regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES)
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="") as lines:
-        yield from iter_csv(lines, path)
+        yield from iter_csv(lines, path, _delimiter(path))
 
 
 def iter_csv(lines: Iterable[str], path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:

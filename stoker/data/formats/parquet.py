@@ -17,12 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stoker import regular_files
+from stoker.data.formats.objects import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS
 from stoker.data.formats.parquet_pages import check_pages, max_unpacked_bytes, text_bytes, texts_of
 from stoker.data.formats.shards import (
-    CLASS_LIST_KEYS,
-    CORNERS_KEYS,
-    EXTENT_KEYS,
-    LIST_KEYS,
     ShardSamples,
     make_table,
     open_shard,

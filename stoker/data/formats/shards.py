@@ -1,9 +1,8 @@
 """Shards, files with many images: reads ranges of them, and makes a table of their samples.
 
 A shard is a file on the disk, or an object of a bucket, of which the mirror has only a stub. Annotations lie between
-the images; a shard in a bucket is read in blocks around what is needed, and images between are skipped. How an image is
-annotated in a shard has no standard, so what public data sets and their converters write is understood: `LAYOUTS`, with
-sources in docs/data.md. Not here: finding the samples (`webdataset.py`, `mds.py`, `parquet.py`).
+the images; a shard in a bucket is read in blocks around what is needed, and images between are skipped. Not here: how
+an image is annotated in a shard (`objects.py`), finding the samples (`webdataset.py`, `mds.py`, `parquet.py`).
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,14 @@ from stoker.data.formats.folders import (
     sort_parts,
 )
 from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads, usable_size
+from stoker.data.formats.objects import (
+    LAYOUTS,
+    NAME_OF_FILE_KEYS,
+    UnknownLayout,
+    corners_note,
+    fraction_outside,
+    read_boxes,
+)
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within
@@ -115,10 +122,6 @@ class _RemoteReader:
 MAX_ANNOTATION_BYTES = 1 << 26
 """The largest annotations of one image that are read."""
 
-MIN_FRACTION_OUTSIDE, MIN_FRACTION_CORNERS = 0.05, 0.99
-"""Boxes are taken for corners if more than the first fraction of them would otherwise reach out of their images, and
-more than the second are valid corners: as x, y, width and height, boxes near the right and lower edges are not."""
-
 
 @dataclass
 class ShardSamples:
@@ -205,85 +208,14 @@ def make_table(
             cause=problems.describe() or "they are empty",
             fix="copy or write the shards again; a sample is an image with its boxes",
         )
-    if fraction := _fraction_outside(images, boxes, extents):
-        builder.notes.append(
-            f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {100 * fraction:.0f} % would reach out"
-            " of their images"
-        )
+    sizes = np.array([images[boxes[k].image_index].size for k in extents], np.float64)
+    if fraction := fraction_outside(sizes, np.array([boxes[k].xyxy for k in extents], np.float64)):
+        builder.notes.append(corners_note(fraction))
         for k in extents:
             x1, y1, x2, y2 = boxes[k].xyxy
             boxes[k] = boxes[k]._replace(xyxy=(x1, y1, x2 - x1, y2 - y1))
     byte_ranges = np.array([byte_range for shard in shards for byte_range in shard.byte_ranges], np.int64)
     return replace(builder.build(class_names or None, read_headers=False), byte_range=byte_ranges.reshape(-1, 2))
-
-
-def _fraction_outside(images: Sequence[ImageFile], boxes: Sequence[Box], extents: Sequence[int]) -> float:
-    """Of data sets whose "bbox" are corners, contrary to COCO: the fraction of boxes that would reach out of their
-    images as x, y, width and height; else 0."""
-    if not extents:
-        return 0.0
-    size = np.array([images[boxes[k].image_index].size for k in extents], np.float64)
-    x1, y1, x2, y2 = np.array([boxes[k].xyxy for k in extents], np.float64).T
-    height, width = size[:, 0] + 1, size[:, 1] + 1
-    reaches_out = (x2 > width) | (y2 > height)
-    right, bottom = x2 - x1, y2 - y1
-    are_corners = (right > x1) & (bottom > y1) & (right <= width) & (bottom <= height)
-    fraction = float(reaches_out.mean())
-    return fraction if fraction > MIN_FRACTION_OUTSIDE and are_corners.mean() > MIN_FRACTION_CORNERS else 0.0
-
-
-LAYOUTS = (
-    'a list of COCO annotations: [{"bbox": [x, y, width, height], "category_id": 3}, …]',
-    '{"annotations": [the same]}, also as "objects" or "instances"',
-    '{"objects": {"bbox": [[x, y, width, height], …], "category": [3, …]}}',
-    '{"bboxes": [[x, y, width, height], …], "labels": [3, …]}',
-    '{"boxes": [[x1, y1, x2, y2], …], "labels": [3, …]}',
-    'rows of Open Images: [{"LabelName": "/m/01g317", "XMin": 0.1, "XMax": 0.4, "YMin": 0.2, "YMax": 0.9}, …]',
-)
-LIST_KEYS = ("annotations", "objects", "instances")
-CORNERS_KEYS = ("boxes", "box")
-"""Corners in pixels: x1, y1, x2, y2, as in torchvision."""
-EXTENT_KEYS = ("bboxes", "bbox")
-"""x, y, width and height in pixels, as in COCO and in the data sets of the Hugging Face hub."""
-NAME_KEYS = ("category_name", "category", "class_name", "class", "label", "LabelName", "name")
-ID_KEYS = ("category_id", "class_id", "label_id")
-CLASS_LIST_KEYS = ("labels", "categories", "category_ids", "classes", "class_ids", *NAME_KEYS, *ID_KEYS)
-NAME_OF_FILE_KEYS = ("file_name", "filename")
-OPEN_IMAGES_KEYS, VOC_KEYS = ("XMin", "YMin", "XMax", "YMax"), ("xmin", "ymin", "xmax", "ymax")
-XYXY_ABS, XYWH_ABS = 0, 1
-"""`bbox_mode` of detectron2 (structures/boxes.py)."""
-
-
-class UnknownLayout(Exception):
-    """The annotations have none of LAYOUTS; the message says what they have."""
-
-
-class ObjectBox(NamedTuple):
-    number: int
-    """Of the object in the sample, from 1."""
-    label: str | None
-    """Name or number of the class; None: there is none."""
-    xyxy: tuple[float, float, float, float] | None
-    """None: it cannot be read."""
-    is_normalized: bool
-    is_extent: bool
-    """It was given under one of EXTENT_KEYS, by its width and height."""
-    is_crowd: bool
-    text: str
-    """The start of its annotation, for messages."""
-
-
-def read_boxes(content: Any) -> list[ObjectBox]:
-    """The boxes of a sample, from decoded JSON. Raises UnknownLayout."""
-    if isinstance(content, Mapping):
-        for key in LIST_KEYS:
-            value = content.get(key)
-            if isinstance(value, list | Mapping):
-                return read_boxes(value)
-        content = _rows_of_columns(content)
-    if not isinstance(content, list) or not all(isinstance(item, Mapping) for item in content):
-        raise UnknownLayout("it is not an object or a list of objects")
-    return [_read_object(item, number) for number, item in enumerate(content, start=1)]
 
 
 def _annotated_size(content: Any) -> tuple[int, int]:
@@ -297,67 +229,3 @@ def _annotated_name(content: Any) -> str:
     text = next((value for value in values if isinstance(value, str)), "")
     name = text.replace("\\", "/").rpartition("/")[2].replace("\0", "")
     return "" if name in (".", "..") else name
-
-
-def _rows_of_columns(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An object for each entry of equally long lists."""
-    box_key = next((key for key in (*CORNERS_KEYS, *EXTENT_KEYS) if _is_list(content.get(key))), None)
-    class_key = next((key for key in CLASS_LIST_KEYS if _is_list(content.get(key))), None)
-    if box_key is None or class_key is None:
-        raise UnknownLayout(f"it has the keys {_list_keys(content)}: no list of boxes with a list of classes")
-    boxes, labels = content[box_key], content[class_key]
-    if len(boxes) != len(labels):
-        raise UnknownLayout(f"{box_key} has {len(boxes):,} entries, {class_key} has {len(labels):,}")
-    crowd = content.get("iscrowd", content.get("is_crowd"))
-    if not isinstance(crowd, list) or len(crowd) != len(boxes):
-        crowd = [False] * len(boxes)
-    rows = zip(boxes, labels, crowd, strict=True)
-    return [{box_key: box, "label": label, "iscrowd": is_crowd} for box, label, is_crowd in rows]
-
-
-def _read_object(item: Mapping[str, Any], number: int) -> ObjectBox:
-    label = next((text for key in (*NAME_KEYS, *ID_KEYS) if (text := _class_text(item.get(key))) is not None), None)
-    is_crowd = bool(item.get("iscrowd")) or str(item.get("IsGroupOf")) == "1"
-    corner_keys = next((keys for keys in (OPEN_IMAGES_KEYS, VOC_KEYS) if all(key in item for key in keys)), None)
-    box_key = next((key for key in (*EXTENT_KEYS, *CORNERS_KEYS) if key in item), None)
-    is_normalized = corner_keys == OPEN_IMAGES_KEYS
-    is_extent = has_extent = False
-    if corner_keys is not None and (is_normalized or box_key is None):
-        values: Any = [item[key] for key in corner_keys]
-    elif box_key is None:
-        raise UnknownLayout(f"its objects have the keys {_list_keys(item)}: no box")
-    else:
-        values, mode = item[box_key], item.get("bbox_mode", XYWH_ABS)
-        if box_key in EXTENT_KEYS and mode not in (XYXY_ABS, XYWH_ABS):
-            raise UnknownLayout(f"bbox_mode is {mode!r}; 0 (corners) and 1 (x, y, width, height) are read")
-        has_extent = box_key in EXTENT_KEYS and mode == XYWH_ABS
-        is_extent = has_extent and "bbox_mode" not in item
-    xyxy = _to_corners(values, is_extent=has_extent)
-    return ObjectBox(number, label, xyxy, is_normalized, is_extent, is_crowd, str(item)[:60])
-
-
-def _to_corners(values: Any, *, is_extent: bool) -> tuple[float, float, float, float] | None:
-    if not _is_list(values) or len(values) != 4:
-        return None
-    try:
-        a, b, c, d = (float(value) for value in values)
-    except (TypeError, ValueError):
-        return None
-    return (a, b, a + c, b + d) if is_extent else (a, b, c, d)
-
-
-def _class_text(value: Any) -> str | None:
-    if isinstance(value, bool) or value is None or value == "":
-        return None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return str(value) if isinstance(value, str | int) else None
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _list_keys(item: Mapping[str, Any]) -> str:
-    keys = [repr(str(key)[:40]) for key in item]
-    return ", ".join(keys[:10]) + (", …" if len(keys) > 10 else "") if keys else "none"

@@ -22,7 +22,6 @@ from stoker.data.formats.cvat import is_cvat
 from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
     MAX_PROBES,
-    SPLIT_BY_NAME,
     check_unannotated_splits,
     file_part,
     is_image_name,
@@ -35,6 +34,7 @@ from stoker.data.formats.folders import (
     list_subdirs,
     named_subdirs,
     read_head,
+    split_lists,
 )
 from stoker.data.formats.images import XYXY, ImageFile, ImageLocator, TableBuilder, no_image_error, usable_size
 from stoker.data.formats.tables import (
@@ -121,8 +121,8 @@ def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles]
     """
     image_dirs = list_image_dirs(folder)
     notes = []
-    lists = next(filter(None, map(_split_lists, (folder / "ImageSets" / "Main", folder / "ImageSets"))), {})
-    if not lists and (lists := _split_lists(folder)):
+    lists = next(filter(None, map(split_lists, (folder / "ImageSets" / "Main", folder / "ImageSets"))), {})
+    if not lists and (lists := split_lists(folder)):
         names = ", ".join(lists[split].name for split in (*SPLITS, "trainval") if split in lists)
         for_training = lists.get("train", lists.get("trainval"))
         if for_training is None or not _lists_name_files(for_training, annotations):
@@ -182,13 +182,6 @@ class _ImageLocator:
             part = replace(self._part, image_dirs=subdirs or self._part.image_dirs)
             self._locators[subdir] = ImageLocator(self._root, part)
         return self._locators[subdir]
-
-
-def _split_lists(folder: Path) -> dict[str, Path]:
-    """The lists train.txt, val.txt, test.txt and trainval.txt in a folder, also under the other names of the splits."""
-    words = {**SPLIT_BY_NAME, "trainval": "trainval"}
-    found = [(split, folder / f"{word}.txt") for word, split in words.items()]
-    return {split: path for split, path in reversed(found) if path.is_file()}
 
 
 def _match_list_entry(entry: str, known: Mapping[str, Path], by_stem: Mapping[str, Path]) -> Path | None:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from stoker import regular_files
 from stoker.data.formats.folders import IMAGE_SUFFIXES, file_part
+from stoker.data.formats.objects import LAYOUTS
 from stoker.data.formats.shards import (
-    LAYOUTS,
     MAX_ANNOTATION_BYTES,
     ShardSamples,
     layout_of_shards,
