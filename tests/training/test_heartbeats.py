@@ -15,7 +15,7 @@ from stoker.errors import RankError
 from stoker.training.local_ranks import find_free_port
 from stoker.training.ranks import Failure
 from tests.drawn import draw, stoker
-from tests.fixtures.training_ranks import arguments, few_threads, train, wait_for_checkpoint  # noqa: F401
+from tests.fixtures.training_ranks import arguments, in_float64, train, wait_for_checkpoint  # noqa: F401
 
 LIMIT_S = 240
 """For what takes half a minute on a free machine."""
