@@ -39,6 +39,9 @@ _MESSAGE_NAMES = {"error", "exception", "warning"}
 """Last words of names that a message follows: `NoCredentialsError: …`."""
 _NAME_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
+_EXPLANATION = re.compile(r"credentials: [a-z]+ [^\s\0]")
+"""What errors of stoker say of credentials. Neither is `…/api/token: refused` a secret."""
+
 _ASSIGNMENT = re.compile(
     r"(?P<dashes>(?<![\w-])-{1,2}(?=\w))?(?<!\w)(?P<name>[A-Za-z_][\w.-]{0,60})"
     r"(?:\\{0,4}[\"']?\]?\s{0,8}(?P<sign>:=|=>|[:=])\s{0,8}|(?(dashes)(?P<gap>[\s\0]\s{0,8})|(?!)))"
@@ -95,6 +98,10 @@ def _mask_named_values(text: str) -> str:
     done = position = 0
     while (match := _ASSIGNMENT.search(text, position)) is not None:
         position = match.end("name")
+        if match["sign"] == ":" and (
+            text[match.start() - 1 : match.start()] == "/" or _EXPLANATION.match(text, match.start())
+        ):
+            continue
         if not (_is_secret_flag(text, match) or is_secret_name(match["name"])):
             continue
         start, end = match.end(), _value_end(text, match)

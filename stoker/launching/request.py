@@ -387,7 +387,7 @@ def _parse_secrets(pairs: Iterable[str]) -> dict[str, tuple[str, str]]:
     for pair in pairs:
         match = re.fullmatch(r"([A-Za-z_]\w*)=([A-Za-z0-9][\w.-]{0,252})/([\w.-]{1,253})", pair)
         if match is None:
-            what = f"--secret {pair.partition('=')[0]!r} does not name a variable, a secret and a key of it."
+            what = f"{pair.partition('=')[0]!r} is not a variable, a secret and a key of it (--secret)."
             raise ConfigError(what, choices=["NAME=SECRET/KEY"])
         secrets[match[1]] = match[2], match[3]
     return secrets

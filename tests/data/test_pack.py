@@ -470,7 +470,7 @@ def test_the_command_says_what_it_did(
         ["--image-size", "4"],
         ["--image-size", "40", "9"],
         ["--shard-mib", "0"],
-        ["--workers", "0"],
+        ["--workers", "-1"],
     ):
         assert run(monkeypatch, "data", "pack", root, tmp_path / "x", *wrong) == 2
     assert run(monkeypatch, "data", "pack", root, "https://host/x") == 2

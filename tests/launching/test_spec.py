@@ -105,7 +105,7 @@ def test_what_is_not_set_is_derived_from_the_machine() -> None:
     ({"nodes": "3:5", "batch": {"stages": 2}}, "--stages 2 needs as many devices, not 3 to 5 devices"),
     ({"resume": "gs://bucket/run"}, "What should be trained on?"),
     ({"secret": ("KEY=wandb/key",)}, "cloud has no secrets for --secret"),
-    ({"secret": ("KEY=value",)}, "--secret 'KEY' does not name a variable"),
+    ({"secret": ("KEY=value",)}, "'KEY' is not a variable, a secret and a key of it"),
 ])  # fmt: skip
 def test_what_would_fail_is_refused(flags: dict[str, object], named: str) -> None:
     with pytest.raises(StokerError) as refused:
@@ -172,7 +172,7 @@ def test_a_finished_run_is_not_launched(tmp_path: Path) -> None:
     ((), "Where should it be launched?"),
     (("slrum", "demo"), "did you mean 'slurm'?"),
     (("local",), "What should be trained on?"),
-    (("local", "demo", "--epoch", "3"), "Did you mean --epochs?"),
+    (("local", "demo", "--epoch", "3"), "did you mean `--epochs`?"),
     (("local", "demo", "--model", "resnet", "--epochs", "x"), 'Invalid value for --epochs: unable to convert'),
     (("local", "demo", "--nodes", "2"), "local has 1 node"),
     (("local", "nowhere"), "There is no data set 'nowhere'"),

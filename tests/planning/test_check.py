@@ -256,4 +256,4 @@ def test_this_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_settings_that_do_not_exist_are_refused():
     with pytest.raises(ConfigError):
-        stoker.check("demo", batch_size=-1)
+        stoker.check("demo", batch_size=-2)
