@@ -476,8 +476,10 @@ def test_another_format_that_finds_something_else_is_not_kept(
     """One box less is a difference, in a format that is always there."""
     good = programs.DetectionModel.forward
 
-    def wrong(self: programs.DetectionModel, *given: torch.Tensor) -> dict[str, torch.Tensor]:
-        outputs = good(self, *given)
+    def wrong(
+        self: programs.DetectionModel, images: torch.Tensor, content: torch.Tensor, score_threshold: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        outputs = good(self, images, content, score_threshold)
         return outputs | {"scores": outputs["scores"] * 0.98}
 
     monkeypatch.setattr(programs.DetectionModel, "forward", wrong)
