@@ -147,7 +147,7 @@ for name in ("slow/a", "fast"):
         pathlib.Path(sys.argv[1], name).read_bytes()
     print(time.perf_counter() - began)
 """
-    with modules["diagnose_outside"].slow_files(job, "/slow/", 0.02) as around:
+    with modules["diagnose_outside"].slow_files(job, "/job/slow/", 0.02) as around:
         done = run(around, script, str(job))
         slow_s, _ = map(float, done.stdout.split())
         assert 0.1 <= around.injected_s() <= slow_s

@@ -246,7 +246,7 @@ def test_a_report_of_a_run_with_special_files(stoker: Command, tmp_path: Path) -
 def test_secrets_of_an_exception_do_not_leave_the_output_of_a_job(stoker: Command, tmp_path: Path) -> None:
     secrets = ["hunter2Xk9", "Zx81mQ0aa", "tok3nValue77", "ghp_" + "a1B2" * 9]
     text = f"postgres://me:{secrets[0]}@db/x api_key={secrets[1]} Authorization: Bearer {secrets[2]} {secrets[3]}"
-    (tmp_path / "job.py").write_text(f"print('loading', {text!r})\nraise ConnectionError({text!r})\n")
+    (tmp_path / "job.py").write_text(f"print('loading', {text!r}, flush=True)\nraise ConnectionError({text!r})\n")
     command = [sys.executable, "-m", "stoker", "watch", "--", sys.executable, "job.py", "--pat", secrets[0]]
     subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=SECONDS, check=False)
     (run,) = (path.parent for path in tmp_path.rglob(EVENTS))
@@ -256,7 +256,7 @@ def test_secrets_of_an_exception_do_not_leave_the_output_of_a_job(stoker: Comman
     outputs = [stoker(*command, run)[1] for command in (("why",), ("why", "--json"), ("report",), ("report", "--json"))]
     page = run / "report.html"
     assert page.stat().st_mode & 0o777 == 0o600
-    assert "ConnectionError" in outputs[0]
+    assert "ConnectionError" in outputs[0], outputs[0]
     own = (run / EVENTS).read_text().splitlines()[:-1]
     for shown in (*outputs, page.read_text(), *own, (run / ENVIRONMENT).read_text()):
         assert not any(secret in shown for secret in secrets)

@@ -352,7 +352,8 @@ def test_a_custom_loop_of_tensorflow(
 
 
 @pytest.mark.slow
-def test_the_slow_rank_is_named(tmp_path: Path) -> None:
+@undisturbed_once
+def test_the_slow_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     (tmp_path / "ddp.py").write_text(hook_jobs.RANKS)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
     why = watched([sys.executable, *words], tmp_path)
