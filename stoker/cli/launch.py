@@ -13,7 +13,6 @@ from stoker.config.settings import Config
 from stoker.errors import UsageError
 from stoker.launching.spec import PLACES, LaunchRequest, PlaceOptions, open_place
 from stoker.printable import print_json, print_text, printable
-from stoker.secrets import mask_secrets, without_secrets
 
 launch_app = App(
     name="launch",
@@ -94,6 +93,7 @@ def status(run: Run, /, *, json: bool = False) -> None:
         Print it as JSON, with all jobs of the run.
     """
     from stoker.launching.jobs import last_job, read_jobs
+    from stoker.secrets import mask_secrets, without_secrets
 
     job = last_job(run)
     state = open_place(job.place).status(job)
@@ -116,6 +116,7 @@ def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f
         Until it ends.
     """
     from stoker.launching.jobs import last_job
+    from stoker.secrets import mask_secrets
 
     job = last_job(run)
     for line in open_place(job.place).logs(job, follow=follow):
@@ -127,6 +128,7 @@ def cancel(run: Run, /) -> None:
     """Asks the newest job of a run to save and end, for good, and waits until it has. The run can be continued."""
     from stoker.launching.jobs import cancel as cancel_job
     from stoker.launching.jobs import last_job
+    from stoker.secrets import mask_secrets
 
     job = last_job(run)
     state = cancel_job(job)

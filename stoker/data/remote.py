@@ -108,7 +108,7 @@ def resolve_images(uri: StorageUri) -> Path:
 
 
 def download_image(url: str) -> Path:
-    """The local copy of an image or video at an http(s) URL, which may have a query; downloaded anew by each call.
+    """The local copy of an image or video at an http(s) URL, which may have a query; downloaded again by each call.
 
     Raises DataError if it is missing, larger than MAX_DOWNLOAD_BYTES, or not complete after DOWNLOAD_TIMEOUT_S.
     """

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from stoker.secrets import mask_secrets
 
 Severity = Literal["blocker", "critical", "warning", "info", "unknown", "ok"]
 """Worst first. blocker: training would fail, or would silently not do what was asked; critical: the job failed, will
@@ -76,6 +75,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _mask(struct: msgspec.Struct, *names: str) -> None:
+    from stoker.secrets import mask_secrets  # its patterns cost time, and the command line imports this module
+
     for name in names:
         msgspec.structs.force_setattr(struct, name, mask_secrets(getattr(struct, name)))
 

@@ -68,7 +68,7 @@ def read_frames(path: Path) -> Iterator[Frame]:
 
 def _decode(container: Any, path: Path) -> Iterator[Frame]:
     if not container.streams.video:
-        raise OSError("it has no pictures")
+        raise OSError("it has no video frames")
     stream, start_s = container.streams.video[0], None
     stream.thread_type = "AUTO"
     if stream.width * stream.height > MAX_FRAME_PIXELS:

@@ -49,8 +49,9 @@ QUARANTINED = {
 }  # fmt: skip
 """Kinds that only the loader can detect, because it reads the image files."""
 UNPLANTED = {"unreadable-set", "unreadable-test-split", "empty-split", "outside-path"}
-UNPLANTED |= {"placeholder-box", "more-boxes-in-another-format"}  # test_near.py
 """Kinds that stop reading or training: `test_check.py`, `test_hostile_files.py`, `test_verdict.py`."""
+UNPLANTED |= {"placeholder-box", "more-boxes-in-another-format"}
+"""Of `test_near.py`."""
 UNPLANTED |= {"missing-packed-shard", "cut-packed-shard", "changed-packed-shard"}
 """Of sets that `stoker data pack` made: `test_check_shards.py`."""
 
