@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-
 Severity = Literal["blocker", "critical", "warning", "info", "unknown", "ok"]
 """Worst first. blocker: training would fail, or would silently not do what was asked; critical: the job failed, will
 soon, or loses much; warning: slower, dearer or at risk; info: worth knowing; unknown: could not be found out here; ok:

@@ -149,13 +149,16 @@ class CheckpointWriter:
 
     def save(self, snapshot: HostSnapshot) -> None:
         """Writes a checkpoint in the background; waits for the previous write first."""
-        self.wait()
-        self._pending = self._pool.submit(self._write_checkpoint, snapshot)
+        self._start(self._write_checkpoint, snapshot)
 
     def save_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
         """Writes only the weights, as `run/name` for each name (best.safetensors, final.safetensors)."""
+        self._start(lambda held: self._write_weights(held, names), snapshot)
+
+    def _start(self, write: Callable[[HostSnapshot], None], snapshot: HostSnapshot) -> None:
         self.wait()
-        self._pending = self._pool.submit(self._write_weights, snapshot, names)
+        held = [snapshot]  # the pool lets go of its arguments only after the result is there; the lease must end before
+        self._pending = self._pool.submit(lambda: write(held.pop()))
 
     def wait(self) -> None:
         """Returns when nothing is left to write. Raises the error of the thread, except for a full or failing disk."""

@@ -1,9 +1,10 @@
 """What lines of real jobs say, and that nothing else says anything. The lines are those that the frameworks printed."""
 
+import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from stoker.watch.output import (
@@ -144,6 +145,9 @@ words = st.sampled_from(
 
 @given(st.lists(words, max_size=30), st.sampled_from([" ", ", ", "; "]))
 def test_prose_has_no_progress(said: list[str], between: str) -> None:
+    named = {word.lower() for word, value in itertools.pairwise(said) if value[0].isdigit() or value == "nan"}
+    counted = "loss" in named and named & {"step", "epoch", "batch", "it"}
+    assume(not counted)  # "loss 0.5 step 3" is what many loops print
     assert parse_progress(between.join(said)) is None
 
 
