@@ -93,6 +93,23 @@ class Gap(msgspec.Struct, kw_only=True):
     """What the training thread ran meanwhile: the innermost operator or runtime call; empty: Python."""
 
 
+class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """Where samples of stacks were: a line of the job's own code, and what it called."""
+
+    line: str = ""
+    """`file:line` of the innermost frame in a file of the job, relative to its working directory; empty: no frame is."""
+    function: str = ""
+    """Of that line."""
+    call: str = ""
+    """What that line called, as it can be imported: `copy.deepcopy`; of a call into C, from the text of the line:
+    `gc.collect`. Empty: the line's own work."""
+    leaf: str = ""
+    """The innermost frame, `function (package/file.py)`, where it is another one than the call."""
+    kind: str
+    """One of the kinds of `StackWindow.main_thread`."""
+    samples: int
+
+
 class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of stacks.jsonl: what the threads of a watched job ran, by samples of their stacks (py-spy)."""
 
@@ -113,6 +130,11 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`function (file:line)` of the innermost frame of the job's own code → fraction of the samples; at most five."""
     process_cpu: float | None = None
     """CPU-seconds per second of the process in this time: all its threads, without its children."""
+    role: str = "training"
+    """Of the process: `training`, or `worker` for a process that loads data for another one."""
+    places: list[Place] = []
+    """Where the main thread was, the most frequent first; their samples add up to `samples`, the last one may be the sum
+    of the rest (without a line)."""
 
 
 class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -44,7 +44,7 @@ FILES = {
     "steps.jsonl": [schemas.StepWindow],
     "devices.jsonl": [schemas.DeviceSample, schemas.GpuSample],
     "traces.jsonl": [schemas.TraceWindow, schemas.Gap],
-    "stacks.jsonl": [schemas.StackWindow],
+    "stacks.jsonl": [schemas.StackWindow, schemas.Place],
     "probes.jsonl": [schemas.Probe],
     "events.jsonl": [schemas.Event],
     "quarantine.jsonl": [schemas.Quarantined],
