@@ -97,7 +97,7 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Where samples of stacks were: a line of the job's own code, and what it called."""
 
     line: str = ""
-    """`file:line` of the innermost frame in a file of the job, relative to its working directory; empty: no frame is."""
+    """`file:line` of the innermost frame in a file of the job, relative to its working directory. Empty: none is."""
     function: str = ""
     """Of that line."""
     call: str = ""
@@ -108,6 +108,7 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     kind: str
     """One of the kinds of `StackWindow.main_thread`."""
     samples: int
+    """Number of samples there."""
 
 
 class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -133,8 +134,8 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: str = "training"
     """Of the process: `training`, or `worker` for a process that loads data for another one."""
     places: list[Place] = []
-    """Where the main thread was, the most frequent first; their samples add up to `samples`, the last one may be the sum
-    of the rest (without a line)."""
+    """Where the main thread was, the most frequent first; their samples add up to `samples`. The last one may be the sum
+    of the rest, without a line."""
 
 
 class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
