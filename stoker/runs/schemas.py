@@ -134,8 +134,8 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: str = "training"
     """Of the process: `training`, or `worker` for a process that loads data for another one."""
     places: list[Place] = []
-    """Where the main thread was, the most frequent first; their samples add up to `samples`. The last one may be the sum
-    of the rest, without a line."""
+    """Where the main thread was, the most frequent first; their samples add up to `samples`. The last one may be the
+    sum of the rest, without a line."""
 
 
 class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
