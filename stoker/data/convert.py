@@ -107,9 +107,7 @@ def convert_via_datumaro(source: Path, out: Path, format: str | None) -> list[st
     if uv is None:
         raise make_error(UsageError, "no-uv", str(source), requirement=DATUMARO)
     if not source.exists():
-        raise DataError(
-            f"{str(source)!r} does not exist.", location=source.absolute(), fix="name a local folder or file"
-        )
+        raise make_error(DataError, "source-not-found", source.absolute(), value=str(source))
     partial = _create_partial_dir(out)
     try:
         script = Path(__file__).with_name("datumaro_to_coco.py")

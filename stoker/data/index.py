@@ -36,6 +36,7 @@ from stoker.data.validation.problems import (
     Problem,
     ProblemCollector,
     count_of_all,
+    make_error,
     max_bad_images,
 )
 from stoker.errors import ConfigError, DataError
@@ -234,11 +235,7 @@ def open_index(
         fraction = DEFAULT_VAL_FRACTION if val_fraction is None else val_fraction
         splits = SplitOptions(val_fraction=fraction, user_set=val_fraction is not None)
     if not 0 < splits.val_fraction < 1:
-        raise ConfigError(
-            f"val_fraction is {splits.val_fraction}.",
-            choices=["above 0 and below 1"],
-            fix="0.1 uses a tenth for validation",
-        )
+        raise make_error(ConfigError, "val-fraction", choices=["above 0 and below 1"], val_fraction=splits.val_fraction)
 
     def open_path(path: Path) -> Index:
         layout = finder.layout_of_files(path, splits.files) if splits.files else finder.detect_layout(path, format)
@@ -351,12 +348,7 @@ def open_layout(
         )
         cached = index_cache.read(cache_path, source_stamp)
         if cached is None:
-            raise DataError(
-                "The index was written but cannot be read back.",
-                location=cache_path,
-                cause="another process may be building it from other files at the same time",
-                fix="try again; delete the file if that does not help",
-            )
+            raise make_error(DataError, "index-not-read-back", cache_path)
     index = _make_index(*cached)
     for problem in index.problems if not is_checked else ():
         if problem.kind == images.OUTSIDE:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stoker.data.formats.folders import iter_annotation_files
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout
-from stoker.data.validation.problems import Problem
+from stoker.data.validation.problems import Problem, make_error
 from stoker.errors import DataError, PreflightError
 from stoker.storage.local_files import cache_folder, write_atomic
 
@@ -150,12 +150,7 @@ def write(
     try:
         names, metadata_json = pa.array(table.file_names, pa.large_string()), msgspec.json.encode(metadata)
     except UnicodeEncodeError as error:
-        raise DataError(
-            "A file or folder name is not valid Unicode.",
-            location=repr(error.object),
-            cause=f"its bytes are not UTF-8: {error.reason}",
-            fix="rename it",
-        ) from error
+        raise make_error(DataError, "name-is-not-unicode", repr(error.object), reason=error.reason) from error
     record_batch = pa.record_batch(
         [
             names,
@@ -178,12 +173,7 @@ def write(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, sink.getvalue().to_pybytes())
     except OSError as error:
-        raise PreflightError(
-            "The index of the annotations cannot be written.",
-            location=path,
-            cause=str(error),
-            fix="free disk space, or set STOKER_CACHE_DIR to a folder that can be written",
-        ) from error
+        raise make_error(PreflightError, "index-not-written", path, cause=str(error)) from error
 
 
 def _hash_text(text: bytes) -> bytes:

@@ -34,7 +34,7 @@ from stoker.data.formats.csv import TABLE_DIRS, detect_csv_layout, iter_rows
 from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
 from stoker.data.formats.tfrecord import strip_shard_number
 from stoker.data.images.source import FETCHED, MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, StokerError, StorageError, nearest, writing
 from stoker.storage.local_files import atomic_path, cache_folder, safe_name, write_atomic
 from stoker.storage.store import ObjectInfo, Store, download, open_store
@@ -124,8 +124,7 @@ def download_image(url: str) -> Path:
                 if len(data) > MAX_DOWNLOAD_BYTES or time.monotonic() > end_s:
                     raise ValueError(f"more than {MAX_DOWNLOAD_BYTES:,} bytes, or {DOWNLOAD_TIMEOUT_S} s")
     except (OSError, ValueError, HTTPException) as error:
-        fix = "name an image, or download it yourself and name the file"
-        raise DataError("The image cannot be downloaded.", location=uri, cause=str(error), fix=fix) from error
+        raise make_error(DataError, "image-not-downloaded", uri, cause=str(error)) from error
     full_uri = replace(uri, key=f"{uri.key}?{url}")  # each query is an image of its own, and may be a signature
     with locked_mirror(full_uri, uri.parent):
         path = mirror_dir_for(full_uri) / FETCHED / uri.name
@@ -235,11 +234,7 @@ def _no_dataset_error(store: Store, uri: StorageUri) -> DataError:
     if not uri.key:
         return DataError("The bucket is empty.", location=uri, fix="name another, or copy the data set into it")
     if store.stat(uri.key) is not None:
-        return DataError(
-            f"{uri.name!r} is an object, but not an annotation file that stoker knows.",
-            location=uri,
-            fix=f"name the folder that has annotations and images, e.g. {uri.parent}",
-        )
+        return make_error(DataError, "object-is-no-data-set", uri, name=uri.name, parent=uri.parent)
     parent, names = uri.parent, store.list_folders(uri.parent.key)
     if names:
         cause = f"the folders in {parent} are {', '.join(names[:MAX_FOLDERS_SHOWN])}"
@@ -299,12 +294,7 @@ def require_distinct_names(files: Iterable[str], folder: Path) -> None:
     by_folded: dict[str, str] = {}
     for name in files:
         if (first := by_folded.setdefault(name.casefold(), name)) != name:
-            raise DataError(
-                "Two objects have the same file name on this disk.",
-                location=folder,
-                cause=f"{first!r} and {name!r} differ in case only",
-                fix="rename one of them, or set STOKER_CACHE_DIR to a disk that distinguishes upper and lower case",
-            )
+            raise make_error(DataError, "names-differ-in-case", folder, first=first, name=name)
 
 
 def update_mirror(store: Store, folder: Path, files: dict[str, ObjectInfo], uri: StorageUri) -> None:
@@ -389,11 +379,7 @@ def _copy_file(store: Store, path: Path, info: ObjectInfo) -> None:
         return
     data = store.read(info.key)
     if len(data) != info.size_bytes:
-        raise StorageError(
-            "An object changed while it was being copied.",
-            location=store.uri.child(info.key),
-            fix="try again when it is not being written",
-        )
+        raise make_error(StorageError, "object-changed", store.uri.child(info.key))
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
         os.utime(temporary, ns=times_ns)

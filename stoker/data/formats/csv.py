@@ -212,8 +212,7 @@ def read_text(path: Path, max_bytes: int | None = None) -> str:
         text = codecs.getincrementaldecoder(encoding)().decode(data, final=is_whole)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        fix = "save it as UTF-8"
-        raise DataError("A table is not UTF-8.", location=f"{path}:{line}", cause=str(error), fix=fix) from error
+        raise make_error(DataError, "csv-not-utf-8", f"{path}:{line}", cause=str(error)) from error
     return text if is_whole else text[: text.rfind("\n") + 1]
 
 

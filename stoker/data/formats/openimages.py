@@ -158,5 +158,4 @@ def iter_csv(lines: Iterable[str], path: Path, delimiter: str = ",") -> Iterator
     try:
         yield from ((reader.line_num, row) for row in reader if row)
     except csv.Error as error:
-        location, fix = f"{path}:{reader.line_num}", "download or export it again"
-        raise DataError("A table cannot be read.", location=location, cause=str(error), fix=fix) from error
+        raise make_error(DataError, "unreadable-table", f"{path}:{reader.line_num}", cause=str(error)) from error

@@ -90,8 +90,7 @@ def _read_csv(file: Path, location: str, problems: ProblemCollector) -> dict[str
     rows = iter_csv(text.splitlines(keepends=True), file, max(",;\t", key=first.count))
     header = [name.strip().lstrip("#") for name in next(rows, (1, [""]))[1]]
     if not set(CSV_COLUMNS) <= set(header):
-        cause = f"its columns are {', '.join(header)}"
-        raise DataError("The table is not an export of VIA.", location=f"{file}:1", cause=cause, fix="export it again")
+        raise make_error(DataError, "via-other-table", f"{file}:1", listed=", ".join(header))
     columns = [header.index(name) for name in CSV_COLUMNS]
     images: dict[str, Any] = {}
     for line, row in rows:

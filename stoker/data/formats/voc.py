@@ -287,8 +287,7 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
     elif part.split == "test" and not selected:
         notes.append(f"the test split has no annotations and is left out ({len(entries)} images)")
     elif not entries:
-        fix = "list its images there, or delete the file"
-        raise DataError(f"The {part.split} split is empty.", location=part.image_list, fix=fix)
+        raise make_error(DataError, "voc-empty-split", part.image_list, split=part.split)
     elif not selected:
         raise DataError(
             f"No entry of the {part.split} split has an annotation.",

@@ -249,8 +249,7 @@ def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
             continue
         visited.add(real)
         if len(visited) > MAX_WALKED_DIRS:
-            fix = "name the folder of the images: a `path` such as / contains the whole disk"
-            raise DataError(f"There are more than {MAX_WALKED_DIRS:,} folders below it.", location=base, fix=fix)
+            raise make_error(DataError, "yolo-too-many-folders", base, max_walked_dirs=MAX_WALKED_DIRS)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         names = [name for name in files if _is_visible_image(name)]
         if names:
@@ -480,8 +479,7 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
 
 
 def _definition_error(file: Path, cause: str) -> DataError:
-    what, fix = "The description of the data set cannot be used.", "see https://docs.ultralytics.com/datasets/detect/"
-    return DataError(what, location=file, cause=cause, fix=fix)
+    return make_error(DataError, "yolo-unusable-description", file, cause=cause)
 
 
 def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ...]:

@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 
 from stoker import regular_files
 from stoker.data.images import source
+from stoker.data.validation.problems import make_error
 from stoker.errors import DataError
 
 MAX_PIXELS = 2**29
@@ -83,10 +84,7 @@ def read_header(path: Path) -> Header:
 
             return _parse_header(head, read, total, path)
     except OSError as error:
-        fix = "check its name, its permissions and that its disk is there"
-        raise DataError(
-            "The image cannot be read.", location=source.display_path(path), cause=error.strerror, fix=fix
-        ) from error
+        raise make_error(DataError, "unreadable-image-file", source.display_path(path), cause=error.strerror) from error
 
 
 def _read_remote_header(remote_object: source.RemoteObject, stub: Path) -> Header:
@@ -131,12 +129,7 @@ def decode_error(path: Path | str, cause: str, fix: str | None = None) -> DataEr
 def _parse_header(head: bytes, read: ReadAt, total: int, path: Path | str) -> Header:
     """head: the first bytes; read: any of the `total` bytes of the file."""
     if total == 0:
-        raise DataError(
-            "The image file is empty.",
-            location=source.display_path(path),
-            cause="it has 0 bytes",
-            fix="copy it again",
-        )
+        raise make_error(DataError, "empty-image-file", source.display_path(path))
     image_format, channels = "jpeg", 3
     try:
         if head.startswith(b"\xff\xd8\xff"):

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from stoker.data.images import source
 from stoker.data.images.decode import DCT_DIVISORS, Pixels, decode_resized
 from stoker.data.images.headers import Header
+from stoker.data.validation.problems import make_error
 from stoker.errors import ConfigError
 from stoker.hardware.cgroup import host_memory
 from stoker.storage.local_files import cache_folder
@@ -475,8 +476,7 @@ def _free_bytes(path: Path, others: Mapping[Path, tuple[int, int]]) -> int:
         with contextlib.suppress(ValueError):
             limit_gib = float(value)
         if not 0 <= limit_gib < 2**40:
-            fix = "set it to 0 or more, or unset it"
-            raise ConfigError(f"{LIMIT_ENV_VAR}={value!r} is not a number of GiB.", fix=fix)
+            raise make_error(ConfigError, "cache-limit-not-a-number", limit_env_var=LIMIT_ENV_VAR, value=value)
         limit_bytes = int(limit_gib * 2**30)
     else:
         taken = sum(disk_bytes for disk_bytes, _ in _other_cache_files(directory / "none").values())

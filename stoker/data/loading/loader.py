@@ -37,7 +37,7 @@ from stoker.data.loading.stats import (
     split_wait,
 )
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, Prefetcher, WorkerPool, iter_rank_positions
-from stoker.data.validation.problems import max_bad_images
+from stoker.data.validation.problems import make_error, max_bad_images
 from stoker.errors import CheckpointError, DataError, StorageError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import ReadyEvent
@@ -273,11 +273,7 @@ class Loader:
             ("[--shuffle-buffer, --batch-size] of shards", state.get("shards"), samples.shard_mixing),
         ):
             if saved != expected:
-                raise CheckpointError(
-                    f"The {what} is {expected}, the saved state was made with {saved}.",
-                    cause="the saved position means other images now",
-                    fix="restore the data set or the setting, or start a new run",
-                )
+                raise make_error(CheckpointError, "other-loader-state", what=what, expected=expected, saved=saved)
         self._seek(int(state["position"]))
         self._samples.quarantined.clear()
         self._samples.quarantined.update(

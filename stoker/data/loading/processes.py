@@ -44,6 +44,7 @@ from stoker.data.loading.buffers import (
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
+from stoker.data.validation.problems import make_error
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
 from stoker.hardware.cgroup import Cgroup
 
@@ -135,10 +136,8 @@ class WorkerProcesses:
                     )
                 except OSError as error:
                     self.finalizer()
-                    raise PreflightError(
-                        "A worker process of the loader cannot be started.",
-                        cause=error.strerror or str(error),
-                        fix="--worker-processes 0 loads with threads only",
+                    raise make_error(
+                        PreflightError, "worker-not-started", cause=error.strerror or str(error)
                     ) from error
                 self._children.append(child)
 
@@ -168,11 +167,7 @@ class WorkerProcesses:
         killed = code == -signal.SIGKILL
         oom_kills = Cgroup().oom_kills()
         if killed and oom_kills is not None and oom_kills > (self._oom_kills or 0):
-            return OutOfMemoryError(
-                "The kernel killed a worker process of the loader, as memory ran out.",
-                location=location,
-                fix="--workers or --batch-size with a smaller number; --worker-processes 0 takes less memory",
-            )
+            return make_error(OutOfMemoryError, "worker-out-of-memory", location)
         what = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         return StokerError(
             f"A worker process of the loader {what}.",

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable
-from stoker.data.validation.problems import ProblemCollector, count_of_all
+from stoker.data.validation.problems import ProblemCollector, count_of_all, make_error
 from stoker.errors import DataError, UsageError, nearest
 
 TRAIN, VAL, TEST = range(3)
@@ -320,8 +320,7 @@ def assign_listed_splits(
         for entry in entries:
             if split_by_name.setdefault(entry, split_index) != split_index:
                 other = SPLITS[split_by_name[entry]]
-                fix = f"remove it from {other}.txt or from {name}.txt"
-                raise DataError("An image is in the lists of two splits.", location=f"{file}: {entry}", fix=fix)
+                raise make_error(DataError, "image-in-two-lists", f"{file}: {entry}", other=other, name=name)
     names = [os.path.relpath(root / table.image_path(i), root) for i in range(len(table.file_names))]
     split = np.array([split_by_name.get(name, UNASSIGNED) for name in names], np.int8)
     seen: set[str] = set()
@@ -330,13 +329,14 @@ def assign_listed_splits(
             split[image_index] = UNASSIGNED
         seen.add(name)
     if not (split != UNASSIGNED).any():
-        raise DataError(
-            "The lists of the splits name no image of the data set.",
-            location=folder,
+        raise make_error(
+            DataError,
+            "lists-name-no-image",
+            folder,
             cause=f"{num_listed:,} lines; the images are called {', '.join(names[:2])}, …"
             if num_listed
             else "there is no train.txt, val.txt or test.txt, or they are empty",
-            fix=f"`stoker data split {root} OUT` writes lists",
+            root=root,
         )
     for name in sorted(seen - split_by_name.keys()):
         problems.add("not-in-a-split", name)

@@ -157,12 +157,13 @@ def make_error(
     *,
     choices: Iterable[object] = (),
     cause: str | None = None,
+    fix: str | None = None,
     **values: object,
 ) -> Error:
-    """The error of a row of `errors.toml`. cause: where the row has none; values: those that its texts name."""
+    """The error of a row of `errors.toml`. cause, fix: where the row has none; values: those that its texts name."""
     row = error_texts()[key]
     cause = row.cause.format(**values) if row.cause else cause
-    fix = row.fix.format(**values) if row.fix else None
+    fix = row.fix.format(**values) if row.fix else fix
     return kind(row.what.format(**values), location=location, choices=choices, cause=cause, fix=fix)
 
 
