@@ -121,13 +121,8 @@ class Index:
 
     def no_split_error(self, split: str) -> DataError:
         unread = [problem for problem in self.problems if problem.kind == f"unreadable-{split}-split"]
-        return DataError(
-            f"The data set has no {split} split.",
-            location=self.source,
-            cause=f"it cannot be read: {unread[0].examples[0]}" if unread else None,
-            choices=self.splits,
-            fix="name the parent folder if the split is next to this folder; training needs train and val",
-        )
+        cause = f"it cannot be read: {unread[0].examples[0]}" if unread else None
+        return make_error(DataError, "no-such-split", self.source, choices=self.splits, cause=cause, split=split)
 
     def path(self, image_index: int) -> Path:
         """The file of an image. For an image inside another file: that file, followed by the image's name. For an
@@ -260,12 +255,8 @@ def open_index(
             index = open_path(resolved.path)
         return _with_uris(index, resolved.root, resolved.notes)
     except OSError as error:
-        raise DataError(
-            "The data set cannot be read.",
-            location=error.filename or data,
-            cause=error.strerror or str(error),
-            fix="check the permissions of the folder and that its disk is there",
-        ) from error
+        cause = error.strerror or str(error)
+        raise make_error(DataError, "unreadable-data-set", error.filename or data, cause=cause) from error
 
 
 def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
@@ -326,7 +317,10 @@ def open_layout(
     if cached is None:
         problems = ProblemCollector() if problems is None else problems
         table, layout, num_bad_test_images = _read(layout, problems)
-        _require_few_classes(table, layout)
+        if len(table.class_names) > MAX_CLASSES:
+            file, count = layout.parts[0].annotations, len(table.class_names)
+            names = ", ".join(name[:40] for name in table.class_names[:3])
+            raise make_error(DataError, "too-many-classes", file, names=names, count=count, limit=MAX_CLASSES)
         images.repair_names(table, layout.root, problems)
         is_left_out = images.report_outside(table, layout, data, problems, allowed=allow_outside)
         table = clean.drop_images(table, is_left_out)
@@ -378,16 +372,6 @@ def _read(layout: DatasetLayout, problems: ProblemCollector) -> tuple[Annotation
         read(without_test, of_others)
         return table, layout, max(0, num_bad - of_others.num_bad_images())
     return table, layout, 0
-
-
-def _require_few_classes(table: AnnotationTable, layout: DatasetLayout) -> None:
-    if len(table.class_names) > MAX_CLASSES:
-        raise DataError(
-            f"The data set has {len(table.class_names):,} classes; at most {MAX_CLASSES:,} are possible.",
-            location=layout.parts[0].annotations,
-            cause=f"the first are {', '.join(name[:40] for name in table.class_names[:3])}",
-            fix="correct the classes; a column or a number that is not the class may have been read as it",
-        )
 
 
 def _outside_error(index: Index, problem: Problem, layout: DatasetLayout | None = None) -> DataError:
@@ -509,12 +493,8 @@ def find_refusals(
         if split not in index.splits:
             yield index.no_split_error(split)
         elif is_training and index.crowd[box_split == SPLITS.index(split)].all():
-            yield DataError(
-                f"The {'training' if split == 'train' else 'validation'} split has no boxes.",
-                location=index.source,
-                cause=f"{len(index.image_indices(split)):,} images, no boxes or only crowd regions",
-                fix="check that these are detection annotations; annotate the split, or choose another one",
-            )
+            name, num_images = "training" if split == "train" else "validation", len(index.image_indices(split))
+            yield make_error(DataError, "split-has-no-boxes", index.source, name=name, count=num_images)
     bad_images = [problem for problem in index.problems if problem.is_bad_image]
     num_dropped = sum(problem.count for problem in bad_images)
     num_images = len(index) + num_dropped

@@ -85,7 +85,10 @@ def resolve_dataset(uri: StorageUri, suffixes: tuple[str, ...]) -> ResolvedDatas
         path, root = _sync_web_mirror(uri)
         return ResolvedDataset(path, root)
     is_file = has_magic(uri.name) or strip_shard_number(uri.name).lower().endswith(suffixes)
-    folder_uri = image_folder_uri(uri) if is_file and uri.key else uri
+    folder_uri = uri
+    if is_file and uri.key:  # its images are there
+        in_annotations = uri.parent.name.lower() in ANNOTATION_DIRS and uri.parent.key
+        folder_uri = uri.parent.parent if in_annotations else uri.parent
     root, notes = sync_mirror(folder_uri)
     return ResolvedDataset(root / uri.key.removeprefix(folder_uri.key).lstrip("/"), root, notes)
 
@@ -131,11 +134,6 @@ def download_image(url: str) -> Path:
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, memoryview(data), durable=False)
     return path
-
-
-def image_folder_uri(file: StorageUri) -> StorageUri:
-    """The folder in which the images of an annotation file are."""
-    return file.parent.parent if file.parent.name.lower() in ANNOTATION_DIRS and file.parent.key else file.parent
 
 
 @contextlib.contextmanager
@@ -312,12 +310,8 @@ def update_mirror(store: Store, folder: Path, files: dict[str, ObjectInfo], uri:
     copied = [name for name in changed if is_copied(name)]
     required_bytes, free_bytes = sum(files[name].size_bytes for name in copied), shutil.disk_usage(folder).free
     if required_bytes + MIN_FREE_BYTES > free_bytes:
-        raise StorageError(
-            f"There is not enough disk space for the annotations of {uri}.",
-            location=folder,
-            cause=f"they have {_format_bytes(required_bytes)}, and {_format_bytes(free_bytes)} are free",
-            fix=FREE_SPACE_FIX,
-        )
+        cause = f"they have {_format_bytes(required_bytes)}, and {_format_bytes(free_bytes)} are free"
+        raise make_error(StorageError, "no-space-for-mirror", folder, cause=cause, fix=FREE_SPACE_FIX, uri=uri)
     for name in changed:
         if not is_copied(name):
             _create_stub(os.path.join(folder, name), files[name], replaces=name in present)
@@ -399,12 +393,8 @@ def _sync_web_mirror(uri: StorageUri) -> tuple[Path, Path]:
     cannot be reached.
     """
     if not uri.name.lower().endswith(WEB_SUFFIXES) or not uri.key:
-        raise DataError(
-            "A web server does not list the files of a folder.",
-            location=uri,
-            choices=[f"…/*{suffix}" for suffix in WEB_SUFFIXES],
-            fix=f"name the annotation file, e.g. {uri.child('annotations.json')}; its images are searched for near it",
-        )
+        choices, example = [f"…/*{suffix}" for suffix in WEB_SUFFIXES], uri.child("annotations.json")
+        raise make_error(DataError, "web-folder", uri, choices=choices, example=example)
     store = open_store(uri)
     info = store.stat(uri.key)
     if info is None:
@@ -448,9 +438,5 @@ def _find_image_folder(store: Store, base: StorageUri, uri: StorageUri, names: l
         for folder in folders:
             if store.stat(base.child(f"{folder}/{name}" if folder else name).key) is not None:
                 return folder
-    raise DataError(
-        "The images are not found.",
-        location=uri,
-        cause=f"{names[0]!r} is in none of these folders of {base}: {', '.join(folder or '.' for folder in folders)}",
-        fix="put the images next to the annotation file, or write their folders into it",
-    )
+    listed = ", ".join(folder or "." for folder in folders)
+    raise make_error(DataError, "web-images-not-found", uri, name=names[0], base=base, folders=listed)

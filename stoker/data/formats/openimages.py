@@ -78,7 +78,8 @@ def _make_layout(root: Path, parts: Sequence[SplitFiles]) -> DatasetLayout:
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all tables. Raises DataError if none of their images is there."""
     builder, paths = TableBuilder(layout, problems, box_id_kind="line"), _find_images(layout)
-    names = _read_class_names(layout.metadata_files)
+    rows = (row for file in layout.metadata_files for _, row in _iter_csv(file))  # LabelName, display name
+    names = {row[0]: row[1].strip() for row in rows if len(row) == 2 and row[0].startswith("/")}
     if not names:
         builder.notes.append(
             "there is no class-descriptions-boxable.csv: the classes are called /m/…, as in the tables"
@@ -126,12 +127,6 @@ def _find_images(layout: DatasetLayout) -> dict[str, tuple[Path, str]]:
 def _strip_suffix(name: str) -> str:
     """An ImageID, which some tables write as the name of the file: `abc.jpg`."""
     return os.path.splitext(name)[0] if is_image_name(name) else name
-
-
-def _read_class_names(files: Sequence[Path]) -> dict[str, str]:
-    """LabelName → display name."""
-    rows = (row for file in files for _, row in _iter_csv(file))
-    return {row[0]: row[1].strip() for row in rows if len(row) == 2 and row[0].startswith("/")}
 
 
 def _iter_rows(table: Path) -> Iterator[tuple[int, list[str]]]:

@@ -289,12 +289,8 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
     elif not entries:
         raise make_error(DataError, "voc-empty-split", part.image_list, split=part.split)
     elif not selected:
-        raise DataError(
-            f"No entry of the {part.split} split has an annotation.",
-            location=f"{part.image_list}:{absent[0][0]}: {absent[0][1]!r}",
-            cause=f"{part.annotations} has no such XML file",
-            fix="list the names of annotated images, without folders",
-        )
+        place, folder = f"{part.image_list}:{absent[0][0]}: {absent[0][1]!r}", part.annotations
+        raise make_error(DataError, "voc-unannotated-split", place, split=part.split, folder=folder)
     else:
         for number, entry in absent:
             problems.add("no-annotation-file", f"{location}:{number}: {entry!r}")

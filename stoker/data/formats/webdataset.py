@@ -59,8 +59,8 @@ def recognize(path: Path) -> DatasetLayout | None:
     folder = path if path.is_dir() else path.parent
     if path.name == INDEX_FILE or (path == folder and (folder / INDEX_FILE).is_file()):
         return _layout_of_index(folder)
-    if path == folder:
-        _refuse_unfinished(folder)
+    if path == folder and (folder / PLAN_FILE).is_file():  # only a part of the data set would be read
+        raise make_error(DataError, "packing-unfinished", folder)
     return recognize_shards(
         path, "webdataset", "WebDataset", dir_names=("shards", "data"), suffix=".tar", has_samples=_has_samples
     )
@@ -89,13 +89,8 @@ def _has_samples(path: Path) -> bool:
     if _annotations_of(first) is not None:
         return True
     listed = ", ".join(f".{suffix}" for suffix in suffixes)
-    raise DataError(
-        "The WebDataset samples have no boxes that are understood.",
-        location=f"{path}: {first[0].name}",
-        cause=f"the files of a sample are {listed}; .cls and .txt are classes and captions of whole images",
-        choices=[f".{suffix}" for suffix in ANNOTATION_SUFFIXES],
-        fix=f"write the boxes of each image as .json, for example {LAYOUTS[0]}",
-    )
+    place, choices = f"{path}: {first[0].name}", [f".{suffix}" for suffix in ANNOTATION_SUFFIXES]
+    raise make_error(DataError, "webdataset-without-boxes", place, choices=choices, listed=listed, layout=LAYOUTS[0])
 
 
 def _read_shard(part: SplitFiles) -> ShardSamples:
@@ -330,12 +325,6 @@ def _layout_of_index(folder: Path) -> DatasetLayout:
     return replace(layout, parts=tuple(parts), metadata_files=(folder / INDEX_FILE,))
 
 
-def _refuse_unfinished(folder: Path) -> None:
-    """Raises DataError for a folder into which a data set is being packed: only a part of it would be read."""
-    if (folder / PLAN_FILE).is_file():
-        raise make_error(DataError, "packing-unfinished", folder)
-
-
 def read_info(path: Path) -> PackedInfo:
     """The metadata of an index. Raises DataError."""
     return parse_info(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)
@@ -347,13 +336,9 @@ def _read_packed(layout: DatasetLayout) -> AnnotationTable:
     info, batch = _parse(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)
     wrong = [f"{shard.name} {text}" for shard, text in lost_shards(path.parent, info.shards)]
     if wrong:  # a lost validation shard would otherwise be replaced by training images
-        raise DataError(
-            f"{len(wrong):,} of {len(info.shards):,} packed shards are missing or have another size.",
-            location=path.parent,
-            cause="; ".join(wrong[:3]) + ("; …" if len(wrong) > 3 else ""),
-            fix="the same `stoker data pack` again makes only these, or copy them again; to train from the others, "
-            f"delete {INDEX_FILE}: they are read as a WebDataset",
-        )
+        cause = "; ".join(wrong[:3]) + ("; …" if len(wrong) > 3 else "")
+        count, total = len(wrong), len(info.shards)
+        raise make_error(DataError, "lost-packed-shards", path.parent, cause=cause, count=count, total=total)
     skipped = f"{info.num_skipped:,} images of the source could not be read when it was packed"
     return _to_table(batch, info, path, [*layout.notes, *([skipped] if info.num_skipped else [])])
 

@@ -323,7 +323,8 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
 def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
     subdirs = list_subdirs(folder)
     lists = [(split, folder / f"{word}.txt") for word, split in SPLIT_BY_NAME.items()]
-    lists = [(split, path) for split, path in lists if path.is_file() and _is_image_list(path)]
+    first_lines = (_read_first_line(path).decode(errors="replace") if path.is_file() else "" for _, path in lists)
+    lists = [pair for pair, line in zip(lists, first_lines, strict=True) if is_image_name(line)]
     yield (
         "YOLO with lists of images",
         [part for split, path in lists for part in _parts_from_list(split, path, ())],
@@ -353,10 +354,6 @@ def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], l
         names = _list_image_names(folder)
         part = SplitFiles(split=None, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
         yield "YOLO, label files and images in one folder", [part] if names else [], []
-
-
-def _is_image_list(path: Path) -> bool:
-    return is_image_name(_read_first_line(path).decode(errors="replace"))
 
 
 def _has_rows(parts: list[SplitFiles]) -> bool:
@@ -444,12 +441,9 @@ def _parse_yaml(file: Path) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         is_deep = isinstance(error, RecursionError)
-        raise DataError(
-            "The description of the data set is not valid YAML.",
-            location=file if mark is None else f"{file}:{mark.line + 1}",
-            cause="its lists are nested too deeply" if is_deep else str(getattr(error, "problem", None) or error),
-            fix="correct the line; names with special characters need quotes, and the file must be UTF-8",
-        ) from error
+        location = file if mark is None else f"{file}:{mark.line + 1}"
+        cause = "its lists are nested too deeply" if is_deep else str(getattr(error, "problem", None) or error)
+        raise make_error(DataError, "yolo-invalid-yaml", location, cause=cause) from error
 
 
 def _parse_assignments(file: Path) -> dict[str, str]:
@@ -565,12 +559,9 @@ def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
         class_names = _read_names(metadata_files[0])
         for other in metadata_files[1:]:
             if _read_names(other) != class_names:
-                raise DataError(
-                    "Two lists of class names differ.",
-                    location=f"{metadata_files[0]} and {other}",
-                    cause=f"{', '.join(class_names[:10])}; {', '.join(_read_names(other)[:10])}",
-                    fix="delete the wrong one, or write a data.yaml with `names`",
-                )
+                location = f"{metadata_files[0]} and {other}"
+                cause = f"{', '.join(class_names[:10])}; {', '.join(_read_names(other)[:10])}"
+                raise make_error(DataError, "yolo-names-differ", location, cause=cause)
         notes.append(f"classes: {display_path(metadata_files[0], layout.root)}")
     if class_names is None and num_classes:
         class_names = tuple(f"class {number}" for number in range(num_classes))

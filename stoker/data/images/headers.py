@@ -121,10 +121,8 @@ def parse_header_within(read: ReadAt, start: int, length: int, path: Path | str)
 
 def decode_error(path: Path | str, cause: str, fix: str | None = None) -> DataError:
     """The error for an image that cannot be decoded."""
-    default_fix = "copy or download the file again, or remove it from the annotations"
-    return DataError(
-        "The image cannot be decoded.", location=source.display_path(path), cause=cause, fix=fix or default_fix
-    )
+    fix = fix or "copy or download the file again, or remove it from the annotations"
+    return make_error(DataError, "undecodable-image", source.display_path(path), cause=cause, fix=fix)
 
 
 def _parse_header(head: bytes, read: ReadAt, total: int, path: Path | str) -> Header:
@@ -146,12 +144,8 @@ def _parse_header(head: bytes, read: ReadAt, total: int, path: Path | str) -> He
     if height <= 0 or width <= 0:
         raise decode_error(path, f"its header says {width} × {height} pixels")
     if height * width > MAX_PIXELS:
-        raise DataError(
-            "The image is too large.",
-            location=source.display_path(path),
-            cause=f"its header says {width:,} × {height:,} pixels; at most {MAX_PIXELS:,} are decoded",
-            fix="cut it into tiles or make it smaller; if it is not that large, its header is damaged: copy it again",
-        )
+        shown = source.display_path(path)
+        raise make_error(DataError, "too-large-image", shown, width=width, height=height, limit=MAX_PIXELS)
     if not 1 <= orientation <= 8:  # 0 and others are undefined; every viewer ignores them
         orientation = 1
     size = (width, height) if orientation >= 5 else (height, width)

@@ -112,12 +112,6 @@ class CachedImageSpec:
         return cached
 
 
-def cache_digest(index: "Index", spec: CachedImageSpec) -> str:
-    """Identifies the file of an index and a spec: changes with anything that decides which image is where."""
-    facts = VERSION, spec.image_size, spec.resize, spec.factor, index.fingerprint()
-    return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
-
-
 class PixelCache:
     """Decoded images by image index. `get`, `put` and `contains` are safe for many threads and processes at once."""
 
@@ -418,8 +412,10 @@ def open_cache(
 
 
 def cache_file_path(index: "Index", spec: CachedImageSpec) -> Path:
-    """The cache file of an index and a spec."""
-    return cache_folder() / "decoded-images" / f"{index.root.name[:40]}-{cache_digest(index, spec)}.pixels"
+    """The cache file of an index and a spec: another one if anything differs that decides which image is where."""
+    facts = VERSION, spec.image_size, spec.resize, spec.factor, index.fingerprint()
+    digest = blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+    return cache_folder() / "decoded-images" / f"{index.root.name[:40]}-{digest}.pixels"
 
 
 def open_cache_file(path: Path) -> int:

@@ -150,13 +150,8 @@ class BatchFinalizer:
             for k in bad_indices[:5]
         ]
         more = [f"and {len(bad_indices) - len(examples):,} more"] if len(bad_indices) > len(examples) else []
-        return DataError(
-            message,
-            location=self._index.source,
-            cause="\n          ".join(examples + more),
-            fix=f"`stoker data check {self._index.source}` lists all of them: repair them, remove them from the"
-            " annotations, or allow more with --max-bad-fraction; if all are gone, check the path and the mount",
-        )
+        place, cause = self._index.source, "\n          ".join(examples + more)
+        return make_error(DataError, "unusable-images", place, cause=cause, message=message, data=place)
 
 
 def _one_line_message(error: Exception) -> str:

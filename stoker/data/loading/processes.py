@@ -169,12 +169,8 @@ class WorkerProcesses:
         if killed and oom_kills is not None and oom_kills > (self._oom_kills or 0):
             return make_error(OutOfMemoryError, "worker-out-of-memory", location)
         what = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        return StokerError(
-            f"A worker process of the loader {what}.",
-            location=location,
-            cause="memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr",
-            fix="the same command continues the run; --worker-processes 0 loads with threads only",
-        )
+        cause = "memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr"
+        return make_error(StokerError, "worker-ended", location, cause=cause, how=what)
 
     def control_fds(self) -> list[int]:
         return [control_socket.fileno() for control_socket, _ in self._controls]
@@ -291,10 +287,6 @@ class ProcessPool:
                 self._generation, count, self._group_size, self._fair_share, self._samples.quarantined,
             )  # fmt: skip
 
-    def _send_all(self, request: str, *arguments: Any) -> None:
-        for process in range(self._processes.count):
-            self._processes.send(process, request, self._number, *arguments)
-
     def _threads_per_process(self, workers: int) -> list[int]:
         count = self._processes.count
         return [max(1, workers // count + (process < workers % count)) for process in range(count)]
@@ -401,7 +393,8 @@ class ProcessPool:
         if not self.stopped:
             self.stopped = True
             with contextlib.suppress(StokerError):  # one that has died has stopped, too
-                self._send_all("stop")
+                for process in range(self._processes.count):
+                    self._processes.send(process, "stop", self._number)
 
     def join(self) -> None:
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S

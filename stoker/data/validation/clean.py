@@ -60,13 +60,8 @@ def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> Annotation
         return table
     for position, name in enumerate(classes):
         if name not in table.class_names:
-            closest = nearest(name, table.class_names)
-            raise UsageError(
-                f"--classes {name}: the data set has no such class"
-                + (f"; did you mean {closest!r}?" if closest else "."),
-                choices=table.class_names[:100],
-                fix="names are case-sensitive; one with spaces needs quotes",
-            )
+            hint = f"; did you mean {closest!r}?" if (closest := nearest(name, table.class_names)) else "."
+            raise make_error(UsageError, "no-such-class", choices=table.class_names[:100], name=name, hint=hint)
         if name in classes[:position]:
             raise UsageError(f"--classes {name}: named twice.", fix="name every class once")
     label_map = np.array([classes.index(name) if name in classes else -1 for name in table.class_names], np.int32)
@@ -146,12 +141,8 @@ def drop_images_without_boxes_left(
     for image_index in np.flatnonzero(is_lost).tolist():
         problems.add("no-box-left", f"{table.image_path(image_index)}: {table.num_bad_boxes[image_index]} left out")
     if len(is_lost) and is_lost.all():
-        raise DataError(
-            "Every image lost all of its boxes.",
-            location=table.image_path(0) + " and all others",
-            cause=problems.describe(),
-            fix="correct the boxes, or check that these are detection annotations",
-        )
+        location = f"{table.image_path(0)} and all others"
+        raise make_error(DataError, "no-image-left", location, cause=problems.describe())
     lost_boxes = {
         name: int(table.num_bad_boxes[is_lost & (table.split == split_index)].sum())
         for split_index, name in enumerate(SPLITS)
@@ -352,12 +343,8 @@ def check_splits_and_classes(table: AnnotationTable, problems: ProblemCollector,
     Raises DataError when the training split has no boxes, unless `allow_empty`."""
     labels, box_split = table.labels[~table.crowd], table.split[table.image_index[~table.crowd]]
     if not allow_empty and (table.split == TRAIN).any() and not (box_split == TRAIN).any():
-        raise DataError(
-            "The training split has no boxes.",
-            location=table.image_path(int(np.flatnonzero(table.split == TRAIN)[0])) + " and all others",
-            cause=problems.describe(),
-            fix="check that these are detection annotations, with boxes",
-        )
+        location = f"{table.image_path(int(np.flatnonzero(table.split == TRAIN)[0]))} and all others"
+        raise make_error(DataError, "no-training-boxes", location, cause=problems.describe())
     for split_index, name in enumerate(SPLITS):
         num_images = int((table.split == split_index).sum())
         if split_index != TEST and not (box_split == split_index).any():

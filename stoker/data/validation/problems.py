@@ -44,12 +44,10 @@ class ProblemKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where it is not that of the action."""
 
 
-def _read_kinds() -> dict[str, ProblemKind]:
-    text = (resources.files("stoker.data.validation") / "problems.toml").read_text(encoding="utf-8")
-    return msgspec.toml.decode(text, type=dict[str, ProblemKind])
-
-
-PROBLEM_KINDS = _read_kinds()
+PROBLEM_KINDS = msgspec.toml.decode(
+    (resources.files("stoker.data.validation") / "problems.toml").read_text(encoding="utf-8"),
+    type=dict[str, ProblemKind],
+)
 """In the order of reports."""
 
 
