@@ -36,7 +36,7 @@ from stoker.data.formats.tfrecord import strip_shard_number
 from stoker.data.images.source import FETCHED, MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
 from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, StokerError, StorageError, nearest, writing
-from stoker.storage.local_files import atomic_path, cache_folder, safe_name, write_atomic
+from stoker.storage.local_files import atomic_path, cache_folder, format_bytes, safe_name, write_atomic
 from stoker.storage.store import ObjectInfo, Store, download, open_store
 from stoker.storage.uri import StorageUri, parse_uri
 
@@ -169,7 +169,7 @@ def sync_mirror(uri: StorageUri) -> tuple[Path, tuple[str, ...]]:
         require_distinct_names(files, root)
         update_mirror(store, root, files, uri)
         if shards := [info.size_bytes for name, info in files.items() if is_shard(name)]:
-            notes.append(f"copied from {uri}: {len(shards):,} TFRecord file(s), {_format_bytes(sum(shards))}")
+            notes.append(f"copied from {uri}: {len(shards):,} TFRecord file(s), {format_bytes(sum(shards))}")
         write_atomic(notes_file, json.dumps(notes).encode())
     return root, tuple(notes)
 
@@ -310,7 +310,7 @@ def update_mirror(store: Store, folder: Path, files: dict[str, ObjectInfo], uri:
     copied = [name for name in changed if is_copied(name)]
     required_bytes, free_bytes = sum(files[name].size_bytes for name in copied), shutil.disk_usage(folder).free
     if required_bytes + MIN_FREE_BYTES > free_bytes:
-        cause = f"they have {_format_bytes(required_bytes)}, and {_format_bytes(free_bytes)} are free"
+        cause = f"they have {format_bytes(required_bytes)}, and {format_bytes(free_bytes)} are free"
         raise make_error(StorageError, "no-space-for-mirror", folder, cause=cause, fix=FREE_SPACE_FIX, uri=uri)
     for name in changed:
         if not is_copied(name):
@@ -345,7 +345,7 @@ def _create_stub(path: str, info: ObjectInfo, *, replaces: bool) -> None:
 
 def _copy_files(store: Store, folder: Path, files: dict[str, ObjectInfo], uri: StorageUri) -> None:
     """Copies objects, many small ones at a time. A file appears under its name when it is complete."""
-    of_all = f"of {len(files):,} files, {_format_bytes(sum(info.size_bytes for info in files.values()))} in all"
+    of_all = f"of {len(files):,} files, {format_bytes(sum(info.size_bytes for info in files.values()))} in all"
     stop = threading.Event()
 
     def copy_unless_stopped(name: str) -> None:
@@ -377,13 +377,6 @@ def _copy_file(store: Store, path: Path, info: ObjectInfo) -> None:
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
         os.utime(temporary, ns=times_ns)
-
-
-def _format_bytes(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} bytes"
 
 
 def _sync_web_mirror(uri: StorageUri) -> tuple[Path, Path]:

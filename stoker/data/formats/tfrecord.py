@@ -469,10 +469,8 @@ def _choose_label_map(
         count = f"{len(fitting)} of {len(label_maps)}"
         note = f"label maps in folders next to the records are not used: {count} fit them"
         return None, [note] if label_maps else []
-    choices, count = [each.path for each in label_maps], len(label_maps)
-    raise make_error(
-        DataError, "several-label-maps", root, choices=choices, count=count, fitting=len(fitting) or "none"
-    )
+    choices, fit = [each.path for each in label_maps], len(fitting) or "none"
+    raise make_error(DataError, "several-label-maps", root, choices=choices, total=len(label_maps), fitting=fit)
 
 
 def _assign_by_map(pairs: list[LabelTextPair], label_map: LabelMap) -> list[_Assignment]:

@@ -37,7 +37,7 @@ from stoker.data.images.headers import Header
 from stoker.data.validation.problems import make_error
 from stoker.errors import ConfigError
 from stoker.hardware.cgroup import host_memory
-from stoker.storage.local_files import cache_folder
+from stoker.storage.local_files import cache_folder, format_bytes
 
 if TYPE_CHECKING:
     from stoker.data.index import Index
@@ -311,13 +311,13 @@ def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
         )
     if inputs.decode_s < MIN_DECODE_S and not inputs.is_remote:
         return "none", f"decoding takes only about {inputs.decode_s * 1e3:.2g} ms per image"
-    size_text = f"the decoded images take {_format_bytes(inputs.cached_bytes)}"
-    half_text = f"half of the free memory is {_format_bytes(inputs.free_memory_bytes // 2)}"
+    size_text = f"the decoded images take {format_bytes(inputs.cached_bytes)}"
+    half_text = f"half of the free memory is {format_bytes(inputs.free_memory_bytes // 2)}"
     disk_problem = ""
     if inputs.network_file_system:
         disk_problem = f"the cache folder is on a network file system ({inputs.network_file_system})"
     elif inputs.cached_bytes > inputs.free_disk_bytes:
-        disk_problem = f"the cache may take {_format_bytes(inputs.free_disk_bytes)} of the disk"
+        disk_problem = f"the cache may take {format_bytes(inputs.free_disk_bytes)} of the disk"
     if 2 * inputs.cached_bytes <= inputs.free_memory_bytes:
         if not disk_problem:
             return "disk", f"{size_text}: as a file that stays in memory, as {half_text}"
@@ -404,8 +404,8 @@ def open_cache(
     if max_bytes < required_bytes:
         log_event(
             "info",
-            f"the cache of decoded images may take {_format_bytes(max_bytes)} of the {where}; all images need"
-            f" {_format_bytes(required_bytes)}",
+            f"the cache of decoded images may take {format_bytes(max_bytes)} of the {where}; all images need"
+            f" {format_bytes(required_bytes)}",
         )
     on_error = functools.partial(log_event, "warning")
     return PixelCache(index, spec, fd, max_bytes=max_bytes, reserve_bytes=reserve_bytes, on_error=on_error)
@@ -505,7 +505,3 @@ def is_unused(file: Path, *, remove: bool = False) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def _format_bytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
