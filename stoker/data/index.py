@@ -377,12 +377,8 @@ def _read(layout: DatasetLayout, problems: ProblemCollector) -> tuple[Annotation
 def _outside_error(index: Index, problem: Problem, layout: DatasetLayout | None = None) -> DataError:
     is_described = layout is not None and layout.format == "yolo" and layout.metadata_files
     named = f"; or name the file {layout.metadata_files[0]} instead of the folder" if layout and is_described else ""
-    return DataError(
-        f"{problem.count:,} of the {len(index):,} images are outside the data set's folder.",
-        location=", ".join(problem.examples[:3]) + (", …" if problem.count > 3 else ""),
-        cause="its files name them by absolute paths, by `..` or by links; files of others should not do that",
-        fix=f"move the images into the folder, or allow them with --allow-outside{named}",
-    )
+    location, count = ", ".join(problem.examples[:3]) + (", …" if problem.count > 3 else ""), problem.count
+    return make_error(DataError, "images-outside", location, count=count, total=len(index), named=named)
 
 
 def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadata) -> Index:
@@ -515,24 +511,18 @@ def find_refusals(
         missing = missing_images(index, image_indices.tolist())
         bad = missing if usable is None else sorted({*missing, *image_indices[~usable[image_indices]].tolist()})
         if len(bad) > max_bad_images(allowed_fraction, len(image_indices)) or len(bad) == len(image_indices):
-            examples = [index.display_source(image_index) for image_index in bad[:3]]
-            verb = "do not exist" if len(missing) == len(bad) else "cannot be used"
-            yield DataError(
-                f"{count_of_all(len(bad), len(image_indices), 'images')} of the {split} split {verb}, {limit}.",
-                location=", ".join(examples) + (", …" if len(bad) > len(examples) else ""),
-                cause=f"the annotations in {index.source} name them; `stoker data check {index.source}` names them",
-                fix=suggest_location(index.root, index.path(missing[0])) if missing else "copy the files again",
-            )
+            location = ", ".join(map(index.display_source, bad[:3])) + (", …" if len(bad) > 3 else "")
+            fix = suggest_location(index.root, index.path(missing[0])) if missing else "copy the files again"
+            what = count_of_all(len(bad), len(image_indices), "images") + f" of the {split} split "
+            what += "do not exist" if len(missing) == len(bad) else "cannot be used"
+            yield make_error(DataError, "bad-images", location, fix=fix, what=f"{what}, {limit}", data=index.source)
 
 
 def _left_out_error(index: Index, what: str, problems: list[Problem], allow: str) -> DataError:
     most = max(problems, key=lambda problem: problem.count)
-    return DataError(
-        what,
-        location=index.source,
-        cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in problems),
-        fix=f"{PROBLEM_KINDS[most.kind].fix}; `stoker data check {index.source}` names all of them; or {allow}",
-    )
+    cause = "\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in problems)
+    fix = f"{PROBLEM_KINDS[most.kind].fix}; `stoker data check {index.source}` names all of them; or {allow}"
+    return DataError(what, location=index.source, cause=cause, fix=fix)
 
 
 def _excess_bad_boxes(

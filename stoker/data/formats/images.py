@@ -534,21 +534,11 @@ class TableBuilder:
             for other in others:
                 self.problems.add("copied-entry", f"{self.locations[other]}: {name}, as {self.locations[first]}")
         if not kept:
-            raise no_image_error(self.layout, self.problems, "No image has annotations that can be read.")
+            cause = self.problems.describe()
+            raise make_error(DataError, "no-annotated-image", self.layout.parts[0].annotations, cause=cause)
         self.images = [self.images[index] for index in kept]
         self.boxes = [box._replace(image_index=kept[index]) for index in kept for box in boxes_of.get(index, ())]
         self.bad_boxes = [kept[index] for index in self.bad_boxes if index in kept]
-
-
-def no_image_error(
-    layout: DatasetLayout, problems: ProblemCollector, what: str, *, fix: str = "export the annotations again"
-) -> DataError:
-    return DataError(
-        what,
-        location=layout.parts[0].annotations,
-        cause=problems.describe(),
-        fix=fix,
-    )
 
 
 def name_classes(boxes: Sequence[Box]) -> list[str]:

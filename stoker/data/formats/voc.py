@@ -36,7 +36,7 @@ from stoker.data.formats.folders import (
     read_head,
     split_lists,
 )
-from stoker.data.formats.images import XYXY, ImageFile, ImageLocator, TableBuilder, no_image_error, usable_size
+from stoker.data.formats.images import XYXY, ImageFile, ImageLocator, TableBuilder, usable_size
 from stoker.data.formats.tables import (
     SPLITS,
     AnnotatedImage,
@@ -252,8 +252,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                     builder.add_box(class_name, xyxy, number)
                 builder.bad_boxes += [image_index] * annotation.num_bad_boxes
     if not builder.images:
-        fix = "export or copy the data set again"
-        raise no_image_error(layout, problems, "No annotation file can be read.", fix=fix)
+        raise make_error(DataError, "voc-unreadable", layout.parts[0].annotations, cause=problems.describe())
     builder.drop_ambiguous_images(by_stem=True)
     reported = set(parsed)
     for part in layout.parts:  # images that have an annotation file and are in no list of a split

@@ -428,9 +428,10 @@ def _read_definition(file: Path) -> DatasetDefinition:
     try:
         keys = msgspec.convert(data, type=DatasetDefinition, strict=False)
     except msgspec.ValidationError as error:
-        raise _definition_error(file, str(error)) from error
+        raise make_error(DataError, "yolo-unusable-description", file, cause=str(error)) from error
     if not keys.splits:
-        raise _definition_error(file, "it names no images: there is no train, val or test")
+        cause = "it names no images: there is no train, val or test"
+        raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
     return keys
 
 
@@ -463,17 +464,14 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
         for candidate in (file.parent / relative_path, file.parent / relative_path.rpartition("/")[2]):
             if candidate.is_file():
                 return _read_names(candidate)
-        raise _definition_error(file, f"names is {written!r}, neither a list nor an existing file")
+        cause = f"names is {written!r}, neither a list nor an existing file"
+        raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
     names = dict(enumerate(written)) if isinstance(written, list) else written
     if names and max(names) >= len(names):
         gap = next(number for number in range(len(names)) if number not in names)
         cause = f"names has {len(names)} classes up to number {max(names)}, but none with the number {gap}"
-        raise _definition_error(file, cause)
+        raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
     return tuple(names[number].strip() for number in range(len(names))) or None
-
-
-def _definition_error(file: Path, cause: str) -> DataError:
-    return make_error(DataError, "yolo-unusable-description", file, cause=cause)
 
 
 def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ...]:

@@ -320,15 +320,9 @@ def assign_listed_splits(
             split[image_index] = UNASSIGNED
         seen.add(name)
     if not (split != UNASSIGNED).any():
-        raise make_error(
-            DataError,
-            "lists-name-no-image",
-            folder,
-            cause=f"{num_listed:,} lines; the images are called {', '.join(names[:2])}, …"
-            if num_listed
-            else "there is no train.txt, val.txt or test.txt, or they are empty",
-            root=root,
-        )
+        cause = f"{num_listed:,} lines; the images are called {', '.join(names[:2])}, …"
+        cause = cause if num_listed else "there is no train.txt, val.txt or test.txt, or they are empty"
+        raise make_error(DataError, "lists-name-no-image", folder, cause=cause, root=root)
     for name in sorted(seen - split_by_name.keys()):
         problems.add("not-in-a-split", name)
     num_absent = len(split_by_name.keys() - seen)
