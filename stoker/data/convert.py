@@ -29,7 +29,7 @@ from stoker.data.images import source as image_source
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index, open_index
 from stoker.data.validation.problems import make_error
-from stoker.errors import DataError, StorageError, UsageError, writing
+from stoker.errors import DataError, UsageError, writing
 from stoker.storage.local_files import fsync_folder
 
 TargetFormat = Literal["coco", "voc", "yolo", "tfrecord"]
@@ -76,18 +76,13 @@ def convert(
     if hardlink and image_source.path_to_uri(index.root) is not None:
         raise UsageError("--hardlink needs local images.", location=index.source, fix="leave it out to copy the images")
     partial = _create_partial_dir(out)
+    fix = "free disk space, or name a writable folder; --hardlink needs no space for images"
     try:
-        result = _write(index, partial, out, to, shards, hardlink, progress)
-        (partial / PARTIAL_MARKER).unlink()
-        partial.rename(out)
-        fsync_folder(out.parent)
-    except OSError as error:
-        raise StorageError(
-            "The new data set cannot be written.",
-            location=error.filename or partial,
-            cause=error.strerror or str(error),
-            fix="free disk space, or name a writable folder; --hardlink needs no space for images",
-        ) from error
+        with writing("The new data set cannot be written.", partial, fix=fix):
+            result = _write(index, partial, out, to, shards, hardlink, progress)
+            (partial / PARTIAL_MARKER).unlink()
+            partial.rename(out)
+            fsync_folder(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return result
@@ -107,9 +102,7 @@ def convert_via_datumaro(source: Path, out: Path, format: str | None) -> list[st
     if uv is None:
         raise make_error(UsageError, "no-uv", str(source), requirement=DATUMARO)
     if not source.exists():
-        raise DataError(
-            f"{str(source)!r} does not exist.", location=source.absolute(), fix="name a local folder or file"
-        )
+        raise make_error(DataError, "source-not-found", source.absolute(), value=str(source))
     partial = _create_partial_dir(out)
     try:
         script = Path(__file__).with_name("datumaro_to_coco.py")

@@ -36,6 +36,7 @@ from stoker.data.validation.problems import (
     Problem,
     ProblemCollector,
     count_of_all,
+    make_error,
     max_bad_images,
 )
 from stoker.errors import ConfigError, DataError
@@ -120,13 +121,8 @@ class Index:
 
     def no_split_error(self, split: str) -> DataError:
         unread = [problem for problem in self.problems if problem.kind == f"unreadable-{split}-split"]
-        return DataError(
-            f"The data set has no {split} split.",
-            location=self.source,
-            cause=f"it cannot be read: {unread[0].examples[0]}" if unread else None,
-            choices=self.splits,
-            fix="name the parent folder if the split is next to this folder; training needs train and val",
-        )
+        cause = f"it cannot be read: {unread[0].examples[0]}" if unread else None
+        return make_error(DataError, "no-such-split", self.source, choices=self.splits, cause=cause, split=split)
 
     def path(self, image_index: int) -> Path:
         """The file of an image. For an image inside another file: that file, followed by the image's name. For an
@@ -234,11 +230,7 @@ def open_index(
         fraction = DEFAULT_VAL_FRACTION if val_fraction is None else val_fraction
         splits = SplitOptions(val_fraction=fraction, user_set=val_fraction is not None)
     if not 0 < splits.val_fraction < 1:
-        raise ConfigError(
-            f"val_fraction is {splits.val_fraction}.",
-            choices=["above 0 and below 1"],
-            fix="0.1 uses a tenth for validation",
-        )
+        raise make_error(ConfigError, "val-fraction", choices=["above 0 and below 1"], val_fraction=splits.val_fraction)
 
     def open_path(path: Path) -> Index:
         layout = finder.layout_of_files(path, splits.files) if splits.files else finder.detect_layout(path, format)
@@ -263,12 +255,8 @@ def open_index(
             index = open_path(resolved.path)
         return _with_uris(index, resolved.root, resolved.notes)
     except OSError as error:
-        raise DataError(
-            "The data set cannot be read.",
-            location=error.filename or data,
-            cause=error.strerror or str(error),
-            fix="check the permissions of the folder and that its disk is there",
-        ) from error
+        cause = error.strerror or str(error)
+        raise make_error(DataError, "unreadable-data-set", error.filename or data, cause=cause) from error
 
 
 def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
@@ -329,7 +317,10 @@ def open_layout(
     if cached is None:
         problems = ProblemCollector() if problems is None else problems
         table, layout, num_bad_test_images = _read(layout, problems)
-        _require_few_classes(table, layout)
+        if len(table.class_names) > MAX_CLASSES:
+            file, count = layout.parts[0].annotations, len(table.class_names)
+            names = ", ".join(name[:40] for name in table.class_names[:3])
+            raise make_error(DataError, "too-many-classes", file, names=names, count=count, limit=MAX_CLASSES)
         images.repair_names(table, layout.root, problems)
         is_left_out = images.report_outside(table, layout, data, problems, allowed=allow_outside)
         table = clean.drop_images(table, is_left_out)
@@ -351,12 +342,7 @@ def open_layout(
         )
         cached = index_cache.read(cache_path, source_stamp)
         if cached is None:
-            raise DataError(
-                "The index was written but cannot be read back.",
-                location=cache_path,
-                cause="another process may be building it from other files at the same time",
-                fix="try again; delete the file if that does not help",
-            )
+            raise make_error(DataError, "index-not-read-back", cache_path)
     index = _make_index(*cached)
     for problem in index.problems if not is_checked else ():
         if problem.kind == images.OUTSIDE:
@@ -388,25 +374,11 @@ def _read(layout: DatasetLayout, problems: ProblemCollector) -> tuple[Annotation
     return table, layout, 0
 
 
-def _require_few_classes(table: AnnotationTable, layout: DatasetLayout) -> None:
-    if len(table.class_names) > MAX_CLASSES:
-        raise DataError(
-            f"The data set has {len(table.class_names):,} classes; at most {MAX_CLASSES:,} are possible.",
-            location=layout.parts[0].annotations,
-            cause=f"the first are {', '.join(name[:40] for name in table.class_names[:3])}",
-            fix="correct the classes; a column or a number that is not the class may have been read as it",
-        )
-
-
 def _outside_error(index: Index, problem: Problem, layout: DatasetLayout | None = None) -> DataError:
     is_described = layout is not None and layout.format == "yolo" and layout.metadata_files
     named = f"; or name the file {layout.metadata_files[0]} instead of the folder" if layout and is_described else ""
-    return DataError(
-        f"{problem.count:,} of the {len(index):,} images are outside the data set's folder.",
-        location=", ".join(problem.examples[:3]) + (", …" if problem.count > 3 else ""),
-        cause="its files name them by absolute paths, by `..` or by links; files of others should not do that",
-        fix=f"move the images into the folder, or allow them with --allow-outside{named}",
-    )
+    location, count = ", ".join(problem.examples[:3]) + (", …" if problem.count > 3 else ""), problem.count
+    return make_error(DataError, "images-outside", location, count=count, total=len(index), named=named)
 
 
 def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadata) -> Index:
@@ -517,12 +489,8 @@ def find_refusals(
         if split not in index.splits:
             yield index.no_split_error(split)
         elif is_training and index.crowd[box_split == SPLITS.index(split)].all():
-            yield DataError(
-                f"The {'training' if split == 'train' else 'validation'} split has no boxes.",
-                location=index.source,
-                cause=f"{len(index.image_indices(split)):,} images, no boxes or only crowd regions",
-                fix="check that these are detection annotations; annotate the split, or choose another one",
-            )
+            name, num_images = "training" if split == "train" else "validation", len(index.image_indices(split))
+            yield make_error(DataError, "split-has-no-boxes", index.source, name=name, count=num_images)
     bad_images = [problem for problem in index.problems if problem.is_bad_image]
     num_dropped = sum(problem.count for problem in bad_images)
     num_images = len(index) + num_dropped
@@ -543,24 +511,18 @@ def find_refusals(
         missing = missing_images(index, image_indices.tolist())
         bad = missing if usable is None else sorted({*missing, *image_indices[~usable[image_indices]].tolist()})
         if len(bad) > max_bad_images(allowed_fraction, len(image_indices)) or len(bad) == len(image_indices):
-            examples = [index.display_source(image_index) for image_index in bad[:3]]
-            verb = "do not exist" if len(missing) == len(bad) else "cannot be used"
-            yield DataError(
-                f"{count_of_all(len(bad), len(image_indices), 'images')} of the {split} split {verb}, {limit}.",
-                location=", ".join(examples) + (", …" if len(bad) > len(examples) else ""),
-                cause=f"the annotations in {index.source} name them; `stoker data check {index.source}` names them",
-                fix=suggest_location(index.root, index.path(missing[0])) if missing else "copy the files again",
-            )
+            location = ", ".join(map(index.display_source, bad[:3])) + (", …" if len(bad) > 3 else "")
+            fix = suggest_location(index.root, index.path(missing[0])) if missing else "copy the files again"
+            what = count_of_all(len(bad), len(image_indices), "images") + f" of the {split} split "
+            what += "do not exist" if len(missing) == len(bad) else "cannot be used"
+            yield make_error(DataError, "bad-images", location, fix=fix, what=f"{what}, {limit}", data=index.source)
 
 
 def _left_out_error(index: Index, what: str, problems: list[Problem], allow: str) -> DataError:
     most = max(problems, key=lambda problem: problem.count)
-    return DataError(
-        what,
-        location=index.source,
-        cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in problems),
-        fix=f"{PROBLEM_KINDS[most.kind].fix}; `stoker data check {index.source}` names all of them; or {allow}",
-    )
+    cause = "\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in problems)
+    fix = f"{PROBLEM_KINDS[most.kind].fix}; `stoker data check {index.source}` names all of them; or {allow}"
+    return DataError(what, location=index.source, cause=cause, fix=fix)
 
 
 def _excess_bad_boxes(

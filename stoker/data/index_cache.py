@@ -17,13 +17,20 @@ from numpy.typing import NDArray
 
 from stoker.data.formats.folders import iter_annotation_files
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout
-from stoker.data.validation.problems import Problem
+from stoker.data.validation.problems import Problem, make_error
 from stoker.errors import DataError, PreflightError
 from stoker.storage.local_files import cache_folder, write_atomic
 
 VERSION = 12
 """Of the file and its content: raise it when reading, cleaning or splitting changes."""
 
+BOX_FIELDS = (
+    ("boxes", pa.large_list(pa.list_(pa.float32(), 4))),  # xyxy in pixels
+    ("labels", pa.large_list(pa.int32())),
+    ("crowd", pa.large_list(pa.uint8())),  # Arrow's own booleans are bits, which numpy cannot view
+    ("area", pa.large_list(pa.float64())),
+)
+"""Columns of boxes, a list per image: of an index, and of the index of packed shards."""
 SCHEMA = pa.schema(
     [
         ("name", pa.large_string()),
@@ -32,10 +39,7 @@ SCHEMA = pa.schema(
         ("image_id", pa.int64()),
         ("span", pa.list_(pa.int64(), 2)),  # zeros: the image is a file
         ("size", pa.list_(pa.int32(), 2)),
-        ("boxes", pa.large_list(pa.list_(pa.float32(), 4))),
-        ("labels", pa.large_list(pa.int32())),
-        ("crowd", pa.large_list(pa.uint8())),  # Arrow's own booleans are bits, which numpy cannot view
-        ("area", pa.large_list(pa.float64())),
+        *BOX_FIELDS,
     ]
 )
 METADATA_KEY, DIGEST_KEY = b"stoker", b"stoker-digest"
@@ -117,13 +121,6 @@ def write(
     were dropped because all of their boxes were. Raises PreflightError if that fails."""
     num_images = len(table.file_names)
     num_bad_boxes = np.zeros(num_images, np.int64) if table.num_bad_boxes is None else table.num_bad_boxes
-    offsets = pa.array(
-        np.concatenate([[0], np.cumsum(np.bincount(table.image_index, minlength=num_images))]).astype(np.int64)
-    )
-
-    def per_image(values: pa.Array) -> pa.Array:
-        return pa.LargeListArray.from_arrays(offsets, values)
-
     metadata = IndexMetadata(
         source_fingerprint=source_stamp,
         root=str(layout.root),
@@ -150,40 +147,37 @@ def write(
     try:
         names, metadata_json = pa.array(table.file_names, pa.large_string()), msgspec.json.encode(metadata)
     except UnicodeEncodeError as error:
-        raise DataError(
-            "A file or folder name is not valid Unicode.",
-            location=repr(error.object),
-            cause=f"its bytes are not UTF-8: {error.reason}",
-            fix="rename it",
-        ) from error
-    record_batch = pa.record_batch(
-        [
-            names,
-            pa.array(table.folder_index),
-            pa.array(table.split),
-            pa.array(table.image_id),
-            _fixed_size_lists(np.zeros((num_images, 2), np.int64) if table.byte_range is None else table.byte_range),
-            _fixed_size_lists(table.original_size),
-            per_image(_fixed_size_lists(table.boxes.astype(np.float32))),
-            per_image(pa.array(table.labels)),
-            per_image(pa.array(table.crowd.view(np.uint8))),
-            per_image(pa.array(table.area)),
-        ],
-        schema=SCHEMA.with_metadata({METADATA_KEY: metadata_json, DIGEST_KEY: _hash_text(metadata_json)}),
-    )
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, record_batch.schema) as writer:
-        writer.write_batch(record_batch)
+        raise make_error(DataError, "name-is-not-unicode", repr(error.object), reason=error.reason) from error
+    columns = [
+        names,
+        *map(pa.array, (table.folder_index, table.split, table.image_id)),
+        _fixed_size_lists(np.zeros((num_images, 2), np.int64) if table.byte_range is None else table.byte_range),
+        _fixed_size_lists(table.original_size),
+        *box_columns(table),
+    ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, sink.getvalue().to_pybytes())
+        metadata_fields = {METADATA_KEY: metadata_json, DIGEST_KEY: _hash_text(metadata_json)}
+        write_atomic(path, encode_columns(columns, SCHEMA.with_metadata(metadata_fields)))
     except OSError as error:
-        raise PreflightError(
-            "The index of the annotations cannot be written.",
-            location=path,
-            cause=str(error),
-            fix="free disk space, or set STOKER_CACHE_DIR to a folder that can be written",
-        ) from error
+        raise make_error(PreflightError, "index-not-written", path, cause=str(error)) from error
+
+
+def box_columns(table: AnnotationTable) -> list[pa.Array]:
+    """The columns of BOX_FIELDS."""
+    counts = np.bincount(table.image_index, minlength=len(table.file_names))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+    boxes = _fixed_size_lists(table.boxes.astype(np.float32))
+    others = map(pa.array, (table.labels, table.crowd.view(np.uint8), table.area))
+    return [pa.LargeListArray.from_arrays(offsets, values) for values in (boxes, *others)]
+
+
+def encode_columns(columns: Sequence[pa.Array], schema: pa.Schema) -> memoryview:
+    """An Arrow file with one record batch."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.record_batch(list(columns), schema=schema))
+    return memoryview(sink.getvalue())
 
 
 def _hash_text(text: bytes) -> bytes:
@@ -223,9 +217,9 @@ def read(path: Path, source_stamp: str) -> tuple[pa.RecordBatch, IndexMetadata] 
     is_valid = (
         all(other.equals(offsets[0]) for other in offsets[1:])
         and len(labels) == offsets[0][-1].as_py()
-        and _in_range(labels, len(metadata.class_names))
-        and _in_range(folder_index, len(metadata.folders))
-        and _in_range(split_index, len(SPLITS))
+        and in_range(labels, len(metadata.class_names))
+        and in_range(folder_index, len(metadata.folders))
+        and in_range(split_index, len(SPLITS))
         and _byte_ranges_fit(record_batch, folder_index, metadata)
     )
     return (record_batch, metadata) if is_valid and _is_unchanged(record_batch, folder_index, metadata) else None
@@ -267,8 +261,9 @@ def _size_and_mtime_ns(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _in_range(values: NDArray[np.int32], count: int) -> bool:
-    return values.size == 0 or (values.min() >= 0 and values.max() < count)
+def in_range(values: NDArray[np.generic], count: int) -> bool:
+    """Whether all are indices of so many items."""
+    return values.size == 0 or (int(values.min()) >= 0 and int(values.max()) < count)
 
 
 def _byte_ranges_fit(record_batch: pa.RecordBatch, folder_index: NDArray[np.int32], metadata: IndexMetadata) -> bool:

@@ -504,16 +504,14 @@ def _other_bytes(destination: Destination, name: str) -> DataError:
 
 
 def _other_plan(destination: Destination, content: str, fix: str) -> UsageError:
-    cause = "its images, boxes, classes, --image-size, --quality or --shard-mib differ"
-    return UsageError(f"{destination.text!r} has {content}.", cause=cause, fix=fix)
+    return make_error(UsageError, "other-packed-data", fix=fix, text=destination.text, content=content)
 
 
 def _require_free(destination: Destination, plan: Plan, sizes: dict[str, int]) -> None:
     """Raises UsageError unless the destination is empty or has the beginning of this plan."""
     if PLAN_FILE not in sizes:
         if others := sorted(name for name in sizes if not name.startswith(f"{WORK_DIR}/")):
-            fix = "name a folder that does not exist, or is empty"
-            raise UsageError(f"{destination.text!r} has other data.", cause=", ".join(others[:3]), fix=fix)
+            raise make_error(UsageError, "has-other-data", cause=", ".join(others[:3]), text=destination.text)
         return
     try:
         content = msgspec.json.decode(destination.read(PLAN_FILE))

@@ -34,9 +34,9 @@ from stoker.data.formats.csv import TABLE_DIRS, detect_csv_layout, iter_rows
 from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
 from stoker.data.formats.tfrecord import strip_shard_number
 from stoker.data.images.source import FETCHED, MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError, StokerError, StorageError, nearest, writing
-from stoker.storage.local_files import atomic_path, cache_folder, safe_name, write_atomic
+from stoker.storage.local_files import atomic_path, cache_folder, format_bytes, safe_name, write_atomic
 from stoker.storage.store import ObjectInfo, Store, download, open_store
 from stoker.storage.uri import StorageUri, parse_uri
 
@@ -85,7 +85,10 @@ def resolve_dataset(uri: StorageUri, suffixes: tuple[str, ...]) -> ResolvedDatas
         path, root = _sync_web_mirror(uri)
         return ResolvedDataset(path, root)
     is_file = has_magic(uri.name) or strip_shard_number(uri.name).lower().endswith(suffixes)
-    folder_uri = image_folder_uri(uri) if is_file and uri.key else uri
+    folder_uri = uri
+    if is_file and uri.key:  # its images are there
+        in_annotations = uri.parent.name.lower() in ANNOTATION_DIRS and uri.parent.key
+        folder_uri = uri.parent.parent if in_annotations else uri.parent
     root, notes = sync_mirror(folder_uri)
     return ResolvedDataset(root / uri.key.removeprefix(folder_uri.key).lstrip("/"), root, notes)
 
@@ -124,19 +127,13 @@ def download_image(url: str) -> Path:
                 if len(data) > MAX_DOWNLOAD_BYTES or time.monotonic() > end_s:
                     raise ValueError(f"more than {MAX_DOWNLOAD_BYTES:,} bytes, or {DOWNLOAD_TIMEOUT_S} s")
     except (OSError, ValueError, HTTPException) as error:
-        fix = "name an image, or download it yourself and name the file"
-        raise DataError("The image cannot be downloaded.", location=uri, cause=str(error), fix=fix) from error
+        raise make_error(DataError, "image-not-downloaded", uri, cause=str(error)) from error
     full_uri = replace(uri, key=f"{uri.key}?{url}")  # each query is an image of its own, and may be a signature
     with locked_mirror(full_uri, uri.parent):
         path = mirror_dir_for(full_uri) / FETCHED / uri.name
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, memoryview(data), durable=False)
     return path
-
-
-def image_folder_uri(file: StorageUri) -> StorageUri:
-    """The folder in which the images of an annotation file are."""
-    return file.parent.parent if file.parent.name.lower() in ANNOTATION_DIRS and file.parent.key else file.parent
 
 
 @contextlib.contextmanager
@@ -172,7 +169,7 @@ def sync_mirror(uri: StorageUri) -> tuple[Path, tuple[str, ...]]:
         require_distinct_names(files, root)
         update_mirror(store, root, files, uri)
         if shards := [info.size_bytes for name, info in files.items() if is_shard(name)]:
-            notes.append(f"copied from {uri}: {len(shards):,} TFRecord file(s), {_format_bytes(sum(shards))}")
+            notes.append(f"copied from {uri}: {len(shards):,} TFRecord file(s), {format_bytes(sum(shards))}")
         write_atomic(notes_file, json.dumps(notes).encode())
     return root, tuple(notes)
 
@@ -235,11 +232,7 @@ def _no_dataset_error(store: Store, uri: StorageUri) -> DataError:
     if not uri.key:
         return DataError("The bucket is empty.", location=uri, fix="name another, or copy the data set into it")
     if store.stat(uri.key) is not None:
-        return DataError(
-            f"{uri.name!r} is an object, but not an annotation file that stoker knows.",
-            location=uri,
-            fix=f"name the folder that has annotations and images, e.g. {uri.parent}",
-        )
+        return make_error(DataError, "object-is-no-data-set", uri, name=uri.name, parent=uri.parent)
     parent, names = uri.parent, store.list_folders(uri.parent.key)
     if names:
         cause = f"the folders in {parent} are {', '.join(names[:MAX_FOLDERS_SHOWN])}"
@@ -299,12 +292,7 @@ def require_distinct_names(files: Iterable[str], folder: Path) -> None:
     by_folded: dict[str, str] = {}
     for name in files:
         if (first := by_folded.setdefault(name.casefold(), name)) != name:
-            raise DataError(
-                "Two objects have the same file name on this disk.",
-                location=folder,
-                cause=f"{first!r} and {name!r} differ in case only",
-                fix="rename one of them, or set STOKER_CACHE_DIR to a disk that distinguishes upper and lower case",
-            )
+            raise make_error(DataError, "names-differ-in-case", folder, first=first, name=name)
 
 
 def update_mirror(store: Store, folder: Path, files: dict[str, ObjectInfo], uri: StorageUri) -> None:
@@ -322,12 +310,8 @@ def update_mirror(store: Store, folder: Path, files: dict[str, ObjectInfo], uri:
     copied = [name for name in changed if is_copied(name)]
     required_bytes, free_bytes = sum(files[name].size_bytes for name in copied), shutil.disk_usage(folder).free
     if required_bytes + MIN_FREE_BYTES > free_bytes:
-        raise StorageError(
-            f"There is not enough disk space for the annotations of {uri}.",
-            location=folder,
-            cause=f"they have {_format_bytes(required_bytes)}, and {_format_bytes(free_bytes)} are free",
-            fix=FREE_SPACE_FIX,
-        )
+        cause = f"they have {format_bytes(required_bytes)}, and {format_bytes(free_bytes)} are free"
+        raise make_error(StorageError, "no-space-for-mirror", folder, cause=cause, fix=FREE_SPACE_FIX, uri=uri)
     for name in changed:
         if not is_copied(name):
             _create_stub(os.path.join(folder, name), files[name], replaces=name in present)
@@ -361,7 +345,7 @@ def _create_stub(path: str, info: ObjectInfo, *, replaces: bool) -> None:
 
 def _copy_files(store: Store, folder: Path, files: dict[str, ObjectInfo], uri: StorageUri) -> None:
     """Copies objects, many small ones at a time. A file appears under its name when it is complete."""
-    of_all = f"of {len(files):,} files, {_format_bytes(sum(info.size_bytes for info in files.values()))} in all"
+    of_all = f"of {len(files):,} files, {format_bytes(sum(info.size_bytes for info in files.values()))} in all"
     stop = threading.Event()
 
     def copy_unless_stopped(name: str) -> None:
@@ -389,21 +373,10 @@ def _copy_file(store: Store, path: Path, info: ObjectInfo) -> None:
         return
     data = store.read(info.key)
     if len(data) != info.size_bytes:
-        raise StorageError(
-            "An object changed while it was being copied.",
-            location=store.uri.child(info.key),
-            fix="try again when it is not being written",
-        )
+        raise make_error(StorageError, "object-changed", store.uri.child(info.key))
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
         os.utime(temporary, ns=times_ns)
-
-
-def _format_bytes(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} bytes"
 
 
 def _sync_web_mirror(uri: StorageUri) -> tuple[Path, Path]:
@@ -413,12 +386,8 @@ def _sync_web_mirror(uri: StorageUri) -> tuple[Path, Path]:
     cannot be reached.
     """
     if not uri.name.lower().endswith(WEB_SUFFIXES) or not uri.key:
-        raise DataError(
-            "A web server does not list the files of a folder.",
-            location=uri,
-            choices=[f"…/*{suffix}" for suffix in WEB_SUFFIXES],
-            fix=f"name the annotation file, e.g. {uri.child('annotations.json')}; its images are searched for near it",
-        )
+        choices, example = [f"…/*{suffix}" for suffix in WEB_SUFFIXES], uri.child("annotations.json")
+        raise make_error(DataError, "web-folder", uri, choices=choices, example=example)
     store = open_store(uri)
     info = store.stat(uri.key)
     if info is None:
@@ -462,9 +431,5 @@ def _find_image_folder(store: Store, base: StorageUri, uri: StorageUri, names: l
         for folder in folders:
             if store.stat(base.child(f"{folder}/{name}" if folder else name).key) is not None:
                 return folder
-    raise DataError(
-        "The images are not found.",
-        location=uri,
-        cause=f"{names[0]!r} is in none of these folders of {base}: {', '.join(folder or '.' for folder in folders)}",
-        fix="put the images next to the annotation file, or write their folders into it",
-    )
+    listed = ", ".join(folder or "." for folder in folders)
+    raise make_error(DataError, "web-images-not-found", uri, name=names[0], base=base, folders=listed)

@@ -63,6 +63,8 @@ class _Knowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     colors: dict[str, dict[str, tuple[float, float, dict[str, float]]]]
     """Augmentation → setting → (center, limit, its fields and their defaults): the setting is their largest distance
     from the center, up to the limit."""
+    traps: dict[str, str]
+    """Name → its text, in which {names} stand for values."""
     scales: dict[str, tuple[tuple[str, float], tuple[str, float]]]
     """Augmentation → (field, its default) of the smallest and of the largest scale; without a field the default."""
 
@@ -119,8 +121,10 @@ class FieldAccount:
             if _path(owner, name) not in self.rows:
                 self.carry(owner, name, "substitute", settings, note)
 
-    def trap(self, name: str, line: int | None, text: str) -> None:
-        self.traps.append(Trap(name=name, line=line, text=text))
+    def trap(self, name: str, line: int | None, **values: object) -> str:
+        """Adds a trap; returns its text."""
+        self.traps.append(Trap(name=name, line=line, text=knowledge().traps[name].format(**values)))
+        return self.traps[-1].text
 
     def rest(self, pipeline: Message) -> None:
         """A row for every field that has none yet, from `pipeline_fields.toml`, and for defaults of the API in it."""
@@ -145,7 +149,7 @@ class FieldAccount:
                 continue
             self.drop(owner, name, UNKNOWN, is_unknown=True)
             line = owner.lines.get(name, owner.line)
-            self.trap("unknown-field", line, f"{path}: {UNKNOWN}; TensorFlow would refuse the file")
+            self.trap("unknown-field", line, path=path, reason=UNKNOWN)
 
     def _apply(self, rule: _Rule, owner: Message, name: str, values: list[Scalar]) -> None:
         note = rule.note.replace("{model}", self.model.name).replace("{value}", _written(values) if values else "")

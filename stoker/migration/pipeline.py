@@ -70,13 +70,7 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
 def _warn_about_tpu(account: FieldAccount, path: Path, *, uses_bfloat16: bool) -> None:
     found = _TPU.search(path.name) or _TPU.search(regular_files.read_text(path, encoding="utf-8-sig"))
     if found or uses_bfloat16:
-        what = f"{found[0]}: " if found else "use_bfloat16: "
-        text = (
-            f"{what}the file is for a TPU (TPUStrategy). stoker does not train on TPUs: take a machine with an NVIDIA "
-            "GPU (--device cuda, bf16 by itself). batch_size was chosen for the memory of all TPU cores: a batch that "
-            "does not fit is split into micro-batches"
-        )
-        account.trap("tpu", None, text)
+        account.trap("tpu", None, sign=found[0] if found else "use_bfloat16")
 
 
 def write_config(config: Config, report: ImportReport, out: Path) -> None:

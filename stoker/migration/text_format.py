@@ -37,10 +37,6 @@ class Message:
     """Field of `scalars` → line of its first value."""
     messages: dict[str, list["Message"]] = dataclasses.field(default_factory=dict)
 
-    @property
-    def is_present(self) -> bool:
-        return self.line is not None
-
     def child(self, name: str) -> "Message":
         """The message `name` (the last one, if there are several), or an absent one."""
         found = self.messages.get(name)

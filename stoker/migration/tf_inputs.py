@@ -41,17 +41,10 @@ def read_inputs(account: FieldAccount, pipeline: Message, data: str | None) -> N
         if reader.has("label_map_path"):
             _read_label_map(account, reader, source)
     if train.has("label_map_path"):
-        text = (
-            "the text of a box overrides its label id, in the API and here; where they disagree, "
-            "`stoker data check` lists the boxes (label-disagrees)"
-        )
-        account.trap("text-over-label", train.lines.get("label_map_path"), text)
+        account.trap("text-over-label", train.lines.get("label_map_path"))
     owner = next((m for m in (train, pipeline.child("train_config")) if m.has("max_number_of_boxes")), train)
-    text = (
-        f"of an image with more than {int(owner.number('max_number_of_boxes', API_MAX_BOXES))} boxes, the API silently "
-        "drops the rest (max_number_of_boxes); stoker trains on all boxes"
-    )
-    account.trap("max-number-of-boxes", owner.lines.get("max_number_of_boxes"), text)
+    count = int(owner.number("max_number_of_boxes", API_MAX_BOXES))
+    account.trap("max-number-of-boxes", owner.lines.get("max_number_of_boxes"), count=count)
 
 
 def _paths(reader: Message) -> list[str]:
@@ -128,15 +121,9 @@ def _read_paths(account: FieldAccount, reader: Message, wanted: str, source: str
     elif splits == {wanted} or (wanted == "train" and splits <= {"train", None}):
         account.carry(reader, "input_path", "exact", {"data": source}, f"by its name the {wanted} split")
     elif wanted == "val" and splits == {"test"}:
-        note = (
-            "its name makes it the test split: a tenth of the training images is held out for validation instead, and "
-            f"`stoker eval RUN --split test` scores {names}"
-        )
+        note = account.trap("eval-is-test", line, names=names)
         account.carry(reader, "input_path", "substitute", {"data": source}, note)
-        account.trap("eval-is-test", line, f"{names}: {note}")
     elif wanted == "val":
-        note = f"the name of {names} has no split, so its images would be trained on: call it val.record"
-        account.drop(reader, "input_path", note)
-        account.trap("eval-is-trained-on", line, note)
+        account.drop(reader, "input_path", account.trap("eval-is-trained-on", line, names=names))
     else:
         account.drop(reader, "input_path", f"the name of {names} makes it another split: call it train.record")

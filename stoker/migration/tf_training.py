@@ -27,8 +27,7 @@ def read_training(account: FieldAccount, train: Message, model: Message) -> None
     """Rows and settings of batch size, length, weights, optimizer, schedule, weight decay and augmentation."""
     batch_size = int(train.number("batch_size", 32))
     account.carry(train, "batch_size", "exact", {"batch_size": batch_size}, "images per step of the whole job")
-    text = f"batch_size {batch_size} is that of the whole job, in TensorFlow's MirroredStrategy and here; not per GPU"
-    account.trap("batch-per-job", train.lines.get("batch_size"), text)
+    account.trap("batch-per-job", train.lines.get("batch_size"), batch_size=batch_size)
     steps = int(train.number("num_steps", 0))
     if steps:
         account.carry(train, "num_steps", "exact", {"max_duration": str(steps)}, "")
@@ -60,8 +59,7 @@ def _read_weights(account: FieldAccount, train: Message) -> None:
     }[weights]
     note = f"TensorFlow's checkpoints have other names and layouts and cannot be loaded; instead {what}"
     account.carry(train, "fine_tune_checkpoint", "substitute", {"weights": weights}, note)
-    text = f"{checkpoint!r} is not loaded; training starts from {what}: expect another AP in the first epochs"
-    account.trap("fine-tune-checkpoint", train.lines.get("fine_tune_checkpoint"), text)
+    account.trap("fine-tune-checkpoint", train.lines.get("fine_tune_checkpoint"), checkpoint=checkpoint, what=what)
 
 
 def _read_optimizer(account: FieldAccount, optimizer: Message, steps: int) -> None:
@@ -112,11 +110,8 @@ def _read_cosine(account: FieldAccount, chosen: Message, steps: int) -> None:
     scheduler = "constant" if final > NEAR_CONSTANT else "cosine"
     note = "the cosine ends at 1 % of the peak instead of 0, and begins with the first step, not after the warm-up"
     if total < steps or scheduler == "constant":
-        note = (
-            f"the schedule is for {total:,} steps and the training has {steps:,}: there, the learning rate ends at "
-            f"{100 * final:.0f} % of the peak; here it is {scheduler} over the training"
-        )
-        account.trap("schedule-length", chosen.lines.get("total_steps"), note)
+        values = {"total": total, "steps": steps, "percent": 100 * final, "scheduler": scheduler}
+        note = account.trap("schedule-length", chosen.lines.get("total_steps"), **values)
     account.carry(chosen, "total_steps", "substitute", {"lr_scheduler": scheduler}, note)
     if steps and warmup >= steps:
         note = f"the warm-up is as long as the training of {steps:,} steps; here a tenth of it"

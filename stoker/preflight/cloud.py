@@ -261,21 +261,20 @@ def _google_location(bucket: str, env: Mapping[str, str]) -> str | None:
     if endpoint is None:
         host = env.get("GCE_METADATA_HOST") or GOOGLE_HOST
         url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
-        token = _read_json(url, {FLAVOR: "Google"}, TIMEOUT_S).get("access_token")
+        token = _read_field(url, {FLAVOR: "Google"}, TIMEOUT_S, "access_token")
         if not token:
             return None
         headers = {"Authorization": f"Bearer {token}"}
     base = endpoint[0] if endpoint else "https://storage.googleapis.com"
     url = f"{base if '://' in base else f'http://{base}'}/storage/v1/b/{quote(bucket, safe='')}/storageLayout"
-    location = _read_json(url, headers, KNOWN_TIMEOUT_S).get("location")
-    return location if isinstance(location, str) else None
+    return _read_field(url, headers, KNOWN_TIMEOUT_S, "location")
 
 
-def _read_json(url: str, headers: dict[str, str], timeout_s: float) -> dict[str, Any]:
-    """The object at a URL; empty when it cannot be read, which the caller reports as unknown."""
+def _read_field(url: str, headers: dict[str, str], timeout_s: float, name: str) -> str | None:
+    """A text of the JSON object at a URL; None when it cannot be read, which the caller reports as unknown."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_s) as response:
-            answer = json.loads(response.read(1 << 16))
-    except (OSError, ValueError, http.client.HTTPException):
-        return {}
-    return answer if isinstance(answer, dict) else {}
+            found = json.loads(response.read(MAX_ANSWER_BYTES))[name]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
+        return None
+    return found if isinstance(found, str) else None

@@ -10,7 +10,6 @@ check does not measure the caches that the first one filled.
 import contextlib
 import dataclasses
 import errno
-import functools
 import itertools
 import os
 import queue
@@ -48,8 +47,6 @@ MAX_SIDE = 800
 """Longer side of the decoded images, if the caller does not tell: the usual model input."""
 MARGIN = 1.1
 """The loader needs some more than the mean rate, because reads and decoding vary."""
-REPORT_INTERVAL_S = 0.25
-"""Between two reports of the demand to the fetcher."""
 NO_ANSWER = "no image arrived in the time of this check"
 MIN_COUNTED = 16
 """Images in the second half of the time, or all of it counts."""
@@ -191,7 +188,7 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
     remote = index.remote_object(images[0])
     if remote is None:
         with contextlib.closing(_FileReader(index)) as files:
-            rate, encoded = _measure(images, seconds, files.submit, lambda: files.num_threads, lambda: None)
+            rate, encoded = _measure(images, seconds, files.submit, lambda: files.num_threads)
         return dataclasses.replace(rate, cold=_all_cold(index, files.cold)), encoded
     store = remote[0]
     throttled = _throttled(store)
@@ -203,7 +200,7 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
             of_image, key, start, length = location
             return fetcher.submit(of_image, key, start=start, length=length)
 
-        rate, encoded = _measure(images, seconds, submit, lambda: fetcher.target_in_flight, lambda: None)
+        rate, encoded = _measure(images, seconds, submit, lambda: fetcher.target_in_flight)
     return dataclasses.replace(rate, throttled=_throttled(store) - throttled), encoded
 
 
@@ -240,38 +237,32 @@ class _FileReader:
 
 
 def _measure(
-    images: list[int],
-    seconds: float,
-    submit: Callable[[int], "Future[bytes]"],
-    target: Callable[[], int],
-    report: Callable[[], None],
+    images: list[int], seconds: float, submit: Callable[[int], "Future[bytes]"], target: Callable[[], int]
 ) -> tuple[ReadRate, list[tuple[int, bytes]]]:
     """Reads, `target()` at a time, until time or bytes are spent, or every image was read once (in MIN_S at least). The
-    rate is that of the second half of the time, when the target has settled. report: called several times a second.
-    Raises the error of a read that training would not survive, or if all fail."""
+    rate is that of the second half of the time, when the target has settled. Raises the error of a read that training
+    would not survive, or if all fail."""
     encoded: list[tuple[int, bytes]] = []
     errors: list[Exception] = []
     done: list[tuple[float, int]] = []  # (end of the read, bytes)
     order = itertools.cycle(images)
     started = pending = total_bytes = 0
-    results: queue.SimpleQueue[tuple[int, Future[bytes]]] = queue.SimpleQueue()
-
-    def finish(image: int, future: "Future[bytes]") -> None:
-        results.put((image, future))
-
+    results: queue.SimpleQueue[Future[bytes]] = queue.SimpleQueue()
+    image_of: dict[Future[bytes], int] = {}
     start_s = now_s = time.perf_counter()
-    reported_s = 0.0
     while now_s < start_s + seconds:
         is_complete = started >= len(images) and now_s - start_s >= MIN_S
         while pending < (target() if done else 1) and total_bytes < MAX_BYTES and not is_complete:
             image = next(order)
             started, pending = started + 1, pending + 1
-            submit(image).add_done_callback(functools.partial(finish, image))
+            future = submit(image)
+            image_of[future] = image
+            future.add_done_callback(results.put)
         if not pending:
             break
         with contextlib.suppress(queue.Empty):
-            image, future = results.get(timeout=min(REPORT_INTERVAL_S, start_s + seconds - now_s))
-            pending -= 1
+            future = results.get(timeout=start_s + seconds - now_s)
+            image, pending = image_of.pop(future), pending - 1
             try:
                 data = future.result()
             except (ObjectMissing, OSError) as error:
@@ -282,9 +273,6 @@ def _measure(
                 if len(encoded) < 2 * MAX_DECODED:
                     encoded.append((image, data))
         now_s = time.perf_counter()
-        if now_s - reported_s >= REPORT_INTERVAL_S:
-            report()
-            reported_s = now_s
     if not done:
         raise errors[0] if errors else TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
     begin_s = (start_s + now_s) / 2

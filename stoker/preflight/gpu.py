@@ -104,7 +104,7 @@ def _observe(
     def watch() -> None:
         nonlocal busiest
         if state is not None and state.gpus and (now := worker.call(1.0)) is not None:
-            busiest = max(busiest or now, now, key=_utilization)
+            busiest = max(busiest or now, now, key=lambda driver: sum(g.sample.utilization or 0.0 for g in driver.gpus))
 
     trial = run_trial(command, timeout_s, watch)
     worker.stop()
@@ -115,10 +115,6 @@ def _observe(
         under_load.sample.memory_used_bytes = gpu.sample.memory_used_bytes
         gpus.append(msgspec.structs.replace(gpu, sample=under_load.sample))
     return msgspec.structs.replace(state, gpus=gpus), trial
-
-
-def _utilization(state: DriverState) -> float:
-    return sum(gpu.sample.utilization or 0.0 for gpu in state.gpus)
 
 
 def run_trial(command: Sequence[str], timeout_s: float, watch: Callable[[], None]) -> Trial:

@@ -30,6 +30,14 @@ def safe_name(text: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "-" for c in text)
 
 
+def format_bytes(count: int) -> str:
+    """1.23 GB, 45.6 MB, 789 kB, 12 bytes: for messages about copies and the cache."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
+
+
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path next to `path`. It replaces `path` at the end of the block, and is removed after an exception.

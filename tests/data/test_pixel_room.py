@@ -151,7 +151,7 @@ def test_a_part_is_kept_where_not_all_fit(tmp_path: Path, monkeypatch: pytest.Mo
     cache = open_cache("disk", index, np.arange(12), SPEC, lambda kind, text: messages.append(f"{kind}: {text}"))
     assert cache is not None
     fill(cache, index)
-    assert "may take 0.1 MB of the disk; all images need 0.36" in messages[0]
+    assert "may take 100 kB of the disk; all images need 36" in messages[0]
     assert 0 < cache_file_path(index, SPEC).stat().st_blocks * 512 <= 100_000
 
 

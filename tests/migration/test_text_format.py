@@ -100,7 +100,7 @@ def test_paths_and_lines(tmp_path: Path):
     found = [(owner.join(name), owner.lines.get(name)) for owner, name in tree.leaves()]
     assert found == [("f", 7), ("a.b.c", 2), ("a.b[1].c", 4), ("[x.y.ext].d", 6)]
     assert tree.text("f") == "onetwo"
-    assert not tree.child("absent").is_present
+    assert tree.child("absent").line is None
 
 
 @pytest.mark.parametrize(

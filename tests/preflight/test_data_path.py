@@ -103,7 +103,7 @@ def test_a_result_costs_the_same_with_many_in_flight(monkeypatch: pytest.MonkeyP
             waiting.popleft().set_result(b"x")
         return future
 
-    data_path._measure(list(range(2000)), 0.3, submit, lambda: 100, lambda: None)
+    data_path._measure(list(range(2000)), 0.3, submit, lambda: 100)
     assert submitted > 200
     assert touched < 20 * submitted
 

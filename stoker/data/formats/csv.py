@@ -56,13 +56,8 @@ def recognize(path: Path) -> DatasetLayout | None:
     if path.is_file():
         if detect_csv_layout(path) is None:
             first = read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
-            raise DataError(
-                "The file is not a table of boxes.",
-                location=path,
-                cause=f"its first row, {first!r}, has no column of images or none of boxes",
-                choices=["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"],
-                fix="give the columns such names, in any order",
-            )
+            choices = ["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"]
+            raise make_error(DataError, "csv-without-boxes", path, choices=choices, first=first)
         return _make_layout(root_of(path, TABLE_DIRS), [file_part(path)], [])
     for directory in (path, *named_subdirs(path, TABLE_DIRS)):
         if tables := _list_tables(directory):
@@ -212,8 +207,7 @@ def read_text(path: Path, max_bytes: int | None = None) -> str:
         text = codecs.getincrementaldecoder(encoding)().decode(data, final=is_whole)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        fix = "save it as UTF-8"
-        raise DataError("A table is not UTF-8.", location=f"{path}:{line}", cause=str(error), fix=fix) from error
+        raise make_error(DataError, "csv-not-utf-8", f"{path}:{line}", cause=str(error)) from error
     return text if is_whole else text[: text.rfind("\n") + 1]
 
 
@@ -375,7 +369,9 @@ def _read_table(
         folder, name = locator.locate(file_name)
         split = _choose_split(values, layout, part.split, locator.split_from_folder(folder))
         if (image_index := index_by_image.get((split, folder, name))) is None:
-            image_index = builder.add_image(ImageFile(folder, name, split, _parse_size(values, layout)))
+            sizes = [values[column] for column in layout.size_columns or () if column < len(values)]
+            size = usable_size(*sizes) if len(sizes) == 2 else (0, 0)
+            image_index = builder.add_image(ImageFile(folder, name, split, size))
             index_by_image[split, folder, name] = image_index
         texts = [values[column] for column in layout.box_columns]
         label = NO_CLASS_COLUMN if layout.label_column is None else values[layout.label_column]
@@ -418,10 +414,3 @@ def _parse_xyxy(texts: list[str], layout: CsvLayout) -> tuple[float, float, floa
     if layout.box_format == "xywh":
         return a, b, a + c, b + d
     return a - c / 2, b - d / 2, a + c / 2, b + d / 2
-
-
-def _parse_size(values: list[str], layout: CsvLayout) -> tuple[int, int]:
-    """Height and width; 0 if the row has no valid size."""
-    if layout.size_columns is None or max(layout.size_columns) >= len(values):
-        return 0, 0
-    return usable_size(*(values[column] for column in layout.size_columns))

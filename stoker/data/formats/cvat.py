@@ -86,8 +86,7 @@ class _FileReader:
             location, fix = f"{self._part.annotations}:{line}", "export it again, as UTF-8"
             raise DataError("A file is not valid XML.", location=location, cause=str(error), fix=fix) from error
         if len(task_ids) > 1 and frames:
-            cause, fix = f"the frames of its {len(task_ids)} tasks have the same numbers", "export each task on its own"
-            raise DataError("A file has several videos.", location=self._part.annotations, cause=cause, fix=fix)
+            raise make_error(DataError, "cvat-several-videos", self._part.annotations, num_task_ids=len(task_ids))
         self._add_frames(frames, size)
 
     def _read_image(self, image: Element) -> None:

@@ -212,14 +212,11 @@ def _detect_file(data: Path, format: str | None) -> DatasetLayout:
         if is_candidate and (layout := spec.recognize(data)) is not None:
             return layout
     _refuse_other_format(data)
-    is_archive = file_name.endswith(ARCHIVE_SUFFIXES)
-    raise DataError(
-        f"{data.name!r} is not a data set" + (f" in the format {format!r}." if format else "."),
-        location=data,
-        cause="it is an archive" if is_archive else None,
-        choices=["a folder", *(f"*{suffix}" for suffix in data_file_suffixes(format) if not suffix.endswith(".gz"))],
-        fix="unpack it, and name the folder" if is_archive else "name the folder with the annotations and images",
-    )
+    if file_name.endswith(ARCHIVE_SUFFIXES):
+        raise make_error(DataError, "data-in-archive", data, name=data.name)
+    choices = ["a folder", *(f"*{suffix}" for suffix in data_file_suffixes(format) if not suffix.endswith(".gz"))]
+    in_format = f" in the format {format!r}" if format else ""
+    raise make_error(DataError, "file-is-no-data-set", data, choices=choices, name=data.name, in_format=in_format)
 
 
 def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
@@ -250,12 +247,8 @@ def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
 def _path_not_found(data: Path) -> DataError:
     parent = next(folder for folder in data.absolute().parents if folder.exists())
     closest = nearest(data.name, sorted(os.listdir(parent))) if parent == data.absolute().parent else None
-    return DataError(
-        f"{str(data)!r} does not exist.",
-        location=data.absolute(),
-        cause=f"of its folders, {parent} exists",
-        fix=f"did you mean {parent / closest}?" if closest else 'check the path; "demo" generates a small data set',
-    )
+    fix = f"did you mean {parent / closest}?" if closest else 'check the path; "demo" generates a small data set'
+    return make_error(DataError, "data-not-found", data.absolute(), fix=fix, name=str(data), parent=parent)
 
 
 def _find_below(data: Path, format: str | None) -> list[Path]:
@@ -271,18 +264,12 @@ def _find_below(data: Path, format: str | None) -> list[Path]:
 
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
     if below := _find_below(data, format):
-        cause = f"it is further down: there, or one folder below, are no annotations; {_describe_contents(data)}"
-        return DataError(
-            "No annotations found.", location=data, cause=cause, choices=below, fix=f"name that folder: {below[0]}"
-        )
+        contents = _describe_contents(data)
+        return make_error(DataError, "data-further-down", data, choices=below, contents=contents, folder=below[0])
     _refuse_other_format(data)
     expected = "; ".join(text for name, text in format_texts().expected.items() if format in (None, name))
-    return DataError(
-        "No annotations found" + (f" in the format {format!r}." if format else "."),
-        location=data,
-        cause=f"{_describe_contents(data)}; expected, there or one folder below: {expected}",
-        fix="name the folder or the file with the annotations",
-    )
+    in_format, contents = f" in the format {format!r}" if format else "", _describe_contents(data)
+    return make_error(DataError, "no-annotations", data, in_format=in_format, contents=contents, expected=expected)
 
 
 def _refuse_other_format(data: Path) -> None:

@@ -344,6 +344,8 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 XYXY = tuple[float, float, float, float]
+Bound = Callable[[], tuple[XYXY, str]]
+"""Gives the box of a shape, and what the shape is, if not a box."""
 MAX_NORMALIZED = 1.05
 """The largest coordinate of a normalized box. A box in pixels is almost never this small."""
 Content = TypeVar("Content")
@@ -412,6 +414,24 @@ class TableBuilder:
         not background."""
         self.counts[f"{kind}, which has no box and is not read"] += 1
         self._images_with_skipped.add(len(self.images) - 1)
+
+    def add_shape(
+        self, labels: Sequence[str], bound: Bound, number: int, location: str, *, is_normalized: bool = False
+    ) -> None:
+        """The box of a shape of the image that was added last, for each of its classes. A KeyError, TypeError or
+        ValueError of `bound`, and a shape without a class, become problems."""
+        try:
+            xyxy, kind = bound()
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"there is no {error}" if isinstance(error, KeyError) else error
+            self.drop_box("malformed-box", f"{location}: {reason}")
+            return
+        if not labels:
+            self.drop_box("no-class", location)
+        elif kind:
+            self.counts[f"{kind}: the box around it is used"] += 1
+        for label in labels:
+            self.add_box(label, xyxy, number, is_normalized=is_normalized)
 
     def detect_units(self, file: Path, first_box: int) -> None:
         """Marks the boxes of a file, those from `first_box` on, as normalized if most are within 0 … 1; the others are
@@ -534,21 +554,11 @@ class TableBuilder:
             for other in others:
                 self.problems.add("copied-entry", f"{self.locations[other]}: {name}, as {self.locations[first]}")
         if not kept:
-            raise no_image_error(self.layout, self.problems, "No image has annotations that can be read.")
+            cause = self.problems.describe()
+            raise make_error(DataError, "no-annotated-image", self.layout.parts[0].annotations, cause=cause)
         self.images = [self.images[index] for index in kept]
         self.boxes = [box._replace(image_index=kept[index]) for index in kept for box in boxes_of.get(index, ())]
         self.bad_boxes = [kept[index] for index in self.bad_boxes if index in kept]
-
-
-def no_image_error(
-    layout: DatasetLayout, problems: ProblemCollector, what: str, *, fix: str = "export the annotations again"
-) -> DataError:
-    return DataError(
-        what,
-        location=layout.parts[0].annotations,
-        cause=problems.describe(),
-        fix=fix,
-    )
 
 
 def name_classes(boxes: Sequence[Box]) -> list[str]:

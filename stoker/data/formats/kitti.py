@@ -23,7 +23,7 @@ from stoker.data.formats.folders import (
 )
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 _LINE = re.compile(rb"[^\s\d.+-]\S*(\s+[-+]?[\d.]+(e[-+]?\d+)?){14,15}\s*$", re.IGNORECASE)
@@ -81,8 +81,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     for folder, name in unlisted.values():
         problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
     if not builder.images:
-        fix = "restore the label files"
-        raise DataError("No listed image has a label file.", location=layout.parts[0].image_list, fix=fix)
+        raise make_error(DataError, "kitti-without-labels", layout.parts[0].image_list)
     classes = sorted({str(box.label) for box in builder.boxes})
     builder.boxes += [box._replace(label=name) for box, name in product(ignored, classes)]
     if ignored:

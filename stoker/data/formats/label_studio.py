@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -85,18 +86,8 @@ def _read_regions(regions: list[dict[str, Any]], size: tuple[int, int], location
             continue
         if not labels and (kind != "rectangle" or str(region.get("id")) in labeled_ids):
             continue  # an attribute, or a region whose class is another entry with the same id
-        try:
-            xyxy, description = _bound(region, *size)
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"there is no {error}" if isinstance(error, KeyError) else error
-            builder.drop_box("malformed-box", f"{location}, region {number}: {reason}")
-            continue
-        if description:
-            builder.counts[f"{description}: the box around it is used"] += 1
-        for label in labels:
-            builder.add_box(label, xyxy, number, is_normalized=not size[0])
-        if not labels:
-            builder.drop_box("no-class", f"{location}, region {number}")
+        place, bound = f"{location}, region {number}", partial(_bound, region, *size)
+        builder.add_shape(labels, bound, number, place, is_normalized=not size[0])
 
 
 def _size_of(regions: list[dict[str, Any]]) -> tuple[int, int]:

@@ -8,6 +8,7 @@ Format: https://github.com/wkentaro/labelme.
 import math
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,21 +106,19 @@ def _read_shapes(shapes: list[_Shape], location: str, builder: TableBuilder) -> 
     for number, shape in enumerate(shapes, 1):
         kind = shape.shape_type or "polygon"  # files before LabelMe 3 have only polygons
         label = str("" if shape.label is None else shape.label).strip()
+        place = f"{location}, shape {number}"
         if kind in WITHOUT_BOX:
             builder.skip_shape(kind)
-        elif len(shape.points) < 2:
-            builder.drop_box("malformed-box", f"{location}, shape {number}: {kind} with {len(shape.points)} points")
-        elif not label:
-            builder.drop_box("no-class", f"{location}, shape {number}")
         else:
-            if kind != "rectangle":
-                builder.counts[f"{kind}: the box around it is used"] += 1
-            builder.add_box(label, _bound(kind, shape.points), number)
+            builder.add_shape([label] if label else [], partial(_bound, kind, shape.points), number, place)
 
 
-def _bound(kind: str, points: list[tuple[float, float]]) -> XYXY:
-    """The box around a shape. A circle has its center and a point on it, others have corners in any order."""
+def _bound(kind: str, points: list[tuple[float, float]]) -> tuple[XYXY, str]:
+    """The box around a shape, and what it is, if not a box. A circle has its center and a point on it, others have
+    corners in any order. Raises ValueError."""
+    if len(points) < 2:
+        raise ValueError(f"{kind} with {len(points)} points")
     if kind != "circle":
-        return bound_points(points)
+        return bound_points(points), "" if kind == "rectangle" else kind
     (x, y), radius = points[0], math.dist(points[0], points[1])
-    return x - radius, y - radius, x + radius, y + radius
+    return (x - radius, y - radius, x + radius, y + radius), kind

@@ -129,16 +129,14 @@ def _read_index(path: Path) -> MdsIndex:
     for shard in index.shards:
         name = shard.raw_data.basename
         if name in names or any(size is not None and size < 0 for size in shard.column_sizes):
-            cause = f"the shard {name} is listed twice, or has a column of negative size"
-            raise DataError("The index of the MDS shards cannot be read.", location=path, cause=cause)
+            raise make_error(DataError, "mds-wrong-shard", path, name=name)
         names.add(name)
         if shard.compression or shard.zip_data is not None:
             raise make_error(DataError, "mds-compressed", path, name=name, compression=shard.compression or "unknown")
         if name != Path(name).name or name in ("", ".", ".."):
             raise DataError("An MDS shard is outside its folder.", location=path, cause=f"its name is {name!r}")
         if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes) or index.version != 2:
-            cause = f"its version is {index.version}, and 2 is read; or its columns differ in number"
-            raise DataError("The index of the MDS shards cannot be read.", location=path, cause=cause)
+            raise make_error(DataError, "mds-wrong-version", path, version=index.version)
     return index
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from stoker.data.formats.folders import split_from_name
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 Entry = tuple[str, Any]
@@ -243,15 +243,13 @@ def read_files(
                 problems.add("unreadable-annotations", unknown[-1])
                 continue
             only_extents &= all(box.is_extent for box in boxes)
-            _add_image(builder, locator, location, entry, boxes, part.split or _split_of_vertex_ai(entry))
+            vertex_ai = entry.get("dataItemResourceLabels")
+            word = vertex_ai.get("aiplatform.googleapis.com/ml_use") if isinstance(vertex_ai, Mapping) else None
+            _add_image(builder, locator, location, entry, boxes, part.split or split_from_name(str(word)))
         builder.detect_units(part.annotations, first_box)
         builder.notes += locator.notes()
     if unknown and not builder.images:
-        what, fix = (
-            "No image has annotations that are understood.",
-            "write one of them, or convert the data set to COCO",
-        )
-        raise DataError(what, location=builder.location(), cause=unknown[0], choices=LAYOUTS, fix=fix)
+        raise make_error(DataError, "unknown-layout", builder.location(), choices=LAYOUTS, cause=unknown[0])
     builder.drop_ambiguous_images()
     table = builder.build()
     size = table.original_size[table.image_index].astype(np.float64)
@@ -260,11 +258,6 @@ def read_files(
         table.boxes[:, 2:] -= table.boxes[:, :2]
         table.notes.append(corners_note(fraction))
     return table
-
-
-def _split_of_vertex_ai(entry: Mapping[str, Any]) -> str | None:
-    labels = entry.get("dataItemResourceLabels")
-    return split_from_name(str(labels.get("aiplatform.googleapis.com/ml_use"))) if isinstance(labels, Mapping) else None
 
 
 def _add_image(

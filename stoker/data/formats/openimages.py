@@ -78,7 +78,8 @@ def _make_layout(root: Path, parts: Sequence[SplitFiles]) -> DatasetLayout:
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all tables. Raises DataError if none of their images is there."""
     builder, paths = TableBuilder(layout, problems, box_id_kind="line"), _find_images(layout)
-    names = _read_class_names(layout.metadata_files)
+    rows = (row for file in layout.metadata_files for _, row in _iter_csv(file))  # LabelName, display name
+    names = {row[0]: row[1].strip() for row in rows if len(row) == 2 and row[0].startswith("/")}
     if not names:
         builder.notes.append(
             "there is no class-descriptions-boxable.csv: the classes are called /m/…, as in the tables"
@@ -128,12 +129,6 @@ def _strip_suffix(name: str) -> str:
     return os.path.splitext(name)[0] if is_image_name(name) else name
 
 
-def _read_class_names(files: Sequence[Path]) -> dict[str, str]:
-    """LabelName → display name."""
-    rows = (row for file in files for _, row in _iter_csv(file))
-    return {row[0]: row[1].strip() for row in rows if len(row) == 2 and row[0].startswith("/")}
-
-
 def _iter_rows(table: Path) -> Iterator[tuple[int, list[str]]]:
     """(line, [ImageID, LabelName, XMin, XMax, YMin, YMax, IsGroupOf or ""]) of every row."""
     rows = _iter_csv(table)
@@ -158,5 +153,4 @@ def iter_csv(lines: Iterable[str], path: Path, delimiter: str = ",") -> Iterator
     try:
         yield from ((reader.line_num, row) for row in reader if row)
     except csv.Error as error:
-        location, fix = f"{path}:{reader.line_num}", "download or export it again"
-        raise DataError("A table cannot be read.", location=location, cause=str(error), fix=fix) from error
+        raise make_error(DataError, "unreadable-table", f"{path}:{reader.line_num}", cause=str(error)) from error

@@ -35,7 +35,7 @@ from stoker.data.formats.objects import (
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, make_error
 from stoker.errors import DataError
 
 BLOCK_BYTES = 1 << 18
@@ -156,8 +156,9 @@ class ShardSamples:
             self.unknown_layouts += [f"{place}: {error}"] if len(self.unknown_layouts) < 3 else []
             self.problems.append(("unreadable-annotations", f"{place}: {error}"))
             return
-        given = _annotated_size(annotations)
-        label = _annotated_name(annotations) or name.rpartition("/")[2]
+        fields = annotations if isinstance(annotations, Mapping) else {}
+        given = usable_size(fields.get("height"), fields.get("width"))
+        label = _annotated_name(fields) or name.rpartition("/")[2]
         image_index, (height, width) = len(self.images), size if 0 in given else given
         self.images.append(ImageFile(self.path, label, self.split, (height, width)))
         self.byte_ranges.append((start, length))
@@ -194,20 +195,11 @@ def make_table(
         for kind, example in shard.problems:
             problems.add(kind, example)
     if not images and (reasons := [reason for shard in shards for reason in shard.unknown_layouts]):
-        raise DataError(
-            f"The {format_name} samples have annotations in a layout that is not known.",
-            location=builder.location(),
-            cause=reasons[0],
-            choices=LAYOUTS,
-            fix="write one of them, or convert the data set to COCO",
-        )
+        place, cause = builder.location(), reasons[0]
+        raise make_error(DataError, "samples-unknown", place, choices=LAYOUTS, cause=cause, name=format_name)
     if not images:
-        raise DataError(
-            f"No sample of the {format_name} shards can be used.",
-            location=builder.location(),
-            cause=problems.describe() or "they are empty",
-            fix="copy or write the shards again; a sample is an image with its boxes",
-        )
+        cause = problems.describe() or "they are empty"
+        raise make_error(DataError, "no-usable-sample", builder.location(), cause=cause, name=format_name)
     sizes = np.array([images[boxes[k].image_index].size for k in extents], np.float64)
     if fraction := fraction_outside(sizes, np.array([boxes[k].xyxy for k in extents], np.float64)):
         builder.notes.append(corners_note(fraction))
@@ -218,14 +210,8 @@ def make_table(
     return replace(builder.build(class_names or None, read_headers=False), byte_range=byte_ranges.reshape(-1, 2))
 
 
-def _annotated_size(content: Any) -> tuple[int, int]:
-    """Height and width that the annotations of a sample give; 0 where they do not."""
-    return usable_size(content.get("height"), content.get("width")) if isinstance(content, Mapping) else (0, 0)
-
-
-def _annotated_name(content: Any) -> str:
+def _annotated_name(fields: Mapping[str, Any]) -> str:
     """The name of the image file, without folders, that the annotations of a sample give; empty where they do not."""
-    values = [content.get(key) for key in NAME_OF_FILE_KEYS] if isinstance(content, Mapping) else []
-    text = next((value for value in values if isinstance(value, str)), "")
+    text = next((fields[key] for key in NAME_OF_FILE_KEYS if isinstance(fields.get(key), str)), "")
     name = text.replace("\\", "/").rpartition("/")[2].replace("\0", "")
     return "" if name in (".", "..") else name

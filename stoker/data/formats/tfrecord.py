@@ -159,11 +159,6 @@ def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
     return []
 
 
-def is_in_sibling_dir(path: Path, root: Path) -> bool:
-    """Whether a label map is in a folder next to that of the records: it may belong to another data set."""
-    return path.parent != root.parent and not path.is_relative_to(root)
-
-
 BOX_KEYS = (b"image/object/bbox/xmin", b"image/object/bbox/ymin", b"image/object/bbox/xmax", b"image/object/bbox/ymax")
 AREA_KEY = b"image/object/area"
 OBJECT_KEYS = {
@@ -216,12 +211,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     for message in describe_missing_shards(part.annotations for part in layout.parts):
         problems.add("missing-shard", message)
     if not columns.file_names:
-        raise DataError(
-            "No record can be used.",
-            location=layout.root if len(layout.parts) > 1 else layout.parts[0].annotations,
-            cause=problems.describe(),
-            fix="copy or write the records again; they must be TFRecords of the TensorFlow Object Detection API",
-        )
+        location = layout.root if len(layout.parts) > 1 else layout.parts[0].annotations
+        raise make_error(DataError, "tfrecord-without-records", location, cause=problems.describe())
     if columns.unpacked_bytes:
         count, first_path = len(columns.unpacked_bytes), next(iter(columns.unpacked_bytes))
         files = "one file is compressed" if count == 1 else f"{count:,} files are compressed"
@@ -454,7 +445,8 @@ def _choose_label_map(
     pairs: list[LabelTextPair], paths: Sequence[Path], root: Path
 ) -> tuple[LabelMap | None, list[str]]:
     """The label map to use, or None, and notes about it."""
-    is_sibling = bool(paths) and is_in_sibling_dir(paths[0], root)
+    # in a folder next to that of the records, it may belong to another data set
+    is_sibling = bool(paths) and paths[0].parent != root.parent and not paths[0].is_relative_to(root)
     distinct: dict[tuple[object, ...], LabelMap] = {}
     for path in paths:
         try:
@@ -477,12 +469,8 @@ def _choose_label_map(
         count = f"{len(fitting)} of {len(label_maps)}"
         note = f"label maps in folders next to the records are not used: {count} fit them"
         return None, [note] if label_maps else []
-    raise DataError(
-        f"There are {len(label_maps)} different label maps, and {len(fitting) or 'none'} of them fit the records.",
-        location=root,
-        choices=[str(candidate.path) for candidate in label_maps],
-        fix="leave the correct one with the records and move the others away",
-    )
+    choices, fit = [each.path for each in label_maps], len(fitting) or "none"
+    raise make_error(DataError, "several-label-maps", root, choices=choices, total=len(label_maps), fitting=fit)
 
 
 def _assign_by_map(pairs: list[LabelTextPair], label_map: LabelMap) -> list[_Assignment]:

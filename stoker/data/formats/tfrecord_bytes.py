@@ -153,12 +153,8 @@ def write_cached(target: Path, shard: Path) -> Iterator[Callable[[bytes | memory
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise StorageError(
-            "A shard cannot be unpacked into the cache folder.",
-            location=target,
-            cause=f"{error.strerror or error}; {shard} has {shard.stat().st_size:,} bytes, and may have more unpacked",
-            fix="free disk space, or set STOKER_CACHE_DIR to a writable folder",
-        ) from error
+        reason, size = error.strerror or error, shard.stat().st_size
+        raise make_error(StorageError, "shard-not-unpacked", target, reason=reason, shard=shard, size=size) from error
 
 
 def unpack(shard: Path) -> Path:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,7 @@ def _read_csv(file: Path, location: str, problems: ProblemCollector) -> dict[str
     rows = iter_csv(text.splitlines(keepends=True), file, max(",;\t", key=first.count))
     header = [name.strip().lstrip("#") for name in next(rows, (1, [""]))[1]]
     if not set(CSV_COLUMNS) <= set(header):
-        cause = f"its columns are {', '.join(header)}"
-        raise DataError("The table is not an export of VIA.", location=f"{file}:1", cause=cause, fix="export it again")
+        raise make_error(DataError, "via-other-table", f"{file}:1", listed=", ".join(header))
     columns = [header.index(name) for name in CSV_COLUMNS]
     images: dict[str, Any] = {}
     for line, row in rows:
@@ -118,34 +118,24 @@ def _read_region(region: Any, number: int, labels: list[str], location: str, bui
     kind = str(shape.get("name")) if isinstance(shape, dict) else "no shape"
     if kind == "point":
         builder.skip_shape(kind)
-        return
-    try:
-        xyxy = _bound(kind, shape or {})
-    except (KeyError, TypeError, ValueError) as error:
-        reason = f"there is no {error}" if isinstance(error, KeyError) else error
-        builder.drop_box("malformed-box", f"{location}: {kind}: {reason}")
-        return
-    if not labels:
-        builder.drop_box("no-class", location)
-    builder.counts[f"{kind}: the box around it is used"] += kind != "rect" and bool(labels)
-    for label in labels:
-        builder.add_box(label, xyxy, number)
+    else:
+        builder.add_shape(labels, partial(_bound, kind, shape or {}), number, f"{location}: {kind}")
 
 
-def _bound(kind: str, shape: Mapping[str, Any]) -> XYXY:
-    """The box around a shape, in pixels. Raises KeyError, TypeError or ValueError."""
+def _bound(kind: str, shape: Mapping[str, Any]) -> tuple[XYXY, str]:
+    """The box around a shape, in pixels, and what it is, if not a box. Raises KeyError, TypeError or ValueError."""
     if kind == "rect":
         x, y, width, height = (float(shape[key]) for key in ("x", "y", "width", "height"))
-        return x, y, x + width, y + height
+        return (x, y, x + width, y + height), ""
     if kind in ("circle", "ellipse"):
         x, y = float(shape["cx"]), float(shape["cy"])
         x_radius, y_radius = (float(shape[key]) for key in (("r", "r") if kind == "circle" else ("rx", "ry")))
         cos, sin = (function(float(shape.get("theta") or 0)) for function in (math.cos, math.sin))  # radians
         half_width, half_height = math.hypot(x_radius * cos, y_radius * sin), math.hypot(x_radius * sin, y_radius * cos)
-        return x - half_width, y - half_height, x + half_width, y + half_height
+        return (x - half_width, y - half_height, x + half_width, y + half_height), kind
     if kind in ("polygon", "polyline"):
         points = zip(shape["all_points_x"], shape["all_points_y"], strict=True)
-        return bound_points([(float(x), float(y)) for x, y in points])
+        return bound_points([(float(x), float(y)) for x, y in points]), kind
     raise ValueError("not a shape of VIA")
 
 

@@ -36,7 +36,7 @@ from stoker.data.formats.folders import (
     read_head,
     split_lists,
 )
-from stoker.data.formats.images import XYXY, ImageFile, ImageLocator, TableBuilder, no_image_error, usable_size
+from stoker.data.formats.images import XYXY, ImageFile, ImageLocator, TableBuilder, usable_size
 from stoker.data.formats.tables import (
     SPLITS,
     AnnotatedImage,
@@ -252,8 +252,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                     builder.add_box(class_name, xyxy, number)
                 builder.bad_boxes += [image_index] * annotation.num_bad_boxes
     if not builder.images:
-        fix = "export or copy the data set again"
-        raise no_image_error(layout, problems, "No annotation file can be read.", fix=fix)
+        raise make_error(DataError, "voc-unreadable", layout.parts[0].annotations, cause=problems.describe())
     builder.drop_ambiguous_images(by_stem=True)
     reported = set(parsed)
     for part in layout.parts:  # images that have an annotation file and are in no list of a split
@@ -287,15 +286,10 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
     elif part.split == "test" and not selected:
         notes.append(f"the test split has no annotations and is left out ({len(entries)} images)")
     elif not entries:
-        fix = "list its images there, or delete the file"
-        raise DataError(f"The {part.split} split is empty.", location=part.image_list, fix=fix)
+        raise make_error(DataError, "voc-empty-split", part.image_list, split=part.split)
     elif not selected:
-        raise DataError(
-            f"No entry of the {part.split} split has an annotation.",
-            location=f"{part.image_list}:{absent[0][0]}: {absent[0][1]!r}",
-            cause=f"{part.annotations} has no such XML file",
-            fix="list the names of annotated images, without folders",
-        )
+        place, folder = f"{part.image_list}:{absent[0][0]}: {absent[0][1]!r}", part.annotations
+        raise make_error(DataError, "voc-unannotated-split", place, split=part.split, folder=folder)
     else:
         for number, entry in absent:
             problems.add("no-annotation-file", f"{location}:{number}: {entry!r}")

@@ -21,6 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from stoker import regular_files
+from stoker.data import index_cache
 from stoker.data.formats.folders import IMAGE_SUFFIXES, file_part
 from stoker.data.formats.objects import LAYOUTS
 from stoker.data.formats.shards import (
@@ -59,8 +60,8 @@ def recognize(path: Path) -> DatasetLayout | None:
     folder = path if path.is_dir() else path.parent
     if path.name == INDEX_FILE or (path == folder and (folder / INDEX_FILE).is_file()):
         return _layout_of_index(folder)
-    if path == folder:
-        _refuse_unfinished(folder)
+    if path == folder and (folder / PLAN_FILE).is_file():  # only a part of the data set would be read
+        raise make_error(DataError, "packing-unfinished", folder)
     return recognize_shards(
         path, "webdataset", "WebDataset", dir_names=("shards", "data"), suffix=".tar", has_samples=_has_samples
     )
@@ -89,13 +90,8 @@ def _has_samples(path: Path) -> bool:
     if _annotations_of(first) is not None:
         return True
     listed = ", ".join(f".{suffix}" for suffix in suffixes)
-    raise DataError(
-        "The WebDataset samples have no boxes that are understood.",
-        location=f"{path}: {first[0].name}",
-        cause=f"the files of a sample are {listed}; .cls and .txt are classes and captions of whole images",
-        choices=[f".{suffix}" for suffix in ANNOTATION_SUFFIXES],
-        fix=f"write the boxes of each image as .json, for example {LAYOUTS[0]}",
-    )
+    place, choices = f"{path}: {first[0].name}", [f".{suffix}" for suffix in ANNOTATION_SUFFIXES]
+    raise make_error(DataError, "webdataset-without-boxes", place, choices=choices, listed=listed, layout=LAYOUTS[0])
 
 
 def _read_shard(part: SplitFiles) -> ShardSamples:
@@ -267,10 +263,7 @@ SCHEMA = pa.schema(
         ("length", pa.int64()),
         ("height", pa.int32()),
         ("width", pa.int32()),
-        ("boxes", pa.large_list(pa.list_(pa.float32(), 4))),  # xyxy in pixels
-        ("labels", pa.large_list(pa.int32())),
-        ("crowd", pa.large_list(pa.uint8())),
-        ("area", pa.large_list(pa.float64())),
+        *index_cache.BOX_FIELDS,
     ]
 )
 
@@ -301,26 +294,13 @@ class PackedInfo(msgspec.Struct, frozen=True, kw_only=True):
 def encode_index(info: PackedInfo, table: AnnotationTable) -> bytes:
     """The content of the index file. table: `folder_index` numbers the shards, and every image has a byte range."""
     assert table.byte_range is not None
-    offsets = pa.array(np.searchsorted(table.image_index, np.arange(len(table.file_names) + 1)).astype(np.int64))
-
-    def per_image(values: pa.Array) -> pa.Array:
-        return pa.LargeListArray.from_arrays(offsets, values)
-
-    boxes = pa.array(table.boxes.astype(np.float32).reshape(-1))
     columns = [
         pa.array(table.file_names, pa.large_string()),
         *map(pa.array, (table.split, table.image_id, table.folder_index)),
         *(pa.array(np.ascontiguousarray(column)) for column in (*table.byte_range.T, *table.original_size.T)),
-        per_image(pa.FixedSizeListArray.from_arrays(boxes, 4)),
-        *(per_image(pa.array(values)) for values in (table.labels, table.crowd.view(np.uint8), table.area)),
+        *index_cache.box_columns(table),
     ]
-    metadata = {METADATA_KEY: msgspec.json.encode(info)}
-    record_batch = pa.record_batch(columns, schema=SCHEMA.with_metadata(metadata))
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, record_batch.schema) as writer:
-        writer.write_batch(record_batch)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+    return bytes(index_cache.encode_columns(columns, SCHEMA.with_metadata({METADATA_KEY: msgspec.json.encode(info)})))
 
 
 def _layout_of_index(folder: Path) -> DatasetLayout:
@@ -328,12 +308,6 @@ def _layout_of_index(folder: Path) -> DatasetLayout:
     parts = [file_part(folder / shard.name, shard.split) for shard in read_info(folder / INDEX_FILE).shards]
     layout = layout_of_shards("webdataset", "packed WebDataset", folder, parts, ())
     return replace(layout, parts=tuple(parts), metadata_files=(folder / INDEX_FILE,))
-
-
-def _refuse_unfinished(folder: Path) -> None:
-    """Raises DataError for a folder into which a data set is being packed: only a part of it would be read."""
-    if (folder / PLAN_FILE).is_file():
-        raise make_error(DataError, "packing-unfinished", folder)
 
 
 def read_info(path: Path) -> PackedInfo:
@@ -347,13 +321,9 @@ def _read_packed(layout: DatasetLayout) -> AnnotationTable:
     info, batch = _parse(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)
     wrong = [f"{shard.name} {text}" for shard, text in lost_shards(path.parent, info.shards)]
     if wrong:  # a lost validation shard would otherwise be replaced by training images
-        raise DataError(
-            f"{len(wrong):,} of {len(info.shards):,} packed shards are missing or have another size.",
-            location=path.parent,
-            cause="; ".join(wrong[:3]) + ("; …" if len(wrong) > 3 else ""),
-            fix="the same `stoker data pack` again makes only these, or copy them again; to train from the others, "
-            f"delete {INDEX_FILE}: they are read as a WebDataset",
-        )
+        cause = "; ".join(wrong[:3]) + ("; …" if len(wrong) > 3 else "")
+        count, total = len(wrong), len(info.shards)
+        raise make_error(DataError, "lost-packed-shards", path.parent, cause=cause, count=count, total=total)
     skipped = f"{info.num_skipped:,} images of the source could not be read when it was packed"
     return _to_table(batch, info, path, [*layout.notes, *([skipped] if info.num_skipped else [])])
 
@@ -453,19 +423,15 @@ def _to_table(batch: pa.RecordBatch, info: PackedInfo, path: Path, notes: list[s
         (all(shard.split in SPLITS for shard in info.shards), f"a split is not one of {', '.join(SPLITS)}"),
         (len(info.category_ids) == len(info.class_names), "classes and category ids differ in number"),
         (all(name and "/" not in name and "\0" not in name for name in table.file_names), "an image name is a path"),
-        (_in_range(table.folder_index, len(names)), "an image is in a shard that is not listed"),
-        (_in_range(table.split, len(SPLITS)), "an image is in a split that does not exist"),
-        (_in_range(table.labels, len(info.class_names)), "a label is not that of a class"),
+        (index_cache.in_range(table.folder_index, len(names)), "an image is in a shard that is not listed"),
+        (index_cache.in_range(table.split, len(SPLITS)), "an image is in a split that does not exist"),
+        (index_cache.in_range(table.labels, len(info.class_names)), "a label is not that of a class"),
     ):
         if not is_right:
             raise _damaged(path, cause)
     if len(start) and ((start < 0) | (length <= 0) | (start > sizes[table.folder_index] - length)).any():
         raise _damaged(path, "an image lies outside its shard")
     return table
-
-
-def _in_range(values: NDArray[np.generic], count: int) -> bool:
-    return values.size == 0 or (int(values.min()) >= 0 and int(values.max()) < count)
 
 
 def _damaged(path: Path | str, cause: str, fix: str = "copy it again, or pack the data set again") -> DataError:

@@ -249,8 +249,7 @@ def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
             continue
         visited.add(real)
         if len(visited) > MAX_WALKED_DIRS:
-            fix = "name the folder of the images: a `path` such as / contains the whole disk"
-            raise DataError(f"There are more than {MAX_WALKED_DIRS:,} folders below it.", location=base, fix=fix)
+            raise make_error(DataError, "yolo-too-many-folders", base, max_walked_dirs=MAX_WALKED_DIRS)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         names = [name for name in files if _is_visible_image(name)]
         if names:
@@ -324,7 +323,8 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
 def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
     subdirs = list_subdirs(folder)
     lists = [(split, folder / f"{word}.txt") for word, split in SPLIT_BY_NAME.items()]
-    lists = [(split, path) for split, path in lists if path.is_file() and _is_image_list(path)]
+    first_lines = (_read_first_line(path).decode(errors="replace") if path.is_file() else "" for _, path in lists)
+    lists = [pair for pair, line in zip(lists, first_lines, strict=True) if is_image_name(line)]
     yield (
         "YOLO with lists of images",
         [part for split, path in lists for part in _parts_from_list(split, path, ())],
@@ -354,10 +354,6 @@ def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], l
         names = _list_image_names(folder)
         part = SplitFiles(split=None, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
         yield "YOLO, label files and images in one folder", [part] if names else [], []
-
-
-def _is_image_list(path: Path) -> bool:
-    return is_image_name(_read_first_line(path).decode(errors="replace"))
 
 
 def _has_rows(parts: list[SplitFiles]) -> bool:
@@ -432,9 +428,10 @@ def _read_definition(file: Path) -> DatasetDefinition:
     try:
         keys = msgspec.convert(data, type=DatasetDefinition, strict=False)
     except msgspec.ValidationError as error:
-        raise _definition_error(file, str(error)) from error
+        raise make_error(DataError, "yolo-unusable-description", file, cause=str(error)) from error
     if not keys.splits:
-        raise _definition_error(file, "it names no images: there is no train, val or test")
+        cause = "it names no images: there is no train, val or test"
+        raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
     return keys
 
 
@@ -445,12 +442,9 @@ def _parse_yaml(file: Path) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         is_deep = isinstance(error, RecursionError)
-        raise DataError(
-            "The description of the data set is not valid YAML.",
-            location=file if mark is None else f"{file}:{mark.line + 1}",
-            cause="its lists are nested too deeply" if is_deep else str(getattr(error, "problem", None) or error),
-            fix="correct the line; names with special characters need quotes, and the file must be UTF-8",
-        ) from error
+        location = file if mark is None else f"{file}:{mark.line + 1}"
+        cause = "its lists are nested too deeply" if is_deep else str(getattr(error, "problem", None) or error)
+        raise make_error(DataError, "yolo-invalid-yaml", location, cause=cause) from error
 
 
 def _parse_assignments(file: Path) -> dict[str, str]:
@@ -470,18 +464,14 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
         for candidate in (file.parent / relative_path, file.parent / relative_path.rpartition("/")[2]):
             if candidate.is_file():
                 return _read_names(candidate)
-        raise _definition_error(file, f"names is {written!r}, neither a list nor an existing file")
+        cause = f"names is {written!r}, neither a list nor an existing file"
+        raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
     names = dict(enumerate(written)) if isinstance(written, list) else written
     if names and max(names) >= len(names):
         gap = next(number for number in range(len(names)) if number not in names)
         cause = f"names has {len(names)} classes up to number {max(names)}, but none with the number {gap}"
-        raise _definition_error(file, cause)
+        raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
     return tuple(names[number].strip() for number in range(len(names))) or None
-
-
-def _definition_error(file: Path, cause: str) -> DataError:
-    what, fix = "The description of the data set cannot be used.", "see https://docs.ultralytics.com/datasets/detect/"
-    return DataError(what, location=file, cause=cause, fix=fix)
 
 
 def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ...]:
@@ -567,12 +557,9 @@ def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
         class_names = _read_names(metadata_files[0])
         for other in metadata_files[1:]:
             if _read_names(other) != class_names:
-                raise DataError(
-                    "Two lists of class names differ.",
-                    location=f"{metadata_files[0]} and {other}",
-                    cause=f"{', '.join(class_names[:10])}; {', '.join(_read_names(other)[:10])}",
-                    fix="delete the wrong one, or write a data.yaml with `names`",
-                )
+                location = f"{metadata_files[0]} and {other}"
+                cause = f"{', '.join(class_names[:10])}; {', '.join(_read_names(other)[:10])}"
+                raise make_error(DataError, "yolo-names-differ", location, cause=cause)
         notes.append(f"classes: {display_path(metadata_files[0], layout.root)}")
     if class_names is None and num_classes:
         class_names = tuple(f"class {number}" for number in range(num_classes))

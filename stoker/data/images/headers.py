@@ -9,6 +9,7 @@ rejected here, by name, before any memory is allocated. Pixels: `decode.py`. Sup
 
 import contextlib
 import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import NamedTuple, NoReturn
 
 from stoker import regular_files
 from stoker.data.images import source
+from stoker.data.validation.problems import make_error
 from stoker.errors import DataError
 
 MAX_PIXELS = 2**29
@@ -83,10 +85,7 @@ def read_header(path: Path) -> Header:
 
             return _parse_header(head, read, total, path)
     except OSError as error:
-        fix = "check its name, its permissions and that its disk is there"
-        raise DataError(
-            "The image cannot be read.", location=source.display_path(path), cause=error.strerror, fix=fix
-        ) from error
+        raise make_error(DataError, "unreadable-image-file", source.display_path(path), cause=error.strerror) from error
 
 
 def _read_remote_header(remote_object: source.RemoteObject, stub: Path) -> Header:
@@ -122,21 +121,14 @@ def parse_header_within(read: ReadAt, start: int, length: int, path: Path | str)
 
 def decode_error(path: Path | str, cause: str, fix: str | None = None) -> DataError:
     """The error for an image that cannot be decoded."""
-    default_fix = "copy or download the file again, or remove it from the annotations"
-    return DataError(
-        "The image cannot be decoded.", location=source.display_path(path), cause=cause, fix=fix or default_fix
-    )
+    fix = fix or "copy or download the file again, or remove it from the annotations"
+    return make_error(DataError, "undecodable-image", source.display_path(path), cause=cause, fix=fix)
 
 
 def _parse_header(head: bytes, read: ReadAt, total: int, path: Path | str) -> Header:
     """head: the first bytes; read: any of the `total` bytes of the file."""
     if total == 0:
-        raise DataError(
-            "The image file is empty.",
-            location=source.display_path(path),
-            cause="it has 0 bytes",
-            fix="copy it again",
-        )
+        raise make_error(DataError, "empty-image-file", source.display_path(path))
     image_format, channels = "jpeg", 3
     try:
         if head.startswith(b"\xff\xd8\xff"):
@@ -152,12 +144,8 @@ def _parse_header(head: bytes, read: ReadAt, total: int, path: Path | str) -> He
     if height <= 0 or width <= 0:
         raise decode_error(path, f"its header says {width} × {height} pixels")
     if height * width > MAX_PIXELS:
-        raise DataError(
-            "The image is too large.",
-            location=source.display_path(path),
-            cause=f"its header says {width:,} × {height:,} pixels; at most {MAX_PIXELS:,} are decoded",
-            fix="cut it into tiles or make it smaller; if it is not that large, its header is damaged: copy it again",
-        )
+        shown = source.display_path(path)
+        raise make_error(DataError, "too-large-image", shown, width=width, height=height, limit=MAX_PIXELS)
     if not 1 <= orientation <= 8:  # 0 and others are undefined; every viewer ignores them
         orientation = 1
     size = (width, height) if orientation >= 5 else (height, width)
@@ -176,54 +164,33 @@ def _detect_format(
     first_bytes: bytes, read: ReadAt, path: Path | str
 ) -> tuple[str, Callable[[ReadAt, Path | str], tuple[int, int, int]]]:
     """The format, by content whatever the file's name, and the parser of its header."""
-    if first_bytes.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "png", _parse_png
-    if first_bytes.startswith(b"RIFF") and first_bytes[8:12] == b"WEBP":
-        return "webp", _parse_webp
-    if first_bytes.startswith(b"BM"):
-        return "bmp", _parse_bmp
-    if first_bytes[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-        return "tiff", _parse_tiff
-    if first_bytes.startswith((b"GIF87a", b"GIF89a")):
-        return "gif", _parse_gif
-    if first_bytes[:1] == b"P" and first_bytes[1:2] in b"123456" and first_bytes[2:3].isspace():
-        return "pnm", _parse_pnm
-    if first_bytes.startswith((b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51")):
-        return "jpeg 2000", _parse_jpeg_2000
-    description = _describe_unknown_format(first_bytes, read)
-    if description is None:
+    for image_format, (signature, parse) in _PARSERS.items():
+        if re.match(signature, first_bytes, re.DOTALL):
+            return image_format, parse
+    head = read(0, 512).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    starts = ((signature, start) for signature in _OTHER_CONTENT for start in (first_bytes, head))
+    found = next(
+        (_OTHER_CONTENT[signature] for signature, start in starts if re.match(signature, start, re.DOTALL)), ""
+    )
+    if not found:
         start = first_bytes[:8].hex(" ")
         raise decode_error(path, f"it is not an image, or damaged at its start: it begins with the bytes {start}")
-    if description in ("a web page", "text"):
+    if found in ("a web page", "text"):
         fix = "download the image itself: its URL returned a page, often an error or a log-in"
-        raise decode_error(path, f"it is {description}, not an image", fix)
-    raise decode_error(
-        path, f"it is {description}, an unsupported format (supported: {', '.join(IMAGE_FORMATS)})", CONVERT_HINT
-    )
+        raise decode_error(path, f"it is {found}, not an image", fix)
+    supported = f"an unsupported format (supported: {', '.join(IMAGE_FORMATS)})"
+    raise decode_error(path, f"it is {found}, {supported}", CONVERT_HINT)
 
 
-def _describe_unknown_format(first_bytes: bytes, read: ReadAt) -> str | None:
-    """What a file that has none of the IMAGE_FORMATS seems to be; None where its bytes are unknown."""
-    if first_bytes[4:8] == b"ftyp":
-        brand = first_bytes[8:12]
-        if brand in (b"avif", b"avis"):
-            return "AVIF"
-        return "HEIC" if brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1") else "a video"
-    signatures = {
-        b"\xff\x0a": "JPEG XL", b"\0\0\0\x0cJXL ": "JPEG XL", b"8BPS": "a Photoshop file", b"%PDF": "PDF",
-        b"\x76\x2f\x31\x01": "OpenEXR", b"\0\0\x01\0": "an icon", b"FUJIFILMCCD-RAW": "a camera raw file",
-        b"PK\x03\x04": "a ZIP archive", b"\x1f\x8b": "a gzip archive",
-        b"version https://git-lfs": "a pointer of Git LFS (`git lfs pull` gets the file)",
-    }  # fmt: skip
-    for signature, name in signatures.items():
-        if first_bytes.startswith(signature):
-            return name
-    head = read(0, 512).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if head.startswith(b"<svg") or (head.startswith(b"<?xml") and b"<svg" in head):
-        return "SVG"
-    if head.startswith((b"<!doctype html", b"<html", b"<head", b"<body")):
-        return "a web page"
-    return "text" if head.startswith((b"<", b"{")) else None
+_OTHER_CONTENT = {
+    rb"....ftypavi[fs]": "AVIF", rb"....ftyp(hei[cxms]|hevc|mif1|msf1)": "HEIC", rb"....ftyp": "a video",
+    rb"\xff\x0a|\0\0\0\x0cJXL ": "JPEG XL", rb"8BPS": "a Photoshop file", rb"%PDF": "PDF",
+    rb"\x76\x2f\x31\x01": "OpenEXR", rb"\0\0\x01\0": "an icon", rb"FUJIFILMCCD-RAW": "a camera raw file",
+    rb"PK\x03\x04": "a ZIP archive", rb"\x1f\x8b": "a gzip archive",
+    rb"version https://git-lfs": "a pointer of Git LFS (`git lfs pull` gets the file)",
+    rb"<svg|<\?xml.*<svg": "SVG", rb"<!doctype html|<html|<head|<body": "a web page", rb"[<{]": "text",
+}  # fmt: skip
+"""How a file begins that has none of the IMAGE_FORMATS (texts: in lower case, without spaces), and what it is."""
 
 
 def _parse_jpeg(data: bytes, path: Path | str) -> tuple[int, int, int, int]:
@@ -352,6 +319,18 @@ def _parse_tiff(read: ReadAt, path: Path | str) -> tuple[int, int, int]:
     if _WIDTH not in tags or _HEIGHT not in tags:
         raise decode_error(path, "the TIFF has no size: it is truncated or damaged")
     return tags[_HEIGHT], tags[_WIDTH], tags.get(_ORIENTATION, 1)
+
+
+_PARSERS: dict[str, tuple[bytes, Callable[[ReadAt, Path | str], tuple[int, int, int]]]] = {
+    "png": (rb"\x89PNG\r\n\x1a\n", _parse_png),
+    "webp": (rb"RIFF....WEBP", _parse_webp),
+    "bmp": (rb"BM", _parse_bmp),
+    "tiff": (rb"II[*+]\0|MM\0[*+]", _parse_tiff),
+    "gif": (rb"GIF8[79]a", _parse_gif),
+    "pnm": (rb"P[1-6]\s", _parse_pnm),
+    "jpeg 2000": (rb"\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51", _parse_jpeg_2000),
+}
+"""Format → how its files begin, and the parser of their headers. JPEGs have `_parse_jpeg`."""
 
 
 def _read_exif_orientation(read: ReadAt, start: int) -> int:

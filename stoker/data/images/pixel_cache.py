@@ -34,9 +34,10 @@ from numpy.typing import NDArray
 from stoker.data.images import source
 from stoker.data.images.decode import DCT_DIVISORS, Pixels, decode_resized
 from stoker.data.images.headers import Header
+from stoker.data.validation.problems import make_error
 from stoker.errors import ConfigError
 from stoker.hardware.cgroup import host_memory
-from stoker.storage.local_files import cache_folder
+from stoker.storage.local_files import cache_folder, format_bytes
 
 if TYPE_CHECKING:
     from stoker.data.index import Index
@@ -109,12 +110,6 @@ class CachedImageSpec:
         scaled_sizes = np.round(sizes * np.minimum(1.0, scales)).astype(np.int32)  # as `compute_resize_geometry`
         cached: NDArray[np.int32] = np.minimum(sizes, np.maximum(scaled_sizes, 1))
         return cached
-
-
-def cache_digest(index: "Index", spec: CachedImageSpec) -> str:
-    """Identifies the file of an index and a spec: changes with anything that decides which image is where."""
-    facts = VERSION, spec.image_size, spec.resize, spec.factor, index.fingerprint()
-    return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
 class PixelCache:
@@ -316,13 +311,13 @@ def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
         )
     if inputs.decode_s < MIN_DECODE_S and not inputs.is_remote:
         return "none", f"decoding takes only about {inputs.decode_s * 1e3:.2g} ms per image"
-    size_text = f"the decoded images take {_format_bytes(inputs.cached_bytes)}"
-    half_text = f"half of the free memory is {_format_bytes(inputs.free_memory_bytes // 2)}"
+    size_text = f"the decoded images take {format_bytes(inputs.cached_bytes)}"
+    half_text = f"half of the free memory is {format_bytes(inputs.free_memory_bytes // 2)}"
     disk_problem = ""
     if inputs.network_file_system:
         disk_problem = f"the cache folder is on a network file system ({inputs.network_file_system})"
     elif inputs.cached_bytes > inputs.free_disk_bytes:
-        disk_problem = f"the cache may take {_format_bytes(inputs.free_disk_bytes)} of the disk"
+        disk_problem = f"the cache may take {format_bytes(inputs.free_disk_bytes)} of the disk"
     if 2 * inputs.cached_bytes <= inputs.free_memory_bytes:
         if not disk_problem:
             return "disk", f"{size_text}: as a file that stays in memory, as {half_text}"
@@ -409,16 +404,18 @@ def open_cache(
     if max_bytes < required_bytes:
         log_event(
             "info",
-            f"the cache of decoded images may take {_format_bytes(max_bytes)} of the {where}; all images need"
-            f" {_format_bytes(required_bytes)}",
+            f"the cache of decoded images may take {format_bytes(max_bytes)} of the {where}; all images need"
+            f" {format_bytes(required_bytes)}",
         )
     on_error = functools.partial(log_event, "warning")
     return PixelCache(index, spec, fd, max_bytes=max_bytes, reserve_bytes=reserve_bytes, on_error=on_error)
 
 
 def cache_file_path(index: "Index", spec: CachedImageSpec) -> Path:
-    """The cache file of an index and a spec."""
-    return cache_folder() / "decoded-images" / f"{index.root.name[:40]}-{cache_digest(index, spec)}.pixels"
+    """The cache file of an index and a spec: another one if anything differs that decides which image is where."""
+    facts = VERSION, spec.image_size, spec.resize, spec.factor, index.fingerprint()
+    digest = blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+    return cache_folder() / "decoded-images" / f"{index.root.name[:40]}-{digest}.pixels"
 
 
 def open_cache_file(path: Path) -> int:
@@ -475,8 +472,7 @@ def _free_bytes(path: Path, others: Mapping[Path, tuple[int, int]]) -> int:
         with contextlib.suppress(ValueError):
             limit_gib = float(value)
         if not 0 <= limit_gib < 2**40:
-            fix = "set it to 0 or more, or unset it"
-            raise ConfigError(f"{LIMIT_ENV_VAR}={value!r} is not a number of GiB.", fix=fix)
+            raise make_error(ConfigError, "cache-limit-not-a-number", limit_env_var=LIMIT_ENV_VAR, value=value)
         limit_bytes = int(limit_gib * 2**30)
     else:
         taken = sum(disk_bytes for disk_bytes, _ in _other_cache_files(directory / "none").values())
@@ -509,7 +505,3 @@ def is_unused(file: Path, *, remove: bool = False) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def _format_bytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"

@@ -39,6 +39,7 @@ from stoker.data.loading.samples import (
     compute_max_boxes,
 )
 from stoker.data.loading.stats import Counters
+from stoker.data.validation.problems import make_error
 from stoker.errors import DataError, ObjectMissing, PreflightError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, SideStream
@@ -174,12 +175,7 @@ def unavailable_reason(device: Device) -> str | None:
 def require_device_decoder(device: Device) -> None:
     """Raises PreflightError where a device cannot decode images."""
     if (cause := unavailable_reason(device)) is not None:
-        raise PreflightError(
-            f"--jpeg-decoder nvjpeg: {device.name} cannot decode images.",
-            cause=cause,
-            choices=("cpu",),
-            fix="--jpeg-decoder cpu in a new run; a run that began with nvjpeg continues where nvJPEG is available",
-        )
+        raise make_error(PreflightError, "device-cannot-decode", choices=["cpu"], cause=cause, name=device.name)
 
 
 def choose_decoder(host_per_s: float, step_per_s: float, device_fraction: float) -> tuple[JpegDecoder, str]:

@@ -37,7 +37,7 @@ from stoker.data.loading.stats import (
     split_wait,
 )
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, Prefetcher, WorkerPool, iter_rank_positions
-from stoker.data.validation.problems import max_bad_images
+from stoker.data.validation.problems import make_error, max_bad_images
 from stoker.errors import CheckpointError, DataError, StorageError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import ReadyEvent
@@ -150,13 +150,8 @@ class BatchFinalizer:
             for k in bad_indices[:5]
         ]
         more = [f"and {len(bad_indices) - len(examples):,} more"] if len(bad_indices) > len(examples) else []
-        return DataError(
-            message,
-            location=self._index.source,
-            cause="\n          ".join(examples + more),
-            fix=f"`stoker data check {self._index.source}` lists all of them: repair them, remove them from the"
-            " annotations, or allow more with --max-bad-fraction; if all are gone, check the path and the mount",
-        )
+        place, cause = self._index.source, "\n          ".join(examples + more)
+        return make_error(DataError, "unusable-images", place, cause=cause, message=message, data=place)
 
 
 def _one_line_message(error: Exception) -> str:
@@ -273,11 +268,7 @@ class Loader:
             ("[--shuffle-buffer, --batch-size] of shards", state.get("shards"), samples.shard_mixing),
         ):
             if saved != expected:
-                raise CheckpointError(
-                    f"The {what} is {expected}, the saved state was made with {saved}.",
-                    cause="the saved position means other images now",
-                    fix="restore the data set or the setting, or start a new run",
-                )
+                raise make_error(CheckpointError, "other-loader-state", what=what, expected=expected, saved=saved)
         self._seek(int(state["position"]))
         self._samples.quarantined.clear()
         self._samples.quarantined.update(

@@ -44,6 +44,7 @@ from stoker.data.loading.buffers import (
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
+from stoker.data.validation.problems import make_error
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
 from stoker.hardware.cgroup import Cgroup
 
@@ -135,10 +136,8 @@ class WorkerProcesses:
                     )
                 except OSError as error:
                     self.finalizer()
-                    raise PreflightError(
-                        "A worker process of the loader cannot be started.",
-                        cause=error.strerror or str(error),
-                        fix="--worker-processes 0 loads with threads only",
+                    raise make_error(
+                        PreflightError, "worker-not-started", cause=error.strerror or str(error)
                     ) from error
                 self._children.append(child)
 
@@ -168,18 +167,10 @@ class WorkerProcesses:
         killed = code == -signal.SIGKILL
         oom_kills = Cgroup().oom_kills()
         if killed and oom_kills is not None and oom_kills > (self._oom_kills or 0):
-            return OutOfMemoryError(
-                "The kernel killed a worker process of the loader, as memory ran out.",
-                location=location,
-                fix="--workers or --batch-size with a smaller number; --worker-processes 0 takes less memory",
-            )
+            return make_error(OutOfMemoryError, "worker-out-of-memory", location)
         what = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        return StokerError(
-            f"A worker process of the loader {what}.",
-            location=location,
-            cause="memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr",
-            fix="the same command continues the run; --worker-processes 0 loads with threads only",
-        )
+        cause = "memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr"
+        return make_error(StokerError, "worker-ended", location, cause=cause, how=what)
 
     def control_fds(self) -> list[int]:
         return [control_socket.fileno() for control_socket, _ in self._controls]
@@ -296,10 +287,6 @@ class ProcessPool:
                 self._generation, count, self._group_size, self._fair_share, self._samples.quarantined,
             )  # fmt: skip
 
-    def _send_all(self, request: str, *arguments: Any) -> None:
-        for process in range(self._processes.count):
-            self._processes.send(process, request, self._number, *arguments)
-
     def _threads_per_process(self, workers: int) -> list[int]:
         count = self._processes.count
         return [max(1, workers // count + (process < workers % count)) for process in range(count)]
@@ -406,7 +393,8 @@ class ProcessPool:
         if not self.stopped:
             self.stopped = True
             with contextlib.suppress(StokerError):  # one that has died has stopped, too
-                self._send_all("stop")
+                for process in range(self._processes.count):
+                    self._processes.send(process, "stop", self._number)
 
     def join(self) -> None:
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S

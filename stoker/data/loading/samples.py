@@ -32,7 +32,7 @@ from stoker.data.images.headers import Header, parse_header
 from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
 from stoker.data.loading.stats import DECODING, READ, Counters
-from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
+from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION, make_error
 from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError
 
 if TYPE_CHECKING:  # worker processes do without torch
@@ -547,5 +547,4 @@ def _check_size(header_size: tuple[int, int], annotated_size: tuple[int, int], p
     )
     if header_size == annotated_size[::-1]:
         cause += ": it was rotated after it was annotated, or its EXIF orientation was lost"
-    fix = "restore the image that was annotated, or annotate this one"
-    raise DataError("The image has another size than its annotations say.", location=path, cause=cause, fix=fix)
+    raise make_error(DataError, "other-size-than-annotated", path, cause=cause)

@@ -393,14 +393,11 @@ def _image_warnings(
     if suffix in KNOWN_SUFFIXES and suffix not in SUFFIXES[header.image_format]:
         yield "misnamed-image", header.image_format.upper()
     mode, _, bit_depth = _mode(data, header).partition(";")
-    if mode in GRAY_MODES:
-        yield "gray-image", ""
-    if mode == "CMYK":
-        yield "cmyk-image", ""
-    if bit_depth.startswith("16"):
-        yield "deep-image", ""
-    if mode in ALPHA_MODES:
-        yield "transparent-image", ""
+    kinds = {
+        "gray-image": mode in GRAY_MODES, "cmyk-image": mode == "CMYK", "deep-image": bit_depth.startswith("16"),
+        "transparent-image": mode in ALPHA_MODES,
+    }  # fmt: skip
+    yield from ((kind, "") for kind, is_so in kinds.items() if is_so)
 
 
 def _mode(data: bytes, header: Header) -> str:

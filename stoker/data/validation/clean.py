@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable
-from stoker.data.validation.problems import ProblemCollector, count_of_all
+from stoker.data.validation.problems import ProblemCollector, count_of_all, make_error
 from stoker.errors import DataError, UsageError, nearest
 
 TRAIN, VAL, TEST = range(3)
@@ -60,13 +60,8 @@ def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> Annotation
         return table
     for position, name in enumerate(classes):
         if name not in table.class_names:
-            closest = nearest(name, table.class_names)
-            raise UsageError(
-                f"--classes {name}: the data set has no such class"
-                + (f"; did you mean {closest!r}?" if closest else "."),
-                choices=table.class_names[:100],
-                fix="names are case-sensitive; one with spaces needs quotes",
-            )
+            hint = f"; did you mean {closest!r}?" if (closest := nearest(name, table.class_names)) else "."
+            raise make_error(UsageError, "no-such-class", choices=table.class_names[:100], name=name, hint=hint)
         if name in classes[:position]:
             raise UsageError(f"--classes {name}: named twice.", fix="name every class once")
     label_map = np.array([classes.index(name) if name in classes else -1 for name in table.class_names], np.int32)
@@ -146,12 +141,8 @@ def drop_images_without_boxes_left(
     for image_index in np.flatnonzero(is_lost).tolist():
         problems.add("no-box-left", f"{table.image_path(image_index)}: {table.num_bad_boxes[image_index]} left out")
     if len(is_lost) and is_lost.all():
-        raise DataError(
-            "Every image lost all of its boxes.",
-            location=table.image_path(0) + " and all others",
-            cause=problems.describe(),
-            fix="correct the boxes, or check that these are detection annotations",
-        )
+        location = f"{table.image_path(0)} and all others"
+        raise make_error(DataError, "no-image-left", location, cause=problems.describe())
     lost_boxes = {
         name: int(table.num_bad_boxes[is_lost & (table.split == split_index)].sum())
         for split_index, name in enumerate(SPLITS)
@@ -320,8 +311,7 @@ def assign_listed_splits(
         for entry in entries:
             if split_by_name.setdefault(entry, split_index) != split_index:
                 other = SPLITS[split_by_name[entry]]
-                fix = f"remove it from {other}.txt or from {name}.txt"
-                raise DataError("An image is in the lists of two splits.", location=f"{file}: {entry}", fix=fix)
+                raise make_error(DataError, "image-in-two-lists", f"{file}: {entry}", other=other, name=name)
     names = [os.path.relpath(root / table.image_path(i), root) for i in range(len(table.file_names))]
     split = np.array([split_by_name.get(name, UNASSIGNED) for name in names], np.int8)
     seen: set[str] = set()
@@ -330,14 +320,9 @@ def assign_listed_splits(
             split[image_index] = UNASSIGNED
         seen.add(name)
     if not (split != UNASSIGNED).any():
-        raise DataError(
-            "The lists of the splits name no image of the data set.",
-            location=folder,
-            cause=f"{num_listed:,} lines; the images are called {', '.join(names[:2])}, …"
-            if num_listed
-            else "there is no train.txt, val.txt or test.txt, or they are empty",
-            fix=f"`stoker data split {root} OUT` writes lists",
-        )
+        cause = f"{num_listed:,} lines; the images are called {', '.join(names[:2])}, …"
+        cause = cause if num_listed else "there is no train.txt, val.txt or test.txt, or they are empty"
+        raise make_error(DataError, "lists-name-no-image", folder, cause=cause, root=root)
     for name in sorted(seen - split_by_name.keys()):
         problems.add("not-in-a-split", name)
     num_absent = len(split_by_name.keys() - seen)
@@ -352,12 +337,8 @@ def check_splits_and_classes(table: AnnotationTable, problems: ProblemCollector,
     Raises DataError when the training split has no boxes, unless `allow_empty`."""
     labels, box_split = table.labels[~table.crowd], table.split[table.image_index[~table.crowd]]
     if not allow_empty and (table.split == TRAIN).any() and not (box_split == TRAIN).any():
-        raise DataError(
-            "The training split has no boxes.",
-            location=table.image_path(int(np.flatnonzero(table.split == TRAIN)[0])) + " and all others",
-            cause=problems.describe(),
-            fix="check that these are detection annotations, with boxes",
-        )
+        location = f"{table.image_path(int(np.flatnonzero(table.split == TRAIN)[0]))} and all others"
+        raise make_error(DataError, "no-training-boxes", location, cause=problems.describe())
     for split_index, name in enumerate(SPLITS):
         num_images = int((table.split == split_index).sum())
         if split_index != TEST and not (box_split == split_index).any():

@@ -44,12 +44,10 @@ class ProblemKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where it is not that of the action."""
 
 
-def _read_kinds() -> dict[str, ProblemKind]:
-    text = (resources.files("stoker.data.validation") / "problems.toml").read_text(encoding="utf-8")
-    return msgspec.toml.decode(text, type=dict[str, ProblemKind])
-
-
-PROBLEM_KINDS = _read_kinds()
+PROBLEM_KINDS = msgspec.toml.decode(
+    (resources.files("stoker.data.validation") / "problems.toml").read_text(encoding="utf-8"),
+    type=dict[str, ProblemKind],
+)
 """In the order of reports."""
 
 
@@ -157,12 +155,13 @@ def make_error(
     *,
     choices: Iterable[object] = (),
     cause: str | None = None,
+    fix: str | None = None,
     **values: object,
 ) -> Error:
-    """The error of a row of `errors.toml`. cause: where the row has none; values: those that its texts name."""
+    """The error of a row of `errors.toml`. cause, fix: where the row has none; values: those that its texts name."""
     row = error_texts()[key]
     cause = row.cause.format(**values) if row.cause else cause
-    fix = row.fix.format(**values) if row.fix else None
+    fix = row.fix.format(**values) if row.fix else fix
     return kind(row.what.format(**values), location=location, choices=choices, cause=cause, fix=fix)
 
 

@@ -22,6 +22,7 @@ from PIL import Image
 from stoker.data.formats.tables import SPLITS
 from stoker.data.index import Index
 from stoker.data.validation.clean import stratify
+from stoker.data.validation.problems import make_error
 from stoker.errors import UsageError
 from stoker.storage.local_files import write_atomic
 
@@ -154,9 +155,7 @@ def group_by_name(names: list[str], pattern: str) -> list[int]:
         key: object = position if match is None else match.groups() or match[0]
         groups.append(number_by_key.setdefault(key, len(number_by_key)))
     if not num_matches:
-        raise UsageError(
-            f"--group-by {pattern!r} matches no image.", cause=f"they are called {', '.join(names[:3])}, …"
-        )
+        raise make_error(UsageError, "group-by-without-match", pattern=pattern, listed=", ".join(names[:3]))
     return groups
 
 

@@ -34,14 +34,10 @@ def check_sources(
             reason = reason_of(error)
             found.append(describe("source_unreadable", str(path), severity=severity, name=path.name, reason=reason))
 
-    image = Image()
-
-    def read_dockerfile(path: Path) -> None:
-        nonlocal image
-        image = read_image(path, given=requirements)
-
+    images: list[Image] = []
     if dockerfile is not None:
-        attempt(dockerfile, read_dockerfile)
+        attempt(dockerfile, lambda path: images.append(read_image(path, given=requirements)))
+    image = images[0] if images else Image()
     if requirements is not None and requirements.resolve() not in image.read_files:
         attempt(requirements, lambda path: image.add_requested(path, name=str(path), options=Options()))
     image.driver = driver
