@@ -186,22 +186,29 @@ def _indent(text: str) -> int:
     return len(text) - len(text.lstrip())
 
 
-_LOSS_PATTERN = re.compile(
-    r"(?<![\w/])([\w/]{0,60}loss\w{0,40})['\"]?\s{0,8}[:=]\s{0,8}['\"]?(nan\b|[-+]?inf\b|[-+]?\d)", re.IGNORECASE
-)
-
-
-def find_nan_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
-    """The last line of each loss that was NaN at the end; a loss that became finite again does not count. Such jobs
-    also end with exit code 0."""
-    latest: dict[str, tuple[LogLine, bool]] = {}
-    for line in lines:
-        for match in _LOSS_PATTERN.finditer(line.text):
-            latest[match[1]] = (line, match[2].lower() == "nan")
-    return list(dict.fromkeys(line for line, is_nan in latest.values() if is_nan))
-
-
 _LINES = msgspec.convert(read_toml("output_lines.toml"), dict[str, tuple[str, ...]])
+_LOSS_PATTERNS = [re.compile(pattern, re.IGNORECASE) for pattern in _LINES["loss"]]
+_WHOLE_LOSSES = ("loss", "total_loss", "train_loss", "loss/total_loss")
+"""Names of the loss that is minimized, in lower case."""
+_NON_FINITE = re.compile(r"nan|inf", re.IGNORECASE)
+
+
+def find_non_finite_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
+    """The last line of each training loss that was NaN or infinite at the end; a loss that became finite again does
+    not count, neither does a single infinite one after finite ones (loss scaling skips that step), nor a part of a loss
+    that is finite. Such jobs also end with exit code 0."""
+    latest: dict[str, tuple[LogLine, bool, bool]] = {}  # line, whether it is not finite, whether it counts
+    for line in lines:
+        values = {match.groupdict().get("name", "loss").lower(): match["value"]
+                  for pattern in _LOSS_PATTERNS for match in pattern.finditer(line.text)}  # fmt: skip
+        for name in [name for name in values if name in _WHOLE_LOSSES] or values:
+            is_non_finite = _NON_FINITE.search(values[name]) is not None
+            was_finite = name in latest and not latest[name][1]
+            counts = is_non_finite and not (was_finite and "nan" not in values[name].lower())
+            latest[name] = line, is_non_finite, counts
+    return list(dict.fromkeys(line for line, _, counts in latest.values() if counts))
+
+
 _PROGRESS_PATTERN = re.compile("|".join(_LINES["progress"]), re.IGNORECASE)
 _NORMAL_END_PATTERN = re.compile("|".join(_LINES["normal_end"]), re.IGNORECASE)
 SECONDARY_ERROR = re.compile("|".join(_LINES["secondary_error"]))

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Lines that training programs of others printed, with what a reader of each says: the step, its total, the epoch, the
 loss, the learning rate and the images per second. The lines are from public logs, READMEs and threads that show the
 output of the program named."""
@@ -46,6 +47,10 @@ LINES: list[tuple[str, str, dict[str, float]]] = [
     ("Keras' guide to GradientTape", "Training loss (for one batch) at step 200: 2.1698", {"step": 200, "loss": 2.1698}),
     ("Keras' guide, diverged", "Training loss (for one batch) at step 10: nan", {"step": 10, "loss": nan}),
     ("insightface", "Training: 2271.33 samples/sec   Loss 1.1624   LearningRate 0.2000   Epoch: 0   Global Step: 100", {"step": 100, "epoch": 0, "loss": 1.1624, "lr": 0.2, "img_s": 2271.33}),
+    ("a loop that prints tensors", "Epoch 3, step 20, loss: tensor(1.25, device='cuda:0', grad_fn=<NllLossBackward0>)", {"step": 20, "epoch": 3, "loss": 1.25}),
+    ("a loop of JAX", "step=40 loss=Array(nan, dtype=float32)", {"step": 40, "loss": nan}),
+    ("a loop that prints both losses", "Epoch 7: train loss: 0.5, val loss: 0.75", {"epoch": 7, "loss": 0.5}),
+    ("a loop that prints both in words", "iter 250 train loss 0.5 val loss 0.75", {"step": 250, "loss": 0.5}),
     ("tf.estimator", "INFO:tensorflow:loss = 76982.47, step = 101 (1.080 sec)", {"step": 101, "loss": 76982.47}),
     ("TF-Slim", "INFO:tensorflow:global step 1: loss = 18.2354 (21.366 sec/step)", {"step": 1, "loss": 18.2354}),
     ("TensorFlow's CIFAR-10", "INFO:tensorflow:Worker 0: 2016-04-13 01:58:40.342404: step 0, loss = 12.97(0.0 examples/sec; 65.428  sec/batch)", {"step": 0, "loss": 12.97, "img_s": 0.0}),
