@@ -141,21 +141,38 @@ def strip_rank_prefix(text: str) -> str:
 
 def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
     """(first, last) line index of each; chained ones ("during handling of …") are one. The last line is that of the
-    exception: the first that is not indented more than the header."""
+    exception: the first that looks like one among those that are not indented more than the header, so that what the
+    job printed in between is not taken for it; without one in the next lines, the first of them."""
     spans: list[tuple[int, int]] = []
     start: int | None = None
     header_indent, is_chained = 0, False
+    first_foreign: int | None = None
     for index, line in enumerate(lines):
         text = strip_rank_prefix(line.text)
         if text.startswith("Traceback (most recent call last)"):
+            if start is not None and first_foreign is not None:
+                spans.append((start, first_foreign))
             start = spans.pop()[0] if is_chained and spans else index
-            header_indent, is_chained = _indent(line.text), False
+            header_indent, is_chained, first_foreign = _indent(line.text), False, None
         elif text.startswith(("During handling of the above", "The above exception was the direct")):
             is_chained = True
         elif start is not None and text and _indent(line.text) <= header_indent:
-            spans.append((start, index))
-            start = None
+            first_foreign = index if first_foreign is None else first_foreign
+            if _EXCEPTION_LINE.match(text) or index - first_foreign >= _MAX_FOREIGN_LINES:
+                spans.append((start, index if _EXCEPTION_LINE.match(text) else first_foreign))
+                start = None
+    if start is not None and first_foreign is not None:
+        spans.append((start, first_foreign))
     return spans
+
+
+_EXCEPTION_LINE = re.compile(
+    r"(?:\| )?(?:(?:\w{1,100}\.){1,20}[A-Z]\w{0,100}|(?:\w{1,100}\.){0,20}\w{0,100}(?:[Ee]rror|[Ee]xception)"
+    r"|[A-Z]\w{0,50}[a-z]\w{0,50}[A-Z]\w{0,50})(?::(?: |$)|\s?$)"
+)
+"""`Name: text` or a name alone: with its module, or called error, or of several words (KeyboardInterrupt)."""
+_MAX_FOREIGN_LINES = 20
+"""Lines of other threads or of stdout within a traceback, at most (heuristic)."""
 
 
 _IGNORED_EXCEPTION = re.compile(r"Exception ignored (in|on|while)\b|Retry attempt failed:")

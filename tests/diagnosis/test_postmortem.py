@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns, strip_rank_prefix
+from stoker.diagnosis.endings import UNEXPLAINED, endings, find_tracebacks, line_patterns, strip_rank_prefix
 from stoker.diagnosis.engine import diagnose
 from stoker.diagnosis.postmortem import _find_matches, explain
 from stoker.diagnosis.reader import read_run
@@ -597,3 +597,25 @@ def test_lines_are_recognized_together_as_each_one_alone(texts: list[str]) -> No
         if (first := next(known, None)) is not None:
             one_by_one.append((line, first))
     assert [(match.line, match.ending.id) for match in _find_matches(lines)] == one_by_one
+
+
+FRAMES = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
+
+
+@pytest.mark.parametrize(("between", "error"), [
+    ("epoch 3 done in 12 s\n", "ValueError: seven"),
+    ("[rank1]: waiting\nsaving the model ...\n 10%|█    | 1/10 [00:01<00:09]\n", "my.pkg.BadLabel: 12 is no class"),
+    ("step 3 of 90 took 0.2 s\n", "KeyboardInterrupt"),
+    ("step 3 of 90 took 0.2 s\n", "botocore.errorfactory.error: slow down"),
+    ("", "AssertionError"),
+    ("", "subprocess.TimeoutExpired: Command 'a' timed out after 3 seconds"),
+])  # fmt: skip
+def test_what_the_job_printed_within_a_traceback_is_not_its_error(between: str, error: str) -> None:
+    lines = split_log_lines((FRAMES + between + error + "\nbye\n").encode(), "job.log")
+    ((_, last),) = find_tracebacks(lines)
+    assert lines[last].text == error
+
+
+def test_a_traceback_without_a_line_of_an_exception_ends_at_its_first_line() -> None:
+    lines = split_log_lines((FRAMES + "it went wrong\n" * 40).encode(), "job.log")
+    assert find_tracebacks(lines) == [(0, 3)]
