@@ -141,21 +141,38 @@ def strip_rank_prefix(text: str) -> str:
 
 def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
     """(first, last) line index of each; chained ones ("during handling of …") are one. The last line is that of the
-    exception: the first that is not indented more than the header."""
+    exception: the first that looks like one among those that are not indented more than the header, so that what the
+    job printed in between is not taken for it; without one in the next lines, the first of them."""
     spans: list[tuple[int, int]] = []
     start: int | None = None
     header_indent, is_chained = 0, False
+    first_foreign: int | None = None
     for index, line in enumerate(lines):
         text = strip_rank_prefix(line.text)
         if text.startswith("Traceback (most recent call last)"):
+            if start is not None and first_foreign is not None:
+                spans.append((start, first_foreign))
             start = spans.pop()[0] if is_chained and spans else index
-            header_indent, is_chained = _indent(line.text), False
+            header_indent, is_chained, first_foreign = _indent(line.text), False, None
         elif text.startswith(("During handling of the above", "The above exception was the direct")):
             is_chained = True
         elif start is not None and text and _indent(line.text) <= header_indent:
-            spans.append((start, index))
-            start = None
+            first_foreign = index if first_foreign is None else first_foreign
+            if _EXCEPTION_LINE.match(text) or index - first_foreign >= _MAX_FOREIGN_LINES:
+                spans.append((start, index if _EXCEPTION_LINE.match(text) else first_foreign))
+                start = None
+    if start is not None and first_foreign is not None:
+        spans.append((start, first_foreign))
     return spans
+
+
+_EXCEPTION_LINE = re.compile(
+    r"(?:\| )?(?:(?:\w{1,100}\.){1,20}[A-Z]\w{0,100}|(?:\w{1,100}\.){0,20}\w{0,100}(?:[Ee]rror|[Ee]xception)"
+    r"|[A-Z]\w{0,50}[a-z]\w{0,50}[A-Z]\w{0,50})(?::(?: |$)|\s?$)"
+)
+"""`Name: text` or a name alone: with its module, or called error, or of several words (KeyboardInterrupt)."""
+_MAX_FOREIGN_LINES = 20
+"""Lines of other threads or of stdout within a traceback, at most (heuristic)."""
 
 
 _IGNORED_EXCEPTION = re.compile(r"Exception ignored (in|on|while)\b|Retry attempt failed:")
@@ -186,22 +203,29 @@ def _indent(text: str) -> int:
     return len(text) - len(text.lstrip())
 
 
-_LOSS_PATTERN = re.compile(
-    r"(?<![\w/])([\w/]{0,60}loss\w{0,40})['\"]?\s{0,8}[:=]\s{0,8}['\"]?(nan\b|[-+]?inf\b|[-+]?\d)", re.IGNORECASE
-)
-
-
-def find_nan_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
-    """The last line of each loss that was NaN at the end; a loss that became finite again does not count. Such jobs
-    also end with exit code 0."""
-    latest: dict[str, tuple[LogLine, bool]] = {}
-    for line in lines:
-        for match in _LOSS_PATTERN.finditer(line.text):
-            latest[match[1]] = (line, match[2].lower() == "nan")
-    return list(dict.fromkeys(line for line, is_nan in latest.values() if is_nan))
-
-
 _LINES = msgspec.convert(read_toml("output_lines.toml"), dict[str, tuple[str, ...]])
+_LOSS_PATTERNS = [re.compile(pattern, re.IGNORECASE) for pattern in _LINES["loss"]]
+_WHOLE_LOSSES = ("loss", "total_loss", "train_loss", "loss/total_loss")
+"""Names of the loss that is minimized, in lower case."""
+_NON_FINITE = re.compile(r"nan|inf", re.IGNORECASE)
+
+
+def find_non_finite_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
+    """The last line of each training loss that was NaN or infinite at the end; a loss that became finite again does
+    not count, neither does a single infinite one after finite ones (loss scaling skips that step), nor a part of a loss
+    that is finite. Such jobs also end with exit code 0."""
+    latest: dict[str, tuple[LogLine, bool, bool]] = {}  # line, whether it is not finite, whether it counts
+    for line in lines:
+        values = {match.groupdict().get("name", "loss").lower(): match["value"]
+                  for pattern in _LOSS_PATTERNS for match in pattern.finditer(line.text)}  # fmt: skip
+        for name in [name for name in values if name in _WHOLE_LOSSES] or values:
+            is_non_finite = _NON_FINITE.search(values[name]) is not None
+            was_finite = name in latest and not latest[name][1]
+            counts = is_non_finite and not (was_finite and "nan" not in values[name].lower())
+            latest[name] = line, is_non_finite, counts
+    return list(dict.fromkeys(line for line, _, counts in latest.values() if counts))
+
+
 _PROGRESS_PATTERN = re.compile("|".join(_LINES["progress"]), re.IGNORECASE)
 _NORMAL_END_PATTERN = re.compile("|".join(_LINES["normal_end"]), re.IGNORECASE)
 SECONDARY_ERROR = re.compile("|".join(_LINES["secondary_error"]))

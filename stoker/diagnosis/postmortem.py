@@ -18,7 +18,7 @@ from stoker.diagnosis.endings import (
     LinePattern,
     drop_ignored_exceptions,
     endings,
-    find_nan_losses,
+    find_non_finite_losses,
     find_normal_end,
     find_progress,
     find_thread_exceptions,
@@ -81,7 +81,7 @@ def explain(termination: Termination) -> list[Finding]:
     """What ended the job first, then other failures in its output. Empty if it ended well."""
     termination = dataclasses.replace(termination, output=drop_ignored_exceptions(termination.output))
     matches = _find_matches(termination.output)
-    nan_losses = find_nan_losses(termination.output)
+    bad_losses = find_non_finite_losses(termination.output)
     normal_end = _find_normal_end(termination, matches)
     findings: list[Finding] = []
     if normal_end is not None:
@@ -89,10 +89,10 @@ def explain(termination: Termination) -> list[Finding]:
         evidence = [_quote(normal_end), make_evidence(text, source=normal_end.source)]
         findings = [_make_finding("ended_without_record", evidence, severity="info")]
     elif termination.exit_code != 0:
-        findings = _explain_end(termination, matches, nan_losses)
-    if nan_losses and all(finding.id != "diverged" for finding in findings):
+        findings = _explain_end(termination, matches, bad_losses)
+    if bad_losses and all(finding.id != "diverged" for finding in findings):
         findings.insert(
-            0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(nan_losses))
+            0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(bad_losses))
         )
     remarks = {match.ending.id: match.ending for match in matches if match.ending.role == "remark"}
     for remark in sorted(remarks.values(), key=_rank):
@@ -128,12 +128,12 @@ def _find_normal_end(termination: Termination, matches: list[_Match]) -> LogLine
     return None if has_failed else termination.output[index]
 
 
-def _explain_end(termination: Termination, matches: list[_Match], nan_losses: list[LogLine]) -> list[Finding]:
+def _explain_end(termination: Termination, matches: list[_Match], bad_losses: list[LogLine]) -> list[Finding]:
     """What ended a job that did not end well: a fault in its output before a request to stop."""
     verdict = _explain_signal(termination, matches)
     if verdict is not None and verdict.id != "killed" and endings()[verdict.id].role != "stop":
         return [verdict]
-    reasons = _find_reasons(termination, matches, nan_losses)
+    reasons = _find_reasons(termination, matches, bad_losses)
     if verdict is None:
         return reasons or [_explain_last_lines(termination, matches)]
     reasons = [finding for finding in reasons if endings()[finding.id].role != "consequence"]
@@ -199,7 +199,7 @@ def _memory_full_evidence(termination: Termination) -> list[Evidence]:
     return [make_evidence(text, fraction, termination.samples_source)]
 
 
-def _find_reasons(termination: Termination, matches: list[_Match], nan_losses: list[LogLine]) -> list[Finding]:
+def _find_reasons(termination: Termination, matches: list[_Match], bad_losses: list[LogLine]) -> list[Finding]:
     """What the output says of the end: a fault, then the request to stop that came after it. Empty: nothing."""
     lines = termination.output
     progress = find_progress(lines)
@@ -214,8 +214,8 @@ def _find_reasons(termination: Termination, matches: list[_Match], nan_losses: l
     first_stop = min((match.line_index for match in stops), default=len(lines))
     before = [match for match in decisive if match.ending.role != "stop" and match.line_index < first_stop]
     fault = _find_fault(termination, before, matches, progress, spans, first_stop)
-    if fault is None and nan_losses:
-        fault = _make_finding("diverged", _quote_lines(nan_losses) + _end_evidence(termination))
+    if fault is None and bad_losses:
+        fault = _make_finding("diverged", _quote_lines(bad_losses) + _end_evidence(termination))
     stop = [_finding_from_matches(termination, stops, matches)] if stops else []
     if fault is None and not stop:
         counting = decisive if termination.exit_code is not None else late

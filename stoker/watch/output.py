@@ -1,7 +1,8 @@
 """Progress from a training job's output: pure functions, a line in, `Progress` or None out; and windows of them.
 
 Supported are the TF Object Detection API, Keras, torchvision's MetricLogger, Ultralytics, Lightning, the Hugging Face
-Trainer, and plain `loss=` or `loss:`; the patterns are in `knowledge/progress_lines.toml`. None of them matches prose:
+Trainer, JSON, the layouts of some 30 other programs (tests/watch/test_log_lines.py has a line of each), and plain
+`loss=` or `loss:`; the patterns are in `knowledge/progress_lines.toml`. None of them matches prose:
 a loss counts only as a number after its name, in a line that also has a step counter, or has only such pairs.
 `LineSplitter` makes lines from bytes, `ProgressWindows` adds the values up.
 """
@@ -70,8 +71,9 @@ _BREAK = re.compile(r"[\r\n\b]+")
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
-_SPACES = re.compile(r"\s{2,}+")
-_KEYWORD = re.compile(r"%|loss|epoch|step|learning_rate", re.IGNORECASE)
+_SPACES = re.compile(r"\s{2,}+|#011")
+"""`#011` is a tab in the logs of SageMaker."""
+_KEYWORD = re.compile(r"%|loss|epoch|step|learning_rate|train| rate,", re.IGNORECASE)
 """What every line of progress contains: most other lines end here."""
 
 _TABLE = read_toml("progress_lines.toml")
@@ -124,20 +126,26 @@ def parse_number(text: str) -> float:
 
 def parse_dict(line: str) -> Progress | None:
     """A dict of numbers, or one line of it: the Hugging Face Trainer's, the TF Object Detection API's losses."""
+    line = line.replace('"', "'")
     start = _PARTS["dict_start"].match(line)
     position = end = start.end() if start is not None else 0
     while (entry := _PARTS["dict_entry"].match(line, end)) is not None:
         end = entry.end()
     if end == position or not _PARTS["dict_end"].match(line, end):
         return None
-    pairs = dict(_PARTS["dict_pair"].findall(line))
-    losses = {
-        "total" if name in ("loss", "Loss/total_loss") else name.removeprefix("Loss/"): parse_number(value)
-        for name, value in pairs.items()
-        if name == "loss" or name.startswith("Loss/")
-    }
-    lr, grad_norm = (parse_number(pairs[name]) if name in pairs else None for name in ("learning_rate", "grad_norm"))
-    return Progress(losses=losses, lr=lr, grad_norm=grad_norm) if losses or lr is not None else None
+    pairs = {name: parse_number(value) for name, value in _PARTS["dict_pair"].findall(line)}
+    losses = _losses(pairs)
+    step, epoch = _PARTS["dict_step"].search(line), _PARTS["dict_epoch"].search(line)
+    if _PARTS["dict_summary"].search(line) or (not losses and _find_lr(pairs) is None):
+        return None
+    return Progress(
+        step=int(step[1]) if step else None,
+        total_steps=int(step[2]) if step and step[2] else None,
+        epoch=int(epoch[1]) if step and epoch else None,
+        losses=losses,
+        lr=_find_lr(pairs),
+        grad_norm=_find_grad_norm(pairs),
+    )
 
 
 def parse_layout(line: str) -> Progress | None:
@@ -147,10 +155,10 @@ def parse_layout(line: str) -> Progress | None:
 
 
 def _layout_progress(group: dict[str, str | None]) -> Progress | None:
-    text = group.get("pairs_with_loss") or group.get("pairs") or ""
-    pairs = _pairs(text)
-    if words := group.get("words"):
-        pairs = {name.lower(): parse_number(value) for name, value in _PARTS["word_pair"].findall(words)}
+    words = group.get("words") or ""
+    text = group.get("pairs_with_loss") or group.get("pairs") or words
+    pairs = {name.lower(): parse_number(value) for name, value in _PARTS["word_pair"].findall(words)} | _pairs(text)
+    pairs |= {name: parse_number(group[name] or "") for name in ("loss", "lr") if group.get(name)}
     losses = _losses(pairs) | {
         f"loss_{n}": parse_number(value) for n, value in enumerate((group.get("losses") or "").split(), start=1)
     }
@@ -172,7 +180,8 @@ def _layout_progress(group: dict[str, str | None]) -> Progress | None:
         epoch=int(epoch) if epoch else None,
         losses=losses,
         lr=_find_lr(pairs),
-        img_per_s=pairs.get("img/s"),
+        grad_norm=_find_grad_norm(pairs),
+        img_per_s=_find_speed(text, pairs),
         step_s=step_s,
         input_wait_s=pairs.get("data") if "step_from_0" in group or words else None,
         is_bare_bar=is_tqdm and not losses and epoch is None,
@@ -182,8 +191,10 @@ def _layout_progress(group: dict[str, str | None]) -> Progress | None:
 
 def parse_plain(line: str) -> Progress | None:
     """`step 100 loss=0.53 lr: 0.001`, `iter 100: loss 0.53`: a loss, with a counter or only with such pairs."""
+    line = _PARTS["two_words"].sub(r"\1_\2", line)
     words = {name: parse_number(value) for name, value in _PARTS["loss_word"].findall(line)}
-    pairs = words | _pairs(line)
+    lr_word = {name: parse_number(value) for name, value in _PARTS["lr_word"].findall(line)}
+    pairs = words | lr_word | _pairs(line)
     losses = _losses(pairs)
     if not losses:
         return None
@@ -192,15 +203,14 @@ def parse_plain(line: str) -> Progress | None:
         (counter is None and epoch is None) or not (words or _PARTS["loss_value"].search(line))
     ):
         return None
-    speed = _PARTS["img_per_s"].search(line)
     return Progress(
         step=int(counter[1]) if counter else None,
         total_steps=int(counter[2]) if counter and counter[2] else None,
         epoch=int(epoch[1]) if epoch else None,
         losses=losses,
         lr=_find_lr(pairs),
-        grad_norm=pairs.get("grad_norm"),
-        img_per_s=parse_number(speed[1]) if speed else pairs.get("img/s"),
+        grad_norm=_find_grad_norm(pairs),
+        img_per_s=_find_speed(line, pairs),
     )
 
 
@@ -209,20 +219,33 @@ PARSERS: tuple[Callable[[str], Progress | None], ...] = (parse_layout, parse_dic
 
 
 def _pairs(text: str) -> dict[str, float]:
+    text = _PARTS["two_words"].sub(r"\1_\2", text)
     return {name: parse_number(value) for name, value in _PARTS["pair"].findall(text)}
 
 
 def _losses(pairs: dict[str, float]) -> dict[str, float]:
     """The training losses among the pairs; the whole loss is named `total`."""
-    return {
-        "total" if name.lower() in ("loss", "train_loss", "total_loss", "train/loss") else name: value
-        for name, value in pairs.items()
-        if "loss" in name.lower() and not name.lower().startswith(("val", "eval", "test"))
-    }
+    losses: dict[str, float] = {}
+    for name, value in pairs.items():
+        if _PARTS["loss_name"].match(name):
+            losses["total" if _PARTS["total_loss_name"].match(name) else name.removeprefix("Loss/")] = value
+    return losses
 
 
 def _find_lr(pairs: dict[str, float]) -> float | None:
-    return next((pairs[name] for name in ("learning_rate", "lr", "LR") if name in pairs), None)
+    """`lr` or `learning_rate`, else that of the first parameters."""
+    names = [name for name in pairs if _PARTS["lr_name"].match(name)]
+    return pairs[min(names, key=lambda name: not name.lower().startswith("l"))] if names else None
+
+
+def _find_grad_norm(pairs: dict[str, float]) -> float | None:
+    return next((value for name, value in pairs.items() if _PARTS["grad_norm_name"].match(name)), None)
+
+
+def _find_speed(text: str, pairs: dict[str, float]) -> float | None:
+    """Images per second."""
+    speed = _PARTS["img_per_s"].search(text)
+    return parse_number(speed[1]) if speed else pairs.get("img/s")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -343,7 +366,7 @@ class ProgressWindows:
     def _add_losses(self, losses: dict[str, float]) -> None:
         if losses and len(self._loss_columns) == len(losses) and all(name.startswith("loss_") for name in losses):
             losses = dict(zip(self._loss_columns, losses.values(), strict=True))
-            losses["total"] = sum(losses.values())
+            losses.setdefault("total", sum(losses.values()))
         for name, value in losses.items():
             if math.isfinite(value):
                 if name in self._losses or len(self._losses) < MAX_LOSSES:

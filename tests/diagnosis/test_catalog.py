@@ -13,7 +13,7 @@ from stoker.config.settings import SECTION_OF
 from stoker.diagnosis import causes
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Threshold
 from stoker.diagnosis.causes.gpu import find_xid
-from stoker.diagnosis.endings import endings
+from stoker.diagnosis.endings import Ending, endings
 from stoker.diagnosis.engine import CATALOG, RULES, catalog_hash
 from stoker.diagnosis.notes import NOTES
 from stoker.diagnosis.reference import all_entries, explain_id
@@ -151,6 +151,14 @@ def test_external_jobs_get_no_flags(cause: Cause) -> None:
     text = cause.external_fix or cause.fix
     assert not set(re.findall(r"--[a-z][a-z-]*", text)) & _flags_of_train()
     assert "STOKER_" not in text
+
+
+@pytest.mark.parametrize("ending", endings().values(), ids=lambda ending: ending.id)
+def test_endings_name_no_flag_of_stoker_and_promise_no_checkpoint(ending: Ending) -> None:
+    """They are those of any job: `--nproc-per-node` and others are of torchrun, docker and Slurm."""
+    assert not set(re.findall(r"--[a-z][a-z-]*", ending.fix)) & _flags_of_train() - {"--help"}
+    assert set(re.findall(r"`stoker ([a-z]+)", ending.fix)) <= {"watch", "why", "report", "check", "data"}
+    assert "continues from" not in ending.fix
 
 
 def test_no_two_causes_supersede_each_other() -> None:

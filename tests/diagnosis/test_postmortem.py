@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns, strip_rank_prefix
+from stoker.diagnosis.endings import UNEXPLAINED, endings, find_tracebacks, line_patterns, strip_rank_prefix
 from stoker.diagnosis.engine import diagnose
 from stoker.diagnosis.postmortem import _find_matches, explain
 from stoker.diagnosis.reader import read_run
@@ -237,19 +237,55 @@ def test_an_xid_belongs_to_the_job_if_it_names_it(pid: int, severity: str) -> No
     assert (fault.id, fault.severity, quoted(fault)[0]) == ("gpu_fault", severity, (XID, "dmesg:1"))
 
 
-@pytest.mark.parametrize(("text", "nan"), [
-    ("{'loss': 'nan', 'rate': '0.1'}", True),
-    ("Step 100: loss=nan", True),
-    ("INFO:tensorflow:{'Loss/total_loss': nan,\n 'Loss/regularization_loss': 0.1}", True),
-    ("9/30 - box_loss: 0.3 - loss: nan\nloss: 0.5", False),  # it recovered
-    ("loss: 0.3 nan_steps: 2", False),
-    ("nan", False),
-])  # fmt: skip
+DIVERGED = [
+    "{'loss': 'nan', 'rate': '0.1'}",
+    "Step 100: loss=nan",
+    "INFO:tensorflow:{'Loss/total_loss': nan,\n 'Loss/regularization_loss': 0.1}",
+    "196/196 [==============================] - 16s 59ms/step - loss: nan - accuracy: 0.1037 - val_loss: nan",
+    "Training loss (for one batch) at step 10: nan",
+    "epoch 3 loss: tf.Tensor(nan, shape=(), dtype=float32)",
+    "{'loss': nan, 'grad_norm': nan, 'learning_rate': 1e-4, 'epoch': 0.01}",
+    "Epoch 0:  75%|███████▌  | 3/4 [00:00<00:00, 25.43it/s, loss=nan, v_num=49]",
+    "Epoch: [0][200/518]\tBatch Time 0.9 (0.9)\tData Time 0.1 (0.1)\tLoss nan (nan)\t",
+    "epoch 3, loss=inf",
+    "step=40 loss=Array(nan, dtype=float32)",
+    "iter: 80 / 70000, total loss: nan",
+    'train_inner | {"epoch": 1, "loss": "inf", "num_updates": "9"}',
+    "      1/100      2.67G        nan        nan        nan        140       1024: 100%|████| 20/20 [00:13<00:00]",
+    "2025-06-23 16:34:10.173313: train_loss nan",
+]
+"""Lines that programs print whose loss is NaN or infinite; most of them are those of tests/watch/test_log_lines.py."""
+FINITE = [
+    "9/30 - box_loss: 0.3 - loss: nan\nloss: 0.5",  # it recovered
+    "loss: 0.3 nan_steps: 2",
+    "nan",
+    "all   128   929   nan   0.61   nan   0.4",  # a metric of a class without boxes
+    "AP of class boat: nan, loss: 0.4",
+    "Epoch 3: loss: 0.4, val_loss: nan",
+    "Epoch 3: train loss: 0.4, val loss: nan",
+    "step 1 loss: 0.5\nstep 2 loss: inf",  # loss scaling skips a single infinite step
+    "Epoch(train) [1][50/99] grad_norm: nan  loss: 59.1782  loss_cls: 21.0711",
+    "step 2 loss: 0.5 loss_mask: nan",  # no image has a mask
+    "step 1/21479 | loss 11.007906 (+nanz)| norm 16.3 (+nanz)",
+    "loss_scale: inf loss: 0.4",
+    "Loss NaN is what we look for in step 3 of this guide",
+]
+
+
+@pytest.mark.parametrize(("text", "nan"), [(text, True) for text in DIVERGED] + [(text, False) for text in FINITE])
 def test_a_nan_loss_at_the_end_is_found_with_exit_code_0(text: str, nan: bool) -> None:
     found = died(text, exit_code=0)
     assert [finding.id for finding in found] == (["diverged"] if nan else [])
     if nan:
-        assert quoted(found[0]) == [(text.partition("\n")[0], "job.log:1")]
+        assert quoted(found[0]) == [(text.partition("\n")[0].strip(), "job.log:1")]
+
+
+@pytest.mark.parametrize("exit_code", [KILLED, BY_TERM, -int(signal.SIGINT), 143, 130])
+@pytest.mark.parametrize("line", DIVERGED, ids=range(len(DIVERGED)))
+def test_a_stop_by_a_signal_never_comes_before_a_divergence(line: str, exit_code: int) -> None:
+    end = TRACEBACK + "KeyboardInterrupt\n" if exit_code in (-int(signal.SIGINT), 130) else ""
+    found = died("".join(f"step {n} took 0.2 s\n{line}\n" for n in range(9)) + end, exit_code=exit_code)
+    assert found[0].id == "diverged"
 
 
 @pytest.mark.parametrize(("gpu_used", "count"), [(None, 1), (False, 1), (True, 0)])
@@ -561,3 +597,25 @@ def test_lines_are_recognized_together_as_each_one_alone(texts: list[str]) -> No
         if (first := next(known, None)) is not None:
             one_by_one.append((line, first))
     assert [(match.line, match.ending.id) for match in _find_matches(lines)] == one_by_one
+
+
+FRAMES = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
+
+
+@pytest.mark.parametrize(("between", "error"), [
+    ("epoch 3 done in 12 s\n", "ValueError: seven"),
+    ("[rank1]: waiting\nsaving the model ...\n 10%|█    | 1/10 [00:01<00:09]\n", "my.pkg.BadLabel: 12 is no class"),
+    ("step 3 of 90 took 0.2 s\n", "KeyboardInterrupt"),
+    ("step 3 of 90 took 0.2 s\n", "botocore.errorfactory.error: slow down"),
+    ("", "AssertionError"),
+    ("", "subprocess.TimeoutExpired: Command 'a' timed out after 3 seconds"),
+])  # fmt: skip
+def test_what_the_job_printed_within_a_traceback_is_not_its_error(between: str, error: str) -> None:
+    lines = split_log_lines((FRAMES + between + error + "\nbye\n").encode(), "job.log")
+    ((_, last),) = find_tracebacks(lines)
+    assert lines[last].text == error
+
+
+def test_a_traceback_without_a_line_of_an_exception_ends_at_its_first_line() -> None:
+    lines = split_log_lines((FRAMES + "it went wrong\n" * 40).encode(), "job.log")
+    assert find_tracebacks(lines) == [(0, 3)]

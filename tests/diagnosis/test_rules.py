@@ -327,6 +327,8 @@ def test_a_short_run_has_no_warning_about_its_start_or_evaluation(tmp_path: Path
     for seconds, steps, severity in ((30, 2, ["info"]), (30, 8, ["critical"]), (200, 8, ["critical"])):
         found = findings(tmp_path / f"{seconds}-{steps}", job | {"seconds": seconds, "steps": steps})
         assert [f.severity for f in found if f.id == "evaluation_heavy"] == severity
+    half = job | {"fractions": {"eval": 0.5}, "seconds": 30, "steps": 2}
+    assert of(findings(tmp_path / "half", half), "evaluation_heavy").severity == "critical"
     seldom = job | {"fractions": {"eval": 0.12}}
     for seconds, severity in ((60, []), (200, ["warning"])):
         assert [f.severity for f in findings(tmp_path / f"seldom-{seconds}", seldom | {"seconds": seconds})] == severity
@@ -349,16 +351,17 @@ def test_a_start_delayed_by_other_processes_names_them(tmp_path: Path) -> None:
     assert quiet.fix == CATALOG["startup_heavy"].fix
 
 
-def test_contention_names_the_processes_and_is_info_unless_it_takes_most(tmp_path: Path) -> None:
+def test_contention_names_the_processes_and_is_info_unless_it_takes_half(tmp_path: Path) -> None:
     def case(got: float) -> Case:
         sample = {"cpu_core_utilization": [1.0] * 4, "process_cpu": got, "threads_running": 4.0,
                   "busiest_processes": {"busy": 4.0 - got}}  # fmt: skip
         return {"external": True, "config": None, "host": lambda _: sample}
 
-    info = of(findings(tmp_path / "half", case(2.0)), "cpu_contention")
+    info = of(findings(tmp_path / "third", case(2.75)), "cpu_contention")
     assert info.severity == "info"
-    assert "the busiest other processes: busy (2.00 cores)" in [line.text for line in info.evidence]
+    assert "the busiest other processes: busy (1.25 cores)" in [line.text for line in info.evidence]
     assert of(findings(tmp_path / "most", case(1.0)), "cpu_contention").severity == "warning"
+    assert of(findings(tmp_path / "half", case(2.0)), "cpu_contention").severity == "warning"
 
 
 def test_a_slow_rank_in_a_watched_job_must_be_slower_than_noise(tmp_path: Path) -> None:

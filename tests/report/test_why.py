@@ -90,7 +90,7 @@ work   190 steps, 32,000 images, 16 img/s on average
 phase       device time  fraction  cost
 compute     50 min 00 s      75 %  3.00  the device ran optimizer steps
 input_wait  14 min 40 s      22 %  0.88  the device waited for input
-startup      1 min 40 s     2.5 %  0.10  imports, weights, index, auto batch, until the first step
+startup      1 min 40 s     2.5 %  0.10  imports, weights, data, until the first step
 recovery           20 s     0.5 %  0.02  steps that a restart lost were repeated
 total        1 h 06 min     100 %  4.00
 

@@ -40,14 +40,15 @@ def _repeated_phase_finding(
     run: RunRecords, cause: Cause, phase: str, count: int, noun: str, event_kind: str, **options: Any
 ) -> Finding | None:
     """As `make_phase_finding`, of a phase that `count` events made. The last event does not count: the run needs it. In
-    a short run whose events were not counted, the threshold is higher, and evaluations in a very short one are info."""
+    a short run whose events were not counted, the threshold is higher, and evaluations in a very short one are info
+    unless they take half of it."""
     fraction = fraction_of_phase(run, phase)
     if fraction is None or run.phase_seconds(phase) < cause.threshold("min_duration_s"):
         return None
     if count and fraction * (count - 1) / count < (cause.warning_threshold or 0.0):
         return None
     if is_short(run) and not count:
-        is_info = cause is EVALUATION_HEAVY and is_very_short(run)
+        is_info = cause is EVALUATION_HEAVY and is_very_short(run) and fraction < cause.threshold("half")
         options |= {"min_measured": cause.threshold("short_run"), "severity": "info" if is_info else None}
     counted = make_evidence(f"{count} {noun}", count, f"events.jsonl: {event_kind}") if count else None
     extra_evidence = [counted, *options.pop("extra_evidence", ())]
