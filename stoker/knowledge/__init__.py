@@ -5,6 +5,7 @@ assumptions.toml: what `stoker plan` assumes (`planning/duration.py`, `planning/
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
+commands.toml: what the parameters of commands mean (`cli/__init__.py`).
 conflicts.toml: settings that exclude each other (`training/defaults/checks.py`).
 curves.toml: curves and charts of the report (`report/series.py`).
 dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.py`).
