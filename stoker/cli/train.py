@@ -107,20 +107,16 @@ def train(
 
         print_plan(user_config, run_dir=run_dir, resume=resume, verbose=verbose, num_devices=devices or 1)
         return
+    options: dict[str, Any] = {
+        "run_dir": run_dir, "resume": resume, "accept_changed_data": accept_changed_data, "trace": trace,
+        "monitor": monitor, "log_format": log_format, "verbose": verbose,
+    }  # fmt: skip
     result: Result
     if starts_ranks:
-        request = RankRequest(
-            settings=user_config.set_fields(), run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
-            trace=trace, monitor=monitor, log_format=log_format, verbose=verbose,
-        )  # fmt: skip
-        result = run_ranks(devices or 1, request)
+        result = run_ranks(devices or 1, RankRequest(settings=user_config.set_fields(), **options))
     else:
         try:
-            result = train_loop(
-                user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
-                started_s=process_start_s(), trace=trace, monitor=monitor, log_format=log_format, verbose=verbose,
-                exit_when_hung=True,
-            )  # fmt: skip
+            result = train_loop(user_config, started_s=process_start_s(), exit_when_hung=True, **options)
         except CaptureFailed:
             replace_process("a CUDA graph could not be captured")
             raise

@@ -247,14 +247,6 @@ def conv_predictor(in_channels: int, out_channels: int) -> nn.Conv2d:
     return _zero_bias(conv)
 
 
-def init_weights(network: nn.Module) -> None:
-    """torchvision's initialization of SSDlite: every convolution normal with a standard deviation of 0.03."""
-    for layer in network.modules():
-        if isinstance(layer, nn.Conv2d):
-            nn.init.normal_(layer.weight, std=0.03)
-            _zero_bias(layer)
-
-
 class SSDScoringHead(nn.Module):
     """One layer of `layers` per map: maps, each [B, in, h, w] → [B, A, out_channels].
 
@@ -456,7 +448,10 @@ class SSDLite(SSD):
         make_layer = partial(separable_predictor, norm=lite_norm(trainable_norm(settings.backbone_norm)))
         half = (0.5, 0.5, 0.5)
         super().__init__(backbone, settings, num_classes, make_layer=make_layer, mean=half, std=half)
-        init_weights(self)
+        for layer in self.modules():  # as torchvision's SSDlite
+            if isinstance(layer, nn.Conv2d):
+                nn.init.normal_(layer.weight, std=0.03)
+                _zero_bias(layer)
 
     def backbone_key(self, name: str) -> str:
         return "backbone." + mobilenet_key(name)

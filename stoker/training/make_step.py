@@ -37,7 +37,7 @@ from stoker.data.augment import makes_mosaics
 from stoker.data.batch import Batch
 from stoker.errors import CaptureFailed
 from stoker.hardware.device import Device, is_out_of_memory
-from stoker.models.layers.convolutions import use_fused_convs
+from stoker.models.layers.convolutions import separate_conv_relu, use_fused_convs
 from stoker.models.retinanet import RetinaNet
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
@@ -272,35 +272,22 @@ def compare_convs(setup: TrainSetup, batch: Batch) -> tuple[float, float, float]
     for (shapes, geometry), count in recorder.counts.items():
         x, weight, bias = (_random(layout) for layout in shapes[:3])
         residual = None if shapes[3] is None else _random(shapes[3])
-        plain, fused = _plain(x, weight, bias, residual, geometry), torch.ops.stoker.conv_relu
+        plain = functools.partial(separate_conv_relu, x, weight, bias, residual, *geometry)
+        fused = functools.partial(torch.ops.stoker.conv_relu, x, weight, bias, residual, *geometry)
         expected = plain()
         expected.clone().fill_(torch.nan)  # freed at once: what the kernel's output is made of must not matter
-        difference = max(difference, _distance([fused(x, weight, bias, residual, *geometry)], [expected]))
+        difference = max(difference, _distance([fused()], [expected]))
         if setup.config.run.compile:
-            plain = _as_compiled(x, weight, residual, geometry)
-        times = measure_in_turn(plain, functools.partial(fused, x, weight, bias, residual, *geometry), setup.device)
+            plain = functools.partial(_as_compiled, x, weight, residual, geometry)
+        times = measure_in_turn(plain, fused, setup.device)
         separate_s, fused_s = separate_s + count * times[0], fused_s + count * times[1]
     return separate_s, fused_s, difference
 
 
-def _plain(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, geometry: tuple[Any, ...]
-) -> Callable[[], Tensor]:
-    def compute() -> Tensor:
-        output = torch.conv2d(x, weight, bias, *geometry)
-        return (output if residual is None else output.add_(residual)).relu_()
-
-    return compute
-
-
-def _as_compiled(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: tuple[Any, ...]) -> Callable[[], Tensor]:
+def _as_compiled(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
     """The time, not the values: the one pass reads and writes what the compiler's does."""
-
-    def compute() -> Tensor:
-        output = torch.conv2d(x, weight, None, *geometry)
-        return output.relu_() if residual is None else output.add_(residual)
-
-    return compute
+    output = torch.conv2d(x, weight, None, *geometry)
+    return output.relu_() if residual is None else output.add_(residual)
 
 
 class _ConvRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
