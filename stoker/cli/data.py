@@ -48,13 +48,12 @@ class Reading:
 
 HowToRead = Annotated[Reading, Parameter(name="*", group="Annotations")]
 READING = Reading()
-Data = Annotated[str, Parameter(help="Folder or file with labeled images, also in a bucket (gs://, s3://), or `demo`.")]
 
 
 @data_app.command(sort_key=1)
 @described
 def check(
-    data: Data,
+    data: str,
     /,
     *,
     reading: HowToRead = READING,
@@ -104,7 +103,7 @@ def check(
 @data_app.command(sort_key=2)
 @described
 def stats(
-    data: Data,
+    data: str,
     /,
     *,
     reading: HowToRead = READING,
@@ -154,7 +153,7 @@ def stats(
 @data_app.command(sort_key=3)
 @described
 def preview(
-    data: Data,
+    data: str,
     /,
     *,
     settings: Annotated[DataSettings, Parameter(name="*", group="Data")] = DataSettings(),  # noqa: B008  # frozen
@@ -213,7 +212,7 @@ def preview(
 @data_app.command(sort_key=4)
 @described
 def convert(
-    data: Data,
+    data: str,
     out: Path,
     /,
     *,
@@ -255,7 +254,7 @@ def convert(
 @data_app.command(sort_key=5)
 @described
 def pack(
-    data: Data,
+    data: str,
     dest: str,
     /,
     *,
@@ -320,7 +319,7 @@ def pack(
 @data_app.command(sort_key=6)
 @described
 def split(
-    data: Data,
+    data: str,
     out: Path,
     /,
     *,

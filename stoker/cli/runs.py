@@ -15,14 +15,6 @@ from stoker.printable import print_json, print_text
 if TYPE_CHECKING:
     from stoker.report.runs_summary import RunsSummary
 
-Price = Annotated[
-    float | None,
-    Parameter(
-        help="Price of a device-hour; 0 shows no cost. Default: the price that the run was given, else the list price "
-        "of its machine on GCP or AWS."
-    ),
-]
-
 
 @described
 def watch(
@@ -60,7 +52,7 @@ def why(
     *,
     compare: str | None = None,
     all_: Annotated[str | None, Parameter(name="--all")] = None,
-    price_per_device_hour: Price = None,
+    price_per_device_hour: float | None = None,
     probe: bool = False,
     explain: str | None = None,
     json: bool = False,
@@ -128,7 +120,7 @@ def report(
     *,
     all_: Annotated[str | None, Parameter(name="--all")] = None,
     out: Path | None = None,
-    price_per_device_hour: Price = None,
+    price_per_device_hour: float | None = None,
     json: bool = False,
 ) -> None:
     """Makes one HTML page of a run, live or finished: metrics, images, curves, time, findings, settings."""

@@ -111,15 +111,6 @@ class VGG(Backbone):
         return [*maps, x] if stop == 1 else maps
 
 
-def vgg_key(name: str) -> str:
-    """Name in a `VGG` of the tensor `name` of torchvision's VGG-16 classifier."""
-    match = re.match(r"features\.(\d+)\.(\w+)$", name)
-    if match is None:
-        return name
-    layer = int(match[1])
-    return name if layer < VGG_CUT else f"extra.0.{layer - VGG_CUT}.{match[2]}"
-
-
 def _conv(in_channels: int, out_channels: int, kernel_size: int, *, padding: int = 0, dilation: int = 1) -> nn.Conv2d:
     conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=padding, dilation=dilation)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
@@ -430,7 +421,10 @@ class SSD300(SSD):
         super().__init__(backbone, settings, num_classes, make_layer=conv_predictor, mean=mean, std=std)
 
     def backbone_key(self, name: str) -> str:
-        return "backbone." + vgg_key(name)
+        match = re.match(r"features\.(\d+)\.(\w+)$", name)  # of VGG-16
+        if match is None or int(match[1]) < VGG_CUT:
+            return f"backbone.{name}"
+        return f"backbone.extra.0.{int(match[1]) - VGG_CUT}.{match[2]}"
 
 
 class SSDLite(SSD):

@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,18 +59,8 @@ TOLERANCE = 0.02
 apart by all of it."""
 
 
-class Capture(Protocol):
-    """What records a step."""
-
-    def warm_up(self) -> contextlib.AbstractContextManager[None]:
-        """A context for steps before the capture."""
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Records `step` without an effect; the result replays it. What was recorded before is not replayed again."""
-
-
 class CudaCapture:
-    """Warm-up and capture on one side stream, as CUDA requires it."""
+    """Records a step: warm-up and capture on one side stream, as CUDA requires it."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -78,6 +68,7 @@ class CudaCapture:
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
+        """A context for steps before the capture."""
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
@@ -85,7 +76,8 @@ class CudaCapture:
         main.wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Waits for the device. Other threads, which copy batches and snapshots, go on meanwhile."""
+        """Records `step` without an effect; the result replays it. What was recorded before is not replayed again.
+        Waits for the device. Other threads, which copy batches and snapshots, go on meanwhile."""
         torch.cuda.synchronize()  # the graph before may still run
         self._graph = None  # its memory is for the new one
         graph = torch.cuda.CUDAGraph()
@@ -107,7 +99,7 @@ class CudaGraphStep:
     """
 
     def __init__(
-        self, step: Callable[[Batch], None], capture: Capture, variant: Callable[[], object] = lambda: None
+        self, step: Callable[[Batch], None], capture: CudaCapture, variant: Callable[[], object] = lambda: None
     ) -> None:
         self._step, self._capture, self._variant = step, capture, variant
         self._warm_up_steps = WARM_UP_STEPS
