@@ -7,7 +7,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from stoker.config.flag_names import translate_keywords
 from stoker.config.keywords import Settings
@@ -54,30 +54,19 @@ def train(
     fields = translate_keywords("train", settings, data=data, run_dir=run_dir, resume=resume, devices=devices)
     run_dir, resume, devices = (fields.pop(name, None) for name in ("run_dir", "resume", "devices"))
     user_config = from_fields(fields)
-    paths = [None if path is None else os.fspath(path) for path in (run_dir, resume)]
+    options: dict[str, Any] = {
+        "run_dir": None if run_dir is None else os.fspath(run_dir),
+        "resume": None if resume is None else os.fspath(resume),
+        "accept_changed_data": accept_changed_data,
+        "trace": trace,
+        "monitor": monitor,
+        "log_format": log_format,
+        "verbose": verbose,
+    }
     devices = choose_devices(devices, user_config.run.stages)
     if devices is not None and must_start_ranks(devices):
-        request = RankRequest(
-            settings=user_config.set_fields(),
-            run_dir=paths[0],
-            resume=paths[1],
-            accept_changed_data=accept_changed_data,
-            trace=trace,
-            monitor=monitor,
-            log_format=log_format,
-            verbose=verbose,
-        )
-        return run_ranks(devices, request)
-    return training_run.train(
-        user_config,
-        run_dir=paths[0],
-        resume=paths[1],
-        accept_changed_data=accept_changed_data,
-        trace=trace,
-        monitor=monitor,
-        log_format=log_format,
-        verbose=verbose,
-    )
+        return run_ranks(devices, RankRequest(settings=user_config.set_fields(), **options))
+    return training_run.train(user_config, **options)
 
 
 def check(

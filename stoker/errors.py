@@ -8,8 +8,12 @@ import contextlib
 import difflib
 import functools
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
+from stoker.knowledge import read_toml
 from stoker.printable import printable
+
+Error = TypeVar("Error", bound="StokerError")
 
 
 class StokerError(Exception):
@@ -147,6 +151,29 @@ class Preempted(StokerError):
 class CaptureFailed(Preempted):
     """The run ends because a CUDA graph could not be captured; the same command continues it without one, and
     `stoker train` does so by itself."""
+
+
+@functools.cache
+def _texts() -> dict[str, dict[str, str]]:
+    return read_toml("errors.toml")
+
+
+def make_error(
+    kind: type[Error],
+    key: str,
+    location: object = None,
+    *,
+    choices: Iterable[object] = (),
+    cause: str | None = None,
+    fix: str | None = None,
+    **values: object,
+) -> Error:
+    """The error of a row of knowledge/errors.toml, whose texts have {names} of `values`. cause, fix: where the row has
+    none."""
+    texts = {name: text.format(**values) for name, text in _texts()[key].items()}
+    return kind(
+        texts["what"], location=location, choices=choices, cause=texts.get("cause", cause), fix=texts.get("fix", fix)
+    )
 
 
 @contextlib.contextmanager

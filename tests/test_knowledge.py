@@ -3,6 +3,9 @@
 Schemas and values have their tests next to those of the code that reads them.
 """
 
+import ast
+import re
+import string
 import subprocess
 import sys
 import zipfile
@@ -23,6 +26,23 @@ def test_each_file_has_a_head_and_a_reader() -> None:
         assert read_toml(path.name)
         assert f'read_toml("{path.name}")' in code, path.name
         assert path.name in described
+
+
+def test_each_error_has_its_row_and_all_values_of_it() -> None:
+    rows, used = read_toml("errors.toml"), set()
+    for path in PACKAGE.rglob("*.py"):
+        code = path.read_text()
+        if not re.search(r"from stoker\.errors import .*\bmake_error\b", code):
+            continue
+        for call in ast.walk(ast.parse(code)):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "make_error":
+                key = ast.literal_eval(call.args[1])
+                used.add(key)
+                named = {field for text in rows[key].values() for _, field, _, _ in string.Formatter().parse(text)}
+                given = {keyword.arg for keyword in call.keywords} - {"choices", "cause", "fix"}
+                assert named - {None} == given, key
+                assert not {"cause", "fix"} & rows[key].keys() & {keyword.arg for keyword in call.keywords}, key
+    assert used == rows.keys()
 
 
 def test_a_wheel_has_them(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from stoker.cli import described
 from stoker.config.settings import Config, DataSettings, from_fields
 from stoker.config.settings import check as check_settings
 from stoker.printable import print_json, print_text
@@ -47,12 +48,12 @@ class Reading:
 
 HowToRead = Annotated[Reading, Parameter(name="*", group="Annotations")]
 READING = Reading()
-Data = Annotated[str, Parameter(help="Folder or file with labeled images, also in a bucket (gs://, s3://), or `demo`.")]
 
 
 @data_app.command(sort_key=1)
+@described
 def check(
-    data: Data,
+    data: str,
     /,
     *,
     reading: HowToRead = READING,
@@ -66,19 +67,6 @@ def check(
 
     Reads the annotations, decodes every image and compares packed shards with their checksums. Changes nothing. Exit
     code 4 if training would refuse the data set, or a packed shard has changed.
-
-    Parameters
-    ----------
-    annotations_only
-        Only check that images and packed shards exist, without opening them.
-    max_bad_fraction
-        Fraction of the images that may be unusable, as for training; default 0.01.
-    max_bad_boxes
-        Fraction of the boxes of a split that may be left out as wrong, as for training; default 0.01.
-    workers
-        Threads that read and decode images; default: the number of cores.
-    json
-        Print everything as JSON, with all locations.
     """
     from stoker.data.index import split_options
     from stoker.data.validation.check import check_dataset
@@ -113,8 +101,9 @@ def check(
 
 
 @data_app.command(sort_key=2)
+@described
 def stats(
-    data: Data,
+    data: str,
     /,
     *,
     reading: HowToRead = READING,
@@ -128,19 +117,6 @@ def stats(
 
     Model and image size are those that `stoker train DATA` takes, unless they are set. Downloads nothing. Exit code 4
     if training would refuse the data set.
-
-    Parameters
-    ----------
-    split
-        train, val or test; default: all together.
-    image_size
-        Height and width to which images are resized; default: what training would choose.
-    model
-        The model whose image size and anchors are compared with the boxes; default: what training would choose.
-    out
-        Also draws everything into this page: .html, with charts that need no network.
-    json
-        Print everything as JSON.
     """
     from stoker.data.index import find_refusals, open_index_of
     from stoker.data.validation.stats import compute_stats
@@ -175,8 +151,9 @@ def stats(
 
 
 @data_app.command(sort_key=3)
+@described
 def preview(
-    data: Data,
+    data: str,
     /,
     *,
     settings: Annotated[DataSettings, Parameter(name="*", group="Data")] = DataSettings(),  # noqa: B008  # frozen
@@ -193,27 +170,6 @@ def preview(
     """Shows images as the model gets them: a sheet with each image plain and augmented, with boxes and classes.
 
     Settings that are not set are derived as for training. Writes one file and changes nothing else.
-
-    Parameters
-    ----------
-    out
-        The sheet: .jpg, .png or .webp.
-    split
-        train, val or test.
-    count
-        Images on the sheet, 1 to 400.
-    seed
-        Decides order and augmentation, as in training.
-    model
-        The model to be trained; its recipe decides what is not set.
-    weights
-        The initial weights; they decide what is not set as well.
-    epochs
-        Length of the training: images that are seen often are augmented more.
-    steps
-        The same in optimizer steps.
-    batch_size
-        Images per optimizer step; it decides what is not set as well.
     """
     from stoker.config.durations import join_length
     from stoker.config.settings import settings_table
@@ -254,8 +210,9 @@ def preview(
 
 
 @data_app.command(sort_key=4)
+@described
 def convert(
-    data: Data,
+    data: str,
     out: Path,
     /,
     *,
@@ -270,22 +227,6 @@ def convert(
 
     Boxes that training drops are dropped here, too, and images without a valid header; all are named. Image files are
     copied unchanged and not decoded: `stoker data check` finds damaged ones. The source is not changed.
-
-    Parameters
-    ----------
-    out
-        Folder for the new data set; it must not exist, or be empty.
-    to
-        Format to write.
-    via
-        datumaro: for a format that stoker does not read. Datumaro runs in an environment of its own, made by uv, and
-        its result is written as COCO; --format is then its own name of the format.
-    val_fraction
-        Fraction of the images that becomes the validation split where the source has none; default 0.1.
-    shards
-        With --to tfrecord: files per split.
-    hardlink
-        Hard links instead of copies of the images: no disk space, but editing one changes both.
     """
     from stoker.data.convert import TARGET_FORMATS, convert_via_datumaro
     from stoker.data.convert import convert as convert_data
@@ -311,8 +252,9 @@ def convert(
 
 
 @data_app.command(sort_key=5)
+@described
 def pack(
-    data: Data,
+    data: str,
     dest: str,
     /,
     *,
@@ -330,27 +272,6 @@ def pack(
 
     Images that training would skip are left out and named. The same command continues after a kill, makes lost shards
     again, and does nothing when all is there. The source is not changed.
-
-    Parameters
-    ----------
-    dest
-        Folder, gs:// or s3:// prefix for the shards; it must not exist, or be empty.
-    val_fraction
-        Fraction of the images that becomes the validation split where the source has none; default 0.1.
-    image_size
-        Height and width into which larger images are made to fit, encoded again as JPEG; default: the source's bytes.
-    quality
-        JPEG quality of images that are encoded again, 1 to 100; default 90.
-    shard_mib
-        Size of a shard in MiB, about; default 64.
-    workers
-        Threads that read, encode and write; default: the number of cores.
-    on
-        ray: the shards are made by a Ray cluster, one task each; its nodes need stoker and the same paths.
-    address
-        Of the Ray cluster: HOST:6379 or ray://HOST:10001; default: RAY_ADDRESS, else the one on this machine.
-    json
-        Print the result as JSON.
     """
     import msgspec
 
@@ -396,8 +317,9 @@ def pack(
 
 
 @data_app.command(sort_key=6)
+@described
 def split(
-    data: Data,
+    data: str,
     out: Path,
     /,
     *,
@@ -411,22 +333,6 @@ def split(
     """Makes new splits as lists of images: stratified by class, with near-duplicates in the same split.
 
     The data set is not changed. `stoker train DATA --splits OUT` uses the lists.
-
-    Parameters
-    ----------
-    out
-        Folder for train.txt, val.txt and test.txt; it must not exist, or be empty.
-    val_fraction
-        Fraction of the images for validation.
-    test_fraction
-        Fraction of the images for testing; default: the test split of the data set, if it has one.
-    group_by
-        Regular expression: images whose paths have the same match stay together, instead of near-duplicates.
-        '^[^_]+' for scene1_001.jpg.
-    seed
-        Another seed gives other splits.
-    json
-        Print the counts as JSON.
     """
     from stoker.data.index import open_index_of
     from stoker.data.validation.split import make_splits

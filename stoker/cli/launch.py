@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from stoker.cli import described
 from stoker.cli.train import PARAMETER, flags_of, train
 from stoker.config.durations import parse_time_s
 from stoker.config.flag_names import translate
@@ -25,6 +26,7 @@ Run = Annotated[str, Parameter(help="Folder of the run, or its URI, as `stoker l
 
 
 @launch_app.default
+@described
 def launch(
     where: str | None = None,
     data: str | None = None,
@@ -37,15 +39,6 @@ def launch(
     """Submits a training, which is requeued and resumed when it is preempted.
 
     The same command with the same --run-dir, also at another place, continues the run.
-
-    Parameters
-    ----------
-    where
-        local (the background of this machine), slurm, k8s, vertex, gcp-batch, ray.
-    data
-        Data set, as for `stoker train`; all its settings may follow.
-    dry_run
-        Print exactly what would be submitted.
     """
     from stoker.launching.elastic import SETTINGS
     from stoker.launching.jobs import submit
@@ -84,14 +77,9 @@ def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], dict[st
 
 
 @launch_app.command(sort_key=1)
+@described
 def status(run: Run, /, *, json: bool = False) -> None:
-    """Says what the newest job of a run does.
-
-    Parameters
-    ----------
-    json
-        Print it as JSON, with all jobs of the run.
-    """
+    """Says what the newest job of a run does."""
     from stoker.launching.jobs import last_job, read_jobs
     from stoker.secrets import mask_secrets, without_secrets
 
@@ -107,14 +95,9 @@ def status(run: Run, /, *, json: bool = False) -> None:
 
 
 @launch_app.command(sort_key=2)
+@described
 def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False) -> None:
-    """Prints what the newest job of a run has printed.
-
-    Parameters
-    ----------
-    follow
-        Until it ends.
-    """
+    """Prints what the newest job of a run has printed."""
     from stoker.launching.jobs import last_job
     from stoker.secrets import mask_secrets
 
@@ -137,6 +120,7 @@ def cancel(run: Run, /) -> None:
 
 
 @launch_app.command(sort_key=4)
+@described
 def advise(
     run: Run,
     /,
@@ -146,19 +130,7 @@ def advise(
     apply: bool = False,
     json: bool = False,
 ) -> None:
-    """Says whether fewer or more devices would train it cheaper or in time.
-
-    Parameters
-    ----------
-    by
-        Time until which it has to be done: 90min, 6h, 2d.
-    price_per_device_hour
-        Default: that of the run, else the list price of its machine.
-    apply
-        End the job and submit it again as proposed: on Slurm and Kubernetes.
-    json
-        Print it as JSON.
-    """
+    """Says whether fewer or more devices would train it cheaper or in time."""
     from stoker.launching import advise as launch_advise
 
     by_s = None if by is None else parse_time_s(by, "--by")

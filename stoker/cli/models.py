@@ -5,10 +5,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from stoker.cli import described
 from stoker.cli.quick_import import quick_imports
 from stoker.printable import print_json, print_text
 
 
+@described
 def evaluate(
     run: str,
     data: str | None = None,
@@ -21,27 +23,7 @@ def evaluate(
     device: str | None = None,
     json: bool = False,
 ) -> None:
-    """Evaluates a run's best weights: the twelve COCO metrics, and AP by class.
-
-    Parameters
-    ----------
-    run
-        Folder of a run, or a .safetensors or .onnx file that stoker saved.
-    data
-        Data set; default: the one the run was trained on.
-    split
-        train, val or test.
-    format
-        coco, voc, yolo, tfrecord or csv, where automatic detection is wrong.
-    allow_outside
-        Read images that DATA names outside its folder: by absolute paths, `..` or links.
-    batch_size
-        Images per forward pass.
-    device
-        cpu, cuda …; default: the accelerator that torch finds, else the CPU.
-    json
-        Print the metrics as JSON.
-    """
+    """Evaluates a run's best weights: the twelve COCO metrics, and AP by class."""
     with quick_imports():
         from stoker.inference.model import load
         from stoker.report.terminal import print_metrics
@@ -55,6 +37,7 @@ def evaluate(
         print_metrics(metrics)
 
 
+@described
 def predict(
     run: str,
     images: Annotated[list[str], Parameter(consume_multiple=True)],
@@ -72,39 +55,7 @@ def predict(
     tile: int | None = None,
     tile_overlap: float | None = None,
 ) -> None:
-    """Detects objects; writes the images and videos with boxes drawn, and predictions.json.
-
-    Parameters
-    ----------
-    run
-        Folder of a run, a .safetensors or .onnx file that stoker saved, or a model with COCO weights by its name, such
-        as retinanet_resnet50_fpn.
-    images
-        Files, folders or patterns such as 'shots/*.jpg', also in a bucket (gs://, s3://) or at a URL; videos; a camera
-        by its number.
-    conf
-        Minimum score of a detection, 0 … 1; default: the one with the best F1 in the run's evaluation, else 0.3.
-    iou
-        IoU threshold of NMS; default: the model's own.
-    classes
-        Detect only these, by name or label.
-    max_det
-        Maximum number of detections in an image; default: 100, more with --classes, --agnostic-nms or --tile.
-    agnostic_nms
-        Of overlapping boxes of different classes, keep only the best.
-    out
-        Folder for the results; the original images are never changed.
-    save_txt
-        Also write YOLO label files, into OUT/labels.
-    save_crop
-        Also write each object as an image, into OUT/crops.
-    device
-        cpu, cuda …; default: the accelerator that torch finds, else the CPU.
-    tile
-        Also run the model on tiles of this side in pixels: for small objects in large images.
-    tile_overlap
-        Minimum overlap of neighboring tiles as a fraction of their side; 0 … 0.9, default 0.2.
-    """
+    """Detects objects; writes the images and videos with boxes drawn, and predictions.json."""
     with quick_imports():
         from stoker.inference.model import load
 
@@ -118,6 +69,7 @@ def predict(
         print_text(line)
 
 
+@described
 def export(
     run: str,
     /,
@@ -135,27 +87,6 @@ def export(
 
     Normalization, decoding and NMS are inside the file. If its detections differ from the model's, it is deleted.
     docs/export.md says how to run it, and what is made of an ONNX file for TensorRT and Core ML.
-
-    Parameters
-    ----------
-    run
-        Folder of a run, or a .safetensors file that stoker saved.
-    format
-        onnx, openvino, litert (TensorFlow Lite) or torch (torch.export).
-    out
-        Name of the file; default: that of the weights, with .onnx, .xml, .tflite or .pt2.
-    batch_size
-        Images per call: dynamic (any number; 1 in LiteRT) or a fixed number.
-    conf
-        Minimum score of a detection; an input of the file can change it.
-    iou
-        IoU threshold of NMS; an input of an ONNX file can change it. 1: no NMS.
-    max_detections
-        Maximum number of detections of an image.
-    opset
-        ONNX operator set, 18 … 21.
-    images
-        Images for the check; default: images of the run's validation split.
     """
     from stoker.errors import UsageError
 
@@ -170,16 +101,9 @@ def export(
         print_text(line)
 
 
+@described
 def list_models(name: str | None = None, /, *, json: bool = False) -> None:
-    """Lists the architectures of `--model`: purpose, cost, available weights.
-
-    Parameters
-    ----------
-    name
-        One of them, to be shown in full.
-    json
-        Print everything as JSON.
-    """
+    """Lists the architectures of `--model`: purpose, cost, available weights."""
     from stoker.printable import print_json
     from stoker.report.models import find_model, print_model, print_models, read_models
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from stoker.cli import described
 from stoker.cli.quick_import import quick_imports
 from stoker.cli.train import join_settings
 from stoker.config.durations import parse_time_s
@@ -14,6 +15,7 @@ from stoker.config.settings import Config
 from stoker.printable import print_json, print_text
 
 
+@described
 def check(
     data: str | None = None,
     /,
@@ -41,31 +43,6 @@ def check(
     or --script, only these files are checked, as in the CI of an image.
 
     Exit code 3 if training would fail, or would run on the CPU without --device cpu.
-
-    Parameters
-    ----------
-    data
-        Data set, as for `stoker train`; without it, only the machine is checked.
-    devices
-        GPUs of this machine that train, as for `stoker train`.
-    run_dir
-        Folder of the run, as for `stoker train`, also in a bucket.
-    config_file
-        Settings from a config.toml; flags override them.
-    dockerfile
-        Versions of TensorFlow, PyTorch, CUDA, cuDNN and driver that do not fit together, line by line.
-    requirements
-        The same in a requirements.txt.
-    script
-        What makes a training script slow: its input pipeline, its strategy.
-    driver
-        NVIDIA driver of the machine that will run these files, which is not this one: 535.
-    deep
-        Take minutes: larger measurements, longer time limits.
-    all_
-        Also print what is in order, with its evidence.
-    json
-        Print everything as JSON.
     """
     from stoker.errors import PreflightError
 
@@ -119,6 +96,7 @@ _PLAN = Group("Plan", sort_key=0)
 """Before the settings of a training."""
 
 
+@described
 def plan(
     data: str,
     /,
@@ -141,36 +119,6 @@ def plan(
 
     Nothing is trained or rented. Where no step of a device was measured, its times are guesses, with wide bands.
     Settings are those of `stoker train`.
-
-    Parameters
-    ----------
-    data
-        Data set, as for `stoker train`.
-    on
-        Machines: a2-highgpu-1g, g2-standard-8, g5.xlarge …, or `this`; default: this one, and all of the table
-        with one GPU.
-    gpus
-        Numbers of GPUs; default: those of the named machines, else one.
-    measure
-        First time 50 steps on this machine, which plans on it rest on from then on.
-    spot
-        Also spot machines, with the rework that preemptions are expected to cost.
-    by
-        Time in which the training has to be done: 90min, 6h, 2d.
-    budget
-        US dollars that it may cost.
-    prices
-        TOML file with your own prices and machines (docs/plan.md).
-    html
-        Write a page with all machines, and a drawing of cost against time.
-    json
-        Print everything as JSON.
-    epochs
-        Length of training in epochs.
-    steps
-        Length of training in optimizer steps.
-    config_file
-        Settings from a config.toml; flags override them.
     """
     from stoker.errors import ConfigError
 

@@ -32,18 +32,9 @@ def main() -> int:
         from stoker.profiling.telemetry.host import process_start_s
         from stoker.training.run import train
     try:
-        result = train(
-            from_fields(request.settings),
-            run_dir=request.run_dir,
-            resume=request.resume,
-            accept_changed_data=request.accept_changed_data,
-            started_s=process_start_s(),
-            trace=request.trace,
-            monitor=request.monitor,
-            log_format=request.log_format,
-            verbose=request.verbose,
-            exit_when_hung=True,
-        )
+        options = msgspec.structs.asdict(request)
+        user_config = from_fields(options.pop("settings"))
+        result = train(user_config, started_s=process_start_s(), exit_when_hung=True, **options)
     except StokerError as error:
         _report(error)
         return error.exit_code

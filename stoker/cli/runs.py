@@ -8,21 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from stoker.cli import described
 from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_json, print_text
 
 if TYPE_CHECKING:
     from stoker.report.runs_summary import RunsSummary
 
-Price = Annotated[
-    float | None,
-    Parameter(
-        help="Price of a device-hour; 0 shows no cost. Default: the price that the run was given, else the list price "
-        "of its machine on GCP or AWS."
-    ),
-]
 
-
+@described
 def watch(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     pid: Annotated[int | None, Parameter(group="Run")] = None,
@@ -39,17 +33,6 @@ def watch(
     `loss:`. Python processes that use torch or Keras are timed from the inside through
     `PYTHONPATH`; stacks of all are sampled from outside. With `--pid` it attaches to a
     running process; Ctrl-C ends the watching, not the job. Linux only.
-
-    Parameters
-    ----------
-    command
-        The job, after `--`.
-    pid
-        Attach to this running process instead of starting a command.
-    run_dir
-        Folder of the run; default `runs/watch-<script or program>-<n>`.
-    hook
-        Time the job from the inside; `--no-hook` leaves its environment unchanged.
     """
     from stoker.errors import UsageError
     from stoker.watch.watch import attach
@@ -62,35 +45,19 @@ def watch(
     sys.exit(watch_job(list(command), run_dir, hook=hook, monitor=monitor))
 
 
+@described
 def why(
     run: str | None = None,
     /,
     *,
     compare: str | None = None,
     all_: Annotated[str | None, Parameter(name="--all")] = None,
-    price_per_device_hour: Price = None,
+    price_per_device_hour: float | None = None,
     probe: bool = False,
     explain: str | None = None,
     json: bool = False,
 ) -> None:
-    """Shows where the time of a run went, live or finished, the largest loss first, and what to change.
-
-    Parameters
-    ----------
-    run
-        Folder of the run; or a log file: the output of any job, which is searched for what ended it.
-    compare
-        Another run: shows what changed from RUN to it in settings, machine, time, findings and AP.
-    all_
-        Folder of many runs, at any depth, or gs://…, s3://…: device time and cost by cause, month and host.
-    probe
-        First repeats steps of a finished run with one thing changed at a time (a cached batch, twice the batch size,
-        compiled, one worker more or fewer) and measures the speed: some minutes, on this machine.
-    explain
-        Explains the id of a finding of any command, instead of a run: its meaning, threshold, source and fix.
-    json
-        Print everything as JSON.
-    """
+    """Shows where the time of a run went, live or finished, the largest loss first, and what to change."""
     from stoker.errors import UsageError
 
     if explain is not None:
@@ -146,29 +113,17 @@ def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "Runs
     return summary
 
 
+@described
 def report(
     run: str | None = None,
     /,
     *,
     all_: Annotated[str | None, Parameter(name="--all")] = None,
     out: Path | None = None,
-    price_per_device_hour: Price = None,
+    price_per_device_hour: float | None = None,
     json: bool = False,
 ) -> None:
-    """Makes one HTML page of a run, live or finished: metrics, images, curves, time, findings, settings.
-
-    Parameters
-    ----------
-    run
-        Folder of the run.
-    all_
-        Folder of many runs, at any depth: one page about all of them, as `stoker why --all`.
-    out
-        File of the page; default: report.html in the run; for a run in a bucket, NAME-report.html in this folder; with
-        --all, runs-report.html in that folder.
-    json
-        Print everything as JSON instead.
-    """
+    """Makes one HTML page of a run, live or finished: metrics, images, curves, time, findings, settings."""
     from stoker.errors import UsageError
     from stoker.report.html import write_report, write_runs_summary
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import App, Parameter, Token, convert
 
+from stoker.cli import described
 from stoker.cli.quick_import import quick_imports
 from stoker.config.durations import join_length
 from stoker.config.settings import Config, from_toml
@@ -58,6 +59,7 @@ def flags_of(command: App) -> dict[str, bool]:
     return flags | {"help-all": True}
 
 
+@described
 def train(
     data: str | None = None,
     /,
@@ -81,40 +83,6 @@ def train(
     """Trains a detector. A setting that is not set is derived from data and device, and printed with its reason.
 
     The same command again continues an unfinished run, and starts a new one after a finished one.
-
-    Parameters
-    ----------
-    data
-        Folder or file with labeled images (COCO JSON, Pascal VOC, YOLO, TFRecord, CSV), also in a bucket (gs://, s3://),
-        or `demo`: images that stoker draws itself.
-    epochs
-        Length of training in epochs.
-    steps
-        Length of training in optimizer steps.
-    max_time
-        Length of training as a time: 30min, 2h. The learning rate schedule is fitted to it.
-    run_dir
-        Folder of the run; default `runs/<data>-<model>-<n>`. With gs://… or s3://… it is kept in a bucket, and any
-        machine can continue it.
-    resume
-        An unfinished run to continue with its own settings; DATA is not needed then.
-    config_file
-        Settings from a config.toml, as `stoker import` writes it; flags override them.
-    accept_changed_data
-        Continue an unfinished run also if images, boxes or class names of its data set changed.
-    devices
-        Train on so many devices of this machine, each in a process of its own; with `--device cpu` they share its
-        cores. The batch size stays the total. Not needed under torchrun or srun (docs/devices.md).
-    restarts
-        How often to start again by itself after a crash, a hang or too little memory; each attempt continues exactly.
-    dry_run
-        Print data warnings, settings and the plan of the run, and train nothing.
-    verbose
-        Print every setting, not only what you set and what matters most; config.toml of the run has all.
-    trace
-        Keep the few steps that are profiled every few minutes as Chrome traces too.
-    log_format
-        json: one JSON object a line on stdout, for cloud logging; text for people goes to stderr.
     """
     if restarts and not dry_run:
         from stoker.training.supervisor import Supervisor, without_restarts
@@ -139,20 +107,16 @@ def train(
 
         print_plan(user_config, run_dir=run_dir, resume=resume, verbose=verbose, num_devices=devices or 1)
         return
+    options: dict[str, Any] = {
+        "run_dir": run_dir, "resume": resume, "accept_changed_data": accept_changed_data, "trace": trace,
+        "monitor": monitor, "log_format": log_format, "verbose": verbose,
+    }  # fmt: skip
     result: Result
     if starts_ranks:
-        request = RankRequest(
-            settings=user_config.set_fields(), run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
-            trace=trace, monitor=monitor, log_format=log_format, verbose=verbose,
-        )  # fmt: skip
-        result = run_ranks(devices or 1, request)
+        result = run_ranks(devices or 1, RankRequest(settings=user_config.set_fields(), **options))
     else:
         try:
-            result = train_loop(
-                user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
-                started_s=process_start_s(), trace=trace, monitor=monitor, log_format=log_format, verbose=verbose,
-                exit_when_hung=True,
-            )  # fmt: skip
+            result = train_loop(user_config, started_s=process_start_s(), exit_when_hung=True, **options)
         except CaptureFailed:
             replace_process("a CUDA graph could not be captured")
             raise
@@ -208,6 +172,7 @@ def train_help(app: App) -> str:
     return "\n".join(lines)
 
 
+@described
 def import_pipeline(
     pipeline: Path,
     /,
@@ -222,21 +187,6 @@ def import_pipeline(
 
     Writes the settings, and reports each field of the file: carried over exactly, with a substitute, or not. See
     docs/from-tensorflow.md.
-
-    Parameters
-    ----------
-    pipeline
-        The pipeline.config of a training.
-    out
-        The file of settings to write; `stoker train --config` reads it.
-    data
-        Folder of the records, if they are not where the file says.
-    run
-        Train at once.
-    run_dir
-        Folder of the run, as for `stoker train`.
-    json
-        Print the report as JSON.
     """
     from stoker.errors import UsageError
     from stoker.migration.pipeline import import_pipeline as read_pipeline

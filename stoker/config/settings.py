@@ -23,7 +23,7 @@ from cyclopts import Parameter
 from stoker import regular_files
 from stoker.config.durations import join_length, parse_duration
 from stoker.config.sync_method import parse_sync
-from stoker.errors import ConfigError, nearest
+from stoker.errors import ConfigError, make_error, nearest
 from stoker.knowledge import read_toml
 
 MAX_TOML_BYTES = 1 << 20
@@ -416,11 +416,7 @@ def check(config: Config) -> None:
             choices=[n for n in range(1, run.batch_size + 1) if run.batch_size % n == 0],
         )
     if run.patience and run.eval_every is not None and parse_duration(run.eval_every, "eval-every").value <= 0:
-        raise ConfigError(
-            f"--patience {run.patience} counts evaluations, and there is only the one at the end.",
-            cause=f"--eval-every {run.eval_every}",
-            fix="--eval-every with a part of the length, as 1ep, or --patience 0",
-        )
+        raise make_error(ConfigError, "patience-without-evaluations", patience=run.patience, eval_every=run.eval_every)
     if run.sync is not None:
         parse_sync(run.sync)
     for name in ("max_duration", "eval_every", "checkpoint_every"):

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, make_error
 
 Kind = Literal["plain", "bf16", "powersgd", "every", "auto"]
 
@@ -51,12 +51,7 @@ def parse_sync(text: str) -> SyncMethod:
     match = re.fullmatch(r"\s*([a-z0-9]+)(?::(\d+))?\s*", text)
     kind = "" if match is None else match[1]
     if kind in _INSTEAD:
-        raise ConfigError(
-            f"--sync {kind} is not a method any more.",
-            cause="it was the fastest on no link that was measured (docs/scaling.md)",
-            choices=CHOICES,
-            fix=f"--sync {_INSTEAD[kind]}; continue a run that was started with {kind} with stoker 0.2.0",
-        )
+        raise make_error(ConfigError, "sync-method-is-gone", choices=CHOICES, method=kind, instead=_INSTEAD[kind])
     if match is None or kind not in ("auto", *_NUMBERS):
         raise ConfigError(f"--sync {text!r} is not a method of exchange.", choices=CHOICES)
     if kind == "auto":

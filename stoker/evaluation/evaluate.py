@@ -26,7 +26,7 @@ from stoker.data.index import Index
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.data.loading.processes import WorkerProcesses
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
-from stoker.errors import DataError
+from stoker.errors import DataError, make_error
 from stoker.evaluation import coco
 from stoker.evaluation.coco import CocoResult, only_evaluated
 from stoker.evaluation.draw import ImageWithBoxes
@@ -40,6 +40,8 @@ from stoker.models.layers.postprocess import DetectorProtocol, ExactnessCheck
 
 SCORE_THRESHOLD = 0.05
 """Minimum score of a detection: torchvision's default (RetinaNet.score_thresh), also of its published COCO metrics."""
+SHOWN_SCORE = 0.3
+"""Minimum score of a detection that `sample_images` shows."""
 
 
 def ground_truth(index: Index, image_indices: NDArray[np.int64]) -> GroundTruth:
@@ -213,12 +215,7 @@ def compute_coco_result(gt: GroundTruth, detections: Detections) -> CocoResult:
 
 
 def sample_images(
-    index: Index,
-    image_indices: NDArray[np.int64],
-    detections: Detections,
-    *,
-    count: int = 4,
-    score_threshold: float = 0.3,
+    index: Index, image_indices: NDArray[np.int64], detections: Detections, *, count: int = 4
 ) -> list[ImageWithBoxes]:
     """Some of the evaluated images with ground truth and detections, for display; the same ones at every evaluation."""
     chosen_indices = image_indices[
@@ -229,7 +226,7 @@ def sample_images(
     gt_detections = Detections(
         image_index=gt.image_index, boxes=gt.boxes, score=ones, label=gt.label, image_indices=chosen_indices
     )
-    confident = detections.select(detections.score >= score_threshold)
+    confident = detections.select(detections.score >= SHOWN_SCORE)
     return [
         ImageWithBoxes(
             path=index.path(image_index),
@@ -250,8 +247,4 @@ def require_boxes(gt: GroundTruth) -> None:
     """Raises DataError without ground truth boxes that are not crowd regions."""
     if gt.crowd.all():
         boxes = f"{len(gt.image_index)} boxes, all of them crowd regions" if len(gt.image_index) else "no boxes"
-        raise DataError(
-            "There is nothing to evaluate: the images have no ground truth boxes.",
-            cause=f"{len(gt.image_indices)} images, {boxes}",
-            fix="evaluate another split, or annotate this one",
-        )
+        raise make_error(DataError, "nothing-to-evaluate", num_images=len(gt.image_indices), boxes=boxes)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.errors import UsageError
+from stoker.errors import UsageError, make_error
 from stoker.runs.records import EVALUATION
 
 
@@ -270,9 +270,4 @@ def read_evaluation(run: Path) -> Evaluation | None:
     try:
         return msgspec.json.decode(regular_files.read_bytes(path), type=Evaluation)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(
-            "The run's evaluation cannot be read by this version of stoker.",
-            location=path,
-            cause=str(error),
-            fix="use the version of stoker that is named in the run's environment.json, or delete the file",
-        ) from error
+        raise make_error(UsageError, "evaluation-of-another-version", path, cause=str(error)) from error

@@ -7,7 +7,7 @@ boxes are counted as ties; any other difference is a ParityError.
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -144,15 +144,14 @@ def compare_outputs(
     images: [P, 3, H, W]; resized_size: [P, 2]; names: of the images. The model runs in fp32 on the CPU.
     """
     thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
+    limits: dict[str, Any] = {**thresholds, "max_detections": max_detections}
     total, durations_s = Parity(0, 0, 0.0, 0.0, 0, ()), []
     exported.run(images[:1], resized_size[:1], **thresholds)  # warm-up
     for start in range(0, len(images), BATCH_SIZE):
         stop = min(start + BATCH_SIZE, len(images))
         batched = exported.run(images[start:stop], resized_size[start:stop], **thresholds)
         for k, i in enumerate(range(start, stop)):
-            model_detections = _run_model(
-                model, images[i], resized_size[i], max_detections=max_detections, **thresholds
-            )
+            model_detections = _run_model(model, images[i], resized_size[i], limits)
             start_s = time.perf_counter()
             single = exported.run(images[i : i + 1], resized_size[i : i + 1], **thresholds)
             durations_s.append(time.perf_counter() - start_s)
@@ -161,9 +160,7 @@ def compare_outputs(
                 file_detections = ImageDetections(
                     output.boxes[position, found], output.scores[position, found], output.labels[position, found]
                 )
-                result = compare_detections(
-                    names[i], model_detections, file_detections, max_detections=max_detections, **thresholds
-                )
+                result = compare_detections(names[i], model_detections, file_detections, **limits)
                 if output is batched:  # counted already
                     result = result._replace(num_images=0, num_boxes=0, num_ties=0)
                 total = total.merge(result)
@@ -171,25 +168,13 @@ def compare_outputs(
 
 
 def _run_model(
-    model: "models.Detector",
-    image: NDArray[np.uint8],
-    resized_size: NDArray[np.int32],
-    *,
-    score_threshold: float,
-    iou_threshold: float,
-    max_detections: int,
+    model: "models.Detector", image: NDArray[np.uint8], resized_size: NDArray[np.int32], limits: dict[str, Any]
 ) -> ImageDetections:
+    """limits: those of `Detector.decode`."""
     input_size = torch.from_numpy(resized_size[None])
     with torch.no_grad():
-        detections = model.decode(
-            model(torch.from_numpy(image[None])),
-            input_size,
-            torch.ones(1, 2),
-            input_size,
-            score_threshold=score_threshold,
-            iou_threshold=iou_threshold,
-            max_detections=max_detections,
-        )
+        outputs = model(torch.from_numpy(image[None]))
+        detections = model.decode(outputs, input_size, torch.ones(1, 2), input_size, **limits)
     valid = detections.valid[0]
     return ImageDetections(
         detections.boxes[0][valid].numpy(), detections.scores[0][valid].numpy(), detections.labels[0][valid].numpy()

@@ -22,14 +22,7 @@ from stoker.config.settings import from_run
 from stoker.data.batch import PAD_COLOR
 from stoker.data.index import open_index_of
 from stoker.data.loading.buffers import HostBatchBuffer
-from stoker.errors import (
-    DataError,
-    StokerError,
-    StorageError,
-    UsageError,
-    WeightsError,
-    writing,
-)
+from stoker.errors import DataError, StokerError, StorageError, UsageError, WeightsError, make_error, writing
 from stoker.evaluation.evaluate import SCORE_THRESHOLD
 from stoker.export import graph, parity, programs
 from stoker.hardware.cgroup import host_cores
@@ -202,12 +195,7 @@ def _require_own_export(target: Path, suffix: str) -> None:
         elif suffix == ".xml" and weights_of_openvino.exists():
             raise WeightsError("It belongs to no .xml file.", location=weights_of_openvino)
     except WeightsError as error:
-        raise UsageError(
-            "The exported file would replace another.",
-            location=error.location,
-            cause="a file with this name exists that stoker did not export",
-            fix="another --out, or remove it",
-        ) from error
+        raise make_error(UsageError, "export-replaces-a-file", error.location) from error
 
 
 def _metadata(metadata: model_file.ModelMetadata, weights: Path) -> dict[str, str]:
@@ -258,10 +246,7 @@ def _load_images(
         except (DataError, OSError) as error:
             last_error = error
     if not names:
-        raise UsageError(
-            "None of the images to compare on can be read.",
-            location=sources[0][0],
-            cause=str(last_error),
-            fix=fix,
+        raise make_error(
+            UsageError, "no-image-for-parity", sources[0][0], cause=str(last_error), fix=fix
         ) from last_error
     return ParityInputs(buffer.pixels[: len(names)].transpose(0, 3, 1, 2), buffer.resized_size[: len(names)], names)

@@ -10,7 +10,7 @@ import fcntl
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +111,12 @@ def _content() -> bytes:
 
 def read() -> list[Line]:
     """All lines that can be read, the newest last."""
-    return list(_decode(_content()))
-
-
-def _decode(content: bytes) -> Iterator[Line]:
-    decoder = msgspec.json.Decoder(Line)
-    for line in content.split(b"\n"):
+    decoder, lines = msgspec.json.Decoder(Line), []
+    for line in _content().split(b"\n"):
         if 0 < len(line) <= MAX_LINE_BYTES:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # damaged, or newer
-                yield decoder.decode(line)
+                lines.append(decoder.decode(line))
+    return lines
 
 
 def measured_steps(is_device: Callable[[str], bool], *, threads: int = 0) -> list[MeasuredStep]:

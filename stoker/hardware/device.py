@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from stoker.errors import OutOfMemoryError, PreflightError
+from stoker.errors import OutOfMemoryError, PreflightError, make_error
 from stoker.hardware.cgroup import host_memory
 
 CPU_BLOCK_SIZE = 2**19
@@ -470,13 +470,7 @@ def select_device(name: str | None = None) -> Device:
             what = f"There is no device called {name!r}."
             raise PreflightError(what, cause=cause, choices=available_devices()) from error
     if device.type not in {kind.partition(":")[0] for kind in available_devices()}:
-        raise PreflightError(
-            f"The device {str(device)!r} cannot be used.",
-            cause="torch finds no such device: a CPU build of torch, a missing driver, or a hidden device",
-            choices=available_devices(),
-            fix="check `nvidia-smi`, CUDA_VISIBLE_DEVICES and "
-            "`python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'`",
-        )
+        raise make_error(PreflightError, "device-not-usable", choices=available_devices(), device=str(device))
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
     try:

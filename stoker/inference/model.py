@@ -25,7 +25,7 @@ from stoker.data.images import decode
 from stoker.data.images.source import display_path
 from stoker.data.index import Index, open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
-from stoker.errors import DataError, UsageError, nearest
+from stoker.errors import DataError, UsageError, make_error, nearest
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
 from stoker.evaluation.metrics import Metrics
 from stoker.hardware.cgroup import host_cores
@@ -246,11 +246,7 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
     weights = source if is_name else model_file.find_weights(source)
     if weights.suffix in RUNTIMES:
         if device not in (None, "cpu"):
-            raise UsageError(
-                f"--device {device}: stoker runs exported files on the CPU only.",
-                choices=["cpu"],
-                fix="name the run or the .safetensors file that it was exported from",
-            )
+            raise make_error(UsageError, "exported-files-run-on-cpu", choices=["cpu"], device=device)
         exported = RUNTIMES[weights.suffix](weights, num_threads=host_cores())
         detector: DetectorProtocol = exported
         metadata, target_device, precision = exported.metadata, select_device("cpu"), "fp32"

@@ -19,7 +19,7 @@ import numpy as np
 
 from stoker.data.images.source import display_path
 from stoker.data.remote import download_image, resolve_images
-from stoker.errors import DataError, UsageError, writing
+from stoker.errors import DataError, UsageError, make_error, writing
 from stoker.evaluation.draw import IMAGE_SUFFIXES as OUTPUT_SUFFIXES
 from stoker.evaluation.draw import save_image
 from stoker.evaluation.evaluate import detect_batches
@@ -316,12 +316,7 @@ def _require_output_dir(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UsageError("The output folder is a file.", location=out, fix="--out FOLDER")
     if out.exists() and any(out.iterdir()) and not (out / RESULTS_NAME).exists():
-        raise UsageError(
-            "The output folder contains other files.",
-            location=out,
-            cause=f"it has no {RESULTS_NAME}, so stoker did not write it",
-            fix="name a new folder with --out",
-        )
+        raise make_error(UsageError, "output-folder-has-other-files", out, results=RESULTS_NAME)
 
 
 def _write_results(out: Path, results: list[dict[str, Any]]) -> None:

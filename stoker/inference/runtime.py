@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from stoker.errors import ConfigError, PreflightError, WeightsError
+from stoker.errors import ConfigError, PreflightError, WeightsError, make_error
 from stoker.models.layers.postprocess import MAX_DETECTIONS, BatchDetections, rescale_to_original
 from stoker.models.weights.model_file import METADATA_KEY, read_metadata
 
@@ -69,12 +69,7 @@ class ExportedModel(nn.Module):
             cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise WeightsError(f"The {self.title} file cannot be read.", location=path, cause=cause) from error
         if METADATA_KEY not in meta:
-            raise WeightsError(
-                f"The {self.title} file was not exported by stoker.",
-                location=path,
-                cause=f"its metadata has no {METADATA_KEY!r}, so its classes and image size are unknown",
-                fix="stoker export RUN",
-            )
+            raise make_error(WeightsError, "not-exported-by-stoker", path, title=self.title, entry=METADATA_KEY)
         self.metadata = read_metadata(meta[METADATA_KEY], path)
         self.iou_threshold = float(meta.get("iou_threshold", 0.5))
         """The file's default NMS threshold; old files without this metadata have 0.5."""

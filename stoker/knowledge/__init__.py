@@ -5,10 +5,12 @@ assumptions.toml: what `stoker plan` assumes (`planning/duration.py`, `planning/
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
+commands.toml: what the parameters of commands mean (`cli/__init__.py`).
 conflicts.toml: settings that exclude each other (`training/defaults/checks.py`).
 curves.toml: curves and charts of the report (`report/series.py`).
 dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
+errors.toml: what errors say (`errors.py`).
 export_formats.toml: formats that are made from exported files (`export/write.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`config/flag_names.py`).

@@ -299,11 +299,8 @@ class TinyBackbone(nn.Sequential):
         super().__init__()
         self.add_module("stem", conv_norm(3, width, norm, stride=2))
         for number, (narrow, wide) in enumerate(itertools.pairwise((1, 2, 3, 4, 6)), start=1):
-            self.add_module(f"layer{number}", _stage(narrow * width, wide * width, norm))
-
-
-def _stage(in_channels: int, out_channels: int, norm: Norm) -> nn.Sequential:
-    return nn.Sequential(conv_norm(in_channels, out_channels, norm, stride=2), _Residual(out_channels, norm))
+            halve = conv_norm(narrow * width, wide * width, norm, stride=2)
+            self.add_module(f"layer{number}", nn.Sequential(halve, _Residual(wide * width, norm)))
 
 
 class _Residual(nn.Module):

@@ -146,8 +146,11 @@ class FCOS(Detector):
             dummy_boxes = torch.cat((points.center - stride, points.center + stride), dim=-1)
             boxes = torch.where(mask, boxes, dummy_boxes)
             gious = giou(ltrb_to_boxes(distances, points.center, points.stride), boxes)
+            left_top, right_bottom = points.center - boxes[..., :2], boxes[..., 2:] - points.center
+            # Equation 3: 1 at the center of a box, 0 at its edge.
+            centerness = (torch.minimum(left_top, right_bottom) / torch.maximum(left_top, right_bottom)).prod(-1).sqrt()
             centerness_losses = functional.binary_cross_entropy_with_logits(
-                at_least_fp32(outputs.centerness), centerness_targets(boxes, points.center), reduction="none"
+                at_least_fp32(outputs.centerness), centerness, reduction="none"
             )
             return {
                 "classification": class_losses.sum() / num_positive,
@@ -245,12 +248,6 @@ def ltrb_to_boxes(distances: Tensor, center: Tensor, stride: Tensor) -> Tensor:
     """Boxes xyxy [..., A, 4] from `distances` [..., A, 4], in strides [..., A], from the points `center`."""
     left_top, right_bottom = torch.split(distances * stride[..., None], 2, dim=-1)
     return torch.cat((center - left_top, center + right_bottom), dim=-1)
-
-
-def centerness_targets(boxes: Tensor, center: Tensor) -> Tensor:
-    """1 at the center of a box, 0 at its edge (equation 3): [..., A] of `boxes` [..., A, 4] around points `center`."""
-    left_top, right_bottom = center - boxes[..., :2], boxes[..., 2:] - center
-    return (torch.minimum(left_top, right_bottom) / torch.maximum(left_top, right_bottom)).prod(-1).sqrt()
 
 
 def build_fcos(

@@ -111,15 +111,6 @@ class VGG(Backbone):
         return [*maps, x] if stop == 1 else maps
 
 
-def vgg_key(name: str) -> str:
-    """Name in a `VGG` of the tensor `name` of torchvision's VGG-16 classifier."""
-    match = re.match(r"features\.(\d+)\.(\w+)$", name)
-    if match is None:
-        return name
-    layer = int(match[1])
-    return name if layer < VGG_CUT else f"extra.0.{layer - VGG_CUT}.{match[2]}"
-
-
 def _conv(in_channels: int, out_channels: int, kernel_size: int, *, padding: int = 0, dilation: int = 1) -> nn.Conv2d:
     conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=padding, dilation=dilation)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
@@ -245,14 +236,6 @@ def conv_predictor(in_channels: int, out_channels: int) -> nn.Conv2d:
     conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
     nn.init.xavier_uniform_(conv.weight)
     return _zero_bias(conv)
-
-
-def init_weights(network: nn.Module) -> None:
-    """torchvision's initialization of SSDlite: every convolution normal with a standard deviation of 0.03."""
-    for layer in network.modules():
-        if isinstance(layer, nn.Conv2d):
-            nn.init.normal_(layer.weight, std=0.03)
-            _zero_bias(layer)
 
 
 class SSDScoringHead(nn.Module):
@@ -438,7 +421,10 @@ class SSD300(SSD):
         super().__init__(backbone, settings, num_classes, make_layer=conv_predictor, mean=mean, std=std)
 
     def backbone_key(self, name: str) -> str:
-        return "backbone." + vgg_key(name)
+        match = re.match(r"features\.(\d+)\.(\w+)$", name)  # of VGG-16
+        if match is None or int(match[1]) < VGG_CUT:
+            return f"backbone.{name}"
+        return f"backbone.extra.0.{int(match[1]) - VGG_CUT}.{match[2]}"
 
 
 class SSDLite(SSD):
@@ -456,7 +442,10 @@ class SSDLite(SSD):
         make_layer = partial(separable_predictor, norm=lite_norm(trainable_norm(settings.backbone_norm)))
         half = (0.5, 0.5, 0.5)
         super().__init__(backbone, settings, num_classes, make_layer=make_layer, mean=half, std=half)
-        init_weights(self)
+        for layer in self.modules():  # as torchvision's SSDlite
+            if isinstance(layer, nn.Conv2d):
+                nn.init.normal_(layer.weight, std=0.03)
+                _zero_bias(layer)
 
     def backbone_key(self, name: str) -> str:
         return "backbone." + mobilenet_key(name)

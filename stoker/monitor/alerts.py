@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, make_error
 from stoker.findings.finding import Evidence, Finding
 from stoker.knowledge import read_toml
 from stoker.printable import printable
@@ -121,11 +121,7 @@ def parse_rule(text: str) -> Rule:
         return Rule(text=" ".join(text.split()), name="on", kind=match["kind"])
     match = _QUANTITY_RULE.fullmatch(text)
     if match is None:
-        raise ConfigError(
-            f"--alert {text!r} is not a valid rule.",
-            cause="a rule is QUANTITY > NUMBER[%|GB|min|C] [for DURATION], or: on EVENT",
-            fix="--alert 'idle > 30% for 5min'",
-        )
+        raise make_error(ConfigError, "no-rule-of-an-alert", text=text)
     name = match["name"]
     if name not in QUANTITIES:
         raise ConfigError(f"--alert {text!r}: {name!r} is not a known quantity.", choices=list(QUANTITIES))

@@ -30,6 +30,8 @@ from stoker.runs.records import DEVICES, EVENTS, STEPS, WARNING_KINDS, RunFolder
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 POLL_INTERVAL_S = 1.0
+CLOSE_TIMEOUT_S = 30.0
+"""For the remaining lines at the end of the run. A sink that hangs is abandoned: the thread is a daemon."""
 PROGRESS_EVERY_S = 60.0
 """Between the lines of progress of `--log-format json`."""
 _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
@@ -71,13 +73,16 @@ def monitoring(
         if not sinks:
             yield
             return
-        thread, owner_pid = _MonitorThread(folder, sinks), os.getpid()
+        stopped, owner_pid, follower = threading.Event(), os.getpid(), Follower(folder.path, folder.attempt)
+        arguments = (folder, follower, sinks, stopped)
+        thread = threading.Thread(target=_pass_on_lines, args=arguments, name="monitor", daemon=True)
         thread.start()
         try:
             yield
         finally:
             if os.getpid() == owner_pid:
-                thread.stop()
+                stopped.set()
+                thread.join(CLOSE_TIMEOUT_S)
             else:  # a forked child: threads, server and connections belong to the parent
                 stack.pop_all()
 
@@ -242,46 +247,29 @@ class Follower:
                     yield decoded
 
 
-class _MonitorThread:
-    def __init__(self, folder: RunFolder, sinks: dict[str, Callable[[RecordLine], None]]) -> None:
-        self._folder = folder
-        self._sinks = sinks
-        self._follower = Follower(folder.path, folder.attempt)
-        self._stop_event = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Passes on the remaining lines. A sink that hangs is abandoned: the thread is a daemon."""
-        self._stop_event.set()
-        self._thread.join(30.0)
-
-    def _run(self) -> None:
-        is_last = failed = False
-        while not is_last:
-            is_last = self._stop_event.wait(POLL_INTERVAL_S)
-            try:
-                lines = self._follower.read()
-            except OSError as error:  # the file system may become available again
-                if not failed:
-                    failed = True
-                    self._folder.event("warning", f"the records of the run cannot be read: {error}")
-                continue
-            failed = False
-            for line in lines:
-                self._dispatch(line)
-
-    def _dispatch(self, line: RecordLine) -> None:
-        for name, sink in list(self._sinks.items()):
-            try:
-                sink(line)
-            except Exception as error:  # noqa: BLE001 (whatever a sink raises: the run continues without it)
-                del self._sinks[name]
-                self._folder.event(
-                    "warning", f"monitoring ({name}) is disabled after an error: {type(error).__name__}: {error}"
-                )
+def _pass_on_lines(
+    folder: RunFolder, follower: Follower, sinks: dict[str, Callable[[RecordLine], None]], stopped: threading.Event
+) -> None:
+    """Passes new lines to the sinks, once more after `stopped` is set."""
+    is_last = failed = False
+    while not is_last:
+        is_last = stopped.wait(POLL_INTERVAL_S)
+        try:
+            lines = follower.read()
+        except OSError as error:  # the file system may become available again
+            if not failed:
+                failed = True
+                folder.event("warning", f"the records of the run cannot be read: {error}")
+            continue
+        failed = False
+        for line in lines:
+            for name, sink in list(sinks.items()):
+                try:
+                    sink(line)
+                except Exception as error:  # noqa: BLE001 (whatever a sink raises: the run continues without it)
+                    del sinks[name]
+                    text = f"monitoring ({name}) is disabled after an error: {type(error).__name__}: {error}"
+                    folder.event("warning", text)
 
 
 class JsonLog:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, make_error
 from stoker.monitor.alerts import Rule, parse_rule
 
 WEBHOOK_VARIABLE = "STOKER_ALERT_WEBHOOK"
@@ -49,10 +49,7 @@ class MonitoringOptions:
         actions = ("alert_command", "alert_webhook", "alert_exit")
         action_flags = [f"--{name.replace('_', '-')}" for name in actions if getattr(self, name)]
         if action_flags and not rules:
-            raise ConfigError(
-                f"{action_flags[0]} needs an alert rule.",
-                fix=f"add a rule: --alert 'idle > 30% for 5min' {action_flags[0]} …",
-            )
+            raise make_error(ConfigError, "alert-action-without-rule", action=action_flags[0])
         webhook = self.webhook_url()
         if rules and webhook is not None and not webhook.startswith(("http://", "https://")):
             raise ConfigError("The address of the webhook is not an HTTP URL.", choices=["https://…", "http://…"])

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import start_http_server
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, make_error
 from stoker.monitor.alerts import MEASURED, RecordLine
 from stoker.runs.schemas import DeviceSample, StepWindow
 
@@ -100,11 +100,7 @@ class Server:
         try:
             self._server, self._thread = start_http_server(port, host, registry=registry)
         except OSError as error:
-            raise ConfigError(
-                f"--metrics-port {port} cannot be used on {host}.",
-                cause=str(error),
-                fix="--metrics-port 0 uses a free port, --metrics-host 0.0.0.0 all addresses of this machine",
-            ) from error
+            raise make_error(ConfigError, "metrics-port-not-usable", cause=str(error), port=port, host=host) from error
         self.port = int(self._server.server_port)
 
     def close(self) -> None:

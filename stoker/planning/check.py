@@ -319,11 +319,11 @@ def try_batch(user_config: Config) -> Answer:
     images_per_s = estimate_images_per_second(get_architecture(model), config.data.image_size)
     used, tried, speed, about = "", "counted", "", " about"
     if not device.is_cpu:
-        trial = next(try_sizes(dry_run, [batch_size // micro_batches]))
-        if isinstance(trial, str):
-            raise StokerError("The batch that fitted at first does not fit again.", cause=trial)
-        images_per_s = 1 / trial.seconds_per_image
-        used, about = f": {fmt.memory(trial.peak_bytes, dry_run.budget_bytes)}", ""
+        trials, end = try_sizes(dry_run, [batch_size // micro_batches])
+        if not trials:
+            raise StokerError("The batch that fitted at first does not fit again.", cause=end)
+        images_per_s = 1 / trials[0].seconds_per_image
+        used, about = f": {fmt.memory(trials[0].peak_bytes, dry_run.budget_bytes)}", ""
         tried, speed = "tried on the device", f"; {images_per_s:,.0f} img/s"
     parameters = sum(parameter.numel() for parameter in dry_run.optimizer.model.parameters())
     copies = CHECKPOINT_COPIES + (config.optim.optimizer == "adamw")

@@ -15,7 +15,7 @@ from stoker.data.index import Index
 from stoker.data.validation.check import CheckReport
 from stoker.data.validation.problems import PROBLEM_KINDS, count_of_all
 from stoker.data.validation.stats import AREA_RANGES, IOU_THRESHOLDS, LARGE, SMALL, DatasetStats
-from stoker.errors import UsageError
+from stoker.errors import UsageError, make_error
 from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.findings_terminal import explain_line, finding_lines
 from stoker.report.format import count, number, percentage, plural, size
@@ -40,11 +40,7 @@ def check_output_path(out: Path, index: Index, suffixes: Sequence[str]) -> None:
     if out.suffix.lower() not in suffixes:
         raise UsageError(f"--out {out} has another suffix.", choices=suffixes, fix=f"--out {out.stem}{suffixes[0]}")
     if out.exists() and index.contains_file(out):
-        raise UsageError(
-            f"--out {out} exists, in the folder of the dataset.",
-            cause="it may be one of its images",
-            fix="choose a new file, or one outside of the dataset",
-        )
+        raise make_error(UsageError, "out-is-in-the-data-set", out=out)
 
 
 def print_check(report: CheckReport, file: TextIO | None = None) -> None:

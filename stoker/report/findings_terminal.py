@@ -28,12 +28,7 @@ INDENT = 9
 
 
 def print_findings(
-    findings: Sequence[Finding],
-    *,
-    seconds: float,
-    show_all: bool = False,
-    file: TextIO | None = None,
-    width: int | None = None,
+    findings: Sequence[Finding], *, seconds: float, show_all: bool = False, file: TextIO | None = None
 ) -> None:
     """Prints the findings of `stoker check`, worst first, and their number. show_all: also what is in order, with its
     evidence; else it is one line."""
@@ -52,7 +47,7 @@ def print_findings(
         if count
     )
     renderables += [f"{summary or 'nothing was checked'}, in {fmt.duration(seconds)}", *explain_line(findings)]
-    print_renderables(renderables, file, width=width)
+    print_renderables(renderables, file)
 
 
 def finding_lines(finding: Finding, cost_range: tuple[float, float] | None = None) -> Iterator[RenderableType]:

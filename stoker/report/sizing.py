@@ -45,11 +45,6 @@ def gpu_names(environment: Mapping[str, Any]) -> list[str]:
     return [str(entry.get("name") or "unnamed") if isinstance(entry, dict) else "unnamed" for entry in gpus]
 
 
-def count_names(names: list[str]) -> str:
-    """2 × Tesla T4."""
-    return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-
-
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Nested values as rows: `packages.torch`, `2.15.0`."""
     if isinstance(value, dict) and value:
@@ -74,7 +69,8 @@ def comparable(environment: Mapping[str, Any]) -> dict[str, str]:
             kept[name] = {key: value for key, value in kept[name].items() if key not in dropped}
     rows = {name: value for name, value in flatten(kept) if value != fmt.MISSING}
     names = gpu_names(environment)
-    return rows | ({"gpu": count_names(names)} if names else {})
+    counts = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))  # 2 × Tesla T4
+    return rows | ({"gpu": counts} if names else {})
 
 
 SM_ACTIVE_LOW, SM_ACTIVE_HIGH = 0.5, 0.8

@@ -40,9 +40,8 @@ class Board:
     fork. on_error: called from another thread when writing fails, or an image cannot be drawn.
     """
 
-    def __init__(self, run: Path | None, *, purge_step: int = 0, on_error: Callable[[str], None] | None = None) -> None:
-        """run: None writes nothing."""
-        self._folder = None if run is None else run / FOLDER
+    def __init__(self, run: Path, *, purge_step: int = 0, on_error: Callable[[str], None] | None = None) -> None:
+        self._folder = run / FOLDER
         self._purge_step = purge_step
         self._on_error = on_error
         self._queue: queue.Queue[BoardEntry | None] = queue.Queue(_MAX_QUEUED)
@@ -51,8 +50,7 @@ class Board:
         self.error: str | None = None
         """The error after which nothing more is written."""
         self._thread = threading.Thread(target=self._run, name="stoker-tensorboard", daemon=True)
-        if run is not None:
-            self._thread.start()
+        self._thread.start()
 
     def add_window(self, window: StepWindow) -> None:
         """Adds the scalars of a line of steps.jsonl."""
@@ -88,8 +86,6 @@ class Board:
             self._thread.join()
 
     def _put(self, entry: BoardEntry) -> None:
-        if self._folder is None:
-            return
         try:
             self._queue.put_nowait(entry)
         except queue.Full:
@@ -97,7 +93,6 @@ class Board:
 
     def _run(self) -> None:
         entries = iter(self._queue.get, None)  # until the None of `close`
-        assert self._folder is not None
         try:
             with contextlib.closing(_Writer(self._folder, self._purge_step)) as writer:
                 flushed_s = time.monotonic()

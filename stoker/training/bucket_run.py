@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 
 from stoker.config.settings import Config
-from stoker.errors import ConfigError, ObjectMissing, Preempted, StorageError, UsageError, writing
+from stoker.errors import ConfigError, ObjectMissing, Preempted, StorageError, UsageError, make_error, writing
 from stoker.report.tensorboard import FOLDER as TENSORBOARD
 from stoker.runs.records import (
     BEST,
@@ -187,7 +187,8 @@ class BackgroundUploader:
             raise
         except (StorageError, OSError) as error:
             self._retry_at_s = time.monotonic() + RETRY_DELAY_S
-            failed_before, self._failure = self._failure is not None, _format_error(error)
+            failed_before = self._failure is not None
+            self._failure = f"{error.what} {error.cause or ''}" if isinstance(error, StorageError) else str(error)
             if not failed_before:
                 text = f"{self._uri} cannot be written: {self._failure}; training continues, and stoker tries again"
                 self._report("warning", text)
@@ -279,11 +280,6 @@ class BackgroundUploader:
         self._store.delete(self._uri.child(name).key)
 
 
-def _format_error(error: StorageError | OSError) -> str:
-    """An error on one line."""
-    return f"{error.what} {error.cause or ''}".strip() if isinstance(error, StorageError) else str(error)
-
-
 @dataclasses.dataclass
 class BucketRun:
     """A run in a bucket that this process trains, made by `join_bucket_run`."""
@@ -324,12 +320,7 @@ class BucketRun:
                 fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
                 raise type(error)(error.what, location=self.uri, fix=fix) from error
             what = error.what.partition(";")[0]
-            raise StorageError(
-                f"{what}; the state is saved on this machine but did not reach the bucket.",
-                location=self.uri,
-                cause=failure,
-                fix="the same command on this machine continues; on another, from an earlier checkpoint",
-            ) from error
+            raise make_error(StorageError, "state-not-in-bucket", self.uri, cause=failure, what=what) from error
 
     def finish(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
@@ -470,12 +461,7 @@ def _upload_remaining(
 
 
 def _make_incomplete_upload_error(uri: StorageUri, local_dir: Path, failure: str) -> StorageError:
-    return StorageError(
-        "The run is finished, but not all of it reached the bucket.",
-        location=uri,
-        cause=failure,
-        fix=f"it is complete in {local_dir}; the same command on this machine uploads the rest",
-    )
+    return make_error(StorageError, "upload-incomplete", uri, cause=failure, local_dir=local_dir)
 
 
 def _read_object(store: Store, key: str | None) -> bytes:

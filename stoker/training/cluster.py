@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from stoker.errors import ConfigError, RankError, UsageError
+from stoker.errors import ConfigError, RankError, UsageError, make_error
 
 VARIABLES = ("TF_CONFIG", "CLUSTER_SPEC")
 TRAINING_TASKS = ("chief", "master", "worker", "workerpool0", "workerpool1")
@@ -178,10 +178,7 @@ def _read_torchrun(env: Mapping[str, str]) -> RankPlace | None:
             f"RANK={rank} does not fit WORLD_SIZE={world_size}.", fix="unset both, or start the ranks with torchrun"
         )
     if world_size > 1 and not env.get("MASTER_ADDR"):
-        raise ConfigError(
-            f"WORLD_SIZE={world_size} describes a job of several ranks, but MASTER_ADDR is not set.",
-            fix="unset RANK and WORLD_SIZE, or start the ranks with torchrun",
-        )
+        raise make_error(ConfigError, "no-master-address", world_size=world_size)
     return RankPlace(
         rank=rank,
         world_size=world_size,
@@ -214,11 +211,7 @@ def _read_cluster(env: Mapping[str, str]) -> RankPlace | None:
         if not addresses:
             continue
         if own not in addresses:
-            raise UsageError(
-                f"{variable} makes this process the task {own[0]} {own[1]}, which does not train.",
-                cause="stoker has no parameter servers, and evaluates in the training processes",
-                fix=f"only workers in the cluster, or `unset {variable}`",
-            )
+            raise make_error(UsageError, "task-does-not-train", variable=variable, task=own[0], number=own[1])
         rank = list(addresses).index(own)
         hosts = [address.rpartition(":")[0] or address for address in addresses.values()]
         port = next(iter(addresses.values())).rpartition(":")[2]
@@ -274,8 +267,5 @@ def _read_int(env: Mapping[str, str], name: str, default: int | None = None) -> 
     if not text and default is not None:
         return default
     if not text.isdecimal():
-        raise ConfigError(
-            f"The environment variable {name} is {text!r}, not a number.",
-            fix=f"unset {name}, or let torchrun or srun set it",
-        )
+        raise make_error(ConfigError, "variable-is-no-number", name=name, text=text)
     return int(text)

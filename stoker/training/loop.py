@@ -19,7 +19,7 @@ from typing import NoReturn
 import msgspec
 
 from stoker.config.durations import parse_duration
-from stoker.errors import CaptureFailed, Preempted, StokerError, StorageError
+from stoker.errors import CaptureFailed, Preempted, StokerError, StorageError, make_error
 from stoker.evaluation.metrics import Metrics
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.telemetry.sampler import TelemetrySampler
@@ -288,12 +288,7 @@ class Saver:
         """Raises StorageError if the final weights could not be written."""
         failure, run = self._setup.writer.failure, self._setup.folder.path
         if failure is not None:
-            raise StorageError(
-                "The final weights could not be saved.",
-                location=run,
-                cause=failure,
-                fix=f"make room; then `stoker train --resume {run}` finishes the run",
-            )
+            raise make_error(StorageError, "final-weights-not-saved", run, cause=failure, run=run)
 
     def make_stop_error(self, requested_by: str | None) -> StokerError:
         """The error of a run that was stopped: Preempted, or StorageError if its state could not be saved."""
@@ -307,8 +302,4 @@ class Saver:
                 cause=writer.failure,
                 fix="make room; the same command continues from the checkpoint before",
             )
-        return Preempted(
-            f"Stopped by {requested_by} at step {step:,}; everything is saved.",
-            location=run,
-            fix=f"the same command, or `stoker train --resume {run}`, continues",
-        )
+        return make_error(Preempted, "stopped-and-saved", run, requested_by=requested_by, step=step, run=run)

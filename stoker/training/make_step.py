@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from stoker.data.augment import makes_mosaics
 from stoker.data.batch import Batch
 from stoker.errors import CaptureFailed
 from stoker.hardware.device import Device, is_out_of_memory
-from stoker.models.layers.convolutions import use_fused_convs
+from stoker.models.layers.convolutions import separate_conv_relu, use_fused_convs
 from stoker.models.retinanet import RetinaNet
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
@@ -59,18 +59,8 @@ TOLERANCE = 0.02
 apart by all of it."""
 
 
-class Capture(Protocol):
-    """What records a step."""
-
-    def warm_up(self) -> contextlib.AbstractContextManager[None]:
-        """A context for steps before the capture."""
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Records `step` without an effect; the result replays it. What was recorded before is not replayed again."""
-
-
 class CudaCapture:
-    """Warm-up and capture on one side stream, as CUDA requires it."""
+    """Records a step: warm-up and capture on one side stream, as CUDA requires it."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -78,6 +68,7 @@ class CudaCapture:
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
+        """A context for steps before the capture."""
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
@@ -85,7 +76,8 @@ class CudaCapture:
         main.wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Waits for the device. Other threads, which copy batches and snapshots, go on meanwhile."""
+        """Records `step` without an effect; the result replays it. What was recorded before is not replayed again.
+        Waits for the device. Other threads, which copy batches and snapshots, go on meanwhile."""
         torch.cuda.synchronize()  # the graph before may still run
         self._graph = None  # its memory is for the new one
         graph = torch.cuda.CUDAGraph()
@@ -107,7 +99,7 @@ class CudaGraphStep:
     """
 
     def __init__(
-        self, step: Callable[[Batch], None], capture: Capture, variant: Callable[[], object] = lambda: None
+        self, step: Callable[[Batch], None], capture: CudaCapture, variant: Callable[[], object] = lambda: None
     ) -> None:
         self._step, self._capture, self._variant = step, capture, variant
         self._warm_up_steps = WARM_UP_STEPS
@@ -272,35 +264,22 @@ def compare_convs(setup: TrainSetup, batch: Batch) -> tuple[float, float, float]
     for (shapes, geometry), count in recorder.counts.items():
         x, weight, bias = (_random(layout) for layout in shapes[:3])
         residual = None if shapes[3] is None else _random(shapes[3])
-        plain, fused = _plain(x, weight, bias, residual, geometry), torch.ops.stoker.conv_relu
+        plain = functools.partial(separate_conv_relu, x, weight, bias, residual, *geometry)
+        fused = functools.partial(torch.ops.stoker.conv_relu, x, weight, bias, residual, *geometry)
         expected = plain()
         expected.clone().fill_(torch.nan)  # freed at once: what the kernel's output is made of must not matter
-        difference = max(difference, _distance([fused(x, weight, bias, residual, *geometry)], [expected]))
+        difference = max(difference, _distance([fused()], [expected]))
         if setup.config.run.compile:
-            plain = _as_compiled(x, weight, residual, geometry)
-        times = measure_in_turn(plain, functools.partial(fused, x, weight, bias, residual, *geometry), setup.device)
+            plain = functools.partial(_as_compiled, x, weight, residual, geometry)
+        times = measure_in_turn(plain, fused, setup.device)
         separate_s, fused_s = separate_s + count * times[0], fused_s + count * times[1]
     return separate_s, fused_s, difference
 
 
-def _plain(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, geometry: tuple[Any, ...]
-) -> Callable[[], Tensor]:
-    def compute() -> Tensor:
-        output = torch.conv2d(x, weight, bias, *geometry)
-        return (output if residual is None else output.add_(residual)).relu_()
-
-    return compute
-
-
-def _as_compiled(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: tuple[Any, ...]) -> Callable[[], Tensor]:
+def _as_compiled(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
     """The time, not the values: the one pass reads and writes what the compiler's does."""
-
-    def compute() -> Tensor:
-        output = torch.conv2d(x, weight, None, *geometry)
-        return output.relu_() if residual is None else output.add_(residual)
-
-    return compute
+    output = torch.conv2d(x, weight, None, *geometry)
+    return output.relu_() if residual is None else output.add_(residual)
 
 
 class _ConvRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped

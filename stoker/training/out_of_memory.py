@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stoker.data.loading.loader import Loader
-from stoker.errors import OutOfMemoryError
+from stoker.errors import OutOfMemoryError, make_error
 from stoker.hardware.cgroup import HostLimit, nearest_memory_limit
 from stoker.hardware.device import is_out_of_memory
 from stoker.training.parallel import Attempt
@@ -99,12 +99,7 @@ def shrink_batches(attempt: Attempt, activity: Activity, message: str) -> None:
     is_half_applied = activity == "training" and setup.optimizer.is_updated
     if is_half_applied or not setup.ranks.alone:
         reason = "while the weights were updated" if is_half_applied else f"in {activity}, on one of several ranks"
-        raise OutOfMemoryError(
-            f"Out of memory {reason}; this step is not saved.",
-            location=setup.folder.path,
-            cause=message,
-            fix="the same command continues from the last checkpoint, in smaller micro-batches",
-        )
+        raise make_error(OutOfMemoryError, "out-of-memory-in-a-step", setup.folder.path, cause=message, reason=reason)
 
 
 class HostMemoryGuard:

@@ -97,10 +97,6 @@ class ProbeHarness(DryRun):
         then."""
         return self.measure(lambda: next(loader), warm_up=lambda: loader.stats().prefetch_depth + 1)
 
-    def measure_with_batch(self, batch: Batch, loss_fn: LossFn | None = None) -> MeasureFn:
-        """Steps on a batch that is already on the device."""
-        return self.measure(lambda: batch, loss_fn)
-
 
 def run_experiments(harness: ProbeHarness, attempt: int) -> Iterator[Probe]:
     """All experiments, in the order of PROBE_KINDS."""
@@ -109,7 +105,8 @@ def run_experiments(harness: ProbeHarness, attempt: int) -> Iterator[Probe]:
         loader = stack.enter_context(contextlib.closing(harness.make_loader(workers)))
         cached_batch = Batch(*(tensor.clone() for tensor in next(loader)))  # its buffer will be filled again
         baseline = harness.measure_with_loader(loader)
-        steps = _steps_per_round(baseline, harness.config.run.batch_size)
+        baseline(2)  # warms up
+        steps = max(2, math.ceil(MIN_ROUND_S / (baseline(2) * harness.config.run.batch_size)))
         used_workers = loader.stats().workers
         for kind in PROBE_KINDS:
             try:
@@ -138,18 +135,18 @@ def _make_before_and_after(
 ) -> tuple[MeasureFn, MeasureFn]:
     """The functions that measure without and with the change."""
     if kind == "cached_batch":
-        return baseline, harness.measure_with_batch(cached_batch)
+        return baseline, harness.measure(lambda: cached_batch)
     if kind == "double_batch":
         double_batch = Batch(*(torch.cat([tensor, tensor]) for tensor in cached_batch))
         double_batch = double_batch._replace(images=double_batch.images.contiguous(memory_format=torch.channels_last))
-        return harness.measure_with_batch(cached_batch), harness.measure_with_batch(double_batch)
+        return harness.measure(lambda: cached_batch), harness.measure(lambda: double_batch)
     if kind == "no_allreduce":
         raise _NotApplicable("the run has one process: there is no all-reduce")
     if kind == "compiled":
         if harness.device.is_cpu:
             raise _NotApplicable("on a CPU compiling takes minutes")
         other_loss_fn = make_loss_fn(harness.optimizer.model, compile=not harness.config.run.compile)
-        own, other = (harness.measure_with_batch(cached_batch, loss_fn) for loss_fn in (None, other_loss_fn))
+        own, other = (harness.measure(lambda: cached_batch, loss_fn) for loss_fn in (None, other_loss_fn))
         return (other, own) if harness.config.run.compile else (own, other)
     num_workers = used_workers + (1 if kind == "more_workers" else -1)
     if num_workers < 1:
@@ -158,12 +155,6 @@ def _make_before_and_after(
     for loader in loaders:
         stack.enter_context(contextlib.closing(loader))
     return harness.measure_with_loader(loaders[0]), harness.measure_with_loader(loaders[1])
-
-
-def _steps_per_round(measure: MeasureFn, batch_size: int) -> int:
-    """Steps of a round, from a second measurement: the first one warms up."""
-    measure(2)
-    return max(2, math.ceil(MIN_ROUND_S / (measure(2) * batch_size)))
 
 
 def _measure_pairs(kind: str, before: MeasureFn, after: MeasureFn, steps: int, attempt: int) -> Probe:

@@ -85,12 +85,6 @@ class RankRecords:
         self._folder, self._ranks, self._loader = setup.folder, setup.ranks, setup.loader
         self._quarantine, self._log_event = setup.quarantine, log_event
 
-    def finish(self) -> None:
-        """Writes the rest: every rank has sent its last line. Called by all ranks."""
-        if not self._ranks.alone:
-            self._ranks.barrier()
-            self.write()
-
     def write(self) -> None:
         """Writes what has arrived. Raises DataError if too many images of all ranks cannot be used."""
         if not self._ranks.is_main:
@@ -275,7 +269,9 @@ class Recorder:
 
     def finish_ranks(self) -> None:
         """Writes the rest of what other ranks send. Called by all ranks, after their last line."""
-        self._rank_records.finish()
+        if not self._setup.ranks.alone:
+            self._setup.ranks.barrier()  # every rank has sent its last line
+            self._rank_records.write()
 
     def close(self) -> None:
         """Writes what is known, however the training ended."""

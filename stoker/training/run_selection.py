@@ -14,7 +14,7 @@ import msgspec
 
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
-from stoker.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, writing
+from stoker.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs.records import (
     CONFIG,
@@ -136,11 +136,7 @@ def _refuse_run_of_this_command(path: Path) -> None:
     if restart is None:
         return
     if any(event.kind == "finished" and event.t >= restart.since for event in read_lines(path, EVENTS, Event)):
-        raise RunFinished(
-            "The run is finished: nothing is left to do.",
-            location=path,
-            cause=f"its last attempt failed after the end of the training: {restart.reason}",
-        )
+        raise make_error(RunFinished, "run-is-finished", path, reason=restart.reason)
 
 
 def _lock_run(path: Path, stack: contextlib.ExitStack) -> list[str]:

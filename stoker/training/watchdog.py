@@ -242,20 +242,19 @@ def describe_hang(phase: str, frames: list[traceback.FrameSummary]) -> Hung:
 def make_hung_error(
     hung: Hung, silence_s: float, step: int, frames: list[traceback.FrameSummary], stacks: str
 ) -> HungError:
-    what = {
-        "loader": "the loader, which has no batch",
-        "device": "the step on the device",
-        "collective": "a collective, which waits for another rank",
-        "evaluation": "the evaluation",
-    }[hung]
+    what, fix = {
+        "loader": ("the loader, which has no batch", "look at the storage of the images"),
+        "device": ("the step on the device", "look for errors of the driver (`dmesg`, `nvidia-smi`)"),
+        "collective": (
+            "a collective, which waits for another rank",
+            f"look at {HANG} of the other ranks: they wait for the one that is not in a collective",
+        ),
+        "evaluation": (
+            "the evaluation", "look at the storage of the validation images, and for errors of the driver"
+        ),
+    }[hung]  # fmt: skip
     own = [frame for frame in frames if "/stoker/" in frame.filename.replace(os.sep, "/")]
     innermost = f"; the training thread is in {own[-1].name} ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    fix = {
-        "loader": "look at the storage of the images",
-        "device": "look for errors of the driver (`dmesg`, `nvidia-smi`)",
-        "collective": f"look at {HANG} of the other ranks: they wait for the one that is not in a collective",
-        "evaluation": "look at the storage of the validation images, and for errors of the driver",
-    }[hung]
     return HungError(
         f"The training hangs: no progress for {silence_s:.0f} s after step {step:,}, in {what}.",
         location=stacks,

@@ -155,7 +155,7 @@ def test_the_arguments_are_those_of_the_schema(name: str) -> None:
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl(name, compute, "CPU")
         found = convolutions._cudnn(x, weight, bias, residual, *geometry)
-    torch.testing.assert_close(found, convolutions._separate(x, weight, bias, residual, *geometry))
+    torch.testing.assert_close(found, convolutions.separate_conv_relu(x, weight, bias, residual, *geometry))
     with pytest.raises(NotImplementedError, match=name):  # a CPU has none: what is above was the test's
         convolutions._cudnn(x, weight, bias, residual, *geometry)
 

@@ -150,12 +150,12 @@ def test_every_shape_is_counted_as_often_as_it_occurs(folder: RunFolder, monkeyp
 
 
 def test_a_wrong_result_is_seen(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = make_step._plain
+    right = make_step.separate_conv_relu
 
     def wrong(*args: Any) -> Any:
-        return lambda: right(*args)() + 0.1
+        return right(*args) + 0.1
 
-    monkeypatch.setattr(make_step, "_plain", wrong)
+    monkeypatch.setattr(make_step, "separate_conv_relu", wrong)
     monkeypatch.setattr(make_step, "measure_in_turn", lambda *_: (2.0, 1.0))
     taken, reason = try_kernel(
         lambda: compare_convs(make_setup(folder), make_batch((1, 2), (64, 64), CLASSES, slots=8))

@@ -213,7 +213,8 @@ def _cudnn(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *ge
     return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *geometry)
 
 
-def _separate(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *geometry: Any) -> Tensor:
+def separate_conv_relu(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *geometry: Any) -> Tensor:
+    """What `conv_relu` computes, operator by operator."""
     output = functional.conv2d(x, weight, bias, *geometry)
     if residual is not None:
         output += residual
@@ -246,6 +247,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _library.impl("conv_relu", _cudnn, "CUDA")
-_library.impl("conv_relu", _separate, "CPU")
+_library.impl("conv_relu", separate_conv_relu, "CPU")
 torch.library.register_fake("stoker::conv_relu", _without_values, lib=_library)
 torch.library.register_autograd("stoker::conv_relu", _backward, setup_context=_save, lib=_library)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from stoker.config.settings import ModelSettings
-from stoker.errors import WeightsError, nearest
+from stoker.errors import WeightsError, make_error, nearest
 from stoker.knowledge import read_toml
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.table import FAMILIES, MODELS, build, get_architecture
@@ -167,12 +167,7 @@ def _state_dict(state: object, path: Path) -> dict[str, Tensor]:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not state or not all(isinstance(v, Tensor) for v in state.values()):
-        raise WeightsError(
-            "The file does not hold a state_dict.",
-            location=path,
-            cause="expected a dict of tensors by name, bare or under 'model'",
-            fix="save it with torch.save(model.state_dict(), FILE)",
-        )
+        raise make_error(WeightsError, "no-state-dict", path)
     return state
 
 

@@ -14,7 +14,7 @@ from stoker.config.sync_method import parse_sync
 from stoker.data.anchor_fit import box_dimensions
 from stoker.data.augment import MOSAIC_GROUP_SIZE
 from stoker.data.index import Index
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, make_error
 from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
 from stoker.models import get_architecture
@@ -72,10 +72,7 @@ def check_user_settings(config: Config, index: Index, device: Device, devices: D
     holding = {name for name, holds in conditions.items() if holds}
     refuse_conflicts(holding, config, run.device or device.torch_device, devices)
     if run.shuffle_buffer and not index.image_ranges(index.image_indices("train")).length.all():
-        raise ConfigError(
-            f"--shuffle-buffer {run.shuffle_buffer} is for shards, and images of the data set are files.",
-            fix="leave it out: the order of files is random; `stoker data pack` makes shards",
-        )
+        raise make_error(ConfigError, "shuffle-buffer-without-shards", shuffle_buffer=run.shuffle_buffer)
 
 
 def check_devices(config: Config, count: int) -> None:

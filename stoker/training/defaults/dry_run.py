@@ -6,6 +6,7 @@ counted, and the whole batch is tried first, then its halves, thirds and so on, 
 the tensors alive at the same time are counted, in the forward pass of one image.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -154,40 +155,34 @@ class DryRun:
         return best_s
 
 
-def try_sizes(dry_run: DryRun, sizes: Iterable[int]) -> Iterator[BatchTrial | str]:
-    """Tries micro-batches of increasing `sizes` as long as they fit the memory budget and MAX_TRIALS_S.
-
-    If it ends before the last size, the last item is the reason, a string."""
-    start_s = time.perf_counter()
-    peaks: dict[int, int] = {}
-    duration_s = 0.0
+def try_sizes(dry_run: DryRun, sizes: Iterable[int]) -> tuple[list[BatchTrial], str | None]:
+    """(trials of micro-batches of increasing `sizes`, as long as they fit the memory budget and MAX_TRIALS_S; why they
+    ended before the last size, or None)."""
+    start_s, duration_s = time.perf_counter(), 0.0
+    trials: list[BatchTrial] = []
     for count in sizes:
         trial_start_s = time.perf_counter()
         if trial_start_s - start_s + 2 * duration_s > MAX_TRIALS_S:
-            yield f"trials end after {MAX_TRIALS_S:.0f} s"
-            return
-        try:
-            fits = _extrapolate_peak_bytes(peaks, count) <= dry_run.budget_bytes
-            if fits:
-                peaks[count] = dry_run.measure_peak_bytes(count)
-                fits = peaks[count] <= dry_run.budget_bytes
-            if fits:
-                trial = BatchTrial(count, peaks[count], dry_run.measure_step_s(count) / count)
-        except torch.OutOfMemoryError:
-            fits = False
-        if not fits:
-            yield f"{count} do not fit"
-            return
+            return trials, f"trials end after {MAX_TRIALS_S:.0f} s"
+        peak_bytes = _extrapolate_peak_bytes(trials, count)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            if peak_bytes <= dry_run.budget_bytes:
+                peak_bytes = dry_run.measure_peak_bytes(count)
+            if peak_bytes <= dry_run.budget_bytes:
+                trials.append(BatchTrial(count, int(peak_bytes), dry_run.measure_step_s(count) / count))
+        if not trials or trials[-1].micro_batch_size != count:
+            return trials, f"{count} do not fit"
         duration_s = time.perf_counter() - trial_start_s
-        yield trial
+    return trials, None
 
 
-def _extrapolate_peak_bytes(peaks: dict[int, int], count: int) -> float:
+def _extrapolate_peak_bytes(trials: list[BatchTrial], count: int) -> float:
     """Bytes at `count` on the line through the last two trials; 0 if there are not two."""
-    if len(peaks) < 2:
+    if len(trials) < 2:
         return 0.0
-    (a, at_a), (b, at_b) = list(peaks.items())[-2:]
-    return at_b + (at_b - at_a) / (b - a) * (count - b)
+    a, b = trials[-2:]
+    slope = (b.peak_bytes - a.peak_bytes) / (b.micro_batch_size - a.micro_batch_size)
+    return b.peak_bytes + slope * (count - b.micro_batch_size)
 
 
 def make_worst_case(setup: "TrainSetup") -> Batch:
@@ -359,13 +354,8 @@ def pick_fastest(trials: Iterable[BatchTrial]) -> BatchTrial:
 
 def _fastest_batch_size(dry_run: DryRun, num_images: int, fallback: int) -> tuple[int, str]:
     """(batch size, reason with the times); `fallback` if no size could be tried."""
-    trials: list[BatchTrial] = []
-    end = f"the training split has {num_images} images"
-    for trial in try_sizes(dry_run, candidate_sizes(dry_run, num_images)):
-        if isinstance(trial, BatchTrial):
-            trials.append(trial)
-        else:
-            end = trial
+    trials, end = try_sizes(dry_run, candidate_sizes(dry_run, num_images))
+    end = end or f"the training split has {num_images} images"
     if not trials:
         return fallback, f"no batch size could be tried: {end}"
     micro_batches = dry_run.config.optim.grad_accum_steps or 1
