@@ -13,7 +13,7 @@ from typing import NamedTuple
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.runs.schemas import StackWindow
 
-__all__ = ["PlaceCounter", "PlaceTotal", "find_places"]
+__all__ = ["PlaceCounter", "PlaceTotal", "find_places"]  # the rest is for the rules and `why`
 
 MAX_PLACES = 2000
 """Places of a process that are counted; a job has some hundred."""
@@ -71,7 +71,7 @@ class PlaceCounter:
         if not window.places or not window.samples:
             return
         process = self._processes.setdefault((window.attempt, window.pid), _Process())
-        process.kinds.update(window.main_thread)
+        process.kinds.update(window.main_thread if window.role == "training" else [window.role])
         group = _Group(window.role, rank, is_startup)
         process.groups.setdefault(group, _Count()).add(_Count(window.samples, window.wall_s, 1))
         seen: set[_Key] = set()
@@ -198,3 +198,81 @@ def _wilson(fraction: float, count: int) -> tuple[float, float]:
     error = _Z * math.sqrt(fraction * (1 - fraction) / count + _Z**2 / (4 * count**2))
     scale = 1 + _Z**2 / count
     return max(0.0, (center - error) / scale), min(1.0, (center + error) / scale)
+
+
+_STEP_KINDS = frozenset({"compute", "sync", "idle", "comm"})
+_LOADER_CALL = re.compile(r"^torch\.utils\.data\.|^multiprocessing\.|^threading\.|^queue\.")
+_READ = re.compile(r"(^|[._])(read|readinto|open|recv\w*|urlopen|request|get|stat|scandir|listdir|download\w*)( \(|$)")
+IMPORT = r"^import |^importlib\."
+"""Calls that import a module."""
+MIN_LOADER_SAMPLES = 10
+"""Samples of who loads the data below which nothing is said of them."""
+
+
+def list_places(run: RunRecords) -> list[PlaceTotal]:
+    """Places after the start outside of forward, backward and optimizer step, the largest first; kinds of one line and
+    call are one. A training thread that sleeps does so in its own code; a worker may wait for its next batch."""
+    groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
+    for total in run.places:
+        waits = total.kind == "idle" and total.role == "training" and total.call == "time.sleep"
+        if total.is_startup or not total.line or (total.kind in _STEP_KINDS and not waits):
+            continue
+        rank = total.rank if total.role == "training" else 0
+        groups.setdefault((total.role, rank, total.line, total.call), []).append(total)
+    merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
+    return sorted(merged, key=lambda place: -place.seconds)
+
+
+def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
+    """Places of `list_places` with a call that took at least this fraction of the time, at the low end of their
+    interval; without waits for a loader, and without what other causes explain: decoding, compiling, checkpoints."""
+    return [
+        place
+        for place in list_places(run)
+        if place.call
+        and place.kind in ("python", "other", "idle", "input_wait")
+        and not _LOADER_CALL.search(place.call)
+        and not re.search(IMPORT, place.call)
+        and place.low_s >= min_fraction * run.place_totals[place.role, place.rank]
+    ]
+
+
+def describe_place(place: PlaceTotal) -> str:
+    """`copy.deepcopy, called at train.py:53`."""
+    return f"{place.call}, called at {place.line}" if place.call else f"{place.function} at {place.line}"
+
+
+def blocked_fraction(run: RunRecords) -> float | None:
+    """Fraction of the time in which who loads the data (workers, else the training thread) was in a call that reads, or
+    blocked in another one, of the time in which it did not wait for its loader; None: not sampled often enough."""
+    role = "worker" if any(place.role == "worker" for place in run.places) else "training"
+    loading = [
+        place
+        for place in run.places
+        if place.role == role and not place.is_startup and place.line and not _LOADER_CALL.search(place.call)
+        if role == "worker" or place.kind in ("input_wait", "decode")
+    ]
+    samples = sum(place.samples for place in loading)
+    if samples < MIN_LOADER_SAMPLES:
+        return None
+    blocked = 0
+    for place in loading:
+        if place.kind == "idle" or place.call == "time.sleep":
+            blocked += place.samples
+        else:
+            reads = sum(count for leaf, count in place.leaves.items() if _READ.search(leaf))
+            blocked += place.samples if _READ.search(place.call) else reads
+    return blocked / samples
+
+
+def frequency(run: RunRecords, place: PlaceTotal) -> str:
+    """How often it was called, as far as lines and steps show it; else empty."""
+    windows = place.windows / place.window_fraction if place.window_fraction else 0.0
+    events = run.learning.num_evaluations + run.num_checkpoints
+    if place.windows == 1 and windows >= 3:
+        return "once"
+    if place.role == "training" and place.windows >= 3 and place.window_fraction >= 0.9:
+        return "each step" if run.steady.steps >= windows and events < windows / 2 else ""
+    if 2 <= place.bursts == run.learning.num_evaluations:
+        return "once per epoch"
+    return ""

@@ -526,7 +526,8 @@ def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, st
     name = find_call(own.file, own.line, _base_name(own.function), _base_name(callee.function) if callee else "")
     if callee is not None and not name:
         name = _module_path(callee)
-    leaf = _describe_leaf(stack[0]) if index > 1 else ""
+    # imports have thousands of innermost frames
+    leaf = _describe_leaf(stack[0]) if index > 1 and not name.startswith("import ") else ""
     return f"{_relative_file(own.file, cwd)}:{own.line}", _base_name(own.function), name, leaf
 
 
