@@ -58,7 +58,8 @@ def _config(old: str, new: str) -> Case:
 
 def _places(call: str, samples: int, role: str = "training") -> list[dict[str, Any]]:
     """Of 100 samples of each ten seconds those in one call; in every other line for a worker."""
-    place = Place(line="train.py:53", function="train", call=call, kind="python", samples=samples)
+    kind = "other" if role == "worker" else "python"
+    place = Place(line="train.py:53", function="train", call=call, kind=kind, samples=samples)
     rest = Place(line="train.py:50", function="train", kind="compute", samples=100 - samples)
     main_thread = {"python": samples / 100, "compute": 1 - samples / 100}
     lines = ([place, rest], [rest]) if role == "worker" else ([place, rest],) * 2
