@@ -20,9 +20,10 @@ from rich.console import RenderableType
 
 from stoker.diagnosis import engine
 from stoker.diagnosis.notes import collect_notes
+from stoker.diagnosis.places import frequency, list_places
 from stoker.diagnosis.postmortem import explain
 from stoker.diagnosis.reader import Observer, read_run
-from stoker.diagnosis.run_data import EventSummary, Termination
+from stoker.diagnosis.run_data import EventSummary, RunRecords, Termination
 from stoker.diagnosis.termination import MAX_OUTPUT_BYTES, is_held, lease_holder, read_output
 from stoker.errors import StokerError, UsageError
 from stoker.findings.finding import Finding
@@ -31,7 +32,7 @@ from stoker.hardware.prices import Price
 from stoker.knowledge import read_toml
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables, table
-from stoker.report.findings_terminal import explain_line, finding_lines
+from stoker.report.findings_terminal import explain_line, finding_lines, indented
 from stoker.report.sizing import advise_sizing, read_environment, resource_usage
 from stoker.runs import records
 from stoker.runs.schemas import Event, Probe
@@ -81,6 +82,31 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
     """The stages of `input_wait`, the largest first; their fractions are of all device time too."""
 
 
+class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the job's own code outside of forward and backward. low_s, high_s: 95 % interval."""
+
+    role: str
+    rank: int
+    line: str
+    function: str
+    call: str
+    kind: str
+    samples: int
+    seconds: float
+    low_s: float
+    high_s: float
+    frequency: str
+    """Empty: not known."""
+
+    def text(self) -> str:
+        """`37 s (±5) copy.deepcopy ← train.py:53, each step`."""
+        error_s = (self.high_s - self.low_s) / 2
+        often = f", {self.frequency}" if self.frequency else ""
+        whose = ", in each loader worker" if self.role == "worker" else f", rank {self.rank}" if self.rank else ""
+        what = f"{self.call} ← {self.line}" if self.call else f"{self.function} {self.line}"
+        return f"{self.seconds:,.0f} s (±{max(1, error_s):,.0f}) {what}{often}{whose}"
+
+
 class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """The result."""
 
@@ -110,6 +136,8 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     productive_fraction: float | None
     largest_loss: PhaseTime | None
     findings: list[Finding]
+    places: list[PlaceTime] = []
+    """Where the samples of stacks were outside of forward and backward, the largest first."""
     notes: list[Finding] = []
     """Observations that need no action."""
     evidence_paths: dict[str, str]
@@ -194,6 +222,7 @@ def explain_run(
         productive_fraction=_productive_fraction(totals, is_external=bool(coverage)),
         largest_loss=_largest_loss(phases, findings),
         findings=findings,
+        places=_places(run_records),
         notes=collect_notes(run_records, findings),
         evidence_paths={name: str(path / name) for name in EVIDENCE_FILES if (path / name).exists()},
         coverage=coverage,
@@ -201,6 +230,16 @@ def explain_run(
         probes=run_records.all_probes,
         ap=run_records.learning.newest_ap,
     )
+
+
+def _places(run_records: RunRecords) -> list[PlaceTime]:
+    """The largest places of at least a hundredth of their process' time."""
+    names = [name for name in PlaceTime.__struct_fields__ if name != "frequency"]
+    return [
+        PlaceTime(**{name: getattr(place, name) for name in names}, frequency=frequency(run_records, place))
+        for place in list_places(run_records)[:MAX_PLACES]
+        if place.seconds >= max(1.0, run_records.place_totals[place.role, place.rank] / 100)
+    ]
 
 
 def open_records(run: str | Path) -> Path:
@@ -335,6 +374,8 @@ def explain_log(path: Path) -> LogExplanation:
 
 # Terminal
 
+MAX_PLACES = 5
+"""Places that are shown."""
 MAX_FINDINGS = 5
 """Findings that are printed; `--json` has all."""
 PROBE_HEADS = ("changed", "img/s before", "after", "ratio", "90 % interval")
@@ -390,6 +431,10 @@ def _verdict(explanation: RunExplanation) -> str:
 def _details(explanation: RunExplanation) -> Iterator[RenderableType]:
     """Findings, notes, advice, experiments, sources."""
     findings, advice = explanation.findings[:MAX_FINDINGS], explanation.sizing_advice
+    if explanation.places:
+        yield ""
+        yield plain_text("Places outside of forward and backward, by samples of the stacks", "bold")
+        yield from (indented(place.text()) for place in explanation.places)
     if not findings:
         yield "The diagnosis found nothing else."
     for finding in findings:

@@ -1,57 +1,59 @@
 """Samples the Python stacks of a watched job into stacks.jsonl (data source 1), and classifies them.
 
-py-spy reads the stacks from outside, without stopping the job, also if the job is stopped. A sample takes some 20 ms of
-a CPU, none of the job's; samples are so rare that this stays below MAX_CPU_FRACTION of a core. `classify` is a pure
-function over py-spy's frames: `knowledge/frames.toml` has functions of frameworks by file and name; other frames are
-the job's own code. If stacks cannot be read, the reason is reported once.
+`py-spy record` reads the stacks from outside, without stopping the job, also if the job is stopped: one process of it
+for each training process, and one for a loader worker in turn. A window of 100 samples takes some 40 ms of a CPU, none
+of the job's; there are so many samples that this stays below MAX_CPU_FRACTION of a core. `classify` is a pure function
+over py-spy's frames: `knowledge/frames.toml` has functions of frameworks by file and name; other frames are the job's
+own code, and `find_place` says in which of its lines the thread was. `calls.py` reads what such a line calls. If stacks
+cannot be read, the reason is reported once.
 """
 
 import collections
 import contextlib
-import dataclasses
 import linecache
 import os
 import re
-import resource
 import shutil
-import subprocess
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-import msgspec
 import psutil
 
 from stoker.knowledge import read_toml
 from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.runs.records import RANKS, STACKS, RunFolder
-from stoker.runs.schemas import StackWindow
+from stoker.runs.schemas import Place, StackWindow
+from stoker.watch.calls import find_call
 
-WINDOW_S = 10.0
-"""Time of a line."""
-SAMPLE_INTERVAL_S, STARTUP_SAMPLE_INTERVAL_S = 2.0, 0.8
-"""Time between samples of a process: normally, and in the first STARTUP_S (there are few samples)."""
-STARTUP_S = 120.0
-STARTUP_CPU_S = 0.3
-"""CPU-seconds for samples besides MAX_CPU_FRACTION: some twenty in the first seconds of a job."""
+WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
+"""Time of a line; the first one of a process is short, because only its stacks tell whether it trains."""
+RATES_HZ = (10, 4, 2, 1)
+"""Samples a second. The next lower one is used if a window costs more than it may."""
 MAX_CPU_FRACTION = 0.01
-"""Fraction of a core that sampling may take since its start: with more processes, or slower samples, the intervals are
-longer. Half of the 2 % of a job that watching may cost (benchmarks/diagnosis/watch_overhead.py)."""
+"""Fraction of a core that sampling may take. Half of the 2 % of a job that watching may cost
+(benchmarks/diagnosis/watch_overhead.py)."""
+MAX_WINDOW_S = 60.0
+"""Windows are longer where even the lowest rate costs too much."""
 MAX_PROCESSES = 8
-"""The busiest Python processes are sampled. Of a loader worker or a launcher one sample is enough."""
-HELPER_RECHECK_POLLS = 12
-"""Polls after which these are sampled again."""
+"""The busiest Python processes are sampled, besides one loader worker."""
+HELPER_RECHECK_S = 120.0
+"""Time after which a process that waited for others is sampled again: it may train now."""
 MAX_FRAMES = 5
+MAX_PLACES = 40
+"""Places of a line; the rest is one sum."""
 MAX_TREE = 512
 """Processes of a job that are looked at."""
-PROCESS_POLL_S = 0.5
-"""Time between polls for the first Python process of a job; then once in a window."""
+PROCESS_POLL_S, TICK_S = 2.0, 0.2
+"""Time between polls of the processes, a tenth of that until one was sampled; between looks at windows."""
 MAX_FAILURES = 5
-"""Failed samples of a process in a row, after which it is skipped until the next poll."""
-DUMP_TIMEOUT_S = 10.0
+"""Windows of a process without a sample in a row, after which it is skipped."""
+STOP_TIMEOUT_S = 2.0
+"""For py-spy to write what it has, once the job or the watcher ends."""
 
 PERMISSION_HINT = (
     "it needs the user of the job and kernel.yama.ptrace_scope 0, or root; in a container CAP_SYS_PTRACE: "
@@ -69,11 +71,11 @@ KINDS = (
 """Kinds of work of the main thread; docs/run-folder.md describes them."""
 
 HELPER = "helper"
-"""A process that does not train: a loader worker, a launcher. Not one of KINDS: such stacks do not count."""
+"""A process that does not train: a loader worker, a launcher. Not one of KINDS."""
 
 
-class Frame(msgspec.Struct, frozen=True, rename={"function": "name", "file": "filename"}):
-    """A frame in the JSON of py-spy; a stack has the innermost frame first. function: may include its class."""
+class Frame(NamedTuple):
+    """A frame of py-spy; a stack has the innermost frame first. function: may include its class."""
 
     function: str
     file: str
@@ -94,9 +96,12 @@ def _rule(kind: str, file: str, function: str = ".+", covers_callees: bool = Fal
 
 
 _TABLE = read_toml("frames.toml")
-WORKER_RULES, FRAME_RULES = ([_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame"))
+WORKER_RULES, FRAME_RULES, IDLE_RULES = ([_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame", "idle"))
 _LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
 
+_LOADER_FILE = re.compile(r"/torch/utils/data/")
+_CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
 _NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/profiling/hook/")
 
 
@@ -132,104 +137,197 @@ def find_py_spy() -> str | None:
     return str(sibling) if sibling.exists() else shutil.which("py-spy")
 
 
-class NotReadable(Exception):
-    """py-spy returned no stack. The text is the reason; `forbidden`: it never will."""
+Stack = list[Frame]
+Samples = list[tuple[Stack, int]]
+"""Stacks of a main thread, each with its number of samples."""
 
-    def __init__(self, reason: str, *, forbidden: bool = False) -> None:
-        super().__init__(reason)
-        self.forbidden = forbidden
-
-
-class _PySpyThread(msgspec.Struct):
-    """A thread in the JSON of py-spy."""
-
-    pid: int
-    active: bool
-    frames: list[Frame]
-    os_thread_id: int | None = None
-    thread_name: str | None = None
+_RAW_LINE = re.compile(r"thread \((\w+)\)(?:: ([^;]*))?;(.*) (\d+)")
+_RAW_FRAME = re.compile(r"(.*?) \((.*?)(?::(\d+))?\)")
 
 
-_DECODER = msgspec.json.Decoder(list[_PySpyThread])
-
-
-def dump_stacks(pid: int, py_spy: str) -> list[_PySpyThread]:
-    """The current stacks of a process. Raises NotReadable."""
-    command = [py_spy, "dump", "--nonblocking", "--json", "--pid", str(pid)]
-    env = {"PATH": os.environ.get("PATH", ""), "LANG": "C", "RUST_BACKTRACE": "0"}
-    try:
-        result = subprocess.run(
-            command, capture_output=True, timeout=DUMP_TIMEOUT_S, env=env, stdin=subprocess.DEVNULL, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotReadable(f"py-spy: {error}") from error
-    try:  # not its exit code: the watcher may have reaped it
-        return _DECODER.decode(result.stdout)
-    except msgspec.DecodeError as error:
-        reason = result.stderr.decode(errors="replace").strip().partition("\n")[0]
-        forbidden = "ermission" in reason or "not permitted" in reason
-        if forbidden:
-            reason = f"reading another process is not permitted here ({PERMISSION_HINT})"
-        raise NotReadable(reason or "py-spy printed nothing", forbidden=forbidden) from error
-
-
-@dataclasses.dataclass
-class _StackSamples:
-    """Samples of one process since the last line. start_cpu_s: its CPU-seconds at start_s; is_training: a sample was
-    not of a helper process or an import."""
-
-    pid: int
-    rank: int
-    cwd: str
-    start_s: float
-    start_cpu_s: float = 0.0
-    is_training: bool = False
-    failures: int = 0
-    main_thread: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    frames: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-    def add(self, threads: list[_PySpyThread]) -> bool:
-        """Adds a sample; False if the process is a helper."""
-        main_thread = next((t for t in threads if t.os_thread_id == self.pid or t.thread_name == "MainThread"), None)
-        if main_thread is None:
-            return True  # it is starting or ending
+def parse_samples(text: str, pid: int, cwd: str = "") -> Samples:
+    """The stacks of the main thread in py-spy's raw format: a line is `thread (ID): NAME;FRAME;FRAME 7`, the outermost
+    frame first. cwd: older Pythons keep relative file names."""
+    samples: Samples = []
+    for line in text.splitlines():
+        match = _RAW_LINE.fullmatch(line)
+        if match is None or (match[1] != str(pid) and match[2] != "MainThread"):
+            continue
+        frames = [found for frame in match[3].split(";") if (found := _RAW_FRAME.fullmatch(frame)) is not None]
         stack = [
-            Frame(f.function, f.file if f.file.startswith("<") else os.path.join(self.cwd, f.file), f.line)
-            for f in main_thread.frames  # older Pythons keep relative file names
+            Frame(found[1], found[2] if found[2].startswith("<") else os.path.join(cwd, found[2]), int(found[3] or 0))
+            for found in reversed(frames)
         ]
-        kind = classify(stack, active=main_thread.active)
-        if kind == HELPER and not self.is_training:
-            return False
-        self.is_training |= kind not in ("other", "idle")  # a launcher imports the framework, too
-        self.main_thread["idle" if kind == HELPER else kind] += 1
-        if (job_frame := innermost_job_frame(stack, self.cwd)) is not None:
-            self.frames[job_frame] += 1
-        return True
+        samples.append((stack, int(match[4])))
+    return samples
 
-    def make_window(self, now_s: float, attempt: int, cpu_s: float | None) -> StackWindow | None:
-        """The window of the samples, None without samples; starts the next one. cpu_s: of the process so far; None: it
-        ended."""
-        wall_s, samples = max(0.0, now_s - self.start_s), self.main_thread.total()
-        window = None
-        if samples:
-            window = StackWindow(
-                t=now_s, attempt=attempt, pid=self.pid, wall_s=wall_s, samples=samples,
-                main_thread={kind: count / samples for kind, count in self.main_thread.most_common()},
-                frames={name: count / samples for name, count in self.frames.most_common(MAX_FRAMES)},
-                process_cpu=(cpu_s - self.start_cpu_s) / wall_s if cpu_s is not None and wall_s > 0 else None,
+
+class _Process:
+    """A Python process of the job. role: of `StackWindow`, HELPER, or empty: not known yet."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self.process = process
+        self.pid = process.pid
+        self.role = ""
+        self.cpu_s = 0.0
+        self.recent_cpu_s = 0.0
+        """Since the poll before the newest one."""
+        self.failures = 0
+        self.is_new = True
+        """It has no window yet."""
+        self.sampled_s = 0.0
+        """Monotonic time at which its newest window began."""
+        env: dict[str, str] = {}
+        self.cwd, self.parent = "", 0
+        with contextlib.suppress(psutil.Error):  # it ended, or may not be read
+            env, self.cwd, self.parent = process.environ(), process.cwd(), process.ppid()
+        self.rank = next((int(env[name]) for name in _RANK_VARIABLES if env.get(name, "").isdecimal()), 0)
+
+
+class _Recording:
+    """A window that py-spy records: a process of its own, which writes into memory when it ends. Raises OSError."""
+
+    def __init__(self, target: _Process, py_spy: str, rate_hz: int) -> None:
+        self.target, self.rate_hz = target, rate_hz
+        self.start_s, self.start_t = time.monotonic(), time.time()
+        self._start_cpu_s, self._start_runnable_s = cpu_seconds(target.process), _runnable_seconds(target.pid)
+        self._end_runnable_s = self._start_runnable_s
+        self.cpu_s: float | None = None
+        """CPU-seconds that py-spy took, once it has ended."""
+        self.is_ending = False
+        with contextlib.ExitStack() as stack:
+            self._output, self._errors = (os.memfd_create(name) for name in ("stacks", "errors"))
+            for fd in (self._output, self._errors):
+                stack.callback(os.close, fd)
+            command = [
+                py_spy, "record", "--pid", str(target.pid), "--rate", str(rate_hz), "--nonblocking",
+                "--duration", str(int(2 * MAX_WINDOW_S)), "--idle", "--threads", "--format", "raw", "--full-filenames",
+                "--output", f"/proc/{os.getpid()}/fd/{self._output}",
+            ]  # fmt: skip
+            env = {"PATH": os.environ.get("PATH", ""), "LANG": "C", "RUST_BACKTRACE": "0"}
+            actions = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1)]
+            # the watcher's own threads block signals: py-spy must get the one that ends the window
+            self.pid = os.posix_spawn(
+                py_spy, command, env,
+                file_actions=[*actions, (os.POSIX_SPAWN_DUP2, self._errors, 2)], setpgroup=0, setsigmask=[],
             )  # fmt: skip
-        self.start_s, self.start_cpu_s = now_s, cpu_s or 0.0
-        self.main_thread.clear()
-        self.frames.clear()
-        return window
+            stack.pop_all()
+
+    def age_s(self) -> float:
+        return time.monotonic() - self.start_s
+
+    def end(self, signal_number: int = signal.SIGINT) -> None:
+        """Lets it write what it has, and end."""
+        self.is_ending = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal_number)
+
+    def has_ended(self) -> bool:
+        if self.cpu_s is not None:
+            return True
+        self._end_runnable_s = _runnable_seconds(self.target.pid) or self._end_runnable_s
+        pid, _, usage = os.wait4(self.pid, os.WNOHANG)
+        if pid:
+            self.cpu_s = usage.ru_utime + usage.ru_stime
+        return pid != 0
+
+    def read(self) -> tuple[Samples, str]:
+        """(the samples, or the reason why there are none), once it has ended."""
+        texts = []
+        for fd in (self._output, self._errors):
+            with os.fdopen(fd, "rb") as file:
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
+        samples = parse_samples(texts[0], self.target.pid, self.target.cwd)
+        lines = [line for line in texts[1].splitlines() if line.strip() and not line.startswith("py-spy>")]
+        return samples, "" if samples else next(iter(lines), "py-spy saw no main thread")
+
+    def cpu_fractions(self, end_s: float) -> tuple[float | None, float | None]:
+        """Cores that the process used, and the fraction of the time in which its main thread ran or waited for a core;
+        None: it ended, or it is not known. end_s: monotonic time."""
+        wall_s, cpu_s = end_s - self.start_s, cpu_seconds(self.target.process)
+        process_cpu, runnable = None, None
+        if wall_s > 0 and cpu_s is not None and self._start_cpu_s is not None and is_alive(self.target.process):
+            process_cpu = max(0.0, cpu_s - self._start_cpu_s) / wall_s
+        if wall_s > 0 and self._start_runnable_s is not None and self._end_runnable_s is not None:
+            runnable = (self._end_runnable_s - self._start_runnable_s) / wall_s
+        return process_cpu, runnable
+
+
+def _runnable_seconds(pid: int) -> float | None:
+    """Seconds in which the main thread ran or waited for a core; None: it ended, or the kernel does not count them."""
+    try:
+        running_ns, waiting_ns, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return (int(running_ns) + int(waiting_ns)) / 1e9
+
+
+def find_role(samples: Samples) -> str:
+    """The role of a process by its stacks: "training", "worker", HELPER; empty: they tell nothing, as an import."""
+    counts: collections.Counter[str] = collections.Counter()
+    for stack, count in samples:
+        rule = _find_worker_rule(stack)
+        kind = rule.kind if rule is not None else classify(stack, active=False)
+        if rule is not None or kind == HELPER:
+            counts["worker" if kind == "worker" else HELPER] += count
+        elif kind not in ("other", "idle"):  # a launcher imports the framework, too
+            counts["training"] += count
+    if counts["training"]:  # also one that was a fork a moment ago, or starts processes
+        return "training" if counts["training"] >= counts["worker"] else "worker"
+    return next((role for role in ("worker", HELPER) if counts[role]), "")
+
+
+def make_window(
+    samples: Samples, *, role: str, cwd: str = "", runnable: float | None = None, **fields: Any
+) -> StackWindow | None:
+    """The line of some samples; None without any. runnable: fraction of the time in which the thread could run;
+    fields: further ones of `StackWindow`."""
+    places: collections.Counter[tuple[str, str, str, str, str]] = collections.Counter()
+    frames: collections.Counter[str] = collections.Counter()
+    total = sum(count for _, count in samples)
+    if not total:
+        return None
+    kinds: list[tuple[Stack, int, str]] = []
+    for stack, count in samples:
+        inner = _inside_worker(stack) if role == "worker" else stack
+        kind = classify(inner, active=False)
+        kinds.append((inner, count, "idle" if kind == HELPER else kind))
+    # Of frames that no rule knows, py-spy does not say whether they wait: the CPU time that is left for them does.
+    unknown = sum(count for stack, count, kind in kinds if kind == "idle" and not _is_waiting(stack))
+    busy = sum(count for _, count, kind in kinds if kind in ("compute", "decode", "compile"))
+    active = runnable is None or runnable * total - busy >= unknown / 2
+    for stack, count, kind in kinds:
+        resolved = classify(stack, active=active and not _is_waiting(stack)) if kind == "idle" else kind
+        resolved = "idle" if resolved == HELPER else resolved
+        places[(*find_place(stack, cwd), resolved)] += count
+        if (job_frame := innermost_job_frame(stack, cwd)) is not None:
+            frames[job_frame] += count
+    listed = [
+        Place(line=line, function=function, call=call, leaf=leaf, kind=kind, samples=count)
+        for (line, function, call, leaf, kind), count in places.most_common(MAX_PLACES)
+    ]
+    if rest := total - sum(place.samples for place in listed):
+        listed.append(Place(kind="other", samples=rest))
+    main_thread: collections.Counter[str] = collections.Counter()
+    for (*_, kind), count in places.items():
+        main_thread[kind] += count
+    return StackWindow(
+        samples=total,
+        main_thread={kind: count / total for kind, count in main_thread.most_common()},
+        frames={name: count / total for name, count in frames.most_common(MAX_FRAMES)},
+        role=role,
+        places=listed,
+        **fields,
+    )
 
 
 class StackSampler:
     """Samples a job's Python processes inside a `with` block, in a thread.
 
     pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_pids:
-    the live processes that train, as far as the hook knows them; then only these are sampled, and not a launcher that
-    waits for them.
+    the live processes that train, as far as the hook knows them; then only these and their loader workers are sampled,
+    and not a launcher that waits for them.
     """
 
     def __init__(
@@ -244,11 +342,12 @@ class StackSampler:
         self._pid = pid
         self._on_unavailable = on_unavailable
         self._training_pids = training_pids
-        self._windows: dict[psutil.Process, _StackSamples] = {}
-        self._cpu_s: dict[psutil.Process, float] = {}
-        self._is_python: dict[psutil.Process, bool] = {}
-        self._helpers: set[psutil.Process] = set()
-        self._num_polls = 0
+        self._processes: dict[psutil.Process, _Process] = {}
+        self._not_python: set[psutil.Process] = set()
+        self._recordings: list[_Recording] = []
+        self._cost_s = 0.05
+        """CPU-seconds of a window of WINDOW_S at 10 Hz; at first what PyTorch's stacks cost."""
+        self._last_failure = "no Python process of the job was seen"
         self._any_sampled = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._thread_main, name="stacks", daemon=True)
@@ -259,119 +358,189 @@ class StackSampler:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(5.0)  # a thread that hangs is abandoned
+        self._thread.join(2 * STOP_TIMEOUT_S + 1.0)  # a thread that hangs is abandoned
 
     def _thread_main(self) -> None:
         try:
             self._sample_until_stopped()
+        except PermissionError as error:
+            self._on_unavailable(f"not recorded: {error}")
         except Exception as error:  # noqa: BLE001 (the job goes on, and an event says so)
             self._on_unavailable(f"not recorded from here on: {type(error).__name__}: {error}")
+        finally:
+            for recording in self._recordings:
+                recording.end(signal.SIGKILL)
 
     def _sample_until_stopped(self) -> None:
         py_spy = find_py_spy()
         if py_spy is None:
             self._on_unavailable("not recorded: py-spy is not installed")
             return
-        next_poll_s, cost_s, spent_s, last_failure = 0.0, 0.0, 0.0, "no Python process of the job was seen"
-        queue: collections.deque[psutil.Process] = collections.deque()
-        wait_s, start_s = 0.0, time.monotonic()
-        while not self._stop.wait(wait_s):
+        next_poll_s, targets = 0.0, list[_Process]()
+        while not self._stop.wait(TICK_S):
+            self._read_ended()
             now_s = time.monotonic()
             if now_s >= next_poll_s:
-                queue = collections.deque(self._busiest_processes())
-                next_poll_s = now_s + (WINDOW_S if queue else PROCESS_POLL_S)
-            self._write_windows(time.time(), min_s=WINDOW_S)
-            if not queue:
-                wait_s = PROCESS_POLL_S
-                continue
-            queue.rotate(-1)
-            process = queue[-1]
-            window = self._windows[process]
-            cpu_before_s = _children_cpu_s()
-            try:
-                if not window.add(dump_stacks(window.pid, py_spy)):
-                    self._helpers.add(queue.pop())
-                    del self._windows[process]
-                    next_poll_s = next_poll_s if queue else now_s + PROCESS_POLL_S  # only helpers were sampled
-                window.failures = 0
-                self._any_sampled = True
-            except NotReadable as error:
-                window.failures += 1
-                last_failure = str(error)
-                if error.forbidden:
-                    self._on_unavailable(f"not recorded: {error}")
-                    return
-                if window.failures >= MAX_FAILURES or not is_alive(queue[-1]):
-                    queue.pop()
-            sample_cpu_s = _children_cpu_s() - cpu_before_s
-            spent_s += sample_cpu_s
-            cost_s = max(cost_s * 0.9, sample_cpu_s)  # decreases slowly after a costly sample
-            interval_s = STARTUP_SAMPLE_INTERVAL_S if now_s - start_s < STARTUP_S else SAMPLE_INTERVAL_S
-            wait_s = max(interval_s / max(1, len(queue)), _affordable_after_s(spent_s + cost_s, now_s - start_s))
-        self._write_windows(time.time(), min_s=0.0)
+                targets = self._find_targets(now_s)
+                next_poll_s = now_s + (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10)
+            rate_hz, window_s = self._window(max(1, len(targets)))
+            for recording in self._recordings:
+                age_s = recording.age_s()
+                if not recording.is_ending and age_s >= (FIRST_WINDOW_S if recording.target.is_new else window_s):
+                    recording.end()
+                elif age_s > 2 * MAX_WINDOW_S:
+                    recording.end(signal.SIGKILL)
+            recorded = {recording.target for recording in self._recordings if not recording.is_ending}
+            has_worker = any(target.role == "worker" for target in recorded)
+            for target in targets:
+                if target in recorded or (target.role == "worker" and has_worker):
+                    continue
+                has_worker |= target.role == "worker"
+                target.sampled_s = now_s
+                self._recordings.append(_Recording(target, py_spy, rate_hz))
+        for recording in self._recordings:
+            recording.end()
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        while self._recordings and time.monotonic() < deadline_s:
+            self._read_ended()
+            time.sleep(0.01)
         if not self._any_sampled:
-            self._on_unavailable(f"not recorded: {last_failure}")
+            self._on_unavailable(f"not recorded: {self._last_failure}")
 
-    def _busiest_processes(self) -> list[psutil.Process]:
-        """The busiest Python processes since the last poll. Windows of ended processes are kept until they are
-        written."""
-        self._num_polls += 1
-        if self._num_polls % HELPER_RECHECK_POLLS == 0:  # a launcher may train now
-            self._helpers.clear()
-        cpu_s: dict[psutil.Process, float] = {}
+    def _read_ended(self) -> None:
+        """Writes the windows that py-spy has finished; raises PermissionError if it may not read the job."""
+        for recording in [item for item in self._recordings if item.has_ended()]:
+            self._recordings.remove(recording)
+            self._add_cost(recording)
+            target = recording.target
+            samples, reason = recording.read()
+            if not samples:
+                if "ermission" in reason or "not permitted" in reason:
+                    raise PermissionError(f"reading another process is not permitted here ({PERMISSION_HINT})")
+                self._last_failure = reason
+                target.failures += 1
+                continue
+            target.failures = 0
+            self._any_sampled = True
+            target.is_new = False
+            role = find_role(samples)
+            if role and target.role != "training":
+                target.role = role
+            if target.role != HELPER:
+                self._write(recording, samples)
+
+    def _write(self, recording: _Recording, samples: Samples) -> None:
+        target, now_s = recording.target, time.monotonic()
+        process_cpu, runnable = recording.cpu_fractions(now_s)
+        window = make_window(
+            samples, role=target.role or "training", cwd=target.cwd, runnable=runnable, process_cpu=process_cpu,
+            t=time.time(), attempt=self._folder.attempt, pid=target.pid, wall_s=now_s - recording.start_s,
+        )  # fmt: skip
+        if window is not None:
+            name = STACKS if target.rank == 0 else f"{RANKS}/{target.rank:04d}/{STACKS}"
+            (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+            self._folder.append(name, window)
+
+    def _add_cost(self, recording: _Recording) -> None:
+        """A window costs 0.4 of what one at 10 Hz does, and the rest by its samples (measured)."""
+        samples = recording.rate_hz * recording.age_s() / (RATES_HZ[0] * WINDOW_S)
+        if recording.cpu_s is not None:
+            self._cost_s = 0.7 * self._cost_s + 0.3 * recording.cpu_s / (0.4 + 0.6 * samples)
+
+    def _window(self, num_targets: int) -> tuple[int, float]:
+        """(samples a second, seconds) of the next windows: as many and as short as the budget allows."""
+        for rate_hz in RATES_HZ:
+            window_cost_s = num_targets * self._cost_s * (0.4 + 0.6 * rate_hz / RATES_HZ[0])
+            if window_cost_s <= MAX_CPU_FRACTION * WINDOW_S:
+                return rate_hz, WINDOW_S
+        return RATES_HZ[-1], min(MAX_WINDOW_S, window_cost_s / MAX_CPU_FRACTION)
+
+    def _find_targets(self, now_s: float) -> list[_Process]:
+        """The processes to sample: those that train or may train, the busiest first, and the loader worker whose turn
+        it is."""
+        alive: dict[psutil.Process, _Process] = {}
         for pid in list_process_tree(self._pid, limit=MAX_TREE):
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 process = psutil.Process(pid)
+                known = self._processes.get(process)
+                cpu_s = cpu_seconds(process) or 0.0
                 # a process without CPU time may have called exec since
-                if process not in self._is_python or not self._cpu_s.get(process):
-                    self._is_python[process] = is_python(pid)
-                if self._is_python[process] and is_alive(process):
-                    cpu_s[process] = cpu_seconds(process) or 0.0
-        trainers = self._training_pids()
-        candidates = [process for process in cpu_s if process.pid in trainers]
-        if not candidates:  # not known yet, or never: no hook
-            candidates = [process for process in cpu_s if process not in self._helpers]
-        busiest = sorted(candidates, key=lambda process: self._cpu_s.get(process, 0.0) - cpu_s[process])[:MAX_PROCESSES]
-        self._cpu_s = cpu_s
-        self._is_python = {process: is_python for process, is_python in self._is_python.items() if process in cpu_s}
-        for process in busiest:
-            if process not in self._windows:
-                self._windows[process] = _new_samples(process, cpu_s[process])
-        return busiest
-
-    def _write_windows(self, now_s: float, *, min_s: float) -> None:
-        """Writes the windows that are long enough."""
-        for process, samples in list(self._windows.items()):
-            if now_s - samples.start_s < min_s:
-                continue
-            is_running = is_alive(process)
-            window = samples.make_window(now_s, self._folder.attempt, cpu_seconds(process) if is_running else None)
-            if window is not None:
-                name = STACKS if samples.rank == 0 else f"{RANKS}/{samples.rank:04d}/{STACKS}"
-                (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
-                self._folder.append(name, window)
-            elif not is_running:
-                del self._windows[process]
+                if known is None and not (process in self._not_python and cpu_s > 0) and is_python(pid):
+                    known = _Process(process)
+                if known is None:
+                    self._not_python.add(process)
+                elif is_alive(process):
+                    known.recent_cpu_s, known.cpu_s = cpu_s - known.cpu_s, cpu_s
+                    alive[process] = known
+        self._processes = alive
+        self._not_python = {process for process in self._not_python if process.is_running()}
+        found = [target for target in alive.values() if target.failures < MAX_FAILURES]
+        known_pids = self._training_pids()
+        training_pids = {target.pid for target in found if target.pid in known_pids or target.role == "training"}
+        for target in found:
+            if target.pid in known_pids:
+                target.role = "training"
+            elif target.role == "" and target.parent in training_pids:
+                target.role = "worker"  # until a stack says more
+            elif target.role == HELPER and now_s - target.sampled_s > HELPER_RECHECK_S:
+                target.role = ""
+        is_known = any(target.pid in known_pids for target in found)
+        training = [target for target in found if target.role == "training" or (target.role == "" and not is_known)]
+        training.sort(key=lambda target: -target.recent_cpu_s)
+        workers = [target for target in found if target.role == "worker"]
+        current = [item.target for item in self._recordings if not item.is_ending and item.target in workers]
+        turn = current or sorted(workers, key=lambda target: target.sampled_s)
+        return training[:MAX_PROCESSES] + turn[:1]
 
 
-def _new_samples(process: psutil.Process, cpu_s: float) -> _StackSamples:
-    env: dict[str, str] = {}
-    cwd = ""
-    with contextlib.suppress(psutil.Error):  # it ended, or may not be read
-        env, cwd = process.environ(), process.cwd()
-    rank = next((int(env[name]) for name in _RANK_VARIABLES if env.get(name, "").isdecimal()), 0)
-    return _StackSamples(process.pid, rank, cwd, time.time(), cpu_s)
+def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:
+    return next((rule for frame in stack for rule in WORKER_RULES if _matches(rule, frame)), None)
 
 
-def _affordable_after_s(cost_s: float, elapsed_s: float) -> float:
-    """Seconds until the samples so far and the next one, of cost_s CPU-seconds in total, are within the budget; at most
-    a minute, because one costly sample must not end the sampling."""
-    return min(60.0, (cost_s - STARTUP_CPU_S) / MAX_CPU_FRACTION - elapsed_s)
+def _inside_worker(stack: Sequence[Frame]) -> Stack:
+    """What a loader worker does: the frames inside of its loop, without those of the parent from which it was forked
+    and of the loader itself."""
+    inner: Stack = []
+    for frame in stack:
+        if any(_matches(rule, frame) for rule in WORKER_RULES):
+            break
+        inner.append(frame)
+    while inner and _LOADER_FILE.search(inner[-1].file):
+        inner.pop()
+    return inner
 
 
-def _children_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, str]:
+    """(line, function, call, leaf) of a stack, as in `Place`. A program that is installed as a whole has the frames of
+    its own package as its own code."""
+    is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
+    if True not in is_own:
+        packages = [found[1] if (found := _PACKAGE.search(frame.file)) else "" for frame in stack]
+        package = next((name for name in reversed(packages) if name), None)
+        is_own = [name == package for name in packages]
+    if True not in is_own:
+        return "", "", "", _describe_leaf(stack[0]) if stack else ""
+    index = is_own.index(True)
+    own = stack[index]
+    callee = stack[index - 1] if index else None
+    name = find_call(own.file, own.line, _base_name(own.function), _base_name(callee.function) if callee else "")
+    if callee is not None and not name:
+        name = _module_path(callee)
+    # imports have thousands of innermost frames
+    leaf = _describe_leaf(stack[0]) if index > 1 and not name.startswith("import ") else ""
+    return f"{_relative_file(own.file, cwd)}:{own.line}", _base_name(own.function), name, leaf
+
+
+def _describe_leaf(frame: Frame) -> str:
+    return f"{_base_name(frame.function)} ({'/'.join(frame.file.split('/')[-2:])})"
+
+
+def _module_path(frame: Frame) -> str:
+    """How the function of an installed module is imported."""
+    module = re.sub(
+        r".*/(?:site|dist)-packages/|.*/lib/python[\d.]+t?/|^<frozen |>$|(/__init__)?\.pyc?$", "", frame.file
+    )
+    return f"{module.replace('/', '.')}.{_base_name(frame.function)}"
 
 
 def is_job_code(frame: Frame) -> bool:
@@ -381,7 +550,7 @@ def is_job_code(frame: Frame) -> bool:
 
 def classify(stack: Sequence[Frame], *, active: bool) -> str:
     """The kind of work of a thread: one of KINDS or HELPER. stack: innermost frame first; active: it is runnable."""
-    if any(_matches(rule, frame) for rule in WORKER_RULES for frame in stack):
+    if _find_worker_rule(stack) is not None:
         return HELPER
     if _is_importing(stack):
         return "other"
@@ -400,7 +569,7 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
         return line_kind
     if kinds:
         return kinds[0]
-    if not active:
+    if not active or _is_waiting(stack):
         return "idle"
     return "python" if any(is_job_code(frame) for frame in stack) else "other"
 
@@ -410,13 +579,22 @@ def innermost_job_frame(stack: Sequence[Frame], cwd: str = "") -> str | None:
     for frame in stack:
         if is_job_code(frame):
             name = frame.function.rpartition("<locals>.")[2]
-            file = frame.file
-            if cwd and file.startswith(cwd.rstrip("/") + "/"):
-                file = file[len(cwd.rstrip("/")) + 1 :]
-            elif file.count("/") > 2:
-                file = "/".join(file.split("/")[-3:])
-            return f"{name} ({file}:{frame.line})"
+            return f"{name} ({_relative_file(frame.file, cwd)}:{frame.line})"
     return None
+
+
+def _relative_file(file: str, cwd: str) -> str:
+    """Relative to the working directory, or its last parts."""
+    if cwd and file.startswith(cwd.rstrip("/") + "/"):
+        return file[len(cwd.rstrip("/")) + 1 :]
+    return "/".join(file.split("/")[-3:]) if file.count("/") > 2 else file
+
+
+def _is_waiting(stack: Sequence[Frame]) -> bool:
+    """Whether the innermost function is known to wait without a core."""
+    if not stack:
+        return False
+    return any(_matches(rule, stack[0]) for rule in IDLE_RULES) or _kind_from_source_line(stack[0]) == "idle"
 
 
 def _is_importing(stack: Sequence[Frame]) -> bool:

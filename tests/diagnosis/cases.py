@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from stoker.runs.schemas import Place
 from tests.diagnosis.built import FACTS, GIB, MIB, NATIVE_CONFIG, T0
 
 Case = dict[str, Any]
@@ -55,6 +56,20 @@ def _config(old: str, new: str) -> Case:
     return {"config": NATIVE_CONFIG.replace(old, new)}
 
 
+def _places(call: str, samples: int, role: str = "training") -> list[dict[str, Any]]:
+    """Of 100 samples of each ten seconds those in one call; in every other line for a worker."""
+    kind = "other" if role == "worker" else "python"
+    place = Place(line="train.py:53", function="train", call=call, kind=kind, samples=samples)
+    rest = Place(line="train.py:50", function="train", kind="compute", samples=100 - samples)
+    main_thread = {"python": samples / 100, "compute": 1 - samples / 100}
+    lines = ([place, rest], [rest]) if role == "worker" else ([place, rest],) * 2
+    return [
+        {"t": T0 + 16 + 10 * n, "role": role, "places": lines[n % 2], "main_thread": main_thread,
+         "samples": sum(item.samples for item in lines[n % 2])}
+        for n in range(3)
+    ]  # fmt: skip
+
+
 FETCHED = {"phases": {"compute": 0.6, "input_wait": 0.4}, "input_wait_stages": {"fetch": 0.4}}
 BUSY = {"cpu_core_utilization": [0.95] * 4, "process_cpu": 3.8}
 FEW = {"cpu_core_utilization": [0.9, 0.1, 0.1, 0.1], "process_cpu": 1.1}
@@ -87,6 +102,11 @@ CASES: dict[str, tuple[Case, Case]] = {
     ),
     "exposed_h2d_copies": ({"fractions": {"h2d": 0.08}, "gpus": 1}, {"fractions": {"h2d": 0.04}, "gpus": 1}),
     # GPU under-utilized
+    "heavy_place": (_external(stacks=_places("copy.deepcopy", 40)), _external(stacks=_places("copy.deepcopy", 1))),
+    "workers_start_again": (
+        _external(fractions={"input_wait": 0.4}, stacks=_places("import torch", 40, role="worker")),
+        _external(fractions={"input_wait": 0.04}, stacks=_places("import torch", 40, role="worker")),
+    ),
     "python_bound": (
         _measured(fractions={"unattributed": 0.3}) | _host(process_cpu=1.0),
         _measured(fractions={"unattributed": 0.02}) | _host(process_cpu=1.0),

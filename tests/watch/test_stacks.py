@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ wait_for_input()
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines after a few samples; the cost is measured by hand, and on a shared machine by nothing."""
-    values = {"WINDOW_S": 0.3, "STARTUP_SAMPLE_INTERVAL_S": 0.02, "PROCESS_POLL_S": 0.02, "MAX_CPU_FRACTION": 100.0}
+    values = {"WINDOW_S": 0.5, "FIRST_WINDOW_S": 0.5, "PROCESS_POLL_S": 0.2, "TICK_S": 0.02, "MAX_CPU_FRACTION": 100.0}
     for name, value in values.items():
         monkeypatch.setattr(stacks, name, value)
 
@@ -131,7 +132,7 @@ for batch in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers={work
 def test_real_torch_jobs_wait_or_compute(
     settings: dict[str, float], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "WINDOW_S", 3.0)  # also beyond the start of the workers
+    monkeypatch.setattr(stacks, "FIRST_WINDOW_S", 3.0)  # also beyond the start of the workers
     script = LOADER.format(**settings)
     (tmp_path / "loader.py").write_text(script)
     process = subprocess.Popen([sys.executable, tmp_path / "loader.py"], stdout=subprocess.PIPE)
@@ -141,6 +142,7 @@ def test_real_torch_jobs_wait_or_compute(
     process.kill()
     process.communicate()
     assert reasons == []
+    lines = [line for line in lines if line.role == "training"]
     assert {line.pid for line in lines} == {process.pid}, "workers are no trainers"
     assert max(lines[0].main_thread, key=lambda name: lines[0].main_thread[name]) == kind
     assert lines[0].main_thread[kind] > 0.6
@@ -157,43 +159,151 @@ def test_of_a_job_with_the_hook_only_processes_that_train_are_sampled(tmp_path: 
         RunFolder(tmp_path, 1), os.getpid(), on_unavailable=print, training_pids=lambda: trainers,
     )  # fmt: skip
     pids = {child.pid for child in children}
-    assert {process.pid for process in sampler._busiest_processes()} >= {os.getpid(), *pids}
+    assert {target.pid for target in sampler._find_targets(0.0)} >= {os.getpid(), *pids}
     trainers.add(children[1].pid)
-    assert {process.pid for process in sampler._busiest_processes()} == trainers
+    assert {target.pid for target in sampler._find_targets(0.0)} == trainers
     for child in children:
         child.communicate(b"\n")
-    trainers.add(-1)
-    assert os.getpid() in {process.pid for process in sampler._busiest_processes()}, "they ended"
+    assert os.getpid() in {target.pid for target in sampler._find_targets(0.0)}, "they ended"
 
 
-def test_a_window_of_stacks_has_the_cpu_time_of_all_threads() -> None:
-    samples = stacks._StackSamples(1, 0, "", start_s=100.0, start_cpu_s=10.0)
-    used: list[float | None] = []
-    for now_s, cpu_s in ((110.0, 25.0), (114.0, 27.0), (116.0, None)):
-        samples.main_thread["compute"] = 2
-        window = samples.make_window(now_s, 1, cpu_s)
-        assert window is not None
-        used.append(window.process_cpu)
-    assert used == [1.5, 0.5, None], "at last it had ended"
-    assert samples.make_window(120.0, 1, None) is None, "without samples"
+SITE = "/lib/site-packages/"
+IMPORTS = stacks.Frame("_find_and_load", "<frozen importlib._bootstrap>", 1)
+LAUNCHES = stacks.Frame("launch_agent", SITE + "torch/distributed/launcher/api.py", 1)
+TRAINS = stacks.Frame("step", SITE + "torch/optim/sgd.py", 1)
+WORKS = stacks.Frame("_worker_loop", SITE + "torch/utils/data/_utils/worker.py", 1)
+TRACKS = stacks.Frame("main", "/lib/python3.11/multiprocessing/resource_tracker.py", 1)
 
 
-def test_samples_stay_within_their_budget_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 at once, then one in 1.5 s, of 15 ms each."""
+@pytest.mark.parametrize(
+    ("frames", "role"),
+    [
+        ([IMPORTS], ""),
+        ([IMPORTS, LAUNCHES], stacks.HELPER),
+        ([IMPORTS, TRAINS, LAUNCHES], "training"),
+        ([IMPORTS, WORKS], "worker"),
+        ([TRACKS], stacks.HELPER),
+    ],
+)
+def test_the_role_of_a_process_is_known_by_its_stacks(frames: list[stacks.Frame], role: str) -> None:
+    assert stacks.find_role([([frame], 1) for frame in frames]) == role
+
+
+RAW = """\
+thread (12): MainThread;<module> (train.py:9);read (a; b).py:3) 1
+thread (12): MainThread;<module> (train.py:9);load (/data (old)/set.py:3) 4
+thread (12): MainThread;<module> (train.py:9);_find_and_load (<frozen importlib._bootstrap>:1360) 2
+thread (13): pin_memory;run (/usr/lib/python3.11/threading.py:9) 6
+nonsense
+"""
+
+
+def test_only_the_main_thread_is_read_from_the_raw_format() -> None:
+    samples = stacks.parse_samples(RAW, 12, "/job")
+    assert [(stack[0], count) for stack, count in samples[1:]] == [
+        (stacks.Frame("load", "/data (old)/set.py", 3), 4),
+        (stacks.Frame("_find_and_load", "<frozen importlib._bootstrap>", 1360), 2),
+    ]
+    assert samples[1][0][1] == stacks.Frame("<module>", "/job/train.py", 9)
+
+
+def window_of(samples: stacks.Samples, **fields: object) -> StackWindow:
+    values = {"role": "training", "t": 1.0, "attempt": 1, "pid": 7, "wall_s": 10.0}
+    window = stacks.make_window(samples, **{**values, **fields})  # type: ignore[arg-type]
+    assert window is not None
+    assert sum(place.samples for place in window.places) == window.samples
+    return window
+
+
+def test_the_places_of_a_window(tmp_path: Path) -> None:
+    """Own line, call and innermost frame; of a worker without the frames of the process from which it was forked."""
+    script = tmp_path / "train.py"
+    script.write_text("import copy, time\nimport pandas as pd\ncopy.deepcopy(1)\npd.read_csv('x')\ntime.sleep(9)\n")
+    main = [stacks.Frame("<module>", str(script), line) for line in range(1, 6)]
+    copies = stacks.Frame("deepcopy", "/usr/lib/python3.11/copy.py", 128)
+    parses = stacks.Frame("read", SITE + "pandas/io/parsers/c_parser.py", 5)
+    reads_csv = stacks.Frame("read_csv", SITE + "pandas/io/parsers/readers.py", 9)
+    fetch = stacks.Frame("fetch", SITE + "torch/utils/data/_utils/fetch.py", 9)
+    forked = stacks.Frame("<module>", str(script), 1)
+    installed = stacks.Frame("run", SITE + "yolo/train.py", 4)
+    found = [
+        window_of([([copies, main[2]], 30), ([parses, reads_csv, main[3]], 9), ([main[4]], 1)], cwd=str(tmp_path)),
+        window_of([([parses, reads_csv, main[3], fetch, WORKS, forked], 2), ([fetch, WORKS, forked], 1)],
+                  role="worker", cwd=str(tmp_path)),
+        window_of([([reads_csv, installed, stacks.Frame("main", "/bin/yolo", 8)], 1)]),
+    ]  # fmt: skip
+    assert [[(p.line, p.call, p.leaf, p.kind, p.samples) for p in window.places] for window in found] == [
+        [("train.py:3", "copy.deepcopy", "", "python", 30),
+         ("train.py:4", "pandas.read_csv", "read (parsers/c_parser.py)", "python", 9),
+         ("train.py:5", "time.sleep", "", "idle", 1)],
+        [("train.py:4", "pandas.read_csv", "read (parsers/c_parser.py)", "python", 2), ("", "", "", "other", 1)],
+        [("site-packages/yolo/train.py:4", "pandas.io.parsers.readers.read_csv", "", "python", 1)],
+    ]  # fmt: skip
+
+
+def test_a_thread_without_cpu_time_waits() -> None:
+    """py-spy does not say whether a thread waits in a C function that no rule knows."""
+    unknown, trains = [stacks.Frame("train", "/job/train.py", 1)], [TRAINS]
+    assert window_of([(unknown, 50), (trains, 50)], runnable=0.6).main_thread == {"idle": 0.5, "compute": 0.5}
+    assert window_of([(unknown, 50), (trains, 50)], runnable=0.9).main_thread == {"python": 0.5, "compute": 0.5}
+    assert window_of([(unknown, 50)], runnable=None).main_thread == {"python": 1.0}
+
+
+def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fraction of 0.01 of a core, whatever the processes and their cost."""
     monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
-    assert stacks._affordable_after_s(20 * 0.015, elapsed_s=0.1) <= 0
-    assert stacks._affordable_after_s(21 * 0.015, elapsed_s=0.1) == pytest.approx(1.4)
-    assert stacks._affordable_after_s(21 * 0.015, elapsed_s=3.0) <= 0
-    assert stacks._affordable_after_s(9.0, elapsed_s=10.0) == 60.0
+    monkeypatch.setattr(stacks, "WINDOW_S", 10.0)
+    sampler = stacks.StackSampler(RunFolder(Path(os.devnull).parent, 1), 1, on_unavailable=print)
+    found = []
+    for sampler._cost_s, targets in ((0.05, 2), (0.05, 3), (0.05, 4), (0.05, 9), (0.2, 2)):
+        found.append(sampler._window(targets))
+    assert [rate for rate, _ in found] == [10, 4, 1, 1, 1]
+    assert [round(window_s, 1) for _, window_s in found] == [10.0, 10.0, 10.0, 20.7, 18.4]
 
 
-def test_a_launcher_that_imports_the_framework_first_is_a_helper() -> None:
-    def stack(file: str, function: str) -> list[stacks._PySpyThread]:
-        return [stacks._PySpyThread(1, True, [stacks.Frame(function, file, 1)], 1)]
+@pytest.mark.slow
+def test_workers_are_sampled_in_turn(tmp_path: Path) -> None:
+    (tmp_path / "loader.py").write_text(LOADER.format(wait=0.05, layers=1, workers=2))
+    process = subprocess.Popen([sys.executable, tmp_path / "loader.py"], stdout=subprocess.PIPE)
+    folder = RunFolder(tmp_path, 1)
+    workers: dict[int, StackWindow] = {}
 
-    imports = stack("<frozen importlib._bootstrap>", "_find_and_load")
-    launches = stack("/lib/site-packages/torch/distributed/launcher/api.py", "launch_agent")
-    trains = stack("/lib/site-packages/torch/optim/sgd.py", "step")
-    launcher, trainer = (stacks._StackSamples(1, 0, "", 0.0) for _ in range(2))
-    assert [launcher.add(one) for one in (imports, launches)] == [True, False]
-    assert [trainer.add(one) for one in (imports, trains, launches)] == [True, True, True]
+    def both_are_seen() -> bool:
+        lines = read_lines(tmp_path, STACKS, StackWindow) if (tmp_path / STACKS).exists() else []
+        workers.update({line.pid: line for line in lines if line.role == "worker" and line.places[0].line})
+        return len(workers) == 2
+
+    with stacks.StackSampler(folder, process.pid, on_unavailable=print):
+        until(both_are_seen() for _ in range(12000))
+    process.kill()
+    process.communicate()
+    folder.close()
+    assert process.pid not in workers
+    assert {line.places[0].call for line in workers.values()} == {"time.sleep"}
+
+
+@pytest.mark.parametrize("ending", ["exits", "is stopped"])
+def test_the_samples_of_the_last_seconds_are_not_lost(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a window the job ends, or the watcher does while the job does nothing at all."""
+    for name in ("WINDOW_S", "FIRST_WINDOW_S"):
+        monkeypatch.setattr(stacks, name, 3600.0)
+    process = job(WAITS, tmp_path)
+    folder = RunFolder(tmp_path, 1)
+    sampler = stacks.StackSampler(folder, process.pid, on_unavailable=print)
+    with sampler:
+        until(bool(sampler._recordings) for _ in range(6000))
+        if ending == "exits":
+            time.sleep(1.0)  # some samples; how many does not matter
+            process.communicate(b"\n")
+            until((tmp_path / STACKS).exists() for _ in range(6000))
+        else:
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(1.0)
+    process.kill()
+    process.wait()
+    folder.close()
+    (line,) = read_lines(tmp_path, STACKS, StackWindow)
+    assert line.places[0].line == "train.py:4"
+    assert line.main_thread == {"idle": 1.0}

@@ -24,6 +24,7 @@ from stoker.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
+from stoker.diagnosis.places import blocked_fraction
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding
 
@@ -232,10 +233,17 @@ def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
     idle_evidence = idle_while_waiting_evidence(run)
     if idle_evidence is None or decodes_in_training_thread(run):
         return None
+    blocked = blocked_fraction(run)
+    if blocked is not None and blocked < cause.threshold("min_blocked_fraction"):
+        return None  # idle cores are not slow storage: who loads was elsewhere
     # CPU time of the training thread in the wait is decoding, which faster storage does not save.
     computed_s = run.totals.thread_cpu_s.get("input_wait", 0.0)
     evidence = [idle_evidence, stack_evidence(run, "a wait for images", "input_wait")]
-    return make_input_wait_finding(run, cause, evidence, confidence=0.65, excluded_s=computed_s)
+    if blocked is not None:
+        text = f"of the samples of who loads the images, {percent(blocked)} were in a call that reads or waits"
+        evidence.append(make_evidence(text, blocked, "stacks.jsonl: places"))
+    confidence = 0.65 if blocked is None else 0.8
+    return make_input_wait_finding(run, cause, evidence, confidence=confidence, excluded_s=computed_s)
 
 
 def _network_is_saturated(run: RunRecords) -> bool:

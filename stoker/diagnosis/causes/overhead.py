@@ -2,19 +2,24 @@
 
 from typing import Any
 
+import msgspec
+
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.host import CPU_CONTENTION, busiest_processes_evidence
 from stoker.diagnosis.causes.shared import (
     attempts_evidence,
     fraction_of_phase,
+    is_long_enough,
     is_short,
     is_very_short,
     make_evidence,
     make_finding,
     make_phase_finding,
+    percent,
     phase_evidence,
     sample_evidence,
 )
+from stoker.diagnosis.places import describe_place, find_places, frequency, heavy_places
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 
@@ -53,6 +58,55 @@ def _repeated_phase_finding(
     counted = make_evidence(f"{count} {noun}", count, f"events.jsonl: {event_kind}") if count else None
     extra_evidence = [counted, *options.pop("extra_evidence", ())]
     return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, **options)
+
+
+def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
+    """The line that takes most of the time outside of the steps: of the training thread, or of the loader workers while
+    the training waits for them. A place is no cause: the fix lists what each possible one would show."""
+    if not is_long_enough(run):
+        return None
+    input_wait = fraction_of_phase(run, "input_wait") or run.stacks.fraction("input_wait")
+    for place in heavy_places(run, cause.warning_threshold or 0.0):
+        observed_s = run.place_totals[place.role, place.rank]
+        measured, what = place.seconds / observed_s, "the training thread"
+        if place.role == "worker":  # what they do costs only the time in which the training waits for them
+            measured, what = measured * input_wait, "each loader worker"
+        if place.samples < cause.threshold("min_samples") or measured * observed_s < cause.threshold("min_duration_s"):
+            continue
+        often = frequency(run, place)
+        text = (
+            f"{what} was there {place.seconds:,.0f} s of {observed_s:,.0f} (95 %: {place.low_s:,.0f} to "
+            f"{place.high_s:,.0f}), in {place.samples} samples{f', {often}' if often else ''}"
+        )
+        evidence = [make_evidence(text, measured, "stacks.jsonl: places")]
+        if leaves := sorted((count, leaf) for leaf, count in place.leaves.items() if leaf):
+            evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
+        finding = make_finding(
+            run, cause, measured, evidence,
+            lost_s=measured * run.steady.device_s, estimate_basis="the fraction of the samples",
+        )  # fmt: skip
+        if finding is not None:
+            title = f"{place.seconds:,.0f} s in {describe_place(place)}"
+            return msgspec.structs.replace(finding, title=title, place=place.line)
+    return None
+
+
+def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
+    """Workers that import modules after the first steps: a loader without persistent workers starts them anew for each
+    epoch, by spawn or forkserver."""
+    imports = find_places(run, "worker", kind="^other$")  # a worker that does not load is importing
+    observed_s = sum(seconds for (role, _), seconds in run.place_totals.items() if role == "worker")
+    input_wait = fraction_of_phase(run, "input_wait") or run.stacks.fraction("input_wait")
+    if imports is None or imports.samples < cause.threshold("min_samples") or imports.bursts < 2:
+        return None
+    fraction = imports.seconds / observed_s
+    text = f"the loader's workers imported modules in {percent(fraction)} of their samples after the first steps"
+    evidence = [make_evidence(text, fraction, "stacks.jsonl: places"), phase_evidence(run, "input_wait")]
+    if fraction < cause.threshold("min_fraction"):
+        return None
+    lost_s = fraction * input_wait * run.steady.device_s
+    basis = "the fraction of the workers' samples, of the wait"
+    return make_finding(run, cause, input_wait, evidence, lost_s=lost_s, estimate_basis=basis)
 
 
 def startup_heavy(run: RunRecords, cause: Cause) -> Finding | None:

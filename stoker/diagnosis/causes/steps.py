@@ -20,6 +20,7 @@ from stoker.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
+from stoker.diagnosis.places import heavy_places
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 
@@ -27,6 +28,8 @@ _WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "pyt
 """Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""
 
 PYTHON_BOUND = find_cause("python_bound")
+
+HEAVY_PLACE = find_cause("heavy_place")
 
 HOST_DEVICE_SYNCS = find_cause("host_device_syncs")
 
@@ -36,6 +39,9 @@ RECOMPILES = find_cause("recompiles")
 def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
     computing from waiting, only `host` counts, with a low confidence."""
+    heavy = [place for place in heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0) if place.role == "training"]
+    if any(place.samples >= run.stacks.main_thread.get("python", 0.0) / 2 for place in heavy):
+        return None  # one line is most of it: `heavy_place`
     phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)

@@ -1,0 +1,278 @@
+"""Adds up the places of stack samples (`schemas.Place`) over a run: lines of the job's own code, and what they called.
+
+`watch/stacks.py` records them, `RunRecords.places` has the sums, rules look them up by `find_places`.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Set
+from typing import NamedTuple
+
+from stoker.diagnosis.run_data import PlaceTotal, RunRecords
+from stoker.runs.schemas import StackWindow
+
+__all__ = ["PlaceCounter", "PlaceTotal", "find_places"]  # the rest is for the rules and `why`
+
+MAX_PLACES = 2000
+"""Places of a process that are counted; a job has some hundred."""
+
+_Z = 1.96
+"""Standard errors of a 95 % interval."""
+
+
+class _Group(NamedTuple):
+    """What the samples of a place are a fraction of."""
+
+    role: str
+    rank: int
+    is_startup: bool
+
+
+class _Key(NamedTuple):
+    group: _Group
+    kind: str
+    line: str
+    function: str
+    call: str
+
+
+@dataclasses.dataclass
+class _Count:
+    samples: int = 0
+    seconds: float = 0.0
+    windows: int = 0
+    bursts: int = 0
+    leaves: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def add(self, other: "_Count") -> None:
+        for name in ("samples", "seconds", "windows", "bursts"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.leaves.update(other.leaves)
+
+
+@dataclasses.dataclass
+class _Process:
+    kinds: set[str] = dataclasses.field(default_factory=set)
+    groups: dict[_Group, _Count] = dataclasses.field(default_factory=dict)
+    places: dict[_Key, _Count] = dataclasses.field(default_factory=dict)
+    newest: set[_Key] = dataclasses.field(default_factory=set)
+    """Places of its newest line."""
+
+
+class PlaceCounter:
+    """Counts the places of all processes."""
+
+    def __init__(self) -> None:
+        self._processes: dict[tuple[int, int], _Process] = {}
+
+    def add(self, rank: int, window: StackWindow, *, is_startup: bool) -> None:
+        if not window.places or not window.samples:
+            return
+        process = self._processes.setdefault((window.attempt, window.pid), _Process())
+        process.kinds.update(window.main_thread if window.role == "training" else [window.role])
+        group = _Group(window.role, rank, is_startup)
+        process.groups.setdefault(group, _Count()).add(_Count(window.samples, window.wall_s, 1))
+        seen: set[_Key] = set()
+        for place in window.places:
+            key = _Key(group, place.kind, place.line, place.function, place.call)
+            if key not in process.places and len(process.places) >= MAX_PLACES:
+                continue
+            is_new = key not in seen
+            count = _Count(
+                samples=place.samples,
+                seconds=window.wall_s * place.samples / window.samples,
+                windows=int(is_new),
+                bursts=int(is_new and key not in process.newest),
+                leaves=collections.Counter({place.leaf: place.samples}),
+            )
+            process.places.setdefault(key, _Count()).add(count)
+            seen.add(key)
+        process.newest = seen
+
+    def totals(self, launcher_kinds: Set[str]) -> tuple[list[PlaceTotal], dict[tuple[str, int], float]]:
+        """(the places, the largest first; (role, rank) → seconds that the samples cover), without processes that were
+        seen in `launcher_kinds` only, unless all were."""
+        known = [process for process in self._processes.values() if process.kinds - launcher_kinds]
+        groups: dict[_Group, _Count] = {}
+        places: dict[_Key, _Count] = {}
+        for process in known or self._processes.values():
+            for group, count in process.groups.items():
+                groups.setdefault(group, _Count()).add(count)
+            for key, count in process.places.items():
+                places.setdefault(key, _Count()).add(count)
+        totals = [_make_total(key, count, groups[key.group]) for key, count in places.items()]
+        seconds: dict[tuple[str, int], float] = {}
+        for group, count in groups.items():
+            seconds[group.role, group.rank] = seconds.get((group.role, group.rank), 0.0) + count.seconds
+        return sorted(totals, key=lambda total: -total.seconds), seconds
+
+
+def find_places(
+    run: RunRecords,
+    role: str = "training",
+    *,
+    rank: int | None = None,
+    kind: str = "",
+    line: str = "",
+    call: str = "",
+    leaf: str = "",
+    include_startup: bool = False,
+) -> PlaceTotal | None:
+    """The sum of all places of a role that match; None without any. Its texts are those of the largest of them.
+
+    rank: None means all; kind, line, call, leaf: patterns that match anywhere in the text.
+    """
+    found: list[PlaceTotal] = []
+    for total in run.places:
+        if (
+            total.role != role
+            or (rank is not None and total.rank != rank)
+            or (total.is_startup and not include_startup)
+        ):
+            continue
+        if not all(re.search(*pair) for pair in ((kind, total.kind), (line, total.line), (call, total.call))):
+            continue
+        leaves = {name: count for name, count in total.leaves.items() if re.search(leaf, name)}
+        if leaves:
+            found.append(_scale(total, leaves))
+    return merge_places(found)
+
+
+def merge_places(found: Iterable[PlaceTotal]) -> PlaceTotal | None:
+    """Their sum, with the texts of the largest; None without any."""
+    ordered = sorted(found, key=lambda total: -total.seconds)
+    if not ordered:
+        return None
+    leaves: collections.Counter[str] = collections.Counter()
+    for total in ordered:
+        leaves.update(total.leaves)
+    error_s = math.hypot(*(total.high_s - total.low_s for total in ordered)) / 2
+    seconds = sum(total.seconds for total in ordered)
+    return dataclasses.replace(
+        ordered[0],
+        leaves=dict(leaves),
+        samples=sum(total.samples for total in ordered),
+        seconds=seconds,
+        low_s=max(0.0, seconds - error_s),
+        high_s=seconds + error_s,
+        windows=max(total.windows for total in ordered),
+        window_fraction=max(total.window_fraction for total in ordered),
+        bursts=max(total.bursts for total in ordered),
+    )
+
+
+def _make_total(key: _Key, count: _Count, group: _Count) -> PlaceTotal:
+    low, high = _wilson(count.seconds / group.seconds if group.seconds > 0 else 0.0, group.samples)
+    return PlaceTotal(
+        **key.group._asdict(),
+        kind=key.kind,
+        line=key.line,
+        function=key.function,
+        call=key.call,
+        leaves=dict(count.leaves),
+        samples=count.samples,
+        seconds=count.seconds,
+        low_s=low * group.seconds,
+        high_s=high * group.seconds,
+        windows=count.windows,
+        window_fraction=count.windows / group.windows,
+        bursts=count.bursts,
+    )
+
+
+def _scale(total: PlaceTotal, leaves: dict[str, int]) -> PlaceTotal:
+    """The part of a place that is in these innermost frames."""
+    samples = sum(leaves.values())
+    ratio = samples / total.samples if total.samples else 0.0
+    if ratio == 1:
+        return total
+    scaled = {name: getattr(total, name) * ratio for name in ("seconds", "low_s", "high_s")}
+    return dataclasses.replace(total, leaves=leaves, samples=samples, **scaled)
+
+
+def _wilson(fraction: float, count: int) -> tuple[float, float]:
+    """95 % interval of a fraction of `count` samples."""
+    center = fraction + _Z**2 / (2 * count)
+    error = _Z * math.sqrt(fraction * (1 - fraction) / count + _Z**2 / (4 * count**2))
+    scale = 1 + _Z**2 / count
+    return max(0.0, (center - error) / scale), min(1.0, (center + error) / scale)
+
+
+_STEP_KINDS = frozenset({"compute", "sync", "idle", "comm"})
+_LOADER_CALL = re.compile(r"^torch\.utils\.data\.|^multiprocessing\.|^threading\.|^queue\.")
+_READ = re.compile(r"(^|[._])(read|readinto|open|recv\w*|urlopen|request|get|stat|scandir|listdir|download\w*)( \(|$)")
+IMPORT = r"^import |^importlib\."
+"""Calls that import a module."""
+MIN_LOADER_SAMPLES = 10
+"""Samples of who loads the data below which nothing is said of them."""
+
+
+def list_places(run: RunRecords) -> list[PlaceTotal]:
+    """Places after the start outside of forward, backward and optimizer step, the largest first; kinds of one line and
+    call are one. A training thread that sleeps does so in its own code; a worker may wait for its next batch."""
+    groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
+    for total in run.places:
+        waits = total.kind == "idle" and total.role == "training" and total.call == "time.sleep"
+        if total.is_startup or not total.line or (total.kind in _STEP_KINDS and not waits):
+            continue
+        rank = total.rank if total.role == "training" else 0
+        groups.setdefault((total.role, rank, total.line, total.call), []).append(total)
+    merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
+    return sorted(merged, key=lambda place: -place.seconds)
+
+
+def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
+    """Places of `list_places` with a call that took at least this fraction of the time, at the low end of their
+    interval; without waits for a loader, and without what other causes explain: decoding, compiling, checkpoints."""
+    return [
+        place
+        for place in list_places(run)
+        if place.call
+        and place.kind in ("python", "other", "idle", "input_wait")
+        and not _LOADER_CALL.search(place.call)
+        and not re.search(IMPORT, place.call)
+        and place.low_s >= min_fraction * run.place_totals[place.role, place.rank]
+    ]
+
+
+def describe_place(place: PlaceTotal) -> str:
+    """`copy.deepcopy, called at train.py:53`."""
+    return f"{place.call}, called at {place.line}" if place.call else f"{place.function} at {place.line}"
+
+
+def blocked_fraction(run: RunRecords) -> float | None:
+    """Fraction of the time in which who loads the data (workers, else the training thread) was in a call that reads, or
+    blocked in another one, of the time in which it did not wait for its loader; None: not sampled often enough."""
+    role = "worker" if any(place.role == "worker" for place in run.places) else "training"
+    loading = [
+        place
+        for place in run.places
+        if place.role == role and not place.is_startup and place.line and not _LOADER_CALL.search(place.call)
+        if role == "worker" or place.kind in ("input_wait", "decode")
+    ]
+    samples = sum(place.samples for place in loading)
+    if samples < MIN_LOADER_SAMPLES:
+        return None
+    blocked = 0
+    for place in loading:
+        if place.kind == "idle" or place.call == "time.sleep":
+            blocked += place.samples
+        else:
+            reads = sum(count for leaf, count in place.leaves.items() if _READ.search(leaf))
+            blocked += place.samples if _READ.search(place.call) else reads
+    return blocked / samples
+
+
+def frequency(run: RunRecords, place: PlaceTotal) -> str:
+    """How often it was called, as far as lines and steps show it; else empty."""
+    windows = place.windows / place.window_fraction if place.window_fraction else 0.0
+    events = run.learning.num_evaluations + run.num_checkpoints
+    if place.windows == 1 and windows >= 3:
+        return "once"
+    if place.role == "training" and place.windows >= 3 and place.window_fraction >= 0.9:
+        return "each step" if run.steady.steps >= windows and events < windows / 2 else ""
+    if 2 <= place.bursts == run.learning.num_evaluations:
+        return "once per epoch"
+    return ""

@@ -1,0 +1,125 @@
+"""What a line of a job's source calls, by its text: a stack shows neither C functions nor how a module is imported.
+
+The outermost call of the line counts, because stacks of Python have no columns. The file is parsed, never run.
+"""
+
+import ast
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_SOURCE_BYTES = 2_000_000
+"""Larger files are generated; they are not parsed."""
+
+_WRAPPERS = frozenset(
+    {"wrapper", "wrapped", "inner", "decorate_context", "_wrapped_call_impl", "_fn", "__call__", "__init__", "__new__"}
+)
+"""Names of functions that stand for another one: of decorators, of modules and classes that are called."""
+
+_COMPREHENSIONS = {
+    "<listcomp>": ast.ListComp, "<setcomp>": ast.SetComp, "<dictcomp>": ast.DictComp,
+    "<genexpr>": ast.GeneratorExp, "<lambda>": ast.Lambda,
+}  # fmt: skip
+"""Functions without a statement of their own (before Python 3.12) → the expression that they are."""
+
+
+class _Source(NamedTuple):
+    tree: ast.Module
+    imports: dict[str, str]
+    """Name → what it can be imported as."""
+    own: frozenset[str]
+    """Functions and classes that the file defines."""
+
+
+def find_call(file: str, line: int, function: str, callee: str = "") -> str:
+    """What a line calls, as it can be imported (`pandas.read_csv` for `pd.read_csv(...)`), else as it is written.
+    Empty: it is not known, or nothing is called.
+
+    function: that the line is in; callee: the Python function that it called, without its class; empty: a C function
+    ran. A callee whose name is not in the line is only found if it is a wrapper.
+    """
+    source = _read_source(file)
+    if source is None:
+        return ""
+    if callee == "_find_and_load" and (modules := _imports_of_line(source.tree, line)):
+        return modules
+    names = [name for call in _calls_of_line(source.tree, line, function) if (name := _call_name(call, source))]
+    if callee and callee not in _WRAPPERS:
+        return next((name for name in names if name.rpartition(".")[2] == callee), "")
+    return next((name for name in names if callee or name not in source.own), "")
+
+
+@functools.lru_cache(maxsize=64)
+def _read_source(file: str) -> _Source | None:
+    path = Path(file)
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
+            return None
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # it may not be Python at all
+        return None
+    imports: dict[str, str] = {}
+    own: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                imports[alias.asname or name] = name
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            imports |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own.add(node.name)
+    return _Source(tree, imports, frozenset(own))
+
+
+def _imports_of_line(tree: ast.Module, line: int) -> str:
+    """`import NAME` of an import; empty: the line is none."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and _covers(node, line):
+            return f"import {', '.join(alias.name for alias in node.names)}"
+        if isinstance(node, ast.ImportFrom) and _covers(node, line):
+            return f"import {node.module or '.'}"
+    return ""
+
+
+def _calls_of_line(tree: ast.Module, line: int, function: str) -> list[ast.Call]:
+    """The calls that a line may run, the outermost first; those that begin in it, if any do."""
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _covers(node, line)]
+    if not statements:
+        return []
+    nodes = list(_expressions([max(statements, key=lambda node: node.lineno)]))
+    if (kind := _COMPREHENSIONS.get(function)) is not None:
+        bodies = [node for node in nodes if isinstance(node, kind) and _covers(node, line)]
+        nodes = list(_expressions(bodies[-1:]))
+    else:
+        hidden = [node for node in nodes if isinstance(node, ast.Lambda)]
+        inside = {id(node) for node in _expressions(hidden)}
+        nodes = [node for node in nodes if id(node) not in inside]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _covers(node, line)]
+    return [call for call in calls if line in (call.lineno, call.func.end_lineno)] or calls
+
+
+def _expressions(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The nodes and the expressions below them, outer ones first; not the statements of a body."""
+    queue = list(nodes)
+    for node in queue:  # grows during the loop
+        yield node
+        queue += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
+
+
+def _covers(node: ast.AST, line: int) -> bool:
+    end_line = getattr(node, "end_lineno", None)
+    return end_line is not None and node.lineno <= line <= end_line  # type: ignore[attr-defined]
+
+
+def _call_name(call: ast.Call, source: _Source) -> str:
+    parts: list[str] = []
+    node: ast.expr = call.func
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name):
+        return ".".join([source.imports.get(node.id, node.id), *reversed(parts)])
+    return parts[0] if parts else ""

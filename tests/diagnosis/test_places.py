@@ -1,0 +1,137 @@
+"""Places of samples, added up over a run."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.diagnosis.engine import run_rules
+from stoker.diagnosis.places import _wilson, find_places
+from stoker.diagnosis.reader import read_run
+from stoker.report.explain import explain_run, print_explanation
+from stoker.runs.schemas import Place
+from tests.diagnosis.built import STARTUP, T0, make_run
+
+COPY = Place(line="train.py:53", function="update", call="copy.deepcopy", kind="python", samples=10)
+
+
+def window(number: int, *places: Place, **fields: object) -> dict[str, object]:
+    """The line of ten seconds after the start."""
+    kinds = {place.kind: place.samples / 40 for place in places}
+    values = {"t": T0 + STARTUP + 10.0 * number, "samples": 40, "main_thread": kinds, "places": list(places)}
+    return values | fields
+
+
+def test_places_of_a_run_are_added_up_by_role_and_rank(tmp_path: Path) -> None:
+    worker = Place(line="data.py:7", function="load", call="pandas.read_csv", leaf="read (pandas/io/c.py)",
+                   kind="python", samples=30)  # fmt: skip
+    compute = Place(kind="compute", samples=30)
+    stacks = [
+        window(1, COPY, compute),
+        window(2, COPY, compute),
+        window(4, COPY, compute),
+        window(1, worker, Place(kind="idle", samples=10), role="worker", pid=8),
+        window(0, Place(line="train.py:1", kind="other", samples=40)),
+        window(1, Place(line="launch.py:1", kind="idle", samples=40), pid=6),
+    ]
+    run = read_run(make_run(tmp_path / "run", seconds=45, stacks=stacks))
+    found = find_places(run, call="deepcopy")
+    assert found is not None
+    assert (found.samples, found.seconds, found.windows, found.bursts) == (30, 7.5, 3, 1)
+    assert found.window_fraction == 1
+    assert 0 < found.low_s < 7.5 < found.high_s < 12
+    in_parser = find_places(run, "worker", leaf="pandas/")
+    assert in_parser is not None
+    assert (in_parser.line, in_parser.seconds) == ("data.py:7", 7.5)
+    assert find_places(run, "worker", leaf="json/") is None
+    assert find_places(run, line="launch.py") is None, "it only waits for its children"
+    assert find_places(run, line="train.py:1$") is None
+    at_start = find_places(run, line="train.py:1$", include_startup=True)
+    assert at_start is not None
+    assert at_start.is_startup
+    assert run.place_totals == {("training", 0): 40.0, ("worker", 0): 10.0}
+    assert run.stacks.samples == 120, "of processes that train"
+
+
+@given(st.integers(1, 1000), st.floats(0, 1))
+def test_an_interval_contains_the_fraction(count: int, fraction: float) -> None:
+    low, high = _wilson(fraction, count)
+    assert low - 1e-9 <= fraction <= high + 1e-9
+    assert 0 <= low <= high <= 1
+    assert _wilson(0.1, 100) == pytest.approx((0.0552, 0.1744), abs=1e-3)  # statsmodels proportion_confint, wilson
+
+
+RECORDED = Path(__file__).with_name("stack_samples")
+IDLE = {"cpu_core_utilization": [0.2] * 4, "process_cpu": 0.3, "threads_running": 0.4}
+WAITS = {"external": True, "config": None, "num_images": 0, "seconds": 60, "host": lambda _: IDLE,
+         "fractions": {"input_wait": 0.6}}  # fmt: skip
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """The lines of a real job from its first steps on, moved to the time of the run."""
+    lines = [msgspec.json.decode(line) for line in (RECORDED / f"{name}.jsonl").read_bytes().splitlines()]
+    start_t = next(line["t"] - line["wall_s"] for line in lines if "input_wait" in line["main_thread"])
+    found = [
+        line | {"t": line["t"] - start_t + T0 + STARTUP, "places": msgspec.convert(line["places"], list[Place])}
+        for line in lines
+    ]
+    return [line for line in found if line["t"] - line["wall_s"] / 2 > T0 + STARTUP]
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "title"),
+    [
+        ("json_for_each_image", "heavy_place", "json.load, called at csv_job.py:9"),
+        ("workers_spawned_each_epoch", "workers_start_again", "started again for each epoch"),
+    ],
+)
+def test_idle_cores_are_not_slow_storage_if_stacks_show_who_loads(
+    name: str, cause: str, title: str, tmp_path: Path
+) -> None:
+    """Stacks of real jobs; both were said to have a storage that is too slow."""
+    without = run_rules(read_run(make_run(tmp_path / "without", **WAITS)))
+    assert without[0].id == "slow_storage", "the same records without stacks"
+    findings = run_rules(read_run(make_run(tmp_path / "run", **WAITS, stacks=recorded(name))))
+    assert findings[0].id == cause
+    assert title in findings[0].title
+    assert (findings[0].confidence or 0) >= 0.7
+    assert "slow_storage" not in {finding.id for finding in findings}
+
+
+def test_workers_that_read_have_a_slow_storage(tmp_path: Path) -> None:
+    reads = Place(line="data.py:9", function="load", call="open", kind="idle", samples=40)
+    run = read_run(make_run(tmp_path / "run", **WAITS, stacks=[window(n, reads, role="worker") for n in (1, 2, 3)]))
+    (finding, *_) = [finding for finding in run_rules(run) if finding.id == "slow_storage"]
+    assert (finding.confidence or 0) >= 0.7
+
+
+@pytest.mark.parametrize(("call", "samples"), [("copy.deepcopy", 1), ("gc.collect", 2)])
+def test_a_cheap_call_is_no_finding(call: str, samples: int, tmp_path: Path) -> None:
+    cheap = Place(line="train.py:53", function="update", call=call, kind="python", samples=samples)
+    rest = Place(line="train.py:50", function="train", kind="compute", samples=100 - samples)
+    stacks = [window(n, cheap, rest, samples=100, main_thread={"compute": 1.0}) for n in range(1, 5)]
+    assert run_rules(read_run(make_run(tmp_path / "run", seconds=45, stacks=stacks))) == []
+
+
+def test_workers_that_start_once_are_no_finding(tmp_path: Path) -> None:
+    imports = Place(line="train.py:1", function="<module>", call="import torch", kind="other", samples=40)
+    waits = Place(kind="idle", samples=40)
+    stacks = [window(1, imports, role="worker"), *(window(n, waits, role="worker") for n in (2, 3, 4))]
+    found = run_rules(read_run(make_run(tmp_path / "run", **WAITS, stacks=stacks)))
+    assert "workers_start_again" not in {finding.id for finding in found}
+
+
+def test_why_shows_places_before_the_findings(tmp_path: Path) -> None:
+    rest = Place(line="train.py:50", function="train", kind="compute", samples=30)
+    run = make_run(tmp_path / "run", seconds=45, stacks=[window(n, COPY, rest) for n in range(1, 5)])
+    explanation = explain_run(run)
+    (place,) = explanation.places
+    assert place.text() == "10 s (±3) copy.deepcopy ← train.py:53, each step"
+    shown = io.StringIO()
+    print_explanation(explanation, shown, width=120)
+    assert shown.getvalue().index(place.text()) < shown.getvalue().index("10 s in copy.deepcopy, called at train.py:53")
+    assert msgspec.json.decode(msgspec.json.encode(explanation))["places"][0]["call"] == "copy.deepcopy"

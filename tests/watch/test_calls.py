@@ -1,0 +1,68 @@
+"""What a line calls, by its text."""
+
+from pathlib import Path
+
+import pytest
+
+from stoker.watch.calls import find_call
+
+SOURCE = """\
+import copy, gc
+import numpy as np
+import pandas as pd
+from json import load
+from xml.etree import ElementTree as ET
+def own(x): return x
+def train(sock, path, items):
+    ema = copy.deepcopy(items)
+    frame = pd.read_csv(path, names=["a"])
+    gc.collect()
+    data = own(np.load(path))
+    total = sum(
+        float(x) for x in
+        load(open(path)))
+    rows = [np.asarray(x) for x in items]
+    text = sock.recv(10) or b""
+    for child in ET.parse(path).getroot():
+        f = lambda: gc.collect()
+    with open(path) as file:
+        pass
+    return open(path).read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "function", "callee", "call"),
+    [
+        (1, "<module>", "_find_and_load", "import copy, gc"),
+        (5, "<module>", "_find_and_load", "import xml.etree"),
+        (8, "train", "deepcopy", "copy.deepcopy"),
+        (8, "train", "", "copy.deepcopy"),
+        (9, "train", "wrapper", "pandas.read_csv"),
+        (9, "train", "_read", ""),
+        (10, "train", "", "gc.collect"),
+        (11, "train", "", "numpy.load"),
+        (12, "train", "", "sum"),
+        (14, "train", "load", "json.load"),
+        (15, "<listcomp>", "", "numpy.asarray"),
+        (16, "train", "", "sock.recv"),
+        (17, "train", "parse", "xml.etree.ElementTree.parse"),
+        (18, "train", "", ""),
+        (18, "<lambda>", "", "gc.collect"),
+        (19, "train", "", "open"),
+        (21, "train", "", "read"),
+        (99, "train", "", ""),
+    ],
+)
+def test_the_call_of_a_line(line: int, function: str, callee: str, call: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SOURCE)
+    assert find_call(str(script), line, function, callee) == call
+
+
+@pytest.mark.parametrize("content", [b"\x00", b"def (", b"\xff\xfe", None])
+def test_a_file_that_is_no_python_has_no_calls(content: bytes | None, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    if content is not None:
+        script.write_bytes(content)
+    assert find_call(str(script), 1, "f") == ""
