@@ -34,17 +34,21 @@ CATALOG: dict[str, Cause] = {cause.id: cause for cause, _ in RULES}
 
 _COVERED_CAUSES = {"disk_full": ("disk_nearly_full",)}
 """Failure id → causes that it includes."""
+_MEMORY_ENDINGS = ("oom_killed", "host_out_of_memory")
+"""Endings that a leak of host memory explains: it then comes before them."""
 
 
 def diagnose(run_dir: Path) -> list[Finding]:
-    """What ended a run that did not finish; then the critical findings, what will soon end it before what cost time;
-    then the warnings, and last the findings with severity info; of each, the largest loss first. An end by request
-    explains nothing that is wrong, so it follows the warnings."""
+    """What ended a run that did not finish, after the leak of memory that led to it; then the critical findings, what
+    will soon end it before what cost time; then the warnings, and last the findings with severity info; of each, the
+    largest loss first. An end by request explains nothing that is wrong, so it follows the warnings."""
     return run_rules(read_run(run_dir))
 
 
 def run_rules(run: RunRecords) -> list[Finding]:
     """`diagnose` on records that are read already."""
+    end_findings = postmortem.explain(run.termination) if run.termination is not None else []
+    run.ended_for_memory = bool(end_findings) and end_findings[0].id in _MEMORY_ENDINGS
     findings = [
         apply_probe_result(finding, run.probes) for cause, rule in RULES if (finding := rule(run, cause)) is not None
     ]
@@ -52,7 +56,6 @@ def run_rules(run: RunRecords) -> list[Finding]:
         other for finding in findings if finding.severity != "info" for other in CATALOG[finding.id].supersedes
     }
     remaining = sorted((finding for finding in findings if finding.id not in superseded), key=_sort_key)
-    end_findings = postmortem.explain(run.termination) if run.termination is not None else []
     if not end_findings:
         return remaining
     if endings()[end_findings[0].id].role == "stop" or end_findings[0].severity == "info":
@@ -64,7 +67,8 @@ def run_rules(run: RunRecords) -> list[Finding]:
     covered = {"hung"}
     for end_finding in end_findings:
         covered.update(_COVERED_CAUSES.get(end_finding.id, ()))
-    return end_findings + [finding for finding in remaining if finding.id not in covered]
+    leaks = [finding for finding in remaining if run.ended_for_memory and finding.id == "host_memory_leak"]
+    return [*leaks, *end_findings, *(f for f in remaining if f.id not in covered and f not in leaks)]
 
 
 def _sort_key(finding: Finding) -> tuple[int, bool, bool, float, str]:

@@ -523,6 +523,8 @@ class RunRecords:
     num_quarantined: int = 0
     termination: Termination | None = None
     """What is known of its end, if it neither runs nor finished."""
+    ended_for_memory: bool = False
+    """Its end was that host memory was full: set by the engine, which explains the end before it asks the rules."""
 
     def phase_fraction(self, *phases: str) -> float:
         """Fraction of all device time."""

@@ -183,6 +183,10 @@ CASES: dict[str, tuple[Case, Case]] = {
         _host(memory_used_bytes=13 * GIB),
     ),
     "host_memory_leak": (_growing("rss_bytes", 2e9, 5e6), _flattening("rss_bytes", 2e9, 4e8)),
+    "host_memory_leak: a stair in each epoch": (
+        {"host": lambda s: {"rss_bytes": 2 * GIB + 200 * MIB * (s // 10)}},
+        {"host": lambda s: {"rss_bytes": 2 * GIB + 200 * MIB * (s > 15)}},
+    ),
     "host_memory_near_limit: pressure": (_host(psi_memory=0.2), _host(psi_memory=0.05)),
     "host_memory_near_limit: killed processes": ({"host": lambda s: {"oom_kills": int(s == 20)}}, _host(oom_kills=0)),
     "shared_memory_small": (

@@ -9,7 +9,7 @@ from stoker.diagnosis.notes import NOTES, collect_notes
 from stoker.diagnosis.reader import read_run
 from stoker.findings.finding import Finding
 from stoker.runs.records import DEVICES
-from tests.diagnosis.built import FACTS, HEALTHY_HOST, make_run
+from tests.diagnosis.built import FACTS, HEALTHY_HOST, T0, make_run
 from tests.diagnosis.cases import ALSO_FOUND, CASES, HEALTHY, NOTE_CASES, Case
 
 
@@ -423,6 +423,29 @@ def test_what_a_process_does_at_its_end_is_not_judged(tmp_path: Path) -> None:
             "fractions": {"input_wait": 0.3}}  # fmt: skip
     found = findings(tmp_path / "tail", tail)
     assert [f.id for f in found] == ["too_few_workers"]
+
+
+def test_a_leak_is_the_reason_of_an_end_for_memory(tmp_path: Path) -> None:
+    """Also of one by a limit that the telemetry does not see: 12 GiB of the machine are free."""
+    leak = {"host": lambda s: {"rss_bytes": 10**9 + 10**8 * s}, "external": True, "config": None, "end": None}
+    alive = findings(tmp_path / "alive", leak | {"end": "finished"})[0]
+    assert alive.evidence[1].text == "it will be full in 2 min, at step 1,400"
+    for name, data, ending in (
+        ("limit", {"exit_code": 1}, "host_out_of_memory"),
+        ("kernel", {"exit_code": 137, "signal": 9, "oom_kills": 1}, "oom_killed"),
+    ):
+        text = "MemoryError: Unable to allocate 1.2 GiB for an array with shape (9,)" if name == "limit" else "killed"
+        found = findings(tmp_path / name, leak | {"events": [("failed", text, data)], "event_t": lambda _: T0 + 46})
+        assert [(f.id, f.severity) for f in found[:2]] == [("host_memory_leak", "critical"), (ending, "critical")]
+        assert found[0].evidence[0].text.endswith("95.37 MiB/s, 11.92 MiB a step)"), found[0].evidence
+        assert "full in" not in " ".join(line.text for line in found[0].evidence)
+
+
+def test_open_files_near_the_limit_are_a_note_and_a_leak_of_them_is_not(tmp_path: Path) -> None:
+    severities = {"many": lambda _: {"open_fds": 1000}, "leak": lambda s: {"open_fds": 100 + s}}
+    found = {name: findings(tmp_path / name, {"host": host}) for name, host in severities.items()}
+    assert [(f.id, f.severity) for f in found["many"]] == [("fd_limit_near", "info")]
+    assert [(f.id, f.severity) for f in found["leak"]] == [("fd_limit_near", "critical")]  # in a quarter of an hour
 
 
 def test_a_single_long_pause_between_steps_is_no_cost_of_the_steps(tmp_path: Path) -> None:

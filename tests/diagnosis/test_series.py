@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.causes.shared import fit_steady_growth
+from stoker.diagnosis.causes.shared import fit_stairs, fit_steady_growth
 from stoker.diagnosis.run_data import MAX_POINTS, Mean, TimeSeries
 
 
@@ -51,6 +51,23 @@ def test_steady_growth_is_a_leak_and_growth_that_slows_down_is_not() -> None:
         [100.0, 200.0],
     ):
         assert fit_steady_growth(make_series(values)) is None
+
+
+def test_stairs_of_epochs_are_a_leak_and_stairs_that_end_are_not() -> None:
+    stairs = fit_stairs(make_series([100.0 + 30 * (t // 15) + 50 * (t % 15 == 7) for t in range(60)]))
+    assert stairs is not None  # although an evaluation in each epoch needs 50 for a moment
+    assert (round(stairs.size), round(stairs.interval_s)) == (30, 15)
+    for values in (
+        [100.0 + 2 * t for t in range(60)],  # a line
+        [100.0 + 120 * (t > 15) for t in range(60)],  # a cache is full after the first epoch
+        [100.0 + 30 * min(t // 8, 3) for t in range(60)],  # it has stopped
+        [100.0 + 60 * (1 - 0.4 ** (t // 10)) for t in range(60)],  # an allocator warms up
+        [100.0 + 10 * (t % 7) for t in range(60)],  # a sawtooth
+        [100.0 + 50 * (t % 15 > 10) for t in range(60)],  # what an evaluation needs is free after it
+        [100.0] * 60,
+        [],
+    ):
+        assert fit_stairs(make_series(values)) is None, values
 
 
 def test_a_mean_of_nothing_is_none() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause, worst
 from stoker.diagnosis.causes.shared import (
+    fit_stairs,
     fit_steady_growth,
     format_duration,
     make_evidence,
@@ -211,17 +212,44 @@ def _swap_growth(run: RunRecords) -> float:
 
 
 def host_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
-    """A cache that fills grows in a straight line too, so there is no finding for a run that keeps decoded images."""
-    host, fit = run.host, fit_memory_leak(run.host.rss)
-    if fit is None or host.memory_free_bytes is None or run.settings.get("cache", "none") != "none":
+    """A cache that fills grows in a straight line too, so there is no finding for a run that keeps decoded images. Of a
+    job that ended because memory was full, the limit may be one that the telemetry does not see (`ulimit -v`)."""
+    host = run.host
+    if host.memory_free_bytes is None or run.settings.get("cache", "none") != "none":
         return None
-    remaining_s = host.memory_free_bytes / fit.slope
-    text = (
-        f"{host.rss.growth / 2**20:,.0f} MiB more in {host.rss.span_s:,.0f} s, in a straight line "
-        f"({fit.slope / 2**20:.2f} MiB/s)"
-    )
-    evidence = [make_evidence(text, fit.slope, "devices.jsonl: rss_bytes"), time_to_full_evidence(remaining_s)]
+    found = _describe_growth(run, host.rss)
+    if found is None:
+        return None
+    text, slope = found
+    evidence: list[Evidence | None] = [make_evidence(text, slope, "devices.jsonl: rss_bytes")]
+    if run.ended_for_memory:
+        evidence.append(make_evidence("it grew until the job ended because memory was full", source="its end"))
+        return make_finding(run, cause, 0.0, evidence, confidence=0.9)
+    remaining_s = host.memory_free_bytes / slope
+    evidence.append(time_to_full_evidence(run, remaining_s))
     return make_finding(run, cause, remaining_s / 3600, evidence)
+
+
+def _describe_growth(run: RunRecords, rss: TimeSeries) -> tuple[str, float] | None:
+    """(how the memory grows, bytes per second), if it grows by stairs or in a straight line; else None."""
+    if rss.growth < HOST_MEMORY_LEAK.threshold("min_growth_bytes"):
+        return None
+    if (stairs := fit_stairs(rss)) is not None:
+        steps = _steps_per_s(run) * stairs.interval_s
+        every = f"{steps:,.0f} steps ({stairs.interval_s:,.0f} s)" if steps else f"{stairs.interval_s:,.0f} s"
+        text = f"{stairs.size / 2**20:,.0f} MiB more every {every}, by stairs, as at the end of an epoch"
+        return text, stairs.size / stairs.interval_s
+    fit = fit_steady_growth(rss)
+    if fit is None:
+        return None
+    steps_per_s = _steps_per_s(run)
+    per_step = f", {fit.slope / steps_per_s / 2**20:,.2f} MiB a step" if steps_per_s else ""
+    text = f"{rss.growth / 2**20:,.0f} MiB more in {rss.span_s:,.0f} s, in a straight line "
+    return f"{text}({fit.slope / 2**20:.2f} MiB/s{per_step})", fit.slope
+
+
+def _steps_per_s(run: RunRecords) -> float:
+    return run.steady.steps / run.steady.wall_s if run.steady.wall_s > 0 else 0.0
 
 
 def fit_memory_leak(series: TimeSeries) -> LinearFit | None:
@@ -229,8 +257,10 @@ def fit_memory_leak(series: TimeSeries) -> LinearFit | None:
     return fit_steady_growth(series) if series.growth >= HOST_MEMORY_LEAK.threshold("min_growth_bytes") else None
 
 
-def time_to_full_evidence(remaining_s: float) -> Evidence:
-    return make_evidence(f"it will be full in {format_duration(remaining_s)}", remaining_s)
+def time_to_full_evidence(run: RunRecords, remaining_s: float) -> Evidence:
+    step = run.totals.steps + _steps_per_s(run) * remaining_s
+    at_step = f", at step {float(f'{step:.2g}'):,.0f}" if _steps_per_s(run) else ""
+    return make_evidence(f"it will be full in {format_duration(remaining_s)}{at_step}", remaining_s)
 
 
 def gpu_memory_near_limit(run: RunRecords, cause: Cause) -> Finding | None:
@@ -281,7 +311,8 @@ def gpu_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
     memory, fit = run.gpus[index].memory, fit_memory_leak(run.gpus[index].memory)
     text = f"GPU {index}: {memory.growth / GIB:.2f} GiB more in {memory.span_s:,.0f} s, in a straight line"
     slope = None if fit is None else fit.slope
-    evidence = [make_evidence(text, slope, "devices.jsonl: gpus.memory_used_bytes"), time_to_full_evidence(remaining_s)]
+    grown = make_evidence(text, slope, "devices.jsonl: gpus.memory_used_bytes")
+    evidence = [grown, time_to_full_evidence(run, remaining_s)]
     return make_finding(run, cause, remaining_s / 3600, evidence)
 
 
@@ -314,17 +345,15 @@ def fd_limit_near(run: RunRecords, cause: Cause) -> Finding | None:
         make_evidence(f"{peak_fds:,.0f} of {max_fds:,} file descriptors were open", fraction, "devices.jsonl: open_fds")
     ]
     fit = fit_steady_growth(open_fds)
-    if fit is not None and open_fds.growth >= cause.threshold("min_growth"):
-        remaining_s = (max_fds - peak_fds) / fit.slope
-        hours = remaining_s / 3600
-        text = (
-            f"{open_fds.growth:,.0f} more in {open_fds.span_s:,.0f} s, in a straight line: the limit will be reached "
-            f"in {format_duration(remaining_s)}"
-        )
-        evidence.append(make_evidence(text, fit.slope, "devices.jsonl: open_fds"))
-        if hours <= (HOST_MEMORY_LEAK.warning_threshold or 0.0):
-            fraction = max(fraction, cause.warning_threshold or 1.0)
-    return make_finding(run, cause, fraction, evidence)
+    if fit is None or open_fds.growth < cause.threshold("min_growth"):
+        return make_finding(run, cause, fraction, evidence)
+    remaining_s = (max_fds - peak_fds) / fit.slope
+    text = (
+        f"{open_fds.growth:,.0f} more in {open_fds.span_s:,.0f} s, in a straight line: the limit will be reached "
+        f"in {format_duration(remaining_s)}"
+    )
+    evidence.append(make_evidence(text, fit.slope, "devices.jsonl: open_fds"))
+    return make_finding(run, cause, fraction, evidence, severity=HOST_MEMORY_LEAK.severity(remaining_s / 3600))
 
 
 def storage_errors(run: RunRecords, cause: Cause) -> Finding | None:

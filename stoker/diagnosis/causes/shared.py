@@ -1,5 +1,7 @@
 """Helpers of the rules: findings from a cause's row and measured values, evidence lines, and fits of steady growth."""
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -283,6 +285,43 @@ def fit_steady_growth(series: TimeSeries) -> LinearFit | None:
     if whole.r_squared < threshold("min_r_squared") or late.slope < threshold("min_slope_ratio") * early.slope:
         return None
     return late if late.slope > 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stairs:
+    """Growth by stairs of about the same size, as at the end of each epoch. size: of a stair; interval_s: from one to
+    the next."""
+
+    size: float
+    interval_s: float
+
+
+def fit_stairs(series: TimeSeries) -> Stairs | None:
+    """Stairs that go on: between them the series is flat, the last one is as large as the others and not long ago.
+    Memory that is in use only for a time does not count: what counts at any moment is the least of the time after it.
+    """
+    threshold = find_cause("host_memory_leak").threshold
+    points = series.points
+    kept = list(itertools.accumulate(reversed(series.values), min))[::-1]
+    growth = kept[-1] - kept[0] if kept else 0.0
+    rises: list[tuple[float, float, float]] = []  # start, end, size
+    was_rising = False
+    for (start_t, _), (end_t, _), low, high in zip(points, points[1:], kept, kept[1:], strict=False):
+        is_rising = high - low > threshold("flat_fraction") * growth
+        if is_rising:
+            begin_t, _, size = rises.pop() if was_rising else (start_t, 0.0, 0.0)
+            rises.append((begin_t, end_t, size + high - low))
+        was_rising = is_rising
+    if len(rises) < threshold("min_stairs"):
+        return None
+    starts, sizes = [start for start, _, _ in rises], [size for _, _, size in rises]
+    intervals = [later - earlier for earlier, later in itertools.pairwise(starts)]
+    is_regular = max(intervals) <= 2 * min(intervals) and max(sizes[1:]) <= 2 * min(sizes[1:])
+    is_flat_between = sum(end - start for start, end, _ in rises) <= series.span_s / 2
+    goes_on = points[-1][0] - starts[-1] <= 2 * max(intervals)
+    if not (is_regular and is_flat_between and goes_on and sum(sizes) >= growth / 2):
+        return None
+    return Stairs(sum(sizes[1:]) / len(sizes[1:]), sum(intervals) / len(intervals))
 
 
 def format_duration(seconds: float) -> str:
