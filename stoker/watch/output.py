@@ -288,6 +288,9 @@ class ProgressWindows:
             phases={"unattributed": wall_s * self.devices},
         )  # fmt: skip
         window.t, window.attempt, window.wall_s, phases = now_s, self.attempt, wall_s, window.phases
+        if not window.step and self.step:  # its start is over, but the hook knows no steps of such a job
+            phases["unattributed"] = phases.get("unattributed", 0.0) + phases.pop("startup", 0.0)
+            window.thread_cpu_s = {}
         if self._input_wait_fraction and steps and "input_wait" not in phases and "unattributed" in phases:
             phases["input_wait"] = phases["unattributed"] * self._input_wait_fraction
             phases["unattributed"] -= phases["input_wait"]

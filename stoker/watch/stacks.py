@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -64,7 +64,7 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
 
 KINDS = (
-    "input_wait", "decode", "compute", "sync", "comm", "checkpoint", "compile", "python", "other", "idle",
+    "input_wait", "decode", "compute", "sync", "comm", "checkpoint", "compile", "gc", "python", "other", "idle",
 )  # fmt: skip
 """Kinds of work of the main thread; docs/run-folder.md describes them."""
 
@@ -227,9 +227,9 @@ class _StackSamples:
 class StackSampler:
     """Samples a job's Python processes inside a `with` block, in a thread.
 
-    pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_pids:
-    the live processes that train, as far as the hook knows them; then only these are sampled, and not a launcher that
-    waits for them.
+    pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_ranks:
+    PID → rank of the live processes that train, as far as the hook knows them; then only these are sampled, and not a
+    launcher that waits for them.
     """
 
     def __init__(
@@ -238,12 +238,12 @@ class StackSampler:
         pid: int,
         *,
         on_unavailable: Callable[[str], None],
-        training_pids: Callable[[], Set[int]] = frozenset,
+        training_ranks: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         self._folder = folder
         self._pid = pid
         self._on_unavailable = on_unavailable
-        self._training_pids = training_pids
+        self._training_ranks = training_ranks
         self._windows: dict[psutil.Process, _StackSamples] = {}
         self._cpu_s: dict[psutil.Process, float] = {}
         self._is_python: dict[psutil.Process, bool] = {}
@@ -327,7 +327,7 @@ class StackSampler:
                     self._is_python[process] = is_python(pid)
                 if self._is_python[process] and is_alive(process):
                     cpu_s[process] = cpu_seconds(process) or 0.0
-        trainers = self._training_pids()
+        trainers = self._training_ranks()
         candidates = [process for process in cpu_s if process.pid in trainers]
         if not candidates:  # not known yet, or never: no hook
             candidates = [process for process in cpu_s if process not in self._helpers]
@@ -337,6 +337,8 @@ class StackSampler:
         for process in busiest:
             if process not in self._windows:
                 self._windows[process] = _new_samples(process, cpu_s[process])
+            samples = self._windows[process]
+            samples.rank = trainers.get(process.pid, samples.rank)  # children of `mp.spawn` have no RANK
         return busiest
 
     def _write_windows(self, now_s: float, *, min_s: float) -> None:

@@ -1,8 +1,9 @@
 """The part of `stoker watch` in each Python process of a job: a clock that records the phase of the training.
 
 `start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
-it: `torch_loop.py` and `tensorflow_loop.py`, which is also for Keras. They report to `clock.py`, whose values are in
-shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by stoker itself.
+it: `torch_loop.py`, `tensorflow_loop.py`, which is also for Keras, and `jax_loop.py`. They report to `clock.py`, whose
+values are in shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by
+stoker itself.
 Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once
 (`failures.py`), and the job goes on.
 """
