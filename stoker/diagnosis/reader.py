@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from stoker.diagnosis.causes.cause import common_threshold
 from stoker.diagnosis.causes.gpu import GPU_CLOCKS_LOW
+from stoker.diagnosis.places import PlaceCounter
 from stoker.diagnosis.run_data import MAX_EXAMPLES, GpuStats, HostStats, ProgressGap, RunRecords, StackStats
 from stoker.diagnosis.termination import EndReader
 from stoker.runs import records
@@ -47,7 +48,7 @@ _MAX_PENDING_WINDOWS = 1000
 _END_PHASES = ("unattributed", "host")
 _EXTERNAL_END_PHASES = (*_END_PHASES, "compute", "eval", "checkpoint")
 """Phases after the last step that belong to the end."""
-_LAUNCHER_KINDS = frozenset({"idle", "other"})
+LAUNCHER_KINDS = frozenset({"idle", "other"})
 """Kinds of the stacks of a process that does not train: it waits for its children, or imports."""
 
 
@@ -444,15 +445,22 @@ def _add_trace(run_records: RunRecords, trace: TraceWindow) -> None:
 def _read_stacks(
     run_records: RunRecords, ranks: Mapping[int, Path], steady_spans: dict[int, _SteadySpan], end: EndReader
 ) -> None:
-    """Adds up the samples of the processes that train; of all, if none is known to."""
+    """Adds up the samples of the processes that train, of all if none is known to; and the places of all roles."""
     by_process: dict[tuple[int, int], StackStats] = {}
+    places = PlaceCounter()
     for rank, folder in ranks.items():
         for number, window in records.numbered_lines(folder, records.STACKS, StackWindow):
             if rank == 0:
                 end.stacks(number, window)
+            steady_span = steady_spans.get(window.attempt)
+            middle_t = window.t - window.wall_s / 2
+            places.add(rank, window, is_startup=steady_span is None or middle_t <= steady_span.start_t)
+            if window.role != "training":
+                continue
             stats = by_process.setdefault((window.attempt, window.pid), StackStats())
-            _add_stacks(stats, window, steady_spans.get(window.attempt))
-    training = [stats for stats in by_process.values() if stats.main_thread.keys() - _LAUNCHER_KINDS]
+            _add_stacks(stats, window, steady_span)
+    run_records.places, run_records.place_totals = places.totals(LAUNCHER_KINDS)
+    training = [stats for stats in by_process.values() if stats.main_thread.keys() - LAUNCHER_KINDS]
     for stats in training or by_process.values():
         run_records.stacks.add(stats)
 

@@ -383,6 +383,38 @@ class StackStats:
                 sums[name] = sums.get(name, 0.0) + count
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlaceTotal:
+    """All samples in one place of the processes of a role and rank: a line of the job's own code and what it called.
+
+    `places.py` adds them up, from `schemas.Place`, which explains line, function, call and kind.
+    """
+
+    role: str
+    """training or worker."""
+    rank: int
+    is_startup: bool
+    """Before the first steps."""
+    kind: str
+    line: str
+    function: str
+    call: str
+    leaves: dict[str, int]
+    """Innermost frame → samples."""
+    samples: int
+    seconds: float
+    """Of the process's wall time; of workers, which are sampled in turn, of each of them."""
+    low_s: float
+    high_s: float
+    """95 % interval by Wilson, Journal of the American Statistical Association 22, 1927."""
+    windows: int
+    """Lines of stacks.jsonl in which it was seen: one is a single call, or several in the same seconds."""
+    window_fraction: float
+    """The same as a fraction of the lines of its role and rank, before or after the first steps."""
+    bursts: int
+    """Groups of consecutive lines in which it was seen."""
+
+
 @dataclasses.dataclass(kw_only=True)
 class ProgressGap:
     """The time since the last step, in a run that has not finished."""
@@ -464,6 +496,10 @@ class RunRecords:
     """Lines of devices.jsonl."""
     traces: TraceStats = dataclasses.field(default_factory=TraceStats)
     stacks: StackStats = dataclasses.field(default_factory=StackStats)
+    places: list[PlaceTotal] = dataclasses.field(default_factory=list)
+    """The largest first."""
+    place_totals: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    """(role, rank) → seconds that its samples cover."""
     probes: dict[str, Probe] = dataclasses.field(default_factory=dict)
     """Kind → the newest one that was measured."""
     all_probes: list[Probe] = dataclasses.field(default_factory=list)
