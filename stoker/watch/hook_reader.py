@@ -151,7 +151,9 @@ def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
 def cpu_by_phase(state: HookState) -> dict[str, float]:
     """CPU-seconds of the training thread by phase, since the clock started and until its last update: those of a
     current wait are added at its end. If a device computes, the thread issues steps: `host`."""
-    phases = _sum_slots_by_phase(state, dict(state.cpu)) if state.cpu else {}
+    if not state.cpu or (state.values["compile"] and not state.values["steps"]):  # JAX: updated by compilations only
+        return {}
+    phases = _sum_slots_by_phase(state, dict(state.cpu))
     if state.values["device"] and phases:
         phases["host"] += phases.pop("compute")
     return phases
@@ -168,6 +170,9 @@ def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str
     phases: dict[str, float] = {}
     for slot, phase in SLOT_PHASES.items():
         phases[phase] = phases.get(phase, 0.0) + seconds[slot]
+    if state.values["compile"] and not state.values["steps"]:  # JAX, whose steps no hook sees
+        phases["unattributed"] += phases["startup"]
+        phases["startup"] = 0.0
     return phases
 
 

@@ -152,17 +152,18 @@ def test_of_a_job_with_the_hook_only_processes_that_train_are_sampled(tmp_path: 
     for folder in folders:
         folder.mkdir()
     children = [job(WAITS, folder) for folder in folders]
-    trainers: set[int] = set()
+    trainers: dict[int, int] = {}
     sampler = stacks.StackSampler(
-        RunFolder(tmp_path, 1), os.getpid(), on_unavailable=print, training_pids=lambda: trainers,
+        RunFolder(tmp_path, 1), os.getpid(), on_unavailable=print, training_ranks=lambda: trainers,
     )  # fmt: skip
     pids = {child.pid for child in children}
     assert {process.pid for process in sampler._busiest_processes()} >= {os.getpid(), *pids}
-    trainers.add(children[1].pid)
-    assert {process.pid for process in sampler._busiest_processes()} == trainers
+    trainers[children[1].pid] = 1
+    assert {process.pid for process in sampler._busiest_processes()} == trainers.keys()
+    assert {samples.rank for process, samples in sampler._windows.items() if process.pid in trainers} == {1}
     for child in children:
         child.communicate(b"\n")
-    trainers.add(-1)
+    trainers[-1] = 0
     assert os.getpid() in {process.pid for process in sampler._busiest_processes()}, "they ended"
 
 
