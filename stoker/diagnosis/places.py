@@ -230,7 +230,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
         place
         for place in list_places(run)
         if place.call
-        and place.kind in ("python", "other", "idle", "input_wait")
+        and place.kind in ("python", "gc", "other", "idle", "input_wait")
         and not _LOADER_CALL.search(place.call)
         and not re.search(IMPORT, place.call)
         and place.low_s >= min_fraction * run.place_totals[place.role, place.rank]

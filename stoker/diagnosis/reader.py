@@ -50,6 +50,8 @@ _EXTERNAL_END_PHASES = (*_END_PHASES, "compute", "eval", "checkpoint")
 """Phases after the last step that belong to the end."""
 LAUNCHER_KINDS = frozenset({"idle", "other"})
 """Kinds of the stacks of a process that does not train: it waits for its children, or imports."""
+_FRAMEWORK_KINDS = frozenset({"compute", "sync", "comm", "compile"})
+"""Kinds that only the code of a framework has."""
 
 
 class Observer:
@@ -187,7 +189,27 @@ def _read_steps(
                 observer.window(rank, window)
     run_records.totals = totals.totals(run_records.events.attempts)
     steps.finish()
-    return steps.steady_spans
+    return steps.steady_spans or _steady_by_stacks(ranks[0], run_records)
+
+
+def _steady_by_stacks(run_dir: Path, run_records: RunRecords) -> dict[int, _SteadySpan]:
+    """Attempt → its steady time in a watched job whose output has no steps: from the first line of stacks.jsonl on in
+    which most samples are neither an import nor a wait; only if a framework computes in it."""
+    spans: dict[int, _SteadySpan] = {}
+    trains = False
+    for window in records.read_lines(run_dir, records.STACKS, StackWindow) if run_records.is_external else ():
+        starts = sum(window.main_thread.get(kind, 0.0) for kind in LAUNCHER_KINDS) < 0.5
+        if window.role == "training" and (starts or window.attempt in spans):
+            trains |= not _FRAMEWORK_KINDS.isdisjoint(window.main_thread)
+            start_t = spans[window.attempt].start_t if window.attempt in spans else window.t
+            spans[window.attempt] = _SteadySpan(start_t, window.t)
+    if not trains:
+        return {}
+    for step_window in records.read_lines(run_dir, records.STEPS, StepWindow):
+        span = spans.get(step_window.attempt)
+        if span is not None and span.contains(step_window.t - step_window.wall_s / 2):
+            _add_steady(run_records, step_window)
+    return spans
 
 
 class _StepsReader:
@@ -225,7 +247,9 @@ class _StepsReader:
         ):
             run_records.first_epoch_fetch_s = self._total_fetch_s
         steady_span = self.steady_spans.get(window.attempt)
-        if window.window_steps > 0:
+        # a loss without a step number is progress, too
+        has_progress = window.window_steps > 0 or (run_records.is_external and not window.step and bool(window.losses))
+        if has_progress:
             start_t = window.t - window.wall_s
             startup_s = sum(window.phases.get(name, 0.0) for name in _STARTUP_PHASES) / max(1, window.devices)
             gap_s = window.wall_s - startup_s if self._last_t is None else window.t - self._last_t
@@ -235,7 +259,7 @@ class _StepsReader:
             )
             training = run_records.training
             training.start_t, training.end_t = min(training.start_t, start_t), max(training.end_t, window.t)
-        if steady_span is not None and window.window_steps > 0:
+        if steady_span is not None and has_progress:
             for pending in (*pending_windows, window):
                 _add_steady(run_records, pending)
             pending_windows.clear()
@@ -287,9 +311,11 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
     steady.device_s += max(0.0, device_s)
     steady.wall_s += max(0.0, device_s) / max(1, window.devices)
     steady.steps += window.window_steps
-    steady.compile_windows += window.phases.get("compile", 0.0) > 0
+    # a long line counts as lines of a second, as far as the compilations in it were counted
+    lines = max(1, min(window.recompiles or 0, round(window.wall_s)))
+    steady.compile_windows += lines * (window.phases.get("compile", 0.0) > 0)
     if window.recompiles is not None:
-        steady.recompile_windows = (steady.recompile_windows or 0) + (window.recompiles > 0)
+        steady.recompile_windows = (steady.recompile_windows or 0) + lines * (window.recompiles > 0)
     if window.num_images:
         steady.num_images += window.num_images
         steady.steps_with_image_count += window.window_steps

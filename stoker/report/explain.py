@@ -19,6 +19,7 @@ import msgspec
 from rich.console import RenderableType
 
 from stoker.diagnosis import engine
+from stoker.diagnosis.causes.shared import has_enough_stacks
 from stoker.diagnosis.notes import collect_notes
 from stoker.diagnosis.places import frequency, list_places
 from stoker.diagnosis.postmortem import explain
@@ -59,6 +60,9 @@ PROBE_LABELS = _WORDS.probes
 ERROR_TYPE_ADVICE = _WORDS.error_types
 """TIDE error type → its meaning, and what to check."""
 
+MIN_ESTIMATED = 0.2
+"""Fraction of the time after the start that no clock attributed, from which its parts are estimated: less is the host's
+work between steps (heuristic)."""
 HANG = "hang"
 """Row of the time after the last step of a job that hung; records have it as `unattributed`."""
 
@@ -201,7 +205,7 @@ def explain_run(
     state, state_text = _read_state(path, run_records.events, last_record_t)
     totals = _name_hang(run_records.totals, findings)
     knows_images = bool(totals.num_images) or not coverage
-    phases = _phases(totals, exact_price)
+    phases = _phases(totals, exact_price, _estimated_stages(run_records))
     return RunExplanation(
         run=display_path(path),
         state=state,
@@ -286,7 +290,19 @@ def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> P
     return next((row for row in losses if row.phase not in secondary), next(iter(losses), None))
 
 
-def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
+def _estimated_stages(run: RunRecords) -> dict[str, float]:
+    """Device-seconds by kind of stack of a watched job, of what no clock attributed after its start. A compilation that
+    a clock measured is not in it."""
+    unattributed_s = run.steady.phases.get("unattributed", 0.0)
+    if not run.is_external or run.steady_phase_fraction("unattributed") < MIN_ESTIMATED or not has_enough_stacks(run):
+        return {}
+    measured = {"compile"} & run.steady.phases.keys()
+    counts = {kind: count for kind, count in run.stacks.main_thread.items() if kind not in measured}
+    total = sum(counts.values())
+    return {kind: unattributed_s * count / total for kind, count in counts.items()} if total else {}
+
+
+def _phases(totals: Totals, price_per_device_hour: float, estimated: Mapping[str, float]) -> list[PhaseTime]:
     def rows(times: Mapping[str, float], meanings: Mapping[str, str]) -> list[PhaseTime]:
         """The largest first."""
         return [
@@ -296,12 +312,14 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
                 fraction=duration_s / totals.device_s,
                 cost=duration_s * price_per_device_hour / 3600 if price_per_device_hour > 0 else None,
                 meaning=meanings.get(name, ""),
-                stages=rows(totals.input_wait_stages, STAGE_MEANINGS) if name == "input_wait" else [],
+                stages=rows(*stages.get(name, ({}, {}))),
             )
             for name, duration_s in sorted(times.items(), key=lambda item: -item[1])
             if duration_s > 0
         ]
 
+    estimates = dict.fromkeys(estimated, "estimated from samples of the main thread's stack")
+    stages = {"input_wait": (totals.input_wait_stages, STAGE_MEANINGS), "unattributed": (estimated, estimates)}
     return rows(totals.phases, PHASE_MEANINGS | {HANG: "nothing ran after the last step"})
 
 

@@ -126,7 +126,7 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Number of stack samples in it."""
     main_thread: dict[str, float] = {}
     """Fraction of the samples in which the main thread was in: input_wait, decode, compute, sync, comm, checkpoint,
-    compile, python, other, idle. They add up to 1."""
+    compile, gc (garbage collection), python, other, idle. They add up to 1."""
     frames: dict[str, float] = {}
     """`function (file:line)` of the innermost frame of the job's own code → fraction of the samples; at most five."""
     process_cpu: float | None = None

@@ -12,6 +12,11 @@ COMPARISON_S = 10.0
 has one step more or less than that of another rank. Ranks that are slow in turn within an interval count as `comm`: no
 rank knows by itself how long the others waited."""
 
+OWN_PHASES = ("input_wait", "host", "checkpoint", "eval")
+"""Phases in which a rank works on what is only its own."""
+MIN_COMM = 0.01
+"""Fraction of the time in `comm` from which waits for other ranks are measured (heuristic: an exchange takes more)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Totals:
@@ -67,10 +72,10 @@ class TotalsSum:
     def totals(self, attempts: int) -> Totals:
         """attempts: number of the newest attempt. All zero without a window; `devices` is that of the last windows of
         the newest attempt that has any."""
-        straggler_s = {} if self._comm_waits is None else self._comm_waits.straggler_s()
-        if total_s := sum(straggler_s.values()):
-            self._phases["comm"] = max(0.0, self._phases["comm"] - total_s)
-            _add(self._phases, {"straggler": total_s})
+        straggler_s, booked_s = ({}, {}) if self._comm_waits is None else self._comm_waits.straggler_s()
+        for name, waited_s in booked_s.items():
+            self._phases[name] = max(0.0, self._phases[name] - waited_s)
+            _add(self._phases, {"straggler": waited_s})
         attempt = max((window.attempt for window in self._last_windows.values()), default=0)
         return Totals(
             phases=self._phases,
@@ -111,26 +116,45 @@ class _CommWaits:
         """(attempt, number of the interval) → rank → device-seconds recorded in it, and those of them in `comm`."""
 
     def add(self, rank: int, window: StepWindow) -> None:
-        start_s, comm_s = window.t - window.wall_s, window.phases.get("comm", 0.0)
-        for number, fraction in _split_by_interval(start_s, window.t):
-            sums = self._intervals.setdefault((window.attempt, number), {}).setdefault(rank, [0.0, 0.0])
-            sums[0] += fraction * window.wall_s * window.devices
-            sums[1] += fraction * comm_s
+        own_s = sum(window.phases.get(name, 0.0) for name in OWN_PHASES)
+        added = (
+            window.wall_s * window.devices,
+            window.phases.get("comm", 0.0),
+            window.phases.get("compute", 0.0),
+            own_s,
+        )
+        for number, fraction in _split_by_interval(window.t - window.wall_s, window.t):
+            sums = self._intervals.setdefault((window.attempt, number), {}).setdefault(rank, [0.0] * len(added))
+            for index, seconds in enumerate(added):
+                sums[index] += fraction * seconds
 
-    def straggler_s(self) -> dict[int, float]:
-        """Rank → device-seconds that the others waited for it; ranks without any are left out."""
+    def straggler_s(self) -> tuple[dict[int, float], dict[str, float]]:
+        """(rank → device-seconds that the others waited for it, phase → those that were recorded as this phase);
+        without ranks and phases that have none."""
         waits: dict[int, float] = {}
+        booked: dict[str, float] = {}
         for by_rank in self._intervals.values():
-            max_recorded_s = max(recorded_s for recorded_s, _ in by_rank.values())
+            max_recorded_s = max(sums[0] for sums in by_rank.values())
             present = {rank: sums for rank, sums in by_rank.items() if sums[0] > max_recorded_s / 2}
             if len(present) < 2:  # the other has ended or writes no records: unknown for whom this one waits
                 continue
-            fractions = {rank: comm_s / recorded_s for rank, (recorded_s, comm_s) in present.items()}
-            slowest = min(fractions, key=lambda rank: fractions[rank])
-            waited_s = sum((fractions[rank] - fractions[slowest]) * present[rank][0] for rank in present)
-            if waited_s > 0:
-                waits[slowest] = waits.get(slowest, 0.0) + waited_s
-        return waits
+            comm, compute, own = (
+                {rank: sums[index] / sums[0] for rank, sums in present.items()} for index in (1, 2, 3)
+            )
+            slowest, late = min(comm, key=comm.__getitem__), max(own, key=own.__getitem__)
+            is_measured = max(comm.values()) >= MIN_COMM
+            hidden = {
+                rank: 0.0 if is_measured else min(own[late] - own[rank], compute[rank] - compute[late])
+                for rank in present
+            }
+            for name, rank, waited_s in (
+                ("comm", slowest, sum((comm[other] - comm[slowest]) * present[other][0] for other in present)),
+                ("compute", late, sum(max(0.0, hidden[other]) * present[other][0] for other in present)),
+            ):
+                if waited_s > 0:
+                    waits[rank] = waits.get(rank, 0.0) + waited_s
+                    booked[name] = booked.get(name, 0.0) + waited_s
+        return waits, booked
 
 
 def _split_by_interval(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:

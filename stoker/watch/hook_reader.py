@@ -76,6 +76,8 @@ class HookState:
     frameworks: tuple[str, ...]
     slots: tuple[str, ...]
     values: Mapping[str, float]
+    recompiled: str = ""
+    """The function that was compiled most often, if one was compiled again (JAX)."""
     cpu: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """CPU-seconds of the training thread by slot, until the last update."""
     input_fraction: float | None = None
@@ -99,6 +101,7 @@ class _Header(msgspec.Struct):
     pid: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
     frameworks: tuple[str, ...]
     slots: tuple[str, ...]
+    recompiled: str = ""
 
 
 def read_hook_state(path: Path) -> HookState | None:
@@ -118,7 +121,10 @@ def read_hook_state(path: Path) -> HookState | None:
         return None
     if not (0 <= values["current_slot"] < len(slots) and values["rank"] < _MAX_RANK):
         return None
-    return HookState(name=path.name, pid=header.pid, frameworks=header.frameworks, slots=slots, values=values, cpu=cpu)
+    return HookState(
+        name=path.name, pid=header.pid, frameworks=header.frameworks, slots=slots, values=values, cpu=cpu,
+        recompiled=header.recompiled,
+    )  # fmt: skip
 
 
 def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
@@ -145,7 +151,9 @@ def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
 def cpu_by_phase(state: HookState) -> dict[str, float]:
     """CPU-seconds of the training thread by phase, since the clock started and until its last update: those of a
     current wait are added at its end. If a device computes, the thread issues steps: `host`."""
-    phases = _sum_slots_by_phase(state, dict(state.cpu)) if state.cpu else {}
+    if not state.cpu or (state.values["compile"] and not state.values["steps"]):  # JAX: updated by compilations only
+        return {}
+    phases = _sum_slots_by_phase(state, dict(state.cpu))
     if state.values["device"] and phases:
         phases["host"] += phases.pop("compute")
     return phases
@@ -162,6 +170,9 @@ def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str
     phases: dict[str, float] = {}
     for slot, phase in SLOT_PHASES.items():
         phases[phase] = phases.get(phase, 0.0) + seconds[slot]
+    if state.values["compile"] and not state.values["steps"]:  # JAX, whose steps no hook sees
+        phases["unattributed"] += phases["startup"]
+        phases["startup"] = 0.0
     return phases
 
 
@@ -383,8 +394,8 @@ class HookReader:
         self._input_fractions: dict[int, list[float]] = {}
         self._idle_times: dict[str, IdleTime] = {}
         self._window_start_s = now_s
-        self.training_pids: frozenset[int] = frozenset()
-        """Live processes that have done a step. May be read in any thread."""
+        self.training_ranks: Mapping[int, int] = {}
+        """PID → rank of the live processes that have done a step. May be read in any thread."""
 
     def poll(self) -> None:
         """Reads the state files."""
@@ -413,9 +424,9 @@ class HookReader:
                 living.setdefault(state.rank, []).append(state)
             else:
                 ended.setdefault(state.rank, []).append(state)
-        self.training_pids = frozenset(
-            state.pid for states in living.values() for state in states if state.values["steps"]
-        )
+        self.training_ranks = {
+            state.pid: rank for rank, states in living.items() for state in states if state.values["steps"]
+        }
         for rank in (living.keys() | ended.keys()) - self._ranks.keys():
             self._ranks[rank] = RankTimeBreakdown(self._window_start_s)
         for rank, breakdown in self._ranks.items():
@@ -445,6 +456,10 @@ class HookReader:
         counts = (state.values["workers"] for state in self._states.values() if state.values["steps"])
         return next((round(workers) for workers in counts if workers >= 0), None)
 
+    def recompiled_function(self) -> str:
+        """The function that was compiled again most often; empty: none, or not known."""
+        return next((state.recompiled for state in self._states.values() if state.recompiled), "")
+
     def next_windows(self, now_s: float, wall_s: float) -> dict[int, StepWindow]:
         """The window since the last one, for each rank that trains, the lowest first; before the first step, for the
         lowest rank with all devices. Empty if the job has no state file. now_s: CLOCK_MONOTONIC; wall_s: length of the
@@ -469,7 +484,9 @@ class HookReader:
             loader_note = "" if all(state.values["batches"] for state in trainers) else ", without a known data loader"
             processes = "a process" if len(trainers) == 1 else f"{len(trainers)} processes"
             return f"recorded: {frameworks} in {processes}{loader_note}{failed}"
-        if self._states:
+        if any(state.values["compile"] for state in self._states.values()):
+            return f"recorded: compilations of {frameworks}; its steps are those of the output{failed}"
+        if frameworks:
             return f"not recorded: {frameworks} was loaded, but no optimizer has stepped{failed}"
         if (self._directory / "loaded").exists():
             return f"not recorded: no process of the job has loaded torch or Keras{failed}"

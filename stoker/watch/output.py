@@ -276,6 +276,8 @@ class ProgressWindows:
     _loss_columns: tuple[str, ...] = ()
     _window_step: int | None = None
     _losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    _has_losses: bool = False
+    """Whether there was any loss so far."""
     _lr: float | None = None
     _grad_norm: float | None = None
     _img_per_s: float | None = None
@@ -311,6 +313,11 @@ class ProgressWindows:
             phases={"unattributed": wall_s * self.devices},
         )  # fmt: skip
         window.t, window.attempt, window.wall_s, phases = now_s, self.attempt, wall_s, window.phases
+        if not window.step and (
+            self.step or self._has_losses
+        ):  # its start is over, but the hook knows no steps of such a job
+            phases["unattributed"] = phases.get("unattributed", 0.0) + phases.pop("startup", 0.0)
+            window.thread_cpu_s = {}
         if self._input_wait_fraction and steps and "input_wait" not in phases and "unattributed" in phases:
             phases["input_wait"] = phases["unattributed"] * self._input_wait_fraction
             phases["unattributed"] -= phases["input_wait"]
@@ -367,6 +374,7 @@ class ProgressWindows:
         if losses and len(self._loss_columns) == len(losses) and all(name.startswith("loss_") for name in losses):
             losses = dict(zip(self._loss_columns, losses.values(), strict=True))
             losses.setdefault("total", sum(losses.values()))
+        self._has_losses |= bool(losses)
         for name, value in losses.items():
             if math.isfinite(value):
                 if name in self._losses or len(self._losses) < MAX_LOSSES:

@@ -157,7 +157,7 @@ class Recorder:
             self._folder,
             job,
             on_unavailable=lambda reason: self.set_coverage(STACKS_SOURCE, reason),
-            training_pids=lambda: self._hook_reader.training_pids,
+            training_ranks=lambda: self._hook_reader.training_ranks,
         )
         with TelemetrySampler(self._folder, pid=job), sampler:
             thread.start()
@@ -253,6 +253,9 @@ class Recorder:
                 self.set_coverage(HOOK_SOURCE, hook_reader.status())
                 if (workers := hook_reader.num_loader_workers()) is not None:
                     self._write_once("info", f"the job's loader has {workers} worker processes", workers=workers)
+                if stopping and (function := hook_reader.recompiled_function()):
+                    facts = {"recompiled": function}
+                    self._folder.event("info", f"{function} was compiled again and again", facts=facts)
             if stopping:
                 return
 

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -66,7 +66,7 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
 
 KINDS = (
-    "input_wait", "decode", "compute", "sync", "comm", "checkpoint", "compile", "python", "other", "idle",
+    "input_wait", "decode", "compute", "sync", "comm", "checkpoint", "compile", "gc", "python", "other", "idle",
 )  # fmt: skip
 """Kinds of work of the main thread; docs/run-folder.md describes them."""
 
@@ -325,9 +325,9 @@ def make_window(
 class StackSampler:
     """Samples a job's Python processes inside a `with` block, in a thread.
 
-    pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_pids:
-    the live processes that train, as far as the hook knows them; then only these and their loader workers are sampled,
-    and not a launcher that waits for them.
+    pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_ranks:
+    PID → rank of the live processes that train, as far as the hook knows them; then only these and their loader workers
+    are sampled, and not a launcher that waits for them.
     """
 
     def __init__(
@@ -336,12 +336,12 @@ class StackSampler:
         pid: int,
         *,
         on_unavailable: Callable[[str], None],
-        training_pids: Callable[[], Set[int]] = frozenset,
+        training_ranks: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         self._folder = folder
         self._pid = pid
         self._on_unavailable = on_unavailable
-        self._training_pids = training_pids
+        self._training_ranks = training_ranks
         self._processes: dict[psutil.Process, _Process] = {}
         self._not_python: set[psutil.Process] = set()
         self._recordings: list[_Recording] = []
@@ -475,16 +475,17 @@ class StackSampler:
         self._processes = alive
         self._not_python = {process for process in self._not_python if process.is_running()}
         found = [target for target in alive.values() if target.failures < MAX_FAILURES]
-        known_pids = self._training_pids()
-        training_pids = {target.pid for target in found if target.pid in known_pids or target.role == "training"}
+        known_ranks = self._training_ranks()
+        training_pids = {target.pid for target in found if target.pid in known_ranks or target.role == "training"}
         for target in found:
-            if target.pid in known_pids:
+            if target.pid in known_ranks:
+                target.rank = known_ranks[target.pid]  # children of `mp.spawn` have no RANK
                 target.role = "training"
             elif target.role == "" and target.parent in training_pids:
                 target.role = "worker"  # until a stack says more
             elif target.role == HELPER and now_s - target.sampled_s > HELPER_RECHECK_S:
                 target.role = ""
-        is_known = any(target.pid in known_pids for target in found)
+        is_known = any(target.pid in known_ranks for target in found)
         training = [target for target in found if target.role == "training" or (target.role == "" and not is_known)]
         training.sort(key=lambda target: -target.recent_cpu_s)
         workers = [target for target in found if target.role == "worker"]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from stoker.diagnosis.engine import run_rules
+from stoker.diagnosis.reader import read_run
 from stoker.runs.records import (
     CONFIG,
     DEVICES,
@@ -66,3 +68,11 @@ def test_each_file_is_opened_once_during_why_and_report(end: str, tmp_path: Path
     assert {name: counts[name] for name in names} == dict.fromkeys(names, 1)
     counts = opened(run, "report", str(run), "--json")
     assert [counts[name] for name in (EVENTS, STEPS, DEVICES, "ranks/0001/steps.jsonl")] == [1, 1, 1, 1]
+
+
+def test_a_jax_job_without_step_numbers_is_compiled_again_and_again() -> None:
+    """Recorded: a Flax loop with a new jax.jit in each step, which prints "[80] loss=2.27"."""
+    run = read_run(Path(__file__).parent / "recorded" / "jax_newjit")
+    findings = run_rules(run)
+    assert (run.totals.steps, findings[0].id, findings[0].severity) == (0, "recompiles", "critical")
+    assert any("jit(<lambda>)" in line.text for line in findings[0].evidence)

@@ -127,3 +127,23 @@ def test_the_phases_always_add_up_and_who_waited_is_within_the_exchanges(
     assert set(found.straggler_s) <= set(ranks)
     assert min(found.straggler_s.values(), default=1.0) > 0
     assert len(ranks) > 1 or found.straggler_s == {}
+
+
+@pytest.mark.parametrize(("own_s", "waited_s"), [(0.5, 25.2), (0.13, 3.0)])
+def test_a_wait_inside_the_backward_pass_is_for_the_rank_with_work_of_its_own(
+    tmp_path: Path, own_s: float, waited_s: float
+) -> None:
+    """All waiting is recorded as compute, as no hook sees it; the other rank has input_wait too."""
+    ranks = {
+        0: [line(n + 1, input_wait=0.08) for n in range(60)],
+        1: [line(n + 1, input_wait=own_s) for n in range(60)],
+    }
+    found = write(tmp_path, ranks)
+    assert found.straggler_s == pytest.approx({1: waited_s}, rel=0.05)
+    assert found.phases["straggler"] == pytest.approx(waited_s, rel=0.05)
+    assert sum(found.phases.values()) == pytest.approx(found.device_s)
+
+
+def test_ranks_that_compute_for_different_times_without_own_work_are_not_guessed(tmp_path: Path) -> None:
+    ranks = {0: [line(n + 1, comm=0.1) for n in range(60)], 1: [line(n + 1, comm=0.1, idle=0.4) for n in range(60)]}
+    assert "straggler" not in write(tmp_path, ranks).phases

@@ -70,6 +70,15 @@ MODULE = ("torch/nn/modules/module.py: Module._call_impl", "torch/nn/modules/mod
         (("torch/nn/functional.py: <module>", "lib:importlib/__init__.py: import_module"), "other"),
         (("torch/_ops.py: OpOverload.__init__", "torch/_decomp.py: <module>",
           "lib:importlib/_bootstrap.py: _find_and_load"), "other"),
+        (("jax/_src/array.py: ArrayImpl._value", "jax/_src/profiler.py: annotate_function.<locals>.wrapper",
+          "jax/_src/array.py: ArrayImpl.__float__"), "sync"),
+        (("jax/_src/compiler.py: backend_compile_and_load", "jax/_src/interpreters/pxla.py: _cached_compilation",
+          "jax/_src/interpreters/pxla.py: MeshComputation.compile"), "compile"),
+        (("jax/_src/core.py: subjaxprs", "jax/_src/interpreters/pxla.py: lower_sharding_computation",
+          "jax/_src/pjit.py: _resolve_and_lower"), "compile"),
+        (("jax/_src/interpreters/pxla.py: batched_device_put",
+          "jax/_src/interpreters/pxla.py: ExecuteReplicated.__call__", "jax/_src/pjit.py: _pjit_call_impl_python"),
+         "compute"),
         (("somewhere/library.py: loop",), "python"),
         ((), "python"),
     ],
@@ -121,3 +130,10 @@ def test_no_stack_makes_it_fail(frames: list[Frame], active: bool) -> None:
 
 def test_every_kind_of_the_table_is_one() -> None:
     assert {rule.kind for rule in FRAME_RULES} <= {*KINDS, HELPER}
+
+
+def test_garbage_collection_is_seen_by_the_text_of_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import gc\ngc.collect()\nloss = step()\n")
+    kinds = [classify([Frame("<module>", str(script), line)], active=True) for line in (2, 3)]
+    assert kinds == ["gc", "python"]

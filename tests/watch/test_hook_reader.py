@@ -141,10 +141,10 @@ def test_the_processes_that_train_are_known_while_they_live(tmp_path: Path) -> N
     write_state(tmp_path, make_state("launcher.state"), pid=os.getppid())
     write_state(tmp_path, make_state("rank.state", steps=1.0), pid=os.getpid())
     reader.poll()
-    assert reader.training_pids == {os.getpid()}
+    assert reader.training_ranks == {os.getpid(): 0}
     write_state(tmp_path, make_state("rank.state", steps=1.0, ended=1.0), pid=os.getpid())
     reader.poll()
-    assert reader.training_pids == frozenset()
+    assert reader.training_ranks == {}
 
 
 def test_a_graph_is_split_as_the_profiler_saw_it_and_unknown_before() -> None:

@@ -154,14 +154,14 @@ def test_of_a_job_with_the_hook_only_processes_that_train_are_sampled(tmp_path: 
     for folder in folders:
         folder.mkdir()
     children = [job(WAITS, folder) for folder in folders]
-    trainers: set[int] = set()
+    trainers: dict[int, int] = {}
     sampler = stacks.StackSampler(
-        RunFolder(tmp_path, 1), os.getpid(), on_unavailable=print, training_pids=lambda: trainers,
+        RunFolder(tmp_path, 1), os.getpid(), on_unavailable=print, training_ranks=lambda: trainers,
     )  # fmt: skip
     pids = {child.pid for child in children}
     assert {target.pid for target in sampler._find_targets(0.0)} >= {os.getpid(), *pids}
-    trainers.add(children[1].pid)
-    assert {target.pid for target in sampler._find_targets(0.0)} == trainers
+    trainers[children[1].pid] = 1
+    assert {(target.pid, target.rank) for target in sampler._find_targets(0.0)} == {(children[1].pid, 1)}
     for child in children:
         child.communicate(b"\n")
     assert os.getpid() in {target.pid for target in sampler._find_targets(0.0)}, "they ended"

@@ -24,7 +24,7 @@ from stoker.diagnosis.places import heavy_places
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 
-_WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python")
+_WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python", "gc")
 """Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""
 
 PYTHON_BOUND = find_cause("python_bound")
@@ -34,6 +34,9 @@ HEAVY_PLACE = find_cause("heavy_place")
 HOST_DEVICE_SYNCS = find_cause("host_device_syncs")
 
 RECOMPILES = find_cause("recompiles")
+
+_OWN_KINDS = ("input_wait", "decode", "checkpoint", "gc", "python", "idle", "other")
+"""Kinds of stacks in which a rank works on what is only its own."""
 
 
 def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
@@ -45,9 +48,9 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
-    from_stacks = _finding_from_stacks(run, cause, "Python", "python")
+    from_stacks = _finding_from_stacks(run, cause, "Python", "python", "gc")
     if fraction is not None and _is_loop_overhead(run, phases):
-        in_steps = run.stacks.fraction("python") - fraction
+        in_steps = run.stacks.fraction("python", "gc") - fraction
         return from_stacks if cause.severity(in_steps) is not None else None
     if fraction is not None and not _recurs(run, phases):
         return from_stacks
@@ -59,7 +62,7 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
             return from_stacks  # it waited, or got no core
     if not phases or thread_is_idle is True or (thread_is_idle is None and from_stacks is not None):
         return from_stacks
-    evidence = [process_cpu_evidence(run), stack_evidence(run, "Python", "python")]
+    evidence = [process_cpu_evidence(run), stack_evidence(run, "Python", "python", "gc")]
     confidence = 0.5 if thread_is_idle is None else None
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence, confidence=confidence)
     return from_phases or from_stacks
@@ -96,7 +99,21 @@ def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
         return from_clock
     idle_fraction = _thread_idle_fraction(run)
     max_fraction = 1.0 if idle_fraction is None else idle_fraction
-    return _finding_from_stacks(run, cause, "a wait", "sync", "idle", max_fraction=max_fraction)
+    kinds = ("idle",) if _waits_for_own_threads(run) else ("sync", "idle")
+    return _finding_from_stacks(run, cause, "a wait", *kinds, max_fraction=max_fraction)
+
+
+def _waits_for_own_threads(run: RunRecords) -> bool:
+    """Whether the training thread waits for other threads of its process, which compute, as JAX's does on a CPU: its
+    waits for the device are the computing."""
+    process_cpu, ratio = run.host.process_cpu.value, cpu_demand_ratio(run)
+    if not run.on_cpu or process_cpu is None or ratio is None:
+        return False
+    waiting = run.stacks.fraction("sync", "idle")
+    others_cpu = ratio * process_cpu / run.num_ranks - (1 - waiting)
+    return waiting > HOST_DEVICE_SYNCS.threshold("handed_over") and others_cpu >= HOST_DEVICE_SYNCS.threshold(
+        "explained"
+    ) * run.stacks.fraction("sync")
 
 
 def _computes_elsewhere(run: RunRecords) -> bool:
@@ -190,8 +207,11 @@ def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
     if compile_s > 0 and is_long_enough(run):
         if run.steady.compile_windows < cause.threshold("min_windows"):
             return None
-        fraction = run.steady_phase_fraction("compile")
-        return make_finding(run, cause, fraction, [phase_evidence(run, "compile")], lost_s=compile_s)
+        fraction, function = run.steady_phase_fraction("compile"), run.facts.get("recompiled")
+        text = f"{function} was compiled again most often"
+        named = make_evidence(text, None, "events.jsonl: data.facts.recompiled") if function else None
+        evidence = [phase_evidence(run, "compile"), named, stack_evidence(run, "compiling", "compile")]
+        return make_finding(run, cause, fraction, evidence, lost_s=compile_s)
     if run.stacks.compile_windows < cause.threshold("min_stack_windows"):
         return None
     if run.stacks.fraction("compile") < cause.threshold("min_stack_fraction"):
@@ -339,15 +359,16 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
     waited_s, fraction = run.phase_seconds("straggler"), fraction_of_phase(run, "straggler")
     if fraction is None or waited_s <= 0:
         return None
-    slowest_evidence = None
+    slowest_evidence = place_evidence = None
     if waits:
         rank = max(waits, key=lambda name: waits[name])
         if waits[rank] / sum(waits.values()) < cause.threshold("min_slowest_fraction"):
             return None
         text = f"rank {rank} is the slow one: the others waited {waits[rank]:,.1f} device-seconds for it"
-        slowest_evidence = make_evidence(text, rank, "ranks/*/steps.jsonl: phases.comm")
+        slowest_evidence = make_evidence(text, rank, "ranks/*/steps.jsonl: phases")
+        place_evidence = _own_place_evidence(run, rank)
     waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
-    evidence = [slowest_evidence, phase_evidence(run, "straggler")]
+    evidence = [slowest_evidence, place_evidence, phase_evidence(run, "straggler")]
     confidence = None if slowest_evidence else 0.6
     return make_finding(
         run,
@@ -358,6 +379,22 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
         min_measured=_min_fraction(run),
         confidence=confidence,
     )
+
+
+def _own_place_evidence(run: RunRecords, rank: int) -> Evidence | None:
+    """The place that takes more of this rank's time than of the others', outside of steps; None if nothing does."""
+    excess: dict[tuple[str, str, str], float] = {}
+    for place in run.places:
+        if place.role == "training" and not place.is_startup and place.kind in _OWN_KINDS and place.line:
+            key = place.kind, place.line, place.call
+            share = 1.0 if place.rank == rank else -1.0 / max(1, run.num_ranks - 1)
+            excess[key] = excess.get(key, 0.0) + share * place.seconds
+    key = max(excess, key=excess.__getitem__, default=("", "", ""))
+    if excess.get(key, 0.0) < STRAGGLER.threshold("min_own_fraction") * run.steady.wall_s:
+        return None
+    kind, line, call = key
+    text = f"rank {rank} spent {excess[key]:,.1f} s more than the others in {call or kind} at {line}"
+    return make_evidence(text, excess[key], "ranks/*/stacks.jsonl: places")
 
 
 def _min_fraction(run: RunRecords) -> float | None:

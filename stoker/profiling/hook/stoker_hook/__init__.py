@@ -1,8 +1,9 @@
 """The part of `stoker watch` in each Python process of a job: a clock that records the phase of the training.
 
 `start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
-it: `torch_loop.py` and `tensorflow_loop.py`, which is also for Keras. They report to `clock.py`, whose values are in
-shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by stoker itself.
+it: `torch_loop.py`, `tensorflow_loop.py`, which is also for Keras, and `jax_loop.py`. They report to `clock.py`, whose
+values are in shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by
+stoker itself.
 Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once
 (`failures.py`), and the job goes on.
 """
@@ -35,16 +36,13 @@ class PatchingFinder:
     """Finds modules by the other finders, and patches the modules in PATCHES after their import."""
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        patch = PATCHES.get(name)
-        if patch is None:
-            if name in FRAMEWORKS:
-                _publish_clock()
+        if name not in PATCHES and name not in FRAMEWORKS:
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find is not None else None
             if spec is not None:
-                _patch_after_import(spec.loader, name, *patch)
+                _wrap_import(spec.loader, name)
                 return spec
         return None
 
@@ -62,15 +60,22 @@ def _publish_clock() -> None:
             failures.report_failure("clock", error)
 
 
-def _patch_after_import(loader: "Any", name: str, module: str, function: str, *args: str) -> None:
+def _wrap_import(loader: "Any", name: str) -> None:
+    """Publishes the clock before the import of a framework (many libraries only look whether there is one), and patches
+    other modules after theirs."""
     execute: Callable[[ModuleType], None] | None = getattr(loader, "exec_module", None)
     if execute is None:
         return
 
     def exec_module(imported: "ModuleType") -> None:
         del loader.exec_module  # this function replaces it only once
+        if name in FRAMEWORKS:
+            _publish_clock()
         execute(imported)
+        if name not in PATCHES:
+            return
         try:
+            module, function, *args = PATCHES[name]
             getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported, *args)
         except Exception as error:  # noqa: BLE001 (the job's import succeeded: it goes on without timing)
             failures.report_failure(name, error)

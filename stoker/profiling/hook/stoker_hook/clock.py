@@ -93,6 +93,7 @@ class PhaseClock:
         self._is_published = False
         self._mapping: Any = None
         self._frameworks: list[str] = []
+        self._recompiled = ""
         self._current_slot = STARTUP
         self._stack = [STARTUP]
         self._has_stepped = False
@@ -141,8 +142,20 @@ class PhaseClock:
     def is_published(self) -> bool:
         return self._is_published
 
+    def has_stepped(self) -> bool:
+        return self._has_stepped
+
+    def set_recompiled(self, function: str) -> None:
+        """function: the one that was compiled most often, if any was compiled again; in the header."""
+        if self._mapping is not None and function[:80] != self._recompiled:
+            self._recompiled = function[:80]
+            self._mapping[:HEADER_BYTES] = self._header()
+
     def _header(self) -> bytes:
-        header = {"pid": os.getpid(), "frameworks": self._frameworks, "python": sys.version.split()[0], "slots": SLOTS}
+        header = {
+            "pid": os.getpid(), "frameworks": self._frameworks, "python": sys.version.split()[0], "slots": SLOTS,
+            "recompiled": self._recompiled,
+        }  # fmt: skip
         return json.dumps(header).encode().ljust(HEADER_BYTES)
 
     def update(self) -> None:

@@ -1,0 +1,42 @@
+"""Hook for JAX: its compilations, by the listeners of `jax.monitoring`. JAX has no optimizer or loader that could be
+timed: all other time stays `startup`, which the watcher shows as unattributed once the job prints steps."""
+
+from sys import modules
+
+from .clock import COMPILE, RECOMPILES, STARTUP, clock
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+"""As JAX reports a compilation by XLA (jax/_src/dispatch.py, since 0.4.1); `fun_name` since 0.4.36."""
+MAX_FUNCTIONS = 10_000
+
+
+def patch_monitoring(module: "Any") -> None:
+    """jax._src.monitoring."""
+    counts: dict[str, int] = {}
+
+    def on_duration(event: str, duration: float, **data: "Any") -> None:
+        if event != COMPILE_EVENT or not clock.enabled:
+            return
+        try:
+            process = modules.get("multiprocessing.process")
+            if clock.has_stepped() or (process is not None and process.parent_process() is not None):
+                return  # torch or TensorFlow trains here, or a loader worker compiles
+            version = getattr(modules.get("jax"), "__version__", "")
+            clock.publish(f"jax {version}".rstrip())
+            clock.update()
+            values, seconds = clock.values, max(0.0, min(float(duration), clock.values[STARTUP]))
+            values[STARTUP] -= seconds
+            values[COMPILE] += seconds
+            if isinstance(name := data.get("fun_name"), str) and (name in counts or len(counts) < MAX_FUNCTIONS):
+                counts[name] = counts.get(name, 0) + 1
+                values[RECOMPILES] = max(0.0, values[RECOMPILES]) + (counts[name] > 1)
+                if counts[name] > 1 and counts[name] == max(counts.values()):
+                    clock.set_recompiled(name)
+        except Exception as error:  # noqa: BLE001 (the job goes on without this clock)
+            clock.disable("jax", error)
+
+    module.register_event_duration_secs_listener(on_duration)
