@@ -115,7 +115,7 @@ def list_tensors(tree: Any) -> list[Tensor]:
     return tensors
 
 
-def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor | None]) -> Any:
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, dict):

@@ -2,8 +2,8 @@
 
 Rank k keeps weights, gradients, optimizer state and EMA of stage k; of the others it has the shapes alone (meta
 tensors). A model is cut between the parts of its backbone and before its heads, so that no stage has a larger fraction
-of the FLOPs or of the parameters than it must. Checkpoints have the whole model, as if one process had written them. `Stages` is an
-`optim.Division`, as `fsdp.Sharding` is.
+of the FLOPs or of the parameters than it must. Checkpoints have the whole model, as if one process had written them.
+`Stages` is an `optim.Division`, as `fsdp.Sharding` is.
 
 `Pipeline` is the step: micro-batches flow through the ranks, gradients flow back. The schedule is torch's
 (`torch.distributed.pipelining`), 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503): the first stages
@@ -101,7 +101,8 @@ def cut(costs: Sequence[tuple[float, ...]], count: int) -> tuple[int, ...]:
     sums = [max(sum(kind), 1e-30) for kind in zip(*costs, strict=True)]
 
     def cost(start: int, stop: int) -> float:
-        return max(sum(kind) / total for kind, total in zip(zip(*costs[start:stop], strict=True), sums, strict=True))
+        parts = zip(*costs[start:stop], strict=True)
+        return max(float(sum(kind)) / total for kind, total in zip(parts, sums, strict=True))
 
     @functools.cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:

@@ -104,10 +104,8 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     accumulator, pipeline = setup.loss_accumulator, Pipeline(setup, ignore)
     mine = batch if ranks.is_main else Batch(*[torch.empty(0)] * len(Batch._fields))
 
-    own_peaks = []
     signals = Signals(stop=ranks.rank == 1, evaluate=True, save=ranks.is_main)
-    for _ in range(STEPS):
-        own_peaks.append(peak_bytes(own_optimizer, lambda: step_of(pipeline, mine, 1e-3, signals)))
+    own_peaks = [peak_bytes(own_optimizer, lambda: step_of(pipeline, mine, 1e-3, signals)) for _ in range(STEPS)]
     agreed = pipeline.agree(Signals())
     assert (agreed.stop, agreed.evaluate, agreed.save, agreed.diverged_step) == (True, True, True, None), agreed
     means = accumulator.read(accumulator.take(), STEPS)
