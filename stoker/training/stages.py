@@ -98,11 +98,11 @@ def cut(costs: Sequence[tuple[float, ...]], count: int) -> tuple[int, ...]:
     """The first part of each of `count` stages, and the number of parts. costs: of each part, of several kinds; the
     largest fraction that a stage has of one kind is as small as possible, and then the earlier stages are as short as
     possible."""
-    sums = [max(sum(kind), 1e-30) for kind in zip(*costs, strict=True)]
+    sums = [max(float(sum(kind)), 1e-30) for kind in zip(*costs, strict=True)]
 
     def cost(start: int, stop: int) -> float:
-        parts = zip(*costs[start:stop], strict=True)
-        return max(float(sum(kind)) / total for kind, total in zip(parts, sums, strict=True))
+        own = [float(sum(kind)) for kind in zip(*costs[start:stop], strict=True)]
+        return max(part / total for part, total in zip(own, sums, strict=True))
 
     @functools.cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
