@@ -86,7 +86,7 @@ def snapshot(
     `skipped_streak` (consecutive skipped steps, and the step that reached the limit or -1) and `rollbacks`. arenas:
     memory for the copies, used again when nothing refers to the snapshot any longer; not for a CPU.
     """
-    tensors = [*weights.values(), *_list_tensors(state)]
+    tensors = [*weights.values(), *list_tensors(state)]
     targets, lease = (None, None) if arenas is None else arenas.take(tensors)
     copies, ready = stream.to_host(tensors, targets)
     copied = dict(zip(weights, copies, strict=False))
@@ -99,11 +99,11 @@ def reserve_arenas(device: Device, weights: dict[str, Tensor], state: dict[str, 
     if device.is_cpu:
         return None
     arenas = HostArenas(device)
-    arenas.reserve([*weights.values(), *_list_tensors(state)])
+    arenas.reserve([*weights.values(), *list_tensors(state)])
     return arenas
 
 
-def _list_tensors(tree: Any) -> list[Tensor]:
+def list_tensors(tree: Any) -> list[Tensor]:
     """The tensors of a tree, in the order of `map_tensors`."""
     tensors: list[Tensor] = []
 
@@ -115,7 +115,7 @@ def _list_tensors(tree: Any) -> list[Tensor]:
     return tensors
 
 
-def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor | None]) -> Any:
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, dict):
@@ -123,6 +123,11 @@ def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(map_tensors(value, fn) for value in tree)
     return tree
+
+
+def shape_of(tensor: Tensor) -> Tensor:
+    """Shape and type of a tensor: without values, contiguous."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 class CheckpointWriter:
@@ -185,12 +190,12 @@ class CheckpointWriter:
         try:
             snapshot.ready.synchronize()
             temp_dir.mkdir(exist_ok=True)
-            buffer = io.BytesIO()
-            torch.save(snapshot.state, buffer)
             files = {}
-            for name, data in ((WEIGHTS, _serialize_weights(snapshot)), (STATE, buffer.getbuffer())):
+            for name, serialize in ((WEIGHTS, _serialize_weights), (STATE, _serialize_state)):
+                data = serialize(snapshot)
                 write_atomic(temp_dir / name, data)
                 files[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
+                del data  # a file of weights and one of the state are not in memory at once
             skipped_streak, diverged_step = (int(number) for number in snapshot.state["skipped_streak"])
             manifest = Manifest(
                 step=snapshot.step,
@@ -228,6 +233,12 @@ class CheckpointWriter:
 def _serialize_weights(snapshot: HostSnapshot) -> bytes:
     """The bytes of a weights file, independent of the memory format on the device."""
     return to_safetensors({name: t.contiguous() for name, t in snapshot.weights.items()}, snapshot.metadata)
+
+
+def _serialize_state(snapshot: HostSnapshot) -> memoryview:
+    buffer = io.BytesIO()
+    torch.save(snapshot.state, buffer)
+    return buffer.getbuffer()
 
 
 def list_checkpoints(run: Path) -> list[Path]:

@@ -292,14 +292,20 @@ class Ranks:
         """The value of rank 0."""
         return self.share(lambda: value)
 
-    def share_weights(self, model: Any) -> None:
-        """Copies the state of a module of rank 0 to the other ranks, on the host."""
+    def share_tensors(self, tree: Any) -> Any:
+        """A tree of rank 0, in the other ranks with tensors on the host. They go one by one: a copy of all of them in
+        one message would not fit where the model hardly does."""
+        import torch
         import torch.distributed as dist
 
-        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        for tensor in weights.values():
-            dist.broadcast(tensor, src=0, group=self._host_group)
-        model.load_state_dict(weights)
+        from stoker.training.checkpoint import list_tensors, map_tensors, shape_of
+
+        shapes = self.share_value(map_tensors(tree, shape_of) if self.is_main else None)
+        if not self.is_main:
+            tree = map_tensors(shapes, lambda like: torch.empty_like(like, device="cpu"))
+        for tensor in list_tensors(tree):
+            dist.broadcast(tensor.detach().cpu().contiguous(), src=0, group=self._host_group)
+        return tree
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any rank."""

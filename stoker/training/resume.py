@@ -13,7 +13,6 @@ same step, or continues from the checkpoint that the event names. `recorder.py` 
 """
 
 import dataclasses
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -150,15 +149,13 @@ def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
     ranks = setup.ranks
     if ranks.alone:
         return
-    sent = io.BytesIO()
-    if ranks.is_main:
-        torch.save([setup.optimizer.take_restored(), setup.loss_accumulator.skipped_streak()], sent)
+    own = (setup.optimizer.take_restored(), setup.loss_accumulator.skipped_streak()) if ranks.is_main else None
+    restored, streak = ranks.share_tensors(own)
     fields = {field.name: getattr(setup.state, field.name) for field in dataclasses.fields(TrainState)}
     saved = {name: value for part in parts for name, value in part.state().items()} | {"pending_eval": None}
-    data, loader_state, fields, saved = ranks.share_value((sent.getvalue(), setup.loader.state_dict(), fields, saved))
+    loader_state, fields, saved = ranks.share_value((setup.loader.state_dict(), fields, saved))
     if ranks.is_main:
         return
-    restored, streak = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if restored is not None:
         setup.optimizer.load_state_dict(*restored)
         setup.optimizer.restored = None

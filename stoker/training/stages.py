@@ -1,9 +1,9 @@
 """A model cut into consecutive stages, one for each rank (`--stages N`), for models that do not fit one device.
 
 Rank k keeps weights, gradients, optimizer state and EMA of stage k; of the others it has the shapes alone (meta
-tensors). A model is cut between the parts of its backbone and before its heads, so that the stage with the most FLOPs
-has as few as possible. Checkpoints have the whole model, as if one process had written them. `Stages` is an
-`optim.Division`, as `fsdp.Sharding` is.
+tensors). A model is cut between the parts of its backbone and before its heads, so that no stage has a larger fraction
+of the FLOPs or of the parameters than it must. Checkpoints have the whole model, as if one process had written them.
+`Stages` is an `optim.Division`, as `fsdp.Sharding` is.
 
 `Pipeline` is the step: micro-batches flow through the ranks, gradients flow back. The schedule is torch's
 (`torch.distributed.pipelining`), 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503): the first stages
@@ -37,7 +37,7 @@ from stoker.evaluation.evaluate import in_eval_mode
 from stoker.models.detector import Backbone, Detector, Part
 from stoker.models.layers.winograd import without_winograd
 from stoker.models.weights.load import shapes_only
-from stoker.training.checkpoint import map_tensors
+from stoker.training.checkpoint import list_tensors, map_tensors, shape_of
 from stoker.training.fsdp import Fsdp
 from stoker.training.ranks import Ranks
 from stoker.training.state import EventLogger, TrainSetup
@@ -59,6 +59,7 @@ class StagePart:
     """Beginnings of the names of its tensors; of the heads, which have the rest, none."""
     flop: float
     """Of a training step with one image of COUNTED_SIDE."""
+    num_parameters: int = 0
 
 
 def list_parts(model: Detector) -> list[StagePart]:
@@ -89,22 +90,28 @@ def list_parts(model: Detector) -> list[StagePart]:
                 else:
                     model.predict(flow, (COUNTED_SIDE, COUNTED_SIDE))
             flop = float(counter.get_total_flops()) * (TRAINING_FACTOR if is_trained else 1)
-        found.append(StagePart(name, full, flop))
+        found.append(StagePart(name, full, flop, sum(tensors[key].numel() for key in own)))
     return found
 
 
-def cut(costs: Sequence[float], count: int) -> tuple[int, ...]:
-    """The first part of each of `count` stages, and the number of parts: the largest cost of a stage is as small as
-    possible, and then the earlier stages are as short as possible."""
+def cut(costs: Sequence[tuple[float, ...]], count: int) -> tuple[int, ...]:
+    """The first part of each of `count` stages, and the number of parts. costs: of each part, of several kinds; the
+    largest fraction that a stage has of one kind is as small as possible, and then the earlier stages are as short as
+    possible."""
+    sums = [max(float(sum(kind)), 1e-30) for kind in zip(*costs, strict=True)]
+
+    def cost(start: int, stop: int) -> float:
+        own = [float(sum(kind)) for kind in zip(*costs[start:stop], strict=True)]
+        return max(part / total for part, total in zip(own, sums, strict=True))
 
     @functools.cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
         if left == 1:
-            return sum(costs[start:]), (start, len(costs))
+            return cost(start, len(costs)), (start, len(costs))
         found = []
         for stop in range(start + 1, len(costs) - left + 2):
             rest, cuts = best(stop, left - 1)
-            found.append((max(sum(costs[start:stop]), rest), (start, *cuts)))
+            found.append((max(cost(start, stop), rest), (start, *cuts)))
         return min(found)
 
     return best(0, count)[1]
@@ -149,7 +156,9 @@ class Stages:
     def of(cls, model: Detector, ranks: Ranks, device: torch.device) -> "Stages":
         """A stage for each rank, of a model on the host."""
         parts = list_parts(model)
-        return cls(ranks, device, tuple(parts), cut([part.flop for part in parts], ranks.world_size))
+        return cls(
+            ranks, device, tuple(parts), cut([(part.flop, part.num_parameters) for part in parts], ranks.world_size)
+        )
 
     @property
     def own(self) -> range:
@@ -218,10 +227,23 @@ class Stages:
         model.load_state_dict(state, strict=False)
 
     def gather(self, tree: Any) -> Any:
-        """What is in several ranks is that of the first."""
-        own = map_tensors(tree, lambda tensor: tensor if tensor.is_meta else tensor.detach().to("cpu", copy=True))
-        trees = self.ranks.gather(own)
-        return own if trees is None else _merge(trees)
+        """What is in several ranks is that of the first. Tensors go one by one, so that no rank has a second copy."""
+        trees = self.ranks.gather(map_tensors(tree, lambda tensor: None if tensor.is_meta else shape_of(tensor)))
+        group = self.ranks.host_group
+        if trees is None:
+            for tensor in list_tensors(tree):
+                if not tensor.is_meta:
+                    dist.send(tensor.detach().cpu().contiguous(), dst=0, group=group)
+            return tree
+        own = map_tensors(tree, lambda tensor: None if tensor.is_meta else tensor.detach().to("cpu", copy=True))
+        received = [map_tensors(trees[rank], functools.partial(_receive, rank, group)) for rank in range(1, len(trees))]
+        return _merge([own, *received])
+
+
+def _receive(rank: int, group: Any, like: Tensor) -> Tensor:
+    tensor = torch.empty_like(like, device="cpu")
+    dist.recv(tensor, src=rank, group=group)
+    return tensor
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
@@ -243,7 +265,7 @@ def _put(place: _Place, tensor: Tensor) -> None:
 
 def _merge(trees: Sequence[Any]) -> Any:
     """The union of dicts; elsewhere the first value that is there. Numbered entries are sorted."""
-    first = next((tree for tree in trees if tree is not None and not (isinstance(tree, Tensor) and tree.is_meta)), None)
+    first = next((tree for tree in trees if tree is not None), None)
     if isinstance(first, dict):
         keys = list(dict.fromkeys(key for tree in trees if tree is not None for key in tree))
         if all(isinstance(key, int) for key in keys):

@@ -167,7 +167,7 @@ def build(
     model = build_initial_model(config, index, initial_device, log_event if starts_here else None)
     sharding = make_sharding(config, model, ranks, device) if is_divided else None
     if sharding is not None and ranks.share_value(starts_here):
-        ranks.share_weights(model)
+        model.load_state_dict(ranks.share_tensors(model.state_dict()))
     train_indices, val_indices = index.image_indices("train"), index.image_indices("val")
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
     quarantine = _make_quarantine_reporter(folder, log_event)

@@ -5,15 +5,18 @@ In float64, where only a wrong formula differs. Prints a JSON object in rank 0: 
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from stoker.config.settings import OptimSettings
 from stoker.data.batch import Batch
 from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
+from stoker.training.defaults.dry_run import PeakMemoryMode
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.stages import Pipeline, Stages
@@ -72,15 +75,27 @@ def own_bytes(optimizer: OptimizerStep) -> int:
     return sum(tensor.nbytes for tensor in state if not tensor.is_meta)
 
 
+def peak_bytes(optimizer: OptimizerStep, step: Callable[[], object]) -> int:
+    """The most bytes of tensors that live at once in a step: what a device of this rank must have."""
+    memory = PeakMemoryMode("cpu")
+    for tensor in tree_leaves((optimizer.state_dict(), optimizer.ema_model.state_dict())):
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            memory.add(tensor)
+    with memory:
+        step()
+    return memory.peak_bytes
+
+
 def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     batch, autocast = make_batch(BOXES[: images_of(case)], size_of(case), CLASSES), CPU.autocast("fp32")
     batch = batch._replace(images=batch.images.double(), boxes=batch.boxes.double())
     model, optimizer = make_step(case, None)
     expected_losses: dict[str, float] = {}
+    plain = PlainStep(make_loss_fn(model, compile=False), optimizer, None, autocast, micro_batches_of(case))
+    peaks = []
     for step in range(STEPS):
-        losses = PlainStep(
-            make_loss_fn(model, compile=False), optimizer, None, autocast, micro_batches_of(case)
-        ).forward_backward(batch)
+        losses: dict[str, torch.Tensor] = {}
+        peaks.append(peak_bytes(optimizer, lambda losses=losses: losses.update(plain.forward_backward(batch))))
         optimizer.step(1e-3, step)
         expected_losses = {name: expected_losses.get(name, 0.0) + float(loss) for name, loss in losses.items()}
     stages = Stages.of(make_step(case, None)[0], ranks, torch.device("cpu"))
@@ -89,13 +104,14 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     accumulator, pipeline = setup.loss_accumulator, Pipeline(setup, ignore)
     mine = batch if ranks.is_main else Batch(*[torch.empty(0)] * len(Batch._fields))
 
-    for _ in range(STEPS):
-        step_of(pipeline, mine, 1e-3, Signals(stop=ranks.rank == 1, evaluate=True, save=ranks.is_main))
+    signals = Signals(stop=ranks.rank == 1, evaluate=True, save=ranks.is_main)
+    own_peaks = [peak_bytes(own_optimizer, lambda: step_of(pipeline, mine, 1e-3, signals)) for _ in range(STEPS)]
     agreed = pipeline.agree(Signals())
     assert (agreed.stop, agreed.evaluate, agreed.save, agreed.diverged_step) == (True, True, True, None), agreed
     means = accumulator.read(accumulator.take(), STEPS)
     found: dict[str, float] = {
         "losses": max(abs(STEPS * means.losses[name] / total - 1) for name, total in expected_losses.items()),
+        "peak": max(ranks.gather_all(own_peaks[-1])) / peaks[-1],
         "own_bytes": own_bytes(own_optimizer) / own_bytes(optimizer),
         "all_bytes": sum(ranks.gather_all(own_bytes(own_optimizer))) / own_bytes(optimizer),
     }
