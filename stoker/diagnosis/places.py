@@ -257,7 +257,9 @@ def blocked_fraction(run: RunRecords) -> float | None:
         return None
     blocked = 0
     for place in loading:
-        if place.kind == "idle" or place.call == "time.sleep":
+        if place.call == "time.sleep":
+            continue  # blocked, but not by a storage
+        if place.kind == "idle":
             blocked += place.samples
         else:
             reads = sum(count for leaf, count in place.leaves.items() if _READ.search(leaf))

@@ -86,13 +86,14 @@ def recorded(name: str) -> list[dict[str, Any]]:
     ("name", "cause", "title"),
     [
         ("json_for_each_image", "heavy_place", "json.load, called at csv_job.py:9"),
+        ("sleep_for_each_image", "heavy_place", "time.sleep, called at train.py:12"),
         ("workers_spawned_each_epoch", "workers_start_again", "started again for each epoch"),
     ],
 )
 def test_idle_cores_are_not_slow_storage_if_stacks_show_who_loads(
     name: str, cause: str, title: str, tmp_path: Path
 ) -> None:
-    """Stacks of real jobs; both were said to have a storage that is too slow."""
+    """Stacks of real jobs; all were said to have a storage that is too slow."""
     without = run_rules(read_run(make_run(tmp_path / "without", **WAITS)))
     assert without[0].id == "slow_storage", "the same records without stacks"
     findings = run_rules(read_run(make_run(tmp_path / "run", **WAITS, stacks=recorded(name))))
