@@ -131,7 +131,9 @@ def chosen_jobs(arguments: argparse.Namespace) -> dict[tuple[str, str, str], Job
 
 
 def interpreter(name: str) -> str:
-    """Path of the Python that runs a job. Raises NotPermitted where it is not installed."""
+    """Path of the Python that runs a job; a path is itself. Raises NotPermitted where it is not installed."""
+    if os.sep in name:
+        return name
     if name == "venv":
         return sys.executable
     if name == "peers":
@@ -326,19 +328,24 @@ def conclude(outcomes: list[Outcome], what: str) -> Report:
     disturbed = sum(o.disturbed for o in outcomes)
     what = f"jobs during which other processes used {DISTURBED_CORES} cores or more"
     report.rows.append({"what": what, "right": f"{disturbed} of {len(outcomes)}"})
+    add_goals(report, outcomes)
+    return report
+
+
+def add_goals(report: Report, outcomes: list[Outcome], *, among: str = "", first_goal: float = FIRST_GOAL) -> None:
+    """Appends the four shares, as rows and bars; among: the name of a part of the jobs, e.g. "held back: "."""
     made = [o for o in outcomes if o.findings is not None]
     faults, healthy = [o for o in made if o.fault != HEALTHY], [o for o in made if o.fault == HEALTHY]
     timed = [o for o in faults if o.known_s is not None]
     for name, right, count, goal in (
-        ("first finding right", sum(o.right for o in faults), len(faults), FIRST_GOAL),
+        ("first finding right", sum(o.right for o in faults), len(faults), first_goal),
         ("right within two", sum(o.within_two for o in faults), len(faults), TWO_GOAL),
         ("healthy without warning or critical", sum(o.right for o in healthy), len(healthy), HEALTHY_GOAL),
         ("lost time within 15 %", sum(loss_is_right(o) for o in timed), len(timed), 1.0),
     ):
         if count:
-            report.rows.append(share(name, right, count))
-            report.bars.append(Bar.at_least(f"{name}, share", right / count, goal))
-    return report
+            report.rows.append(share(among + name, right, count))
+            report.bars.append(Bar.at_least(f"{among}{name}, share", right / count, goal))
 
 
 def loss_is_right(outcome: Outcome) -> bool:
@@ -359,10 +366,9 @@ def catalog_of(stoker: Path) -> str:
     return done.stdout.strip()
 
 
-def read_kept(base: Path, jobs: dict[tuple[str, str, str], Job], stoker: Path) -> list[Outcome]:
-    bench = Bench(base, stoker, keep=True)
+def read_kept(bench: Bench, jobs: dict[tuple[str, str, str], Job]) -> list[Outcome]:
     done: list[Outcome] = []
-    for path in sorted(base.glob(f"job-*/{OUTCOME}")):
+    for path in sorted(bench.base.glob(f"job-*/{OUTCOME}")):
         kept = msgspec.convert(json.loads(path.read_text()), Outcome)
         if kept.key in jobs:
             done.append(bench.read_again(kept, path.parent, jobs[kept.key].accepted))
@@ -373,21 +379,22 @@ def read_kept(base: Path, jobs: dict[tuple[str, str, str], Job], stoker: Path) -
 def run(arguments: argparse.Namespace) -> Report:
     stoker = arguments.stoker.resolve()
     done = (
-        measure(arguments, stoker)
+        measure(arguments, chosen_jobs(arguments))
         if arguments.read is None
-        else read_kept(arguments.read, chosen_jobs(arguments), stoker)
+        else read_kept(Bench(arguments.read, stoker, keep=True), chosen_jobs(arguments))
     )
     return conclude(done, f"Causes named by `stoker why`, of programs of others; catalog {catalog_of(stoker)}")
 
 
-def measure(arguments: argparse.Namespace, stoker: Path) -> list[Outcome]:
+def measure(
+    arguments: argparse.Namespace, asked: dict[tuple[str, str, str], Job], bench_type: type[Bench] = Bench
+) -> list[Outcome]:
     outside.own_mounts()
     partial = arguments.partial or (arguments.json.with_suffix(".partial.jsonl") if arguments.json else None)
-    asked = chosen_jobs(arguments)
     done = finished(partial, asked)
     folder = Path(tempfile.mkdtemp(prefix="stoker-wild-"))
     try:
-        bench = Bench(folder, stoker, keep=arguments.keep)
+        bench = bench_type(folder, arguments.stoker.resolve(), keep=arguments.keep)
         for job in [job for key, job in asked.items() if key not in {outcome.key for outcome in done}]:
             done.append(bench.outcome(job))
             show(done[-1], len(done), len(asked))
@@ -403,8 +410,8 @@ def measure(arguments: argparse.Namespace, stoker: Path) -> list[Outcome]:
     return done
 
 
-def parser() -> argparse.ArgumentParser:
-    made = options(__doc__)
+def parser(description: str | None = __doc__) -> argparse.ArgumentParser:
+    made = options(description)
     made.add_argument("--only", nargs="+", metavar="WORD", help="jobs with all these words in PROGRAM: FAULT (WAY)")
     made.add_argument("--healthy-only", action="store_true")
     made.add_argument("--stoker", type=Path, default=ROOT, metavar="DIR", help="another checkout to measure")
