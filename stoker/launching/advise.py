@@ -41,6 +41,7 @@ from stoker.report.sizing import (
     read_environment,
     resource_usage,
 )
+from stoker.training.cluster import can_divide
 
 MIN_TRAINING_S = 60.0
 """Training time below which nothing is advised: a minute, in which the loader has tuned itself and the GPU is warm.
@@ -104,6 +105,8 @@ class Measured:
     price: float | None
     """Per device and hour."""
     price_source: str
+    batch: dict[str, Any]
+    """Settings by which devices share a batch (`cluster.can_divide`)."""
     epoch_images: int | None
     time_left_s: float | None
     """Until the end of the training, as it goes on now."""
@@ -229,6 +232,7 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
         img_per_s=img_per_s,
         price=None if price is None else (price.low + price.high) / 2,
         price_source="" if price is None else price.source,
+        batch={"batch_size": batch_size, "mosaic": settings.get("data", {}).get("mosaic")},
         epoch_images=epoch_images,
         time_left_s=None if images_left is None else images_left / img_per_s,
         by_s=by_s,
@@ -283,10 +287,15 @@ def _propose(m: Measured) -> Change | None:
 
 
 def _at_least(m: Measured, count: int) -> tuple[int, dict[str, str]]:
-    """(at least `count` devices, flags): as many on each node, no more than a node of the run had."""
+    """(at least `count` devices, flags): as many on each node, no more than a node of the run had, and so many that
+    they get equal parts of the batch; those of the run where there is no such number."""
     has_nodes = m.devices > m.on_node
     nodes = max(1, math.ceil(count / (m.on_node if has_nodes else DEVICES_PER_NODE)))
-    on_each = max(1, math.ceil(count / nodes))
+    most = m.on_node if has_nodes else DEVICES_PER_NODE
+    counts = range(max(1, math.ceil(count / nodes)), most + 1)
+    on_each = next((each for each in counts if can_divide(m.batch, nodes * each)), None)
+    if on_each is None:
+        return m.devices, {}
     return nodes * on_each, {"devices": str(on_each)} | ({"nodes": str(nodes)} if nodes > 1 or has_nodes else {})
 
 

@@ -223,11 +223,19 @@ class GcpBatch(GoogleCloud):
     api = "https://batch.googleapis.com/v1"
     collection = "jobs?jobId={name}"
     buckets = "gs://BUCKET:/path"
+    options = GoogleCloud.options | {"gpu_driver"}
     has_secrets = True
     """Of Secret Manager: a key is a version of the secret."""
 
     def check(self, spec: LaunchSpec) -> list[str]:
         warnings = super().check(spec)
+        if (driver := spec.options.gpu_driver) is not None:
+            if not re.fullmatch(r"\d{3,4}\.\d{1,3}(\.\d{1,3})?", driver):
+                raise ConfigError(
+                    f"--gpu-driver {driver} is not the version of a driver.", fix="550.90.07, for example"
+                )
+            if self.find_machine(spec)[1] is None:
+                raise ConfigError(f"--gpu-driver {driver}: the machine {spec.machine_type} has no GPU.")
         if spec.restarts > MAX_RETRIES:
             raise UsageError(f"--restarts {spec.restarts}: Batch retries a task at most {MAX_RETRIES} times.")
         if spec.spot:
@@ -245,8 +253,10 @@ class GcpBatch(GoogleCloud):
             for name, (secret, version) in spec.secrets.items()
         }
         accelerators = None
-        if accelerator is not None and machine_type.startswith("n1-"):  # other types have their GPUs
-            accelerators = [{"type": accelerator.lower().replace("_", "-"), "count": str(count)}]
+        driver = spec.options.gpu_driver
+        if accelerator is not None and (machine_type.startswith("n1-") or driver):  # other types have their GPUs
+            gpus = {"type": accelerator.lower().replace("_", "-"), "count": str(count), "driverVersion": driver}
+            accelerators = [{name: value for name, value in gpus.items() if value}]
         values = {
             "runnables": _runnables(spec, template),
             "cpu_milli": str(spec.cpus * 1000),

@@ -130,6 +130,8 @@ class PlaceOptions:
     """That the job runs as."""
     boot_disk: str | None = None
     """GB of each machine's disk in the cloud, for the image; default: the cloud's."""
+    gpu_driver: str | None = None
+    """Version of NVIDIA's driver that Batch installs (550.90.07); default: the one that it chooses."""
     address: str | None = None
     """Of the cluster's API: of Ray http://HOST:8265."""
 

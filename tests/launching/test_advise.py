@@ -58,15 +58,26 @@ def test_a_job_too_small_for_its_gpu_is_no_matter_of_devices(tmp_path: Path) -> 
 
 def test_a_deadline(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"compute": 0.95, "host": 0.05}, gpu="NVIDIA Unknown")
-    left_s = (10_000 - 200) * 16 / 40
+    left_s = (10_000 - 200) * 48 / 40
     (change,) = advise(run, by_s=left_s / 2).changes
     assert (change.id, change.flags) == ("more_devices", {"devices": "3"})  # 2 / 0.9
     assert change.after.img_per_s >= 80
     (change,) = advise(run, by_s=left_s / 12).changes
-    assert change.flags == {"devices": "7", "nodes": "2"}
+    assert change.flags == {"devices": "8", "nodes": "2"}, "14 get no equal parts of 48 images"
     advice = advise(run, by_s=2 * left_s)
     assert advice.changes == []
     assert "ends before the deadline" in advice.summary
+
+
+def test_devices_that_cannot_share_the_batch_are_not_proposed(tmp_path: Path) -> None:
+    """Three would do in both cases; the batch is 16."""
+    waits = make_run(
+        tmp_path / "waits", {"compute": 0.6, "input_wait": 0.4}, devices=4, busy=0.6, used_cores=11.5, batch_size=16
+    )
+    assert advise(waits).changes == []
+    late = make_run(tmp_path / "late", {"compute": 0.95, "host": 0.05}, gpu="NVIDIA Unknown", batch_size=16)
+    (change,) = advise(late, by_s=(10_000 - 200) * 16 / 40 / 2).changes
+    assert change.flags == {"devices": "4"}
 
 
 def test_several_nodes(tmp_path: Path) -> None:
@@ -78,7 +89,7 @@ def test_several_nodes(tmp_path: Path) -> None:
 
 def test_a_cheaper_run_that_would_miss_the_deadline_is_not_proposed(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"compute": 0.6, "comm": 0.4}, devices=4, memory=0.9)
-    left_s = (10_000 - 200) * 16 / 40
+    left_s = (10_000 - 200) * 48 / 40
     assert by_kind(advise(run, by_s=1.1 * left_s)) == {}
     assert list(by_kind(advise(run, by_s=2 * left_s))) == ["fewer_devices"]
 

@@ -1,6 +1,7 @@
 """Batch of Google Cloud: what is rendered, also against Google's types, the start of a node run by a real shell, and
 requests to a local server."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import requests
 
-from stoker.errors import PreflightError, StokerError, UsageError
+from stoker.errors import ConfigError, PreflightError, StokerError, UsageError
 from stoker.launching import google_cloud
 from stoker.launching.google_cloud import GcpBatch
 from stoker.launching.jobs import submit
@@ -65,6 +66,21 @@ def test_machines_with_their_gpus():
     assert instances["n1"]["policy"]["accelerators"] == [{"type": "nvidia-tesla-v100", "count": "1"}]
     assert instances["spot nodes"]["policy"]["provisioningModel"] == "SPOT"
     assert "installGpuDrivers" not in instances["CPU"]
+
+
+def test_the_version_of_the_driver():
+    """Accelerator.driver_version of the API; of a machine that has its GPU, the accelerator is named for it."""
+    options = PlaceOptions(project="vision", region="europe-west4", gpu_driver="550.90.07")
+    for machine, gpu in (("g2-standard-8", "nvidia-l4"), ("n1-standard-8+v100", "nvidia-tesla-v100")):
+        instance = render(make_batch_spec(machine_type=machine, options=options))["allocationPolicy"]["instances"][0]
+        assert instance["installGpuDrivers"] is True
+        assert instance["policy"]["accelerators"] == [{"type": gpu, "count": "1", "driverVersion": "550.90.07"}]
+    for refused in (
+        make_batch_spec(options=dataclasses.replace(options, gpu_driver="latest")),
+        make_batch_spec(machine_type="n1-standard-8", gpus=0, options=options),
+    ):
+        with pytest.raises(ConfigError, match="--gpu-driver"):
+            render(refused)
 
 
 def test_secrets_and_the_disk_of_the_machine():
