@@ -40,7 +40,7 @@ from stoker.models.retinanet import RetinaNet
 from stoker.training import make_step, step
 from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
 from stoker.training.defaults.dry_run import make_worst_case_batch
-from stoker.training.make_step import Capture, CudaCapture, CudaGraphStep
+from stoker.training.make_step import CudaCapture, CudaGraphStep
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.step import LossFn, PlainStep, make_loss_fn, train_step
 from tests import fakes
@@ -446,8 +446,11 @@ def measure_graph(work: Work, *, compiled: bool = True) -> None:
         say(**{"img/s": work.per_s(graphed, work.steps)})
 
 
-class NoCapture(Capture):
+class NoCapture(CudaCapture):
     """On a CPU, which has no graphs: a replay is the step itself."""
+
+    def __init__(self) -> None:
+        """Without the stream of a CUDA device."""
 
     def warm_up(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

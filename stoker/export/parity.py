@@ -151,7 +151,7 @@ def compare_outputs(
         stop = min(start + BATCH_SIZE, len(images))
         batched = exported.run(images[start:stop], resized_size[start:stop], **thresholds)
         for k, i in enumerate(range(start, stop)):
-            model_detections = _run_model(model, images[i], resized_size[i], limits)
+            model_detections = _run_model(model, images[i], resized_size[i], **limits)
             start_s = time.perf_counter()
             single = exported.run(images[i : i + 1], resized_size[i : i + 1], **thresholds)
             durations_s.append(time.perf_counter() - start_s)
@@ -168,7 +168,7 @@ def compare_outputs(
 
 
 def _run_model(
-    model: "models.Detector", image: NDArray[np.uint8], resized_size: NDArray[np.int32], limits: dict[str, Any]
+    model: "models.Detector", image: NDArray[np.uint8], resized_size: NDArray[np.int32], **limits: Any
 ) -> ImageDetections:
     """limits: those of `Detector.decode`."""
     input_size = torch.from_numpy(resized_size[None])
