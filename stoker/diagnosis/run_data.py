@@ -544,6 +544,18 @@ class RunRecords:
         return max(1, self.totals.devices)
 
     @property
+    def has_device(self) -> bool:
+        """A device besides the CPU is known to train, or may: the telemetry has a GPU, or the settings name one."""
+        return bool(self.gpus) and not self.on_cpu if self.num_samples else not self.on_cpu and self.is_native_run
+
+    @property
+    def loader(self) -> str:
+        """Names of the loader in the stacks of the training thread; empty: none was seen."""
+        seen = {text for place in self.places if place.role == "training" for text in (place.call, *place.leaves)}
+        of_torch = ["torch.utils.data"] if "workers" in self.facts else []
+        return " ".join([*sorted(seen), *of_torch])
+
+    @property
     def on_cpu(self) -> bool:
         """Training computes on the CPU: by the settings, or the telemetry has no GPU."""
         device = self.settings.get("device")

@@ -1,6 +1,7 @@
 """What is known about the world, as TOML files: a row more is a change of data. `read_toml` reads one of them; the
 schema and the code that uses it are where it is needed. No rules and no computations here.
 
+apis.toml: what the fix of a cause is called in each framework (`diagnosis/causes/cause.py`).
 assumptions.toml: what `stoker plan` assumes (`planning/duration.py`, `planning/predict.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).

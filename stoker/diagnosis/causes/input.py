@@ -1,4 +1,4 @@
-"""The device waits for images: the arithmetic of that wait, and its reasons, which are storage, decoding, too few cores
+"""The training waits for images: the arithmetic of that wait, and its reasons, which are storage, decoding, too few cores
 or workers, copies to the device."""
 
 from typing import Any
