@@ -12,7 +12,7 @@ import signal
 from statistics import median
 from typing import Any
 
-from stoker.runs.schemas import DeviceSample, Event, Probe
+from stoker.runs.schemas import DeviceSample, Event, Probe, StackWindow
 from stoker.runs.totals import Totals, TotalsSum
 
 MAX_EXAMPLES = 3
@@ -500,6 +500,8 @@ class RunRecords:
     """The largest first."""
     place_totals: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     """(role, rank) → seconds that its samples cover."""
+    newest_stacks: dict[tuple[int, int], StackWindow] = dataclasses.field(default_factory=dict)
+    """(rank, pid) → its newest line of stacks.jsonl after the last step of the newest attempt."""
     probes: dict[str, Probe] = dataclasses.field(default_factory=dict)
     """Kind → the newest one that was measured."""
     all_probes: list[Probe] = dataclasses.field(default_factory=list)

@@ -65,6 +65,14 @@ OWN_API = {
     ("input_bound", "Keras 3.15.1 on tensorflow"): "use_multiprocessing",
     ("recompiles", "jax 0.8.0"): "JAX_EXPLAIN_CACHE_MISSES",
 }
+MORE_CASES: dict[str, dict[str, Any]] = {
+    "input_bound": {"fractions": {"input_wait": 0.3}, "host": lambda _: {"process_cpu": None, "cpu_core_utilization": []}},
+    "too_few_workers": {
+        "fractions": {"input_wait": 0.4}, "events": [("info", "", {"workers": 1})],
+        "host": lambda _: {"process_cpu": 1.6, "cpu_core_utilization": [1.0, 0.6, 0.0, 0.0]},
+    },
+}  # fmt: skip
+"""Of jobs without what only `stoker train` records: stages of its loader, its number of workers."""
 DEVICE = r"(?i)\bdevices?\b(?!s?\.jsonl)"
 NO_RESUME = r"(?i)(continues?|continued|resumes?) from (its|the) (last|newest) checkpoint"
 NEEDS_GPU = {"gpus", "traces"}
@@ -74,11 +82,11 @@ TOLD_OF_DEVICES = r"No space left on device|/dev/|Device or resource busy"
 
 def flags_of_train() -> set[str]:
     printed = subprocess.run(
-        [sys.executable, "-m", "stoker", "train", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "stoker", "train", "--help-all"], capture_output=True, text=True, check=True
     ).stdout
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", printed))
     assert {"--batch-size", "--workers", "--cache", "--run-dir"} <= flags
-    return flags - {"--help"}
+    return flags - {"--help", "--help-all"}
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +111,11 @@ def check(text: str, flags: set[str], *, has_device: bool) -> None:
         assert not re.search(DEVICE, re.sub(TOLD_OF_DEVICES, "", text)), text
 
 
-def foreign(case: dict[str, Any], frameworks: str) -> dict[str, Any]:
-    """The case as a watched job."""
+def foreign(case: dict[str, Any], frameworks: str, *, external: bool) -> dict[str, Any]:
+    """The case as a watched job, or as one inside of `stoker.measure`."""
     events = [*case.get("events", ()), ("info", "", {"coverage": {"inside the job": f"recorded: {frameworks}"}})]
     inside = [] if not frameworks else events[-1:]
-    return {**case, "external": True, "config": None, "events": [*case.get("events", ()), *inside]}
+    return {**case, "external": external, "config": None, "events": [*case.get("events", ()), *inside]}
 
 
 @pytest.mark.parametrize("frameworks", FRAMEWORKS)
@@ -115,12 +123,12 @@ def test_no_cause_says_to_a_foreign_job_what_it_does_not_have(
     frameworks: str, flags: set[str], tmp_path: Path
 ) -> None:
     seen: dict[str, str] = {}
-    for number, (name, (has, _)) in enumerate(CASES.items()):
-        for on_gpu in (False, True):
-            case = foreign(has, frameworks)
+    for number, (name, has) in enumerate([*((name, has) for name, (has, _) in CASES.items()), *MORE_CASES.items()]):
+        for on_gpu, external in ((False, True), (True, True), (False, False)):
+            case = foreign(has, frameworks, external=external)
             if on_gpu:
                 case = {"gpus": 1} | case
-            run = read_run(make_run(tmp_path / f"{number}-{on_gpu}", **({"facts": FACTS} | case)))
+            run = read_run(make_run(tmp_path / f"{number}-{on_gpu}-{external}", **({"facts": FACTS} | case)))
             has_device = bool(case.get("gpus"))
             found = run_rules(run)
             for finding in [*found, *collect_notes(run, found), *advise_sizing(resource_usage(run, {}))]:
