@@ -205,6 +205,8 @@ _LOADER_CALL = re.compile(r"^torch\.utils\.data\.|^multiprocessing\.|^threading\
 _READ = re.compile(r"(^|[._])(read|readinto|open|recv\w*|urlopen|request|get|stat|scandir|listdir|download\w*)( \(|$)")
 IMPORT = r"^import |^importlib\."
 """Calls that import a module."""
+STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
+"""Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
 MIN_LOADER_SAMPLES = 10
 """Samples of who loads the data below which nothing is said of them."""
 
@@ -293,6 +295,8 @@ def stuck_places(run: RunRecords) -> tuple[list[tuple[str, Place]], list[tuple[s
 
 def describe_stuck(who: str, place: Place) -> str:
     """`rank 1 is stuck in conn.recv at train.py:12`."""
+    if place.call.startswith("with "):
+        return f"{who} waits for the lock of `{place.call}` at {place.line}"
     return f"{who} is stuck in {place.call or place.function} at {place.line}"
 
 

@@ -554,7 +554,7 @@ class RunRecords:
     def loader(self) -> str:
         """Names of the loader in the stacks of the training thread; empty: none was seen."""
         seen = {text for place in self.places if place.role == "training" for text in (place.call, *place.leaves)}
-        of_torch = ["torch.utils.data"] if "workers" in self.facts else []
+        of_torch = ["torch.utils.data"] if "workers" in self.facts and "torch" in self.frameworks else []
         return " ".join([*sorted(seen), *of_torch])
 
     @property
