@@ -8,7 +8,7 @@ import difflib
 import msgspec
 
 from stoker.data.validation.problems import PROBLEM_KINDS, ProblemKind
-from stoker.diagnosis.causes.cause import fill_apis, REASONS, Cause, NoteKind, Threshold
+from stoker.diagnosis.causes.cause import REASONS, Cause, NoteKind, Threshold, fill_apis
 from stoker.diagnosis.endings import Ending, endings, line_patterns
 from stoker.diagnosis.engine import CATALOG
 from stoker.diagnosis.notes import NOTES

@@ -443,7 +443,8 @@ def _phase_table(explanation: RunExplanation) -> RenderableType:
         for name, row in explanation.rows()
     ]
     rows.append(["total", *explanation.time_cells(explanation.device_s, 1.0)])
-    heads = ("phase", "device time" if explanation.has_device else "time", "fraction", *(["cost"] if explanation.price_range is not None else []), "")
+    time_head = "device time" if explanation.has_device else "time"
+    heads = ("phase", time_head, "fraction", *(["cost"] if explanation.price_range is not None else []), "")
     return table(*heads, right=range(1, len(heads) - 1), rows=rows)
 
 

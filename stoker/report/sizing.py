@@ -164,7 +164,8 @@ def more_cores(usage: ResourceUsage) -> list[Evidence]:
     if usage.fetch_fraction is not None and usage.fetch_fraction >= MIN_FETCH_FRACTION:
         return []
     cores = math.ceil(usage.cores * (compute + input_wait) / compute)
-    per_rank = f" ({usage.cores / usage.devices:.3g} → {cores / usage.devices:.3g} per rank)" if usage.devices > 1 else ""
+    change = f" ({usage.cores / usage.devices:.3g} → {cores / usage.devices:.3g} per rank)"
+    per_rank = change if usage.devices > 1 else ""
     enough = Evidence(text=f"about {cores} cores{per_rank} would decode as fast as the training needs it", value=cores)
     return [_phase(usage, "input_wait"), _cores(usage), enough]
 

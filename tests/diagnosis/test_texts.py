@@ -1,4 +1,4 @@
-"""What findings say to jobs of other makers: the names of their own framework, no flag of stoker, no device without one.
+"""What findings say to jobs of other makers: the names of their framework, no flag of stoker, no device without one.
 
 The patterns are written here, not taken from the code; the flags are those of the command line's help.
 """
@@ -40,7 +40,7 @@ FRAMEWORKS = {
     # what `stoker watch` records → what must not be said to it
     "torch 2.9.0": (OF_TENSORFLOW, OF_JAX, *OTHER_TRAINERS.values()),
     "torch 2.9.0, pytorch_lightning": (OF_TENSORFLOW, OF_JAX, OTHER_TRAINERS["timm"], OTHER_TRAINERS["transformers"]),
-    "torch 2.9.0, transformers, accelerate": (OF_TENSORFLOW, OF_JAX, *(OTHER_TRAINERS[name] for name in ("timm", "mmengine"))),
+    "torch 2.9.0, transformers, accelerate": (OF_TENSORFLOW, OF_JAX, OTHER_TRAINERS["timm"]),
     "torch 2.9.0, accelerate": (OF_TENSORFLOW, OF_JAX, OTHER_TRAINERS["transformers"], OTHER_TRAINERS["timm"]),
     "torch 2.9.0, timm": (OF_TENSORFLOW, OF_JAX, OTHER_TRAINERS["transformers"], OTHER_TRAINERS["Lightning"]),
     "torch 2.9.0, ultralytics": (OF_TENSORFLOW, OF_JAX, OTHER_TRAINERS["transformers"], OTHER_TRAINERS["timm"]),
@@ -66,7 +66,10 @@ OWN_API = {
     ("recompiles", "jax 0.8.0"): "JAX_EXPLAIN_CACHE_MISSES",
 }
 MORE_CASES: dict[str, dict[str, Any]] = {
-    "input_bound": {"fractions": {"input_wait": 0.3}, "host": lambda _: {"process_cpu": None, "cpu_core_utilization": []}},
+    "input_bound": {
+        "fractions": {"input_wait": 0.3},
+        "host": lambda _: {"process_cpu": None, "cpu_core_utilization": []},
+    },
     "too_few_workers": {
         "fractions": {"input_wait": 0.4}, "events": [("info", "", {"workers": 1})],
         "host": lambda _: {"process_cpu": 1.6, "cpu_core_utilization": [1.0, 0.6, 0.0, 0.0]},
@@ -137,7 +140,8 @@ def test_no_cause_says_to_a_foreign_job_what_it_does_not_have(
                 seen[finding.id] = text
                 for pattern in FRAMEWORKS[frameworks]:
                     assert not re.search(pattern, f"{finding.fix}\n{finding.command}"), (name, finding.fix)
-            assert has_device or not re.search(DEVICE, "; ".join(PHASE_MEANINGS[p] for p in run.totals.phases if p != "h2d"))
+            meanings = "; ".join(PHASE_MEANINGS[phase] for phase in run.totals.phases if phase != "h2d")
+            assert has_device or not re.search(DEVICE, meanings)
     missing = set(CATALOG) - seen.keys() - NATIVE_ONLY - {"augmentation_heavy", "training_from_scratch"}
     assert not missing, f"no case as a watched job: {missing}"
     for (cause, framework), api in OWN_API.items():

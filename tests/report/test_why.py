@@ -94,7 +94,7 @@ startup      1 min 40 s     2.5 %  0.10  imports, weights, data, until the first
 recovery           20 s     0.5 %  0.02  steps that a restart lost were repeated
 total        1 h 06 min     100 %  4.00
 
-The device trained 75 % of the time. Most time was lost in input_wait: 14 min 40 s, \
+Optimizer steps took 75 % of the time. Most time was lost in input_wait: 14 min 40 s, \
 22 %, cost 0.88 (the training waited for input).
 
 critical Cause 1 (14 min 40 s lost, cost 0.88)

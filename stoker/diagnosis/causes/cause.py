@@ -155,9 +155,8 @@ def fill_apis(text: str, frameworks: str = "", loader: str = "") -> str:
     parent = rows[name].get("parent", "")
     parent = "torch" if parent == "tensorflow" and "on torch" in frameworks else parent
     names = rows["any"] | rows.get(parent, {}) | rows[name]
-    loads = next((row for row in tables["loader"].values() if loader and re.search(row["pattern"], loader)), {})
-    if name in ("keras", "tensorflow", "jax", "any"):  # the others have arguments for their own loader
-        names |= loads
+    if loader and name in ("keras", "tensorflow", "jax", "any"):  # the others have arguments for their own loader
+        names |= next((row for row in tables["loader"].values() if re.search(row["pattern"], loader)), {})
     return text.format_map(names)
 
 
