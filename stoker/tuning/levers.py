@@ -59,8 +59,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the learning rate follows the batch size, not its square root (`derive_lr`)."""
     size_divisor: int
     """Of the image size."""
-    smaller_models: list[str] = []
-    """Models of the same family with fewer parameters, the largest first."""
+    smaller_models: dict[str, Changes] = {}
+    """Models of the same family with fewer parameters → the settings of the model that differ; the largest first."""
 
 
 @functools.cache
@@ -122,6 +122,8 @@ def _with_companions(setting: str, value: Any, settings: Mapping[str, Any], fact
             if length.unit == "steps" and length.value:
                 changes[name] = str(max(1, round(length.value / ratio)))
         changes["warmup_steps"] = max(1, round(settings["warmup_steps"] / ratio))
+    if setting == "model":
+        changes |= facts.smaller_models[value]
     return changes
 
 
