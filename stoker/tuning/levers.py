@@ -18,7 +18,7 @@ from stoker.knowledge import read_toml
 Changes = dict[str, Any]
 """Settings by name."""
 MAX_OVERHEAD = 0.1
-"""Fraction of the time for evaluations, as `derive_eval_every` has it; a tenth of it for checkpoints (`loop.MAX_COST`)."""
+"""Fraction of the time for evaluations, as `derive_eval_every` has it; a tenth of it for checkpoints."""
 MIN_EVALUATIONS = 4
 """Evaluations that a run keeps at the least: fewer say little about its best weights (an assumption)."""
 
@@ -100,10 +100,7 @@ def why_unavailable(lever: Lever, facts: Facts) -> str:
 
 def values(lever: Lever, settings: Mapping[str, Any], facts: Facts, phases: Mapping[str, float]) -> list[Changes]:
     """What to try, in this order. settings: the present ones; phases: seconds per image."""
-    if lever.rule:
-        found = RULES[lever.rule](settings, facts, phases)
-    else:
-        found = lever.values
+    found = RULES[lever.rule](settings, facts, phases) if lever.rule else lever.values
     changes = [_with_companions(lever.setting, value, settings, facts) for value in found]
     return [change for change in changes if any(settings.get(name) != value for name, value in change.items())]
 

@@ -17,7 +17,7 @@ from stoker.runs.schemas import Probe
 from stoker.tuning.levers import Changes, Facts, Lever, interval_images, values, why_unavailable
 
 LOOKS = {4: 4.857, 8: 3.128, 16: 2.694}
-"""Number of pairs after which a trial is judged → quantile of Student's t with one degree of freedom less. Each interval
+"""Number of pairs after which a trial is judged → quantile of Student's t, one degree of freedom less. Each interval
 has 98.3 %, so that all three together hold with 95 % (Bonferroni): who looks again and again at 95 % finds something in
 the end."""
 MIN_RATIO = 1.01
@@ -76,7 +76,7 @@ class Action(NamedTuple):
     kind: str
     """Name of a lever, BOUNDS, CONFIRM or DONE."""
     trial: int = 0
-    changes: Changes = {}
+    changes: Changes = {}  # noqa: RUF012  # of a NamedTuple: never changed
     fraction: float = 0.0
     """Of the time, in the phase that the trial is to shorten."""
     reason: str = ""
@@ -126,7 +126,7 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
     kept = [trial for trial in trials if trial.kept]
     settings = dict(context.settings)
     for trial in kept:
-        settings |= restore_types(trial.changes, context.settings)
+        settings |= restore_types(trial.changes)
     windows, seconds = bounds.phases, [before for before, _ in bounds.pairs]
     for trial in kept:
         if trial.phases:
@@ -143,12 +143,14 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
     )
 
 
-def restore_types(changes: Changes, settings: Mapping[str, Any]) -> Changes:
+def restore_types(changes: Changes) -> Changes:
     """JSON has no tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
 
 
-def add_events(phases: Mapping[str, float], settings: Mapping[str, Any], bounds: Probe, facts: Facts) -> dict[str, float]:
+def add_events(
+    phases: Mapping[str, float], settings: Mapping[str, Any], bounds: Probe, facts: Facts
+) -> dict[str, float]:
     """The seconds per image of windows, with those of evaluations and checkpoints: one of them, over the images that
     are trained on until the next."""
     events = {
@@ -164,20 +166,20 @@ def is_interval(lever: Lever) -> bool:
     return lever.loss in ("eval", "checkpoint")
 
 
-def amortized_pairs(changes: Changes, now: Situation, facts: Facts) -> list[tuple[float, float]]:
-    """Seconds per image with the interval as it is and as changed, for each window: an event takes the time that the
-    bounds say, whatever the interval."""
-    after = {**now.settings, **restore_types(changes, now.settings)}
-    pairs = []
-    for seconds in now.seconds:
-        window = {"window": seconds}
-        pairs.append(
-            (
-                sum(add_events(window, now.settings, now.bounds, facts).values()),
-                sum(add_events(window, after, now.bounds, facts).values()),
-            )
-        )
-    return pairs
+def with_events(
+    pairs: Iterable[tuple[float, float]],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    now: Situation,
+    facts: Facts,
+) -> list[tuple[float, float]]:
+    """Windows of two settings (seconds per image) with what evaluations and checkpoints take: one of them takes the
+    time that the bounds say, whatever the interval."""
+
+    def total(seconds: float, settings: Mapping[str, Any]) -> float:
+        return sum(add_events({"window": seconds}, settings, now.bounds, facts).values())
+
+    return [(total(a, before), total(b, after)) for a, b in pairs]
 
 
 def next_action(lines: Iterable[Probe], context: Context) -> Action:

@@ -62,7 +62,7 @@ class TuneRequest:
     """What the command asks for. target: a data set or a run; config: settings of the user, without `target`."""
 
     target: str
-    config: Config = Config()
+    config: Config = Config()  # noqa: RUF009  # frozen
     budget_s: float = 600.0
     levers: tuple[str, ...] = ()
     allow_accuracy: bool = False
@@ -111,7 +111,7 @@ def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult
         changes, confirmation = policy.final_changes(runner.lines, context)
         trials = policy.newest_lines(runner.lines, context.facts)
         target = folder / CONFIG
-        config = resolved.config.replace(**policy.restore_types(changes, context.settings))
+        config = resolved.config.replace(**policy.restore_types(changes))
         reasons = {name: reason for name, reason in resolved.reasons.items() if name not in changes}
         write_atomic(target, to_toml(config, reasons).encode())
         findings = make_findings(trials, context, changes, target)
@@ -279,13 +279,14 @@ class Runner:
         assert now is not None
         lever = self.context.lever(action.kind)
         if lever is not None and policy.is_interval(lever):
-            pairs = policy.amortized_pairs(action.changes, now, self.context.facts)
-            return _summarize(pairs, 0, {})
+            after = {**now.settings, **policy.restore_types(action.changes)}
+            windows = [(seconds, seconds) for seconds in now.seconds]
+            return _summarize(policy.with_events(windows, now.settings, after, now, self.context.facts), 0, {})
         until_s = time.monotonic() + TRIAL_SHARE * self.context.budget_s
-        settings = {**now.settings, **policy.restore_types(action.changes, now.settings)}
+        settings = {**now.settings, **policy.restore_types(action.changes)}
         if action.kind == CONFIRM:
             self._replace_base(None)
-            return self._confirm(settings, until_s)
+            return self._confirm(settings, until_s, now)
         assert lever is not None
         return self._try(lever, now.settings, settings, until_s)
 
@@ -331,13 +332,15 @@ class Runner:
             else:
                 candidate.close()
 
-    def _confirm(self, settings: dict[str, Any], until_s: float) -> dict[str, Any]:
-        """New processes: what was measured in one may be its own luck."""
+    def _confirm(self, settings: dict[str, Any], until_s: float, now: policy.Situation) -> dict[str, Any]:
+        """In new processes, since what was measured in one may be its own luck; with evaluations and checkpoints."""
         first = self._start(dict(self.context.settings))
         try:
             final = self._start(settings)
             try:
-                return _summarize_measured(compare(first, final, until_s=until_s)) | {"kept": False}
+                found = compare(first, final, until_s=until_s)
+                pairs = policy.with_events(found.pairs, first.settings, settings, now, self.context.facts)
+                return _summarize(pairs, found.steps, found.phases) | {"kept": False, "reason": ""}
             finally:
                 final.close()
         finally:
@@ -389,7 +392,8 @@ class Runner:
 
 def train_briefly(settings: dict[str, Any], steps: int, run: Path) -> float:
     """The AP of a training of so many steps. Raises TrialError."""
-    short = settings | {"max_duration": str(steps), "eval_every": "0", "patience": 0, "warmup_steps": max(1, steps // 20)}
+    short = settings | {"max_duration": str(steps), "eval_every": "0", "patience": 0}
+    short["warmup_steps"] = max(1, steps // 20)
     run.mkdir(parents=True, exist_ok=True)
     file = run.with_suffix(".toml")
     write_atomic(file, to_toml(from_fields(short), {}).encode())
@@ -442,10 +446,10 @@ def describe_bounds(probe: Probe) -> str:
     if probe.state != "passed":
         return f"the first settings: {probe.state}: {probe.reason}"
     speed = {name: 1 / probe.bounds[name] for name in ("train", "step", "load")}
-    where = "loading" if speed["load"] < speed["step"] else "the steps"
+    where = "loading is" if speed["load"] < speed["step"] else "the steps are"
     return (
         f"{speed['train']:.1f} img/s now; {speed['step']:.1f} without loading, {speed['load']:.1f} without steps: "
-        f"{where} bound it (headroom {max(speed['step'], speed['load']) / speed['train']:.1f} times)"
+        f"{where} the limit; perfect loading would make it {probe.ratio:.2f} times as fast"
     )
 
 
