@@ -16,7 +16,9 @@ for text in sys.stdin:
     compute_s = images * 0.01 * (1 + 1 / settings["batch_size"])
     wait_s = 0.0 if settings["cache"] != "none" else images * 0.05
     noise = 1 + 0.002 * (count % 3)
-    seconds = {"step": compute_s, "load": wait_s, "eval": 1.0, "checkpoint": 0.01}.get(request["do"], compute_s + wait_s)
+    seconds = {"step": compute_s, "load": wait_s, "eval": 1.0, "checkpoint": 0.01}.get(
+        request["do"], compute_s + wait_s
+    )
     losses = [1.0] * (images // request["group"]) if request["do"] == "losses" else []
     if settings["cache"] == "disk":
         losses = [2.0] * len(losses)

@@ -58,7 +58,10 @@ def test_a_killed_tuning_continues_with_the_next_trial(request_: TuneRequest) ->
     assert said[0].startswith("continuing ")
     assert [trial.trial for trial in again.trials] == list(range(1, len(again.trials) + 1))
     assert again.changes == whole.changes
-    assert sum(probe.probe == "bounds" and probe.state == "passed" for probe in read_lines(request_.out, PROBES, Probe)) == 1
+    assert (
+        sum(probe.probe == "bounds" and probe.state == "passed" for probe in read_lines(request_.out, PROBES, Probe))
+        == 1
+    )
 
 
 def test_trials_of_another_machine_are_measured_again_and_of_other_data_refused(request_: TuneRequest) -> None:

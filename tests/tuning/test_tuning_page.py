@@ -1,5 +1,5 @@
-"""docs/tuning.md: its table is that of the code, and its commands exist. `python -m tests.tuning.test_tuning_page` writes
-the table."""
+"""docs/tuning.md: its table is that of the code, and its commands exist. The table is written by
+`python -m tests.tuning.test_tuning_page`."""
 
 import re
 import shlex
