@@ -23,7 +23,8 @@ FACTS = Facts(
 )  # fmt: skip
 SETTINGS: dict[str, Any] = {
     "batch_size": 2, "grad_accum_steps": 1, "lr": 0.01, "workers": 1, "worker_processes": 0, "cache": "none",
-    "jpeg_decoder": "cpu", "precision": "fp32", "compile": False, "cuda_graph": False, "activation_checkpointing": False,
+    "jpeg_decoder": "cpu", "precision": "fp32", "compile": False, "cuda_graph": False,
+    "activation_checkpointing": False,
     "sync": "plain", "eval_every": "50", "checkpoint_every": "2min", "max_duration": "10ep", "mosaic": 0.0,
     "warmup_steps": 10, "image_size": (320, 320), "model": "m",
 }  # fmt: skip
@@ -40,7 +41,8 @@ def line(action: Action, state: str = "passed", pairs: Any = (), **values: Any) 
     return Probe(
         t=0.0, attempt=1, probe=action.kind, steps=10, before_img_per_s=1.0, after_img_per_s=1.0, ratio=ratio[0],
         ratio_low=ratio[1], ratio_high=ratio[2], trial=action.trial, state=state, changes=action.changes,
-        fraction=action.fraction, pairs=pairs, kept=bool(pairs) and ratio[1] > policy.MIN_RATIO and action.kind in all_levers(),
+        fraction=action.fraction, pairs=pairs,
+        kept=bool(pairs) and ratio[1] > policy.MIN_RATIO and action.kind in all_levers(),
         machine="here", data="d", **{"seconds": 20.0, **values},
     )  # fmt: skip
 
