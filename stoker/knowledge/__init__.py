@@ -19,6 +19,7 @@ frames.toml: functions of frameworks in stacks (`watch/stacks.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
 kernel_log.toml: lines of the kernel about failures (`profiling/telemetry/machine.py`).
 launch.toml: states of jobs in the words of their places (`launching/spec.py`).
+levers.toml: what `stoker tune` tries (`tuning/levers.py`).
 links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds (`planning/machines.py`) and their list prices
     (`hardware/prices.py`).
