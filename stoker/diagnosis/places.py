@@ -36,6 +36,7 @@ class _Key(NamedTuple):
     line: str
     function: str
     call: str
+    part: str
 
 
 @dataclasses.dataclass
@@ -76,7 +77,7 @@ class PlaceCounter:
         process.groups.setdefault(group, _Count()).add(_Count(window.samples, window.wall_s, 1))
         seen: set[_Key] = set()
         for place in window.places:
-            key = _Key(group, place.kind, place.line, place.function, place.call)
+            key = _Key(group, place.kind, place.line, place.function, place.call, place.part)
             if key not in process.places and len(process.places) >= MAX_PLACES:
                 continue
             is_new = key not in seen
@@ -128,6 +129,7 @@ def find_places(
     for total in run.places:
         if (
             total.role != role
+            or (total.part and not total.line)
             or (rank is not None and total.rank != rank)
             or (total.is_startup and not include_startup)
         ):
@@ -171,6 +173,7 @@ def _make_total(key: _Key, count: _Count, group: _Count) -> PlaceTotal:
         line=key.line,
         function=key.function,
         call=key.call,
+        part=key.part,
         leaves=dict(count.leaves),
         samples=count.samples,
         seconds=count.seconds,

@@ -37,6 +37,7 @@ from stoker.data.loading.buffers import (
 )
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
+from stoker.thread_stacks import next_loader_thread, read_stacks
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PUBLISH_INTERVAL_S = 0.25
@@ -229,6 +230,8 @@ def _serve(control_fd: int, process: int, streams: dict[int, _Stream]) -> None:
             except Exception as error:  # noqa: BLE001  (the loader raises it)
                 with socket.socket(fileno=fds[2]) as report_socket:
                     _send_report(report_socket, FAILED, _picklable(error, process))
+        elif request == "stacks":
+            control.send(read_stacks(next_loader_thread(number)))
         elif number in streams:
             getattr(streams[number], request)(*arguments)
 
