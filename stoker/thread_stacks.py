@@ -1,6 +1,8 @@
-"""Python stacks of threads of this process, as plain values. `training/own_stacks.py` counts and records them; the
-loader's worker processes send it theirs. Standard library only. `watch/stacks.py` says what a stack means, and reads the
-stacks of other programs from outside."""
+"""Python stacks of threads of this process, as plain values; standard library only.
+
+`training/own_stacks.py` counts and records them; the worker processes of the loader send it theirs. `watch/stacks.py`
+says what a stack means, and reads the stacks of other programs from outside.
+"""
 
 import sys
 import threading

@@ -108,14 +108,14 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     kind: str
     """One of the kinds of `StackWindow.main_thread`."""
     part: str = ""
-    """In a training of stoker's own: the part of stoker (`evaluation`); `function` is then a function of stoker with its
-    file and line, and `line` is empty, unless stoker has called a file of the user."""
+    """In a training of stoker's own: the part of stoker (`evaluation`). `function` is then one of stoker with its
+    file and line, and `line` is empty, unless stoker called a file of the user."""
     samples: int
     """Number of samples there."""
 
 
 class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A line of stacks.jsonl: what the threads of a job ran, by samples of their stacks (of a watched job by py-spy)."""
+    """A line of stacks.jsonl: what the threads of a job ran, by samples of their stacks."""
 
     t: float
     """Unix time, seconds."""

@@ -1,5 +1,5 @@
-"""Samples the stacks of a training of stoker's own into stacks.jsonl: the training thread, and one loader thread of this
-process or of a worker process in turn. Each rank samples itself.
+"""Samples the stacks of a training of stoker's own into stacks.jsonl: of the training thread, and of one loader thread,
+of this process or of a worker process, in turn. Each rank samples itself.
 
 A thread reads them from inside, because py-spy, which reads those of watched jobs from outside, is not allowed to read
 its parent everywhere. What a stack means is the same (`watch/stacks.py`): kinds, places, windows. A stack can only be
@@ -71,7 +71,8 @@ class OwnStacks:
         while not is_last:
             is_last = self._stop.wait(1 / self.rate_hz)
             now_s = time.monotonic()
-            self._sample(max(1, round((now_s - sampled_s) * self.rate_hz)))
+            if not is_last:  # the training thread waits for this one
+                self._sample(max(1, round((now_s - sampled_s) * self.rate_hz)))
             sampled_s = now_s
             if self.folder is None or not (is_last or now_s - start_s >= window_s):
                 continue

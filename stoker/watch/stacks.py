@@ -36,8 +36,10 @@ WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 RATES_HZ = (10, 4, 2, 1)
 """Samples a second. The next lower one is used if a window costs more than it may."""
 MAX_CPU_FRACTION = 0.01
-"""Fraction of a core that sampling may take. Half of the 2 % of a job that watching may cost
-(benchmarks/diagnosis/watch_overhead.py)."""
+"""Fraction of a core that sampling may take: py-spy and the thread that reads what it writes. Half of the 2 % of a job
+that watching may cost (benchmarks/diagnosis/watch_overhead.py)."""
+OWN_CPU_FRACTION = 0.003
+"""What that thread takes, until it is known."""
 MAX_WINDOW_S = 60.0
 """Windows are longer where even the lowest rate costs too much."""
 MAX_PROCESSES = 8
@@ -307,10 +309,12 @@ def make_window(
     for stack, count, kind in kinds:
         resolved = classify(stack, active=active and not _is_waiting(stack)) if kind == "idle" else kind
         resolved = "idle" if resolved == HELPER else resolved
-        line, function, call, leaf = find_place(stack, cwd)
         part = find_part(stack)
-        if part and not any(is_job_code(frame) for frame in stack):
+        is_users = not part or any(is_job_code(frame) for frame in stack)
+        line, function, call, leaf = find_place(stack, cwd if is_users else STOKER_ROOT)
+        if not is_users:
             line, function = "", f"{function} ({line})"
+            resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
         places[(line, function, call, leaf, resolved, part)] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
@@ -358,6 +362,8 @@ class StackSampler:
         self._recordings: list[_Recording] = []
         self._cost_s = 0.05
         """CPU-seconds of a window of WINDOW_S at 10 Hz; at first what PyTorch's stacks cost."""
+        self._own_cost_s, self._own_fraction = 0.0, OWN_CPU_FRACTION
+        """CPU-seconds of this thread so far, and the fraction of a core that it took lately."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = False
         self._stop = threading.Event()
@@ -387,13 +393,16 @@ class StackSampler:
         if py_spy is None:
             self._on_unavailable("not recorded: py-spy is not installed")
             return
-        next_poll_s, targets = 0.0, list[_Process]()
+        next_poll_s, polled_s, targets = 0.0, time.monotonic(), list[_Process]()
         while not self._stop.wait(TICK_S):
             self._read_ended()
             now_s = time.monotonic()
             if now_s >= next_poll_s:
                 targets = self._find_targets(now_s)
                 next_poll_s = now_s + (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10)
+                own_s, self._own_cost_s = time.thread_time() - self._own_cost_s, time.thread_time()
+                self._own_fraction += (own_s / max(TICK_S, now_s - polled_s) - self._own_fraction) / 10
+                polled_s = now_s
             rate_hz, window_s = self._window(max(1, len(targets)))
             for recording in self._recordings:
                 age_s = recording.age_s()
@@ -460,11 +469,12 @@ class StackSampler:
 
     def _window(self, num_targets: int) -> tuple[int, float]:
         """(samples a second, seconds) of the next windows: as many and as short as the budget allows."""
+        budget = max(MAX_CPU_FRACTION / 10, MAX_CPU_FRACTION - self._own_fraction)
         for rate_hz in RATES_HZ:
             window_cost_s = num_targets * self._cost_s * (0.4 + 0.6 * rate_hz / RATES_HZ[0])
-            if window_cost_s <= MAX_CPU_FRACTION * WINDOW_S:
+            if window_cost_s <= budget * WINDOW_S:
                 return rate_hz, WINDOW_S
-        return RATES_HZ[-1], min(MAX_WINDOW_S, window_cost_s / MAX_CPU_FRACTION)
+        return RATES_HZ[-1], min(MAX_WINDOW_S, window_cost_s / budget)
 
     def _find_targets(self, now_s: float) -> list[_Process]:
         """The processes to sample: those that train or may train, the busiest first, and the loader worker whose turn
