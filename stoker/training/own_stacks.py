@@ -14,10 +14,9 @@ import threading
 import time
 from pathlib import Path
 
-import stoker
 from stoker.data.loading.processes import WorkerProcesses
+from stoker.data.loading.thread_stacks import Stack, next_loader_thread, read_stacks
 from stoker.runs.records import STACKS, RunFolder
-from stoker.thread_stacks import Stack, next_loader_thread, read_stacks
 from stoker.watch.stacks import (
     FIRST_WINDOW_S,
     MAX_CPU_FRACTION,
@@ -31,7 +30,7 @@ from stoker.watch.stacks import (
 
 STOP_TIMEOUT_S = 5.0
 
-_PACKAGE = f"{Path(stoker.__file__).resolve().parent}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 class OwnStacks:

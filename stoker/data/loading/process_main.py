@@ -36,8 +36,8 @@ from stoker.data.loading.buffers import (
     RingLayout,
 )
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
+from stoker.data.loading.thread_stacks import next_loader_thread, read_stacks
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
-from stoker.thread_stacks import next_loader_thread, read_stacks
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PUBLISH_INTERVAL_S = 0.25

@@ -43,11 +43,11 @@ from stoker.data.loading.buffers import (
 )
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
+from stoker.data.loading.thread_stacks import Stack
 from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
 from stoker.data.validation.problems import make_error
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
 from stoker.hardware.cgroup import Cgroup
-from stoker.thread_stacks import Stack
 
 if TYPE_CHECKING:
     from stoker.data.images.pixel_cache import PixelCache

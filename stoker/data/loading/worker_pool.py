@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stoker.data.loading.samples import BatchTask, PendingRead, SampleStream
 from stoker.data.loading.shard_order import MAX_BLOCK_BYTES, MAX_GAP_BYTES
 from stoker.data.loading.stats import Counters, sum_counters
+from stoker.data.loading.thread_stacks import LOADER_THREAD
 from stoker.hardware.cgroup import host_memory
-from stoker.thread_stacks import LOADER_THREAD
 
 if TYPE_CHECKING:
     from stoker.storage.fetcher import Fetcher

@@ -14,8 +14,11 @@ from stoker.report.page.markup import Child, Markup, table, tag
 ROW_HEIGHT = 24
 MIN_NAMED = 0.03
 """Fraction of the width from which a box has room for some letters of its name."""
-_COLORS = {"decode": "input_wait", "sync": "compute", "gc": "host", "python": "host"}
-"""Kind of a sample → the phase that has its color; the others have the name of a phase, or the color of the rest."""
+_COLORS = {
+    "decode": "input_wait", "sync": "compute", "gc": "host", "python": "host",
+    "evaluation": "eval", "loader": "input_wait", "start": "startup", "training step": "compute",
+}  # fmt: skip
+"""Kind of samples, or part of stoker → the phase that has its color; others have the name of a phase, or none."""
 
 
 def icicle(tree: PlaceNode) -> Markup:
@@ -40,7 +43,7 @@ def _depth(node: PlaceNode) -> int:
 def _boxes(tree: PlaceNode, node: PlaceNode, x: float, level: int) -> Iterator[Child]:
     """x: its left edge, a fraction of the width. A box is an SVG of its own, which cuts its text off."""
     width = node.seconds / tree.seconds if tree.seconds > 0 else 0.0
-    color = _color(node.kind) if level else "var(--c9)"
+    color = _color(node) if level else "var(--c9)"
     name = tag("text", node.name, x=5, y=ROW_HEIGHT - 8) if width >= MIN_NAMED else None
     left, top, across = f"{100 * x:.3f}%", level * ROW_HEIGHT, f"{100 * width:.3f}%"
     fill = tag("rect", width="100%", height=ROW_HEIGHT - 1, style=f"fill:{color}")
@@ -51,8 +54,9 @@ def _boxes(tree: PlaceNode, node: PlaceNode, x: float, level: int) -> Iterator[C
         x += child.seconds / tree.seconds if tree.seconds > 0 else 0.0
 
 
-def _color(kind: str) -> str:
-    return PHASE_COLORS.get(_COLORS.get(kind, kind), "var(--c8)")
+def _color(node: PlaceNode) -> str:
+    phases = (_COLORS.get(name, name) for name in (node.name, node.kind))
+    return next((PHASE_COLORS[phase] for phase in phases if phase in PHASE_COLORS), "var(--c8)")
 
 
 def _describe(tree: PlaceNode, node: PlaceNode) -> str:
