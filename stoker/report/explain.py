@@ -111,8 +111,9 @@ class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
         whose = ", in each loader worker" if self.role == "worker" else f", rank {self.rank}" if self.rank else ""
         what = f"{self.call} ← {self.line}" if self.call else f"{self.function} {self.line}"
         if self.part and not self.line:
-            is_worker = self.role == "worker"
-            what = f"{self.function} ← {self.part}" if is_worker else f"{self.part}, mostly in {self.function}"
+            what = f"{self.part}, mostly in {self.function}"
+            if self.role == "worker":
+                what = f"{self.function.partition(' (')[0]} ← {self.part}"
         return f"{self.seconds:,.0f} s (±{max(1, error_s):,.0f}) {what}{often}{whose}"
 
 
