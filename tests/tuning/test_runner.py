@@ -1,10 +1,15 @@
 """The runner of `stoker tune`: with a process that speaks the protocol and computes nothing, and end to end."""
 
 import dataclasses
+import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from stoker.config.settings import Config, from_toml
@@ -62,6 +67,80 @@ def test_a_killed_tuning_continues_with_the_next_trial(request_: TuneRequest) ->
         sum(probe.probe == "bounds" and probe.state == "passed" for probe in read_lines(request_.out, PROBES, Probe))
         == 1
     )
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from stoker.tuning import runner
+from tests.tuning.test_runner import BAD, FAKE
+
+number, out = int(sys.argv[1]), Path(sys.argv[2])
+runner._cache_kinds = lambda *_: ["disk", "ram"]
+compare, calls = runner.compare, []
+
+def killed(base, candidate, **options):
+    calls.append(1)
+    if len(calls) == number:
+        print(base._process.pid, candidate._process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return compare(base, candidate, **options)
+
+runner.compare = killed
+runner.tune(runner.TuneRequest(target="demo", config=BAD, out=out, command=FAKE), lambda _: None)
+"""
+"""A tuning that is killed in its measurement of this number, while both trial processes run."""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_tuning_killed_while_it_measures_loses_no_trial_and_repeats_none(
+    request_: TuneRequest, tmp_path: Path, number: int
+) -> None:
+    whole = tune(request_, lambda _: None)
+    out = tmp_path / "killed"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(number), str(out)],
+        cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    processes, limit_s = [int(pid) for pid in done.stdout.split()], time.monotonic() + 60
+    while any(map(is_alive, processes)) and time.monotonic() < limit_s:
+        time.sleep(0.01)
+    assert not any(map(is_alive, processes))
+    before = list(read_lines(out, PROBES, Probe))
+    assert before[-1].state == "run"
+    again = tune(dataclasses.replace(request_, out=out), lambda _: None)
+    lines = list(read_lines(out, PROBES, Probe))
+    ended = [line.trial for line in lines if line.state not in ("planned", "run")]
+    assert ended == list(range(1, len(ended) + 1))
+    assert lines[len(before)].trial == before[-1].trial
+    assert [(trial.probe, trial.changes) for trial in again.trials] == [
+        (trial.probe, trial.changes) for trial in whole.trials
+    ]
+    assert again.changes == whole.changes
+
+
+def test_a_run_is_tuned_from_its_own_settings(request_: TuneRequest, tmp_path: Path) -> None:
+    first = tune(request_, lambda _: None)
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(first.config, run / "config.toml")
+    of_run = dataclasses.replace(request_, target=str(run), config=Config(), out=tmp_path / "again")
+    with pytest.raises(UsageError, match="--config is for a data set"):
+        tune(dataclasses.replace(of_run, config=BAD), lambda _: None)
+    assert not (tmp_path / "again").exists()
+    second = tune(of_run, lambda _: None)
+    began = from_toml(tmp_path / "again" / runner.FIRST)[0].set_fields()
+    found = from_toml(Path(first.config))[0].set_fields()
+    assert {name: began[name] for name in first.changes} == {name: found[name] for name in first.changes}
+    assert "cache" not in second.changes
 
 
 def test_trials_of_another_machine_are_measured_again_and_of_other_data_refused(request_: TuneRequest) -> None:
