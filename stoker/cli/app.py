@@ -24,6 +24,7 @@ from stoker.cli.models import evaluate, export, list_models, predict
 from stoker.cli.planning import check, plan
 from stoker.cli.runs import report, watch, why
 from stoker.cli.train import PARAMETER, flags_of, import_pipeline, train, train_help
+from stoker.cli.tune import compare, tune
 from stoker.config.flag_names import translate
 from stoker.errors import Preempted, StokerError
 from stoker.printable import print_text
@@ -46,8 +47,10 @@ app.command(train, sort_key=1)
 app.command(check, sort_key=1)
 app.command(plan, sort_key=1)
 app.command(launch_app)
+app.command(tune, sort_key=1)
 app.command(watch, sort_key=2, usage="Usage: stoker watch [--run-dir DIR] -- CMD ARGS… | stoker watch --pid N")
 app.command(why, sort_key=2)
+app.command(compare, sort_key=2)
 app.command(evaluate, name="eval", sort_key=3)
 app.command(predict, sort_key=4)
 app.command(export, sort_key=5)

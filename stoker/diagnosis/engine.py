@@ -15,6 +15,7 @@ from stoker.diagnosis import postmortem
 from stoker.diagnosis.causes import gpu, host, input, learning, overhead, steps
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, Cause, cause_ids, common_threshold, find_cause
 from stoker.diagnosis.endings import UNEXPLAINED, endings
+from stoker.diagnosis.places import describe_place, list_places
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import SEVERITIES, Evidence, Finding
@@ -34,6 +35,7 @@ CATALOG: dict[str, Cause] = {cause.id: cause for cause, _ in RULES}
 
 _COVERED_CAUSES = {"disk_full": ("disk_nearly_full",)}
 """Failure id → causes that it includes."""
+_LOADING_KINDS = ("input_wait", "decode")
 _MEMORY_ENDINGS = ("oom_killed", "host_out_of_memory")
 """Endings that a leak of host memory explains: it then comes before them."""
 
@@ -52,10 +54,15 @@ def run_rules(run: RunRecords) -> list[Finding]:
     findings = [
         apply_probe_result(finding, run.probes) for cause, rule in RULES if (finding := rule(run, cause)) is not None
     ]
+    findings = _without_guesses(run, findings)
     superseded = {
-        other for finding in findings if finding.severity != "info" for other in CATALOG[finding.id].supersedes
-    }
+        other.id for finding in findings if finding.severity != "info"
+        for other in findings if other.id in CATALOG[finding.id].supersedes and _explains(run, finding, other)
+    }  # fmt: skip
     remaining = sorted((finding for finding in findings if finding.id not in superseded), key=_sort_key)
+    if end_findings and end_findings[0].id == "hang":
+        shown = msgspec.structs.replace(end_findings[0], evidence=end_findings[0].evidence + host.stuck_evidence(run))
+        end_findings[0] = host.name_stuck(run, shown)
     if not end_findings:
         return remaining
     if endings()[end_findings[0].id].role == "stop" or end_findings[0].severity == "info":
@@ -69,6 +76,65 @@ def run_rules(run: RunRecords) -> list[Finding]:
         covered.update(_COVERED_CAUSES.get(end_finding.id, ()))
     leaks = [finding for finding in remaining if run.ended_for_memory and finding.id == "host_memory_leak"]
     return [*leaks, *end_findings, *(f for f in remaining if f.id not in covered and f not in leaks)]
+
+
+def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
+    """Whether a finding is the reason of the time that a less exact one has lost. A line is so if who loads the data is
+    there for most of it."""
+    if finding.id != "heavy_place" or not finding.place:
+        return True
+    loads = any(place.line == finding.place and (place.role == "worker" or place.kind in _LOADING_KINDS)
+                for place in run.places)  # fmt: skip
+    return loads and (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
+
+
+def _without_guesses(run: RunRecords, findings: list[Finding]) -> list[Finding]:
+    """No warning rests on evidence below `min_confidence`: what took the time is then the finding, and the causes are
+    listed as possible, each with what would tell. Without lost time it is info."""
+    minimum = common_threshold("min_confidence")
+    kept, guesses = list[Finding](), dict[str, list[Finding]]()
+    for finding in findings:
+        if finding.severity == "info" or finding.confidence is None or finding.confidence >= minimum:
+            kept.append(finding)
+        elif not finding.lost_device_s:
+            kept.append(msgspec.structs.replace(finding, severity="info"))
+        else:
+            guesses.setdefault(CATALOG[finding.id].reason, []).append(finding)
+    for reason, group in guesses.items():
+        less_exact = {id for finding in group for id in CATALOG[finding.id].supersedes}
+        group.sort(key=lambda finding: (finding.id in less_exact, -(finding.confidence or 0.0)))
+        explained = [finding for finding in kept for guess in group if guess.id in CATALOG[finding.id].supersedes
+                     and finding.severity != "info" and _explains(run, finding, guess)]  # fmt: skip
+        if not explained:
+            kept.append(_possible_causes(run, group, loads=reason == "data loading"))
+    return kept
+
+
+def _possible_causes(run: RunRecords, group: list[Finding], *, loads: bool) -> Finding:
+    """The place of some uncertain findings: a line, if stacks show one, else the phase."""
+    first = max(group, key=lambda finding: finding.lost_device_s or 0.0)
+    place = next((place for place in list_places(run) if place.low_s > 0
+                  and loads == (place.role == "worker" or place.kind in _LOADING_KINDS)), None)  # fmt: skip
+    sources = [item.source.partition("phases.")[2] for item in first.evidence]
+    where = next((f"the phase {name}" for name in sources if name), "the training thread")
+    if place is not None:
+        where = describe_place(place)
+    told = [
+        f"{guess.title} ({guess.confidence or 0:.0%}; it is so if {CATALOG[guess.id].tell}; then: {guess.fix})"
+        for guess in group
+    ]
+    return msgspec.structs.replace(
+        first,
+        id="heavy_place",
+        title=f"{first.lost_device_s or 0:,.0f} s in {where}; the cause is not certain",
+        severity=min((guess.severity for guess in group), key=SEVERITIES.index),
+        evidence=list({item.text: item for guess in group for item in guess.evidence}.values()),
+        fix="Possible causes: " + "; ".join(told),
+        command=None,
+        config_patch={},
+        confidence=CATALOG["heavy_place"].confidence,
+        place="" if place is None else place.line,
+    )
 
 
 def _sort_key(finding: Finding) -> tuple[int, bool, bool, float, str]:

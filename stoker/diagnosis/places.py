@@ -11,7 +11,7 @@ from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
-from stoker.runs.schemas import StackWindow
+from stoker.runs.schemas import Place, StackWindow
 
 __all__ = ["PlaceCounter", "PlaceTotal", "find_places"]  # the rest is for the rules and `why`
 
@@ -205,6 +205,8 @@ _LOADER_CALL = re.compile(r"^torch\.utils\.data\.|^multiprocessing\.|^threading\
 _READ = re.compile(r"(^|[._])(read|readinto|open|recv\w*|urlopen|request|get|stat|scandir|listdir|download\w*)( \(|$)")
 IMPORT = r"^import |^importlib\."
 """Calls that import a module."""
+STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
+"""Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
 MIN_LOADER_SAMPLES = 10
 """Samples of who loads the data below which nothing is said of them."""
 
@@ -265,6 +267,37 @@ def blocked_fraction(run: RunRecords) -> float | None:
             reads = sum(count for leaf, count in place.leaves.items() if _READ.search(leaf))
             blocked += place.samples if _READ.search(place.call) else reads
     return blocked / samples
+
+
+_LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.communicate$")
+_IN_STEP = frozenset({"comm", "compute", "sync"})
+
+
+def stuck_places(run: RunRecords) -> tuple[list[tuple[str, Place]], list[tuple[str, Place]]]:
+    """Of a job in which nothing computes, by the newest stacks: (who is in a call of its own, with its place; who only
+    waits for others: in a collective, also one inside of the backward pass, or for its loader)."""
+    stuck: list[tuple[str, Place]] = []
+    waiting: list[tuple[str, Place]] = []
+    for (rank, pid), window in sorted(run.newest_stacks.items()):
+        place = max(window.places, key=lambda place: place.samples, default=Place(kind="other", samples=0))
+        has_loader = any(other.role == "worker" for (of, _), other in run.newest_stacks.items() if of == rank)
+        if not place.line or _LAUNCHES.search(place.call):
+            continue  # a worker without a task, or a launcher
+        who = f"rank {rank}" if run.num_ranks > 1 else "the training thread"
+        if window.role == "worker":
+            stuck.append((f"a loader worker{f' of {who}' if run.num_ranks > 1 else ''} (process {pid})", place))
+        elif place.kind in _IN_STEP or (place.kind == "input_wait" and has_loader):
+            waiting.append((who, place))
+        else:
+            stuck.append((who, place))
+    return stuck, waiting
+
+
+def describe_stuck(who: str, place: Place) -> str:
+    """`rank 1 is stuck in conn.recv at train.py:12`."""
+    if place.call.startswith("with "):
+        return f"{who} waits for the lock of `{place.call}` at {place.line}"
+    return f"{who} is stuck in {place.call or place.function} at {place.line}"
 
 
 def frequency(run: RunRecords, place: PlaceTotal) -> str:

@@ -474,10 +474,13 @@ def _read_stacks(
     """Adds up the samples of the processes that train, of all if none is known to; and the places of all roles."""
     by_process: dict[tuple[int, int], StackStats] = {}
     places = PlaceCounter()
+    last_step_t = run_records.progress_gap.last_step_t if run_records.progress_gap is not None else 0.0
     for rank, folder in ranks.items():
         for number, window in records.numbered_lines(folder, records.STACKS, StackWindow):
             if rank == 0:
                 end.stacks(number, window)
+            if window.attempt == run_records.totals.attempts and window.t - window.wall_s / 2 > last_step_t:
+                run_records.newest_stacks[rank, window.pid] = window
             steady_span = steady_spans.get(window.attempt)
             middle_t = window.t - window.wall_s / 2
             places.add(rank, window, is_startup=steady_span is None or middle_t <= steady_span.start_t)

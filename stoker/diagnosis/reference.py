@@ -8,7 +8,7 @@ import difflib
 import msgspec
 
 from stoker.data.validation.problems import PROBLEM_KINDS, ProblemKind
-from stoker.diagnosis.causes.cause import REASONS, Cause, NoteKind, Threshold
+from stoker.diagnosis.causes.cause import REASONS, Cause, NoteKind, Threshold, fill_apis
 from stoker.diagnosis.endings import Ending, endings, line_patterns
 from stoker.diagnosis.engine import CATALOG
 from stoker.diagnosis.notes import NOTES
@@ -78,8 +78,8 @@ def _cause_entry(cause: Cause) -> Entry:
         ("replaces", ", ".join(cause.supersedes)),
         ("experiment", cause.probe and f"{cause.probe}: if the run is faster with it, the cause is confirmed"),
         ("confidence", f"{100 * cause.confidence:.0f} %"),
-        ("fix", cause.fix),
-        ("fix in other jobs", cause.external_fix),
+        ("fix", fill_apis(cause.fix)),
+        ("fix in other jobs", fill_apis(cause.external_fix)),
         ("command", cause.command or ""),
         ("settings", settings),
     )

@@ -12,7 +12,7 @@ import signal
 from statistics import median
 from typing import Any
 
-from stoker.runs.schemas import DeviceSample, Event, Probe
+from stoker.runs.schemas import DeviceSample, Event, Probe, StackWindow
 from stoker.runs.totals import Totals, TotalsSum
 
 MAX_EXAMPLES = 3
@@ -500,6 +500,8 @@ class RunRecords:
     """The largest first."""
     place_totals: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     """(role, rank) → seconds that its samples cover."""
+    newest_stacks: dict[tuple[int, int], StackWindow] = dataclasses.field(default_factory=dict)
+    """(rank, pid) → its newest line of stacks.jsonl after the last step of the newest attempt."""
     probes: dict[str, Probe] = dataclasses.field(default_factory=dict)
     """Kind → the newest one that was measured."""
     all_probes: list[Probe] = dataclasses.field(default_factory=list)
@@ -542,6 +544,18 @@ class RunRecords:
     @property
     def num_devices(self) -> int:
         return max(1, self.totals.devices)
+
+    @property
+    def has_device(self) -> bool:
+        """A device besides the CPU is known to train, or may: the telemetry has a GPU, or the settings name one."""
+        return bool(self.gpus) and not self.on_cpu if self.num_samples else not self.on_cpu and self.is_native_run
+
+    @property
+    def loader(self) -> str:
+        """Names of the loader in the stacks of the training thread; empty: none was seen."""
+        seen = {text for place in self.places if place.role == "training" for text in (place.call, *place.leaves)}
+        of_torch = ["torch.utils.data"] if "workers" in self.facts and "torch" in self.frameworks else []
+        return " ".join([*sorted(seen), *of_torch])
 
     @property
     def on_cpu(self) -> bool:

@@ -1,6 +1,7 @@
 """What is known about the world, as TOML files: a row more is a change of data. `read_toml` reads one of them; the
 schema and the code that uses it are where it is needed. No rules and no computations here.
 
+apis.toml: what the fix of a cause is called in each framework (`diagnosis/causes/cause.py`).
 assumptions.toml: what `stoker plan` assumes (`planning/duration.py`, `planning/predict.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
@@ -18,6 +19,7 @@ frames.toml: functions of frameworks in stacks (`watch/stacks.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
 kernel_log.toml: lines of the kernel about failures (`profiling/telemetry/machine.py`).
 launch.toml: states of jobs in the words of their places (`launching/spec.py`).
+levers.toml: what `stoker tune` tries (`tuning/levers.py`).
 links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds (`planning/machines.py`) and their list prices
     (`hardware/prices.py`).

@@ -1,7 +1,10 @@
-"""`stoker why A --compare B`: differences in settings, machine, time, findings and AP, as data and printed.
+"""`stoker why A --compare B` and `stoker compare A B`: differences in settings, machine, time, findings and AP,
+as data and printed.
 
 `compare` reads both runs as `stoker why` does. It names no causes: two runs do not prove which change caused which."""
 
+import math
+import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
@@ -9,11 +12,14 @@ from typing import TextIO
 import msgspec
 from rich.console import RenderableType
 
+from stoker.errors import UsageError
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables, table
 from stoker.report.explain import RunExplanation, explain_run, open_records
 from stoker.report.run_report import read_settings_rows
 from stoker.report.sizing import comparable, read_environment
+from stoker.runs.records import STEPS, read_lines
+from stoker.runs.schemas import StepWindow
 
 SAME_TOLERANCE = 0.01
 """Relative difference of times below which they count as equal. Heuristic: repeated runs differ by more than this."""
@@ -62,6 +68,75 @@ class Comparison(msgspec.Struct, kw_only=True):
     added_causes: list[str]
     """Causes of findings that only the second run has."""
     states: tuple[str, str]
+    speed: "SpeedRatio | None" = None
+    """Of `stoker compare`."""
+
+
+class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
+    """Images per second of the second run divided by those of the first, after their starts, with a 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+    blocks: tuple[int, int]
+    """Parts of each run that were compared."""
+    threshold: float
+    is_regression: bool
+    """The interval is below 1 - threshold as a whole."""
+
+
+BLOCKS, MIN_BLOCKS = 12, 4
+"""Parts of a run: neighboring windows depend on each other, long parts hardly do. Fewer are no measurement."""
+T_QUANTILES = {3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179, 15: 2.131}
+"""97.5 % of Student's t by degrees of freedom; between two, the fewer."""
+
+
+def check_speed(before: str | Path, after: str | Path, threshold: float) -> SpeedRatio:
+    """Whether the second run is slower. threshold: fraction of the images per second that may be lost, 0 … 1.
+
+    Welch's t-interval of the logarithms of the images per second of BLOCKS parts of each run. Raises UsageError for
+    another threshold, and for a run that is too short.
+    """
+    if not 0 <= threshold < 1:
+        raise UsageError(f"--threshold {threshold:g} is not a fraction.", choices=["0 … 1, such as 0.05"])
+    logs = [_block_speeds(open_records(run)) for run in (before, after)]
+    means, variances = [statistics.fmean(log) for log in logs], [statistics.variance(log) / len(log) for log in logs]
+    total = sum(variances)
+    freedom = total**2 / sum(v**2 / (len(x) - 1) for v, x in zip(variances, logs, strict=True)) if total else 15.0
+    quantile = T_QUANTILES[max(n for n in T_QUANTILES if n <= max(3, freedom + 1e-9))]
+    difference, half = means[1] - means[0], quantile * math.sqrt(total)
+    high = math.exp(difference + half)
+    return SpeedRatio(
+        ratio=math.exp(difference), low=math.exp(difference - half), high=high, blocks=(len(logs[0]), len(logs[1])),
+        threshold=threshold, is_regression=high < 1 - threshold,
+    )  # fmt: skip
+
+
+def _block_speeds(run: Path) -> list[float]:
+    """Logarithms of images per second of consecutive parts, without the start and compiling. Raises UsageError."""
+    rows: list[tuple[float, int]] = []
+    for line in read_lines(run, STEPS, StepWindow):
+        started_s = sum(line.phases.get(name, 0.0) for name in ("startup", "compile", "recovery")) / line.devices
+        if line.wall_s > started_s:
+            rows.append((line.wall_s - started_s, line.num_images))
+    count = min(BLOCKS, len(rows) // 2)
+    blocks = [rows[k * len(rows) // count : (k + 1) * len(rows) // count] for k in range(count)]
+    speeds = [sum(images for _, images in block) / sum(seconds for seconds, _ in block) for block in blocks]
+    speeds = [speed for speed in speeds if speed > 0]
+    if len(speeds) < MIN_BLOCKS:
+        raise UsageError(
+            "The run is too short to compare its speed.", location=run,
+            cause=f"it has {len(rows)} windows of a second or more; {2 * MIN_BLOCKS} are needed", fix="train longer",
+        )  # fmt: skip
+    return [math.log(speed) for speed in speeds]
+
+
+def print_speed(speed: SpeedRatio) -> None:
+    """The verdict in a line."""
+    verdict = "a regression" if speed.is_regression else "no regression"
+    interval = f"95 %: {speed.low:.3f} to {speed.high:.3f}"
+    limit = f"a regression is below {1 - speed.threshold:g} as a whole"
+    print_renderables(["", f"{verdict}: {speed.ratio:.3f} times the images per second ({interval}; {limit})"])
 
 
 def compare(before: str | Path, after: str | Path, price_per_device_hour: float | None = None) -> Comparison:

@@ -123,6 +123,9 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time of the last line of any record."""
     wall_s: float
     devices: int
+    """Devices or, on CPUs, processes that train."""
+    has_device: bool = False
+    """It is known to train on a device besides the CPU."""
     device_s: float
     attempts: int
     steps: int
@@ -214,6 +217,7 @@ def explain_run(
         last_record_t=last_record_t,
         wall_s=totals.wall_s,
         devices=totals.devices,
+        has_device=run_records.has_device,
         device_s=totals.device_s,
         attempts=totals.attempts,
         steps=totals.step,
@@ -244,6 +248,12 @@ def _places(run_records: RunRecords) -> list[PlaceTime]:
         for place in list_places(run_records)[:MAX_PLACES]
         if place.seconds >= max(1.0, run_records.place_totals[place.role, place.rank] / 100)
     ]
+
+
+def _where(explanation: RunExplanation) -> str:
+    if explanation.has_device:
+        return f"on {fmt.plural(explanation.devices, 'device')}"
+    return "in 1 process" if explanation.devices == 1 else f"in {explanation.devices} processes"
 
 
 def open_records(run: str | Path) -> Path:
@@ -416,7 +426,7 @@ def _facts(explanation: RunExplanation) -> Iterator[tuple[str, str]]:
     yield "state", explanation.state_text
     lost = f", {fmt.plural(explanation.lost_steps, 'step')} repeated" if explanation.lost_steps else ""
     restarts = fmt.plural(max(0, explanation.attempts - 1), "restart")
-    yield "time", f"{fmt.duration(explanation.wall_s)} on {fmt.plural(explanation.devices, 'device')}, {restarts}{lost}"
+    yield "time", f"{fmt.duration(explanation.wall_s)} {_where(explanation)}, {restarts}{lost}"
     speed = f", {fmt.plural(explanation.num_images, 'image')}, {fmt.number(explanation.img_per_s)} img/s on average"
     unknown = explanation.coverage and not explanation.num_images
     yield "work", f"{fmt.plural(explanation.steps, 'step')}{' according to its output' if unknown else speed}"
@@ -433,7 +443,8 @@ def _phase_table(explanation: RunExplanation) -> RenderableType:
         for name, row in explanation.rows()
     ]
     rows.append(["total", *explanation.time_cells(explanation.device_s, 1.0)])
-    heads = ("phase", "device time", "fraction", *(["cost"] if explanation.price_range is not None else []), "")
+    time_head = "device time" if explanation.has_device else "time"
+    heads = ("phase", time_head, "fraction", *(["cost"] if explanation.price_range is not None else []), "")
     return table(*heads, right=range(1, len(heads) - 1), rows=rows)
 
 
@@ -441,8 +452,8 @@ def _verdict(explanation: RunExplanation) -> str:
     if explanation.productive_fraction is None:
         has_clock = any(status.startswith("recorded: ") for status in explanation.coverage.values())
         reason = "its clock saw no step of training" if has_clock else "the job was not timed from inside"
-        return f"The fraction of time that the device trained is not known: {reason}."
-    trained = f"The device trained {fmt.percentage(explanation.productive_fraction)} of the time."
+        return f"The fraction of time in optimizer steps is not known: {reason}."
+    trained = f"Optimizer steps took {fmt.percentage(explanation.productive_fraction)} of the time."
     return f"{trained} {explanation.verdict()}".rstrip()
 
 

@@ -164,10 +164,9 @@ def more_cores(usage: ResourceUsage) -> list[Evidence]:
     if usage.fetch_fraction is not None and usage.fetch_fraction >= MIN_FETCH_FRACTION:
         return []
     cores = math.ceil(usage.cores * (compute + input_wait) / compute)
-    per_device = f"{usage.cores / usage.devices:.3g} → {cores / usage.devices:.3g} per device"
-    enough = Evidence(
-        text=f"about {cores} cores ({per_device}) would decode as fast as the device needs it", value=cores
-    )
+    change = f" ({usage.cores / usage.devices:.3g} → {cores / usage.devices:.3g} per rank)"
+    per_rank = change if usage.devices > 1 else ""
+    enough = Evidence(text=f"about {cores} cores{per_rank} would decode as fast as the training needs it", value=cores)
     return [_phase(usage, "input_wait"), _cores(usage), enough]
 
 
@@ -208,7 +207,7 @@ def fewer_gpus(usage: ResourceUsage) -> list[Evidence]:
     """Devices wait for each other."""
     if usage.devices < 2 or usage.fraction("comm", "straggler") < MIN_COMM_FRACTION:
         return []
-    devices = Evidence(text=f"{usage.devices} devices", value=float(usage.devices), source="steps.jsonl: devices")
+    devices = Evidence(text=f"{usage.devices} ranks", value=float(usage.devices), source="steps.jsonl: devices")
     return [_phase(usage, "comm"), _phase(usage, "straggler"), devices]
 
 

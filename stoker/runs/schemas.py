@@ -146,7 +146,7 @@ class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempt: int
     """Attempt of the run, from 1."""
     probe: str
-    """One of PROBE_KINDS."""
+    """One of PROBE_KINDS; of `stoker tune`, a lever of knowledge/levers.toml, or one of TUNE_KINDS."""
     steps: int
     """Steps on each side of the comparison."""
     before_img_per_s: float
@@ -161,9 +161,38 @@ class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
     automatic: bool = False
     """Made by the run itself, within 1 % of its time."""
     reason: str = ""
-    """Why it could not be measured; the numbers are then 0."""
+    """Why it could not be measured; the numbers are then 0. Of a trial that was measured: why it was not kept."""
+    trial: int = 0
+    """Number of the trial of `stoker tune`, from 1; the newest line of a trial counts. 0: an experiment of `why`."""
+    state: str = ""
+    """Of a trial: one of TRIAL_STATES."""
+    kept: bool = False
+    """Whether what follows is measured against this trial's settings."""
+    changes: dict[str, Any] = {}
+    """Settings that a trial changes, by name."""
+    fraction: float = 0.0
+    """Fraction of the time in the phase that a trial is to shorten, before it."""
+    pairs: list[tuple[float, float]] = []
+    """Seconds per image before and after, of windows that were measured one after the other."""
+    phases: dict[str, float] = {}
+    """Seconds per image by phase, with the change."""
+    bounds: dict[str, float] = {}
+    """Seconds per image of whole steps (`train`), of steps on one batch (`step`) and of loading alone (`load`); seconds
+    of an evaluation (`eval`) and of a checkpoint (`checkpoint`)."""
+    ap: tuple[float, float] | None = None
+    """AP before and after of short trainings, of a lever that may cost accuracy."""
+    seconds: float = 0.0
+    """Wall time of a trial."""
+    machine: str = ""
+    """Fingerprint of the machine of a trial."""
+    data: str = ""
+    """Digest of its data set."""
 
 
+TRIAL_STATES = ("planned", "run", "passed", "failed", "unavailable")
+"""passed: measured, and the same training, also where it was not kept."""
+TUNE_KINDS = ("bounds", "confirm")
+"""Trials that change nothing or all: the bounds of the speed, and the last configuration against the first."""
 PROBE_KINDS = ("cached_batch", "double_batch", "no_allreduce", "compiled", "fewer_workers", "more_workers")
 """What a probe changes."""
 

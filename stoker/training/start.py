@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stoker import models
 from stoker.config.durations import parse_duration
@@ -299,10 +300,12 @@ def make_training_loader(
     processes: WorkerProcesses | None = None,
     on_quarantine: Callable[[QuarantinedImage], None] | None = None,
     ranks: Ranks | None = None,
+    image_indices: NDArray[np.int64] | None = None,
 ) -> Loader:
-    """The stream of training samples, from its beginning; with several ranks, this rank's part of each batch."""
+    """The stream of training samples, from its beginning; with several ranks, this rank's part of each batch.
+    image_indices: the images of the stream; default: the training split."""
     ranks = ranks or Ranks()
-    data, train_indices = config.data, index.image_indices("train")
+    data, train_indices = config.data, index.image_indices("train") if image_indices is None else image_indices
     loads = ranks.is_main or not is_staged(config, ranks)
     if is_staged(config, ranks):  # the first stage loads whole batches, the others follow the order of the images only
         ranks = Ranks()

@@ -44,6 +44,8 @@ def find_call(file: str, line: int, function: str, callee: str = "") -> str:
         return ""
     if callee == "_find_and_load" and (modules := _imports_of_line(source.tree, line)):
         return modules
+    if callee in ("", "__enter__") and (entered := _entered_in_line(source.tree, line)):
+        return entered
     names = [name for call in _calls_of_line(source.tree, line, function) if (name := _call_name(call, source))]
     if callee and callee not in _WRAPPERS:
         return next((name for name in names if name.rpartition(".")[2] == callee), "")
@@ -82,6 +84,13 @@ def _imports_of_line(tree: ast.Module, line: int) -> str:
         if isinstance(node, ast.ImportFrom) and _covers(node, line):
             return f"import {node.module or '.'}"
     return ""
+
+
+def _entered_in_line(tree: ast.Module, line: int) -> str:
+    """`with NAME` of a line that enters a lock or another object by its name; empty: it does not."""
+    items = [item.context_expr for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items]
+    names = (item for item in items if isinstance(item, ast.Name | ast.Attribute) and item.lineno == line)
+    return next((f"with {ast.unparse(name)}" for name in names), "")
 
 
 def _calls_of_line(tree: ast.Module, line: int, function: str) -> list[ast.Call]:

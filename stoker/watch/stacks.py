@@ -101,6 +101,7 @@ _LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["l
 
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
+_HOOK_FILE = re.compile(r"/profiling/hook/")
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
 _NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/profiling/hook/")
 
@@ -514,6 +515,7 @@ def _inside_worker(stack: Sequence[Frame]) -> Stack:
 def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, str]:
     """(line, function, call, leaf) of a stack, as in `Place`. A program that is installed as a whole has the frames of
     its own package as its own code."""
+    stack = [frame for frame in stack if not _HOOK_FILE.search(frame.file)]
     is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
     if True not in is_own:
         packages = [found[1] if (found := _PACKAGE.search(frame.file)) else "" for frame in stack]

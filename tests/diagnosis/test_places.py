@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.diagnosis.engine import run_rules
+from stoker.diagnosis.engine import CATALOG, run_rules
 from stoker.diagnosis.places import _wilson, find_places
 from stoker.diagnosis.reader import read_run
 from stoker.report.explain import explain_run, print_explanation
@@ -95,7 +95,8 @@ def test_idle_cores_are_not_slow_storage_if_stacks_show_who_loads(
 ) -> None:
     """Stacks of real jobs; all were said to have a storage that is too slow."""
     without = run_rules(read_run(make_run(tmp_path / "without", **WAITS)))
-    assert without[0].id == "slow_storage", "the same records without stacks"
+    assert without[0].id == "heavy_place", "the same records without stacks"
+    assert CATALOG["slow_storage"].title in without[0].fix
     findings = run_rules(read_run(make_run(tmp_path / "run", **WAITS, stacks=recorded(name))))
     assert findings[0].id == cause
     assert title in findings[0].title
@@ -124,6 +125,65 @@ def test_workers_that_start_once_are_no_finding(tmp_path: Path) -> None:
     stacks = [window(1, imports, role="worker"), *(window(n, waits, role="worker") for n in (2, 3, 4))]
     found = run_rules(read_run(make_run(tmp_path / "run", **WAITS, stacks=stacks)))
     assert "workers_start_again" not in {finding.id for finding in found}
+
+
+def test_workers_of_one_start_are_no_finding_however_many_they_are(tmp_path: Path) -> None:
+    """Persistent workers, each started once; seen in turn while the training has begun."""
+    imports = Place(line="train.py:1", function="<module>", call="import torch", kind="other", samples=40)
+    once = [window(1 + n, imports, role="worker", pid=8 + n) for n in range(3)]
+    again = [*once, window(4, imports, role="worker", pid=20), window(5, imports, role="worker", pid=21)]
+    events = [("info", "", {"workers": 3})]
+    for name, stacks, is_found in (("once", once, False), ("again", again, True)):
+        found = run_rules(read_run(make_run(tmp_path / name, **WAITS, stacks=stacks, events=events)))
+        assert ("workers_start_again" in {finding.id for finding in found}) == is_found
+
+
+def test_workers_that_do_other_work_do_not_start_again(tmp_path: Path) -> None:
+    parses = Place(line="data.py:4", function="load", call="pandas.read_csv", kind="other", samples=40)
+    stacks = [window(n, parses, role="worker", pid=8 + n) for n in range(1, 5)]
+    found = run_rules(read_run(make_run(tmp_path / "run", **WAITS, stacks=stacks)))
+    assert [finding.id for finding in found][:1] == ["heavy_place"]
+    assert "workers_start_again" not in {finding.id for finding in found}
+
+
+HANGS = Path(__file__).with_name("recorded")
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "waiting"),
+    [
+        ("rank_in_recv", "rank 1 is stuck in here.recv at train.py:16", "rank 0 only waits for it, in loss.backward"),
+        ("lock_at_fork", "waits for the lock of `with LOCK` at train.py:13", "the training thread only waits for it"),
+    ],
+)
+def test_a_hang_names_who_is_stuck_and_where(name: str, title: str, waiting: str) -> None:
+    """Records of `stoker watch`: two gloo ranks of which one reads from a socket; a worker that was forked while its
+    parent held a lock."""
+    findings = run_rules(read_run(HANGS / name))
+    assert findings[0].id == "hung"
+    assert title in findings[0].title
+    assert waiting in findings[0].evidence_text
+    assert findings[0].place == title.rpartition(" at ")[2]
+
+
+def test_no_warning_is_below_seventy_percent(tmp_path: Path) -> None:
+    """Idle cores, no stacks: what took the time is the finding, and each possible cause has what would tell."""
+    (finding, *_) = run_rules(read_run(make_run(tmp_path / "run", **WAITS)))
+    assert (finding.id, finding.severity) == ("heavy_place", "critical")
+    assert "input_wait" in finding.title
+    for text in (CATALOG["slow_storage"].title, "65%", "iostat"):
+        assert text in finding.fix
+    assert (finding.confidence or 0) >= 0.7
+
+
+def test_a_line_of_the_training_thread_does_not_hide_a_wait_for_input(tmp_path: Path) -> None:
+    """A copy between steps and a loader that is too slow are two faults."""
+    rest = Place(line="train.py:50", function="train", kind="compute", samples=30)
+    stacks = [window(n, COPY, rest) for n in range(1, 6)]
+    host = {"process_cpu": None, "cpu_core_utilization": [], "threads_running": None}
+    case = {**WAITS, "fractions": {"input_wait": 0.4}, "host": lambda _: host}
+    found = {finding.id for finding in run_rules(read_run(make_run(tmp_path / "run", **case, stacks=stacks)))}
+    assert {"heavy_place", "input_bound"} <= found
 
 
 def test_why_shows_places_before_the_findings(tmp_path: Path) -> None:

@@ -23,8 +23,15 @@ def notes(path: Path) -> list[Finding]:
 
 
 def of(findings: list[Finding], cause: str) -> Finding:
-    (finding,) = [finding for finding in findings if finding.id == cause]
+    (finding,) = [finding for finding in findings if named(finding) == cause]
     return finding
+
+
+def named(finding: Finding) -> str:
+    """Its cause; of a place with possible causes the likeliest."""
+    possible = [id for id, cause in CATALOG.items() if finding.fix.startswith(f"Possible causes: {cause.title} (")]
+    assert not possible or (finding.id == "heavy_place" and "not certain" in finding.title)
+    return possible[0] if possible else finding.id
 
 
 def test_every_cause_and_every_note_has_a_case() -> None:
@@ -109,7 +116,7 @@ def test_cpu_time_distinguishes_storage_from_decoding_in_a_loop_without_stages(t
         ),  # then its own CPU time means nothing
     ):
         found = findings(tmp_path / name, waits | {"host": lambda _, cores=cores: cores})
-        assert found[0].id == cause, name
+        assert named(found[0]) == cause, name
 
 
 def test_cpu_time_of_the_training_thread_distinguishes_computing_from_waiting(tmp_path: Path) -> None:
@@ -130,7 +137,7 @@ def test_cpu_time_of_the_training_thread_distinguishes_computing_from_waiting(tm
         ),
     ):
         found = findings(tmp_path / name, changes | {"host": lambda _, host=host: host | {"threads_running": 1.0}})
-        assert [f.id for f in found] == [cause], name
+        assert [named(f) for f in found] == [cause], name
     crowded = {
         "cpu_core_utilization": [1.0] * 4,
         "process_cpu": 4.0,
@@ -145,14 +152,14 @@ def test_cpu_time_of_the_training_thread_distinguishes_computing_from_waiting(tm
     }  # a loader's process got more than it
     waits = case({"input_wait": 0.5}, compute=0.22, input_wait=0.01)
     found = findings(tmp_path / "taken", waits | {"host": lambda _: taken})
-    assert [f.id for f in found] == ["slow_decode", "cpu_contention"]
+    assert [named(f) for f in found] == ["slow_decode", "cpu_contention"]
 
 
 def test_decoding_by_the_training_thread_is_not_lost_to_storage(tmp_path: Path) -> None:
     waits = {"config": None, "fractions": {"input_wait": 0.4}, "host": lambda _: {"process_cpu": 0.7}}
     case = waits | {"window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.1}}}
     (finding,) = findings(tmp_path / "run", case | {"events": [("info", "the loader", {"workers": 0})]})
-    assert finding.id == "slow_storage"
+    assert named(finding) == "slow_storage"
     assert finding.lost_device_s == pytest.approx(0.3 * 40, rel=0.01)
 
 
@@ -160,7 +167,7 @@ def test_waiting_is_found_while_other_processes_use_the_cores(tmp_path: Path) ->
     waits = {"config": None, "fractions": {"input_wait": 0.5}}
     busy = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 0.45, "threads_running": 0.55}
     found = findings(tmp_path / "run", waits | {"host": lambda _: busy})
-    assert found[0].id == "slow_storage"
+    assert named(found[0]) == "slow_storage"
 
 
 def test_a_run_that_needs_little_cpu_time_loses_little_to_other_processes(tmp_path: Path) -> None:
@@ -280,7 +287,8 @@ def test_samples_that_contradict_a_cause_are_no_evidence(tmp_path: Path) -> None
     finding = of(findings(tmp_path / "contradicting", contradicting), "slow_decode")
     assert not any("samples" in line.text for line in finding.evidence)
     assert clock.confidence is not None
-    assert finding.confidence == pytest.approx(clock.confidence / 2)
+    assert finding.id == "heavy_place"
+    assert f"({clock.confidence / 2:.0%}; " in finding.fix
     waits = job | {"fractions": {}, "window": lambda _: {"thread_cpu_s": {"compute": 0.5}},
                    "host": lambda _: {"process_cpu": 0.6}}  # fmt: skip
     assert of(findings(tmp_path / "waits", waits), "host_device_syncs").severity == "critical"
@@ -295,7 +303,7 @@ def test_a_loader_without_workers_is_judged_by_the_training_thread(tmp_path: Pat
         "window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.02}},
     }  # fmt: skip
     inline = job | {"events": [("info", "", {"workers": 0})]}
-    assert [f.id for f in findings(tmp_path / "inline", inline)] == ["slow_storage"]
+    assert [named(f) for f in findings(tmp_path / "inline", inline)] == ["slow_storage"]
 
 
 def test_the_cpu_time_of_loader_processes_is_that_of_the_job_besides_the_training_process(tmp_path: Path) -> None:
@@ -307,7 +315,7 @@ def test_the_cpu_time_of_loader_processes_is_that_of_the_job_besides_the_trainin
             "window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.01}, "process_cpu_s": 1.2},
             "events": [("info", "", {"workers": 1})],
         }  # fmt: skip
-        assert [f.id for f in findings(tmp_path / cause, job)] == [cause]
+        assert [named(f) for f in findings(tmp_path / cause, job)] == [cause]
 
 
 def test_threads_of_torch_are_no_loader_and_threads_of_tensorflow_may_be(tmp_path: Path) -> None:
@@ -319,7 +327,7 @@ def test_threads_of_torch_are_no_loader_and_threads_of_tensorflow_may_be(tmp_pat
             "window": lambda _: {"thread_cpu_s": {"compute": 0.58, "input_wait": 0.01}, "process_cpu_s": 1.2},
             "events": [("info", "inside the job", coverage)],
         }  # fmt: skip
-        assert [f.id for f in findings(tmp_path / frameworks, job)] == [cause]
+        assert [named(f) for f in findings(tmp_path / frameworks, job)] == [cause]
 
 
 def test_a_short_run_has_no_warning_about_its_start_or_evaluation(tmp_path: Path) -> None:
@@ -422,7 +430,7 @@ def test_what_a_process_does_at_its_end_is_not_judged(tmp_path: Path) -> None:
     tail = {"config": None, "window": lambda s: {"window_steps": 0, "phases": {"unattributed": 1.0}} if s > 20 else {},
             "fractions": {"input_wait": 0.3}}  # fmt: skip
     found = findings(tmp_path / "tail", tail)
-    assert [f.id for f in found] == ["too_few_workers"]
+    assert [named(f) for f in found] == ["too_few_workers"]
 
 
 def test_a_leak_is_the_reason_of_an_end_for_memory(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_the_forms_of_why(stoker: Command) -> None:
     write_run(Path("runs/b"), phases={"compute": 1.0}, end=None)
     Path("job.log").write_text("Traceback (most recent call last):\n  x\nValueError: odd\n")
     forms = {
-        ("runs/a",): ("The device trained", "phases"),
+        ("runs/a",): ("Optimizer steps took", "phases"),
         ("runs/b",): ("state  killed", "phases"),
         ("runs/a", "--compare", "runs/b"): ("second  runs/b", "statement"),
         ("--all", "runs"): ("2: 1 finished, 1 killed", "worst_runs"),

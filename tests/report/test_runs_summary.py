@@ -66,9 +66,9 @@ trained  75 % of 3 device-hours
 
 device time by phase
 phase       device-hours  fraction  cost  runs  meaning
-compute             2.25      75 %  2.03     3  the device ran optimizer steps
+compute             2.25      75 %  2.03     3  optimizer steps ran
 eval                 0.5      17 %   n/a     1  evaluation
-input_wait          0.25     8.3 %  0.50     1  the device waited for input
+input_wait          0.25     8.3 %  0.50     1  the training waited for input
 total                  3     100 %
 
 findings (they overlap with the phases and with each other)

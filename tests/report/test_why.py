@@ -88,14 +88,14 @@ time   33 min 20 s on 2 devices, 1 restart, 10 steps repeated
 work   190 steps, 32,000 images, 16 img/s on average
 
 phase       device time  fraction  cost
-compute     50 min 00 s      75 %  3.00  the device ran optimizer steps
-input_wait  14 min 40 s      22 %  0.88  the device waited for input
+compute     50 min 00 s      75 %  3.00  optimizer steps ran
+input_wait  14 min 40 s      22 %  0.88  the training waited for input
 startup      1 min 40 s     2.5 %  0.10  imports, weights, data, until the first step
 recovery           20 s     0.5 %  0.02  steps that a restart lost were repeated
 total        1 h 06 min     100 %  4.00
 
-The device trained 75 % of the time. Most time was lost in input_wait: 14 min 40 s, \
-22 %, cost 0.88 (the device waited for input).
+Optimizer steps took 75 % of the time. Most time was lost in input_wait: 14 min 40 s, \
+22 %, cost 0.88 (the training waited for input).
 
 critical Cause 1 (14 min 40 s lost, cost 0.88)
          a number  [steps.jsonl: phases]
@@ -121,7 +121,7 @@ def test_the_stages_of_input_wait(tmp_path: Path) -> None:
     at = next(n for n, line in enumerate(lines) if line.startswith("input_wait"))
     table = lines[at : at + 3]
     assert [" ".join(line.split()) for line in table] == [
-        "input_wait 1 min 20 s 40 % the device waited for input",
+        "input_wait 1 min 20 s 40 % the training waited for input",
         "fetch 1 min 04 s 32 % reading bytes from the disk or the bucket",
         "queue 16 s 8.0 % handing over the batch",
     ]

@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from stoker.errors import RankError
+from stoker.runs.records import STEPS, read_lines
+from stoker.runs.schemas import StepWindow
 from stoker.training.local_ranks import find_free_port
 from stoker.training.ranks import Failure
 from tests.drawn import draw, stoker
@@ -76,27 +78,67 @@ def namespaces() -> Iterator[list[str]]:
             ip("netns", "del", name)
 
 
-@pytest.mark.slow
-def test_a_cut_link_ends_both_sides(namespaces: list[str], data: Path, tmp_path: Path) -> None:
-    """No packet arrives any more, also none that would end a connection."""
+def start_both(namespaces: list[str], data: Path, cwd: Path) -> list[subprocess.Popen[str]]:
     prefixes = [("ip", "netns", "exec", name) for name in namespaces]
     env = {"GLOO_SOCKET_IFNAME": "eth0", "STOKER_HANG_TIMEOUT_S": "5"}
-    both = [
-        start_rank(rank, data, tmp_path, "10.78.0.1", 29511, "--steps", "100000", prefix=prefixes[rank], **env)
+    return [
+        start_rank(rank, data, cwd, "10.78.0.1", 29511, "--steps", "100000", prefix=prefixes[rank], **env)
         for rank in range(2)
     ]
+
+
+def assert_names_the_other(rank: int, output: str, pid: int) -> None:
+    assert f"stoker: Rank {1 - rank} (process {pid} on " in output
+    assert "froze or lost its network" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dumb", [(0, 1), (0,), (1,)], ids=["cut", "from_0", "from_1"])
+def test_a_cut_link_ends_both_sides(namespaces: list[str], data: Path, tmp_path: Path, dumb: tuple[int, ...]) -> None:
+    """No packet of these ranks arrives any more, also none that would end a connection."""
+    both = start_both(namespaces, data, tmp_path)
     try:
         wait_for_checkpoint(both[0], tmp_path / "run")
-        assert ip("-n", namespaces[0], "link", "set", "eth0", "down").returncode == 0
+        for rank in dumb:  # a hardware address that nobody has
+            wrong = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
+            assert ip("-n", namespaces[rank], "neigh", "replace", f"10.78.0.{2 - rank}", *wrong).returncode == 0
         start_s = time.monotonic()
         ended = ends(both)
     finally:
         kill(both)
-    print(f"a cut link: both ended after {time.monotonic() - start_s:.1f} s")
+    print(f"nothing arrives from {dumb}: both ended after {time.monotonic() - start_s:.1f} s")
     assert [code for code, _ in ended] == [7, 7], ended
     for rank, (_, output) in enumerate(ended):
-        assert f"stoker: Rank {1 - rank} (process {both[1 - rank].pid} on " in output
-        assert "froze or lost its network" in output
+        assert_names_the_other(rank, output, both[1 - rank].pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_machine_is_named_and_the_same_commands_continue(
+    namespaces: list[str], data: Path, tmp_path: Path, lost: int
+) -> None:
+    """Its connections stay half open. Rank 0 has the store of the job, too."""
+    both = start_both(namespaces, data, tmp_path)
+    left = both[1 - lost]
+    try:
+        wait_for_checkpoint(both[0], tmp_path / "run")
+        assert ip("-n", namespaces[lost], "link", "set", "eth0", "down").returncode == 0
+        both[lost].kill()
+        start_s = time.monotonic()
+        ((code, output),) = ends([left])
+    finally:
+        kill(both)
+    print(f"rank {lost} lost: the other ended after {time.monotonic() - start_s:.1f} s")
+    assert code == 7, output
+    assert_names_the_other(1 - lost, output, both[lost].pid)
+
+    assert ip("-n", namespaces[lost], "link", "set", "eth0", "up").returncode == 0
+    again = start_both(namespaces, data, tmp_path)
+    try:
+        wait_for_checkpoint(again[0], tmp_path / "run")
+    finally:
+        kill(again)
+    assert min(w.step - w.window_steps for w in read_lines(tmp_path / "run", STEPS, StepWindow) if w.attempt == 2) > 0
 
 
 STORE = """

@@ -2,6 +2,7 @@
 files of this folder."""
 
 import functools
+import re
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -67,11 +68,14 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Less exact causes of the same lost time: they are left out when this one is found."""
     probe: str = ""
     """The experiment (one of schemas.PROBE_KINDS) that makes the run faster if the cause is present."""
-    confidence: float = 0.7
+    confidence: float
     """Without a probe. 0.9: measured by a clock; 0.7: counters agree; 0.5: something else could look the same."""
+    tell: str = ""
+    """What would show that it is this one of several possible causes."""
     fix: str
     external_fix: str = ""
-    """The fix for a job that `stoker train` did not run, without stoker's flags; empty: the same as `fix`."""
+    """The fix for a job that `stoker train` did not run, without stoker's flags; empty: the same as `fix`. Names in
+    braces are those of `apis.toml`."""
     other_fixes: dict[str, str] = {}
     """The fix in some cases that the rule distinguishes, by the rule's name for the case."""
     command: str | None = None
@@ -140,6 +144,20 @@ def _resolve(threshold: dict[str, Any] | str) -> dict[str, Any]:
         return threshold
     other, _, name = threshold.partition(".")
     return _resolve(_tables()[other]["thresholds"][name])
+
+
+def fill_apis(text: str, frameworks: str = "", loader: str = "") -> str:
+    """The text of a fix with the names that a job's framework and loader have for it. frameworks, loader: names as the
+    records have them; empty: not known."""
+    tables = read_toml("apis.toml")
+    rows = tables["framework"]
+    name = next(name for name, row in rows.items() if name == "any" or re.search(row["pattern"], frameworks))
+    parent = rows[name].get("parent", "")
+    parent = "torch" if parent == "tensorflow" and "on torch" in frameworks else parent
+    names = rows["any"] | rows.get(parent, {}) | rows[name]
+    if loader and name in ("keras", "tensorflow", "jax", "any"):  # the others have arguments for their own loader
+        names |= next((row for row in tables["loader"].values() if re.search(row["pattern"], loader)), {})
+    return text.format_map(names)
 
 
 COMMON_THRESHOLDS = msgspec.convert(_tables()["common_thresholds"], dict[str, Threshold])

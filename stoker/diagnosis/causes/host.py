@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause, worst
 from stoker.diagnosis.causes.shared import (
     fit_stairs,
@@ -12,6 +14,7 @@ from stoker.diagnosis.causes.shared import (
     percent,
     sample_evidence,
 )
+from stoker.diagnosis.places import describe_stuck, stuck_places
 from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
 
@@ -295,7 +298,7 @@ def _fragmented(run: RunRecords, cause: Cause) -> Finding | None:
     evidence = [make_evidence(text, fraction, "devices.jsonl: gpus.memory_used_bytes; steps.jsonl: memory_peak_bytes")]
     command = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     return make_finding(
-        run, cause, fraction, evidence, severity="warning", command=command, config_patch={}, confidence=0.6
+        run, cause, fraction, evidence, severity="warning", command=command, config_patch={}, confidence=0.7
     )
 
 
@@ -394,14 +397,34 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
     evidence = [make_evidence(text, gap.gap_s, "steps.jsonl: t, window_steps; devices.jsonl: t")]
     if cpu is not None:
         evidence.append(make_evidence(f"the process used {cpu:.2f} cores meanwhile", cpu, "devices.jsonl: process_cpu"))
-    return make_finding(
+    finding = make_finding(
         run,
         cause,
         gap.gap_s / gap.max_earlier_gap_s,
-        evidence,
+        [*evidence, *stuck_evidence(run)],
         lost_s=gap.gap_s * run.num_devices,
         estimate_basis="all since the last step",
     )
+    return None if finding is None else name_stuck(run, finding)
+
+
+def stuck_evidence(run: RunRecords) -> list[Evidence]:
+    """Who does not go on, and where; and who only waits for that."""
+    stuck, waiting = stuck_places(run)
+    texts = [f"{describe_stuck(who, place)}, in {place.function}" for who, place in stuck]
+    for who, place in waiting:
+        where = f"in {place.call or place.function} at {place.line}"
+        texts.append(f"{who} only waits for {'it' if stuck else 'others'}, {where}")
+    return [make_evidence(text, source="stacks.jsonl: places") for text in texts[:MAX_EXAMPLES]]
+
+
+def name_stuck(run: RunRecords, finding: Finding) -> Finding:
+    """The finding of a hang with who is stuck in its title, if the stacks show it."""
+    stuck, _ = stuck_places(run)
+    if not stuck:
+        return finding
+    title = f"{finding.title}: {describe_stuck(*stuck[0])}"
+    return msgspec.structs.replace(finding, title=title, place=stuck[0][1].line)
 
 
 def empty_input(run: RunRecords, cause: Cause) -> Finding | None:

@@ -1,5 +1,5 @@
-"""The device waits for images: the arithmetic of that wait, and its reasons, which are storage, decoding, too few cores
-or workers, copies to the device."""
+"""The training waits for images: the arithmetic of that wait, and its reasons, which are storage, decoding, too few
+cores or workers, copies to the device."""
 
 from typing import Any
 

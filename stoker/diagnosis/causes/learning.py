@@ -42,7 +42,7 @@ def lr_too_high(run: RunRecords, cause: Cause) -> Finding | None:
         [make_evidence(divergence.text, divergence.ratio, "steps.jsonl: losses"), lr_evidence(run)],
         lost_s=divergence.lost_s,
         estimate_basis=divergence.estimate_basis,
-        confidence=0.65,
+        confidence=0.7,  # the loss alone: other faults raise it, too
     )
 
 

@@ -19,7 +19,7 @@ from stoker.diagnosis.causes.shared import (
     phase_evidence,
     sample_evidence,
 )
-from stoker.diagnosis.places import describe_place, find_places, frequency, heavy_places
+from stoker.diagnosis.places import STARTS, describe_place, find_places, frequency, heavy_places
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 
@@ -94,11 +94,13 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
 def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
     """Workers that import modules after the first steps: a loader without persistent workers starts them anew for each
     epoch, by spawn or forkserver."""
-    imports = find_places(run, "worker", kind="^other$")  # a worker that does not load is importing
+    imports = find_places(run, "worker", kind="^other$", call=STARTS)
     observed_s = sum(seconds for (role, _), seconds in run.place_totals.items() if role == "worker")
     input_wait = fraction_of_phase(run, "input_wait") or run.stacks.fraction("input_wait")
     if imports is None or imports.samples < cause.threshold("min_samples") or imports.bursts < 2:
         return None
+    if imports.bursts <= int(run.facts.get("workers", 1)):
+        return None  # each of them was started once
     fraction = imports.seconds / observed_s
     text = f"the loader's workers imported modules in {percent(fraction)} of their samples after the first steps"
     evidence = [make_evidence(text, fraction, "stacks.jsonl: places"), phase_evidence(run, "input_wait")]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause
+from stoker.diagnosis.causes.cause import Cause, common_threshold, fill_apis, find_cause
 from stoker.diagnosis.run_data import LinearFit, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
 
@@ -47,7 +47,7 @@ def make_finding(
         lost_s = min(max(0.0, lost_s), run.totals.device_s)
         if estimate_basis:
             evidence_lines.append(
-                make_evidence(f"{lost_s:,.1f} device-seconds lost is an estimate: {estimate_basis}", lost_s)
+                make_evidence(f"{lost_s:,.1f} {device_seconds(run)} lost is an estimate: {estimate_basis}", lost_s)
             )
         if run.price_per_device_hour > 0:
             lost_cost = lost_s * run.price_per_device_hour / 3600
@@ -70,9 +70,11 @@ def _resolve_fix(
 ) -> tuple[str, str | None, dict[str, Any]]:
     """Leaves out stoker's flags and settings for a job that stoker did not train, and settings that are set already."""
     config_patch = default_patch if config_patch is None else config_patch
-    is_flag = command is not None and command.startswith("--")
+    is_flag = command is not None and command.startswith(("--", "stoker train"))
+    fix = fill_apis(fix, "torch" if run.is_native_run else run.frameworks or run.loader, run.loader)
     if not run.is_native_run:
-        return fix, None if is_flag else command, {}
+        is_of_torch = command is not None and "torch" in command.lower()  # also PYTORCH_CUDA_ALLOC_CONF
+        return fix, None if is_flag or (is_of_torch and "torch" not in run.frameworks) else command, {}
     if config_patch and all(run.settings.get(name) == value for name, value in config_patch.items()):
         current_values = ", ".join(f"{name} is {value}" for name, value in config_patch.items())
         return f"{fix} ({current_values} already)", None if is_flag else command, {}
@@ -194,6 +196,13 @@ def make_stack_finding(
 # Evidence
 
 
+def device_seconds(run: RunRecords) -> str:
+    """The unit of times that are summed over what trains."""
+    if run.has_device:
+        return "device-seconds"
+    return "seconds of all ranks" if run.num_ranks > 1 else "seconds"
+
+
 def make_evidence(text: str, value: float | None = None, source: str = "") -> Evidence:
     return Evidence(text=text, value=None if value is None else float(value), source=source)
 
@@ -204,7 +213,7 @@ def percent(fraction: float) -> str:
 
 def phase_evidence(run: RunRecords, name: str) -> Evidence:
     fraction = run.phase_fraction(name)
-    text = f"{name}: {run.phase_seconds(name):,.1f} device-seconds, {percent(fraction)} of the run"
+    text = f"{name}: {run.phase_seconds(name):,.1f} {device_seconds(run)}, {percent(fraction)} of the run"
     steady_fraction = fraction_of_phase(run, name)
     if steady_fraction is not None and abs(steady_fraction - fraction) >= 0.01:
         text += f", {percent(steady_fraction)} of the time after its start"

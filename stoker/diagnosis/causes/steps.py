@@ -4,6 +4,7 @@ wait for each other: for one slow rank, or in collectives that computing does no
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.host import contended_fraction, cpu_demand, cpu_demand_ratio, thread_cpu_utilization
 from stoker.diagnosis.causes.shared import (
+    device_seconds,
     driver_utilization,
     fraction_of_phase,
     is_long_enough,
@@ -364,7 +365,7 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
         rank = max(waits, key=lambda name: waits[name])
         if waits[rank] / sum(waits.values()) < cause.threshold("min_slowest_fraction"):
             return None
-        text = f"rank {rank} is the slow one: the others waited {waits[rank]:,.1f} device-seconds for it"
+        text = f"rank {rank} is the slow one: the others waited {waits[rank]:,.1f} {device_seconds(run)} for it"
         slowest_evidence = make_evidence(text, rank, "ranks/*/steps.jsonl: phases")
         place_evidence = _own_place_evidence(run, rank)
     waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction

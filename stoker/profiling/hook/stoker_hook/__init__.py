@@ -28,6 +28,8 @@ def _read_patches() -> "dict[str, list[str]]":
 
 
 PATCHES = _read_patches()
+TRAINERS = ("pytorch_lightning", "lightning", "ultralytics", "transformers", "accelerate", "timm", "mmengine")
+"""Packages with a training loop of their own, or parts of one: their names are published besides their framework's."""
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 """Their import begins the startup of a training, and may take most of it."""
 
@@ -77,6 +79,11 @@ def _wrap_import(loader: "Any", name: str) -> None:
         try:
             module, function, *args = PATCHES[name]
             getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported, *args)
+            if name.partition(".")[0] in TRAINERS:
+                from .clock import clock
+
+                if clock.is_published():
+                    clock.publish(name.partition(".")[0])
         except Exception as error:  # noqa: BLE001 (the job's import succeeded: it goes on without timing)
             failures.report_failure(name, error)
 

@@ -1,0 +1,71 @@
+"""The commands that measure configurations against each other: `tune`, and `compare` for runs. Each imports its code
+when it runs."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from stoker.cli import described
+from stoker.config.settings import Config
+from stoker.printable import print_json, print_text
+
+
+@described
+def tune(
+    target: str,
+    /,
+    *,
+    config_file: Annotated[Path | None, Parameter(name="--config")] = None,
+    budget: str = "10min",
+    levers: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+    allow: Literal["accuracy"] | None = None,
+    out: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Finds the settings with which a training runs faster here, by measuring one change after the other.
+
+    Writes config.toml for `stoker train --config`, with only those changes whose gain was
+    measured (95 % interval above 1) and that train the same.
+    """
+    from stoker.cli.train import join_settings
+    from stoker.config.durations import parse_time_s
+    from stoker.tuning.runner import TuneRequest, print_result
+    from stoker.tuning.runner import tune as run_tuning
+
+    request = TuneRequest(
+        target=target,
+        config=join_settings(Config(), config_file, None),
+        budget_s=parse_time_s(budget, "--budget"),
+        levers=tuple(name for names in levers for name in names.split(",")),
+        allow_accuracy=allow == "accuracy",
+        out=out,
+    )
+    result = run_tuning(request, lambda text: print_text(text, file=sys.stderr))
+    if json:
+        print_json(result)
+    else:
+        print_result(result)
+
+
+@described
+def compare(before: str, after: str, /, *, threshold: float = 0.05, json: bool = False) -> None:
+    """Compares the images per second of two runs; exit code 1 if the second is slower by more than the threshold.
+
+    For CI: the 95 % interval of the ratio must be below 1 - threshold as a whole. What
+    differs between the runs is printed as by `stoker why --compare`.
+    """
+    from stoker.report.compare import check_speed, print_comparison, print_speed
+    from stoker.report.compare import compare as compare_runs
+
+    speed = check_speed(before, after, threshold)
+    comparison = compare_runs(before, after)
+    comparison.speed = speed
+    if json:
+        print_json(comparison)
+    else:
+        print_comparison(comparison)
+        print_speed(speed)
+    if speed.is_regression:
+        sys.exit(1)

@@ -1,0 +1,241 @@
+"""A process that repeats steps of a training on request, so that two configurations can be measured in turn.
+
+    python -m stoker.training.trial
+
+It reads a `Start`, then `Request`s, as JSON lines from stdin, and answers each with a `Reply`; it ends at the end of
+stdin. Steps use the data, settings and loader of a run on random weights: speed does not depend on them. The stream of
+samples begins at position 0 in every process, so that two processes that get the same requests train on the same
+samples. Who asks is `stoker/tuning/trials.py`.
+"""
+
+import contextlib
+import copy
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+
+from stoker.config.settings import Config, check, from_fields
+from stoker.data.augment import augment_batch
+from stoker.data.batch import Batch
+from stoker.data.index import Index, open_index_of
+from stoker.errors import CaptureFailed, OutOfMemoryError, StokerError
+from stoker.evaluation.evaluate import detect, evaluation_loader
+from stoker.hardware.device import Device, configure_malloc, is_out_of_memory, select_device
+from stoker.profiling.ledger import Ledger
+from stoker.training.defaults.dry_run import DryRun
+from stoker.training.make_step import CudaCapture, CudaGraphStep
+from stoker.training.start import make_training_loader, start_worker_processes
+from stoker.training.step import PlainStep, make_loss_fn, split_batch, train_step
+
+MAX_EVALUATED = 64
+"""Images of a measured evaluation; the time of all follows from their number."""
+
+
+class Start(msgspec.Struct, forbid_unknown_fields=True):
+    """The first line. settings: all of a run; num_images: of the training split, which the stream repeats."""
+
+    settings: dict[str, Any]
+    num_images: int
+
+
+class Request(msgspec.Struct, forbid_unknown_fields=True):
+    """train: whole steps. step: the same on one batch that is kept on the device. load: loading alone. losses: the
+    total loss of each `group` of images, with updates at `lr`. eval, checkpoint: the seconds of one."""
+
+    do: Literal["train", "step", "load", "losses", "eval", "checkpoint"]
+    images: int = 0
+    group: int = 1
+    lr: float = 0.0
+
+
+class Reply(msgspec.Struct, omit_defaults=True):
+    """seconds: of the work; images, steps: that were done; phases: seconds by phase of the ledger."""
+
+    seconds: float = 0.0
+    images: int = 0
+    steps: int = 0
+    phases: dict[str, float] = {}
+    losses: list[float] = []
+    workers: int = 0
+    prefetch_depth: int = 0
+    error: str = ""
+    """Why it could not be done; the process ends then."""
+    unavailable: bool = False
+    """It cannot be done on this machine, rather than failed."""
+
+
+class Trial(DryRun):
+    """Steps of a configuration."""
+
+    def __init__(self, config: Config, index: Index, device: Device, num_images: int) -> None:
+        torch.manual_seed(config.run.seed)
+        super().__init__(config, index, device)
+        run, model = config.run, self.optimizer.model
+        self.batch_size = run.batch_size
+        autocast = device.autocast(run.precision)
+        self.plain = _AugmentedStep(
+            config, make_loss_fn(model, compile=run.compile), self.optimizer, None, autocast,
+            config.optim.grad_accum_steps,
+        )  # fmt: skip
+        self._train: Callable[[Batch], None] = lambda batch: train_step(self.plain, batch)
+        if run.cuda_graph:
+            self._train = CudaGraphStep(self._train, CudaCapture())
+        train_indices = index.image_indices("train")
+        chosen = np.linspace(0, len(train_indices) - 1, min(num_images, len(train_indices))).astype(np.int64)
+        self.loader = make_training_loader(
+            config.replace(max_bad_fraction=1.0),
+            index,
+            device,
+            max_boxes=self.max_boxes,
+            log_event=_ignore_event,
+            processes=start_worker_processes(config, index, device, _ignore_event),
+            image_indices=train_indices[chosen],
+        )
+        self.ledger = Ledger(device.make_clock(), start_s=time.perf_counter())
+        self.loader.on_copy_awaited = self.ledger.begin_h2d_wait
+        self._kept_batch: Batch | None = None
+        if run.cache != "none":  # in a run, all but the first epoch finds the images there
+            self._load(len(chosen))
+
+    def answer(self, request: Request) -> Reply:
+        """Does what is asked."""
+        if request.do in ("eval", "checkpoint"):
+            return Reply(seconds=self._evaluate() if request.do == "eval" else self._copy_state())
+        steps = max(1, -(-request.images // self.batch_size))
+        self.device.synchronize()
+        self.ledger.window(0.0)
+        start_s, losses = time.perf_counter(), []
+        if request.do == "losses":
+            losses = self._compute_losses(steps, request.group, request.lr)
+        elif request.do == "load":
+            self._load(steps * self.batch_size)
+        else:
+            for _ in range(steps):
+                self._step(self._keep_batch() if request.do == "step" else None)
+        self.device.synchronize()
+        seconds, breakdown = time.perf_counter() - start_s, self.ledger.window(0.0)
+        return Reply(
+            seconds=seconds,
+            images=steps * self.batch_size,
+            steps=steps,
+            phases={} if breakdown is None else breakdown.phases,
+            losses=losses,
+        )
+
+    def _next_batch(self) -> Batch:
+        with self.ledger.phase("input_wait"):
+            batch = next(self.loader)
+            self.ledger.split_input_wait(self.loader.last_wait)
+        return batch
+
+    def _load(self, images: int) -> None:
+        for _ in range(-(-images // self.batch_size)):
+            self._next_batch()
+
+    def _keep_batch(self) -> Batch:
+        if self._kept_batch is None:  # its buffer will be filled again
+            self._kept_batch = Batch(*(tensor.clone() for tensor in next(self.loader)))
+        return self._kept_batch
+
+    def _step(self, batch: Batch | None) -> None:
+        batch = batch or self._next_batch()
+        with self.ledger.compute():
+            self.optimizer.set_scalars(0.0, 0)
+            self._train(batch)
+
+    def _compute_losses(self, steps: int, group: int, lr: float) -> list[float]:
+        """One update of the weights for each batch, which is split into groups that the model gets one by one."""
+        losses = []
+        for _ in range(steps):
+            batch = self.plain.augment(self._next_batch())
+            parts = max(1, self.batch_size // group)
+            for part in split_batch(batch, parts):
+                total = self.compute_loss(part)
+                self.optimizer.backward(total / parts)
+                losses.append(total.detach())
+            self.optimizer.step(lr, 0)
+        return [float(loss) for loss in losses]
+
+    def _evaluate(self) -> float:
+        """Seconds of an evaluation of the validation split, from those of a part of it."""
+        data, run, indices = self.config.data, self.config.run, self.index.image_indices("val")
+        part = indices[:MAX_EVALUATED]
+        batch_size = max(1, self.batch_size // self.config.optim.grad_accum_steps)
+        loader = evaluation_loader(
+            self.index, part, self.device, batch_size=batch_size, image_size=data.image_size, resize=data.resize,
+            workers=run.workers, max_bad_fraction=1.0,
+        )  # fmt: skip
+        with contextlib.closing(loader):
+            batches = iter(loader)
+            start_s = time.perf_counter()
+            detect(self.optimizer.ema_model, batches, self.device, precision=run.precision)
+            self.device.synchronize()
+            return (time.perf_counter() - start_s) * len(indices) / len(part)
+
+    def _copy_state(self) -> float:
+        """Seconds that a checkpoint interrupts the steps: the copy of the state; it is written in the background."""
+        times = []
+        for _ in range(3):
+            start_s = time.perf_counter()
+            copy.deepcopy((self.optimizer.state_dict(), self.optimizer.ema_model.state_dict()))
+            self.device.synchronize()
+            times.append(time.perf_counter() - start_s)
+        return statistics.median(times)
+
+
+class _AugmentedStep(PlainStep):
+    def __init__(self, config: Config, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._config = config
+
+    def augment(self, batch: Batch) -> Batch:
+        return augment_batch(batch, self._config.data, 0.0)
+
+
+def _ignore_event(_kind: str, _text: str, /, **_: object) -> None:
+    """The loader's messages were printed when the run trained."""
+
+
+def main() -> None:
+    """Answers until the end of stdin."""
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what libraries print is no reply
+
+    def reply(value: Reply) -> None:
+        replies.write(msgspec.json.encode(value) + b"\n")
+
+    try:
+        start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+        config = from_fields(start.settings)
+        check(config)
+        device = select_device(config.run.device)
+        device.prepare_for_fixed_shapes()
+        if device.is_cpu:
+            configure_malloc()
+        trial = Trial(config, open_index_of(config.data), device, start.num_images)
+        stats = trial.loader.stats()
+        reply(Reply(workers=stats.workers, prefetch_depth=stats.prefetch_depth))
+        for line in sys.stdin.buffer:
+            reply(trial.answer(msgspec.json.decode(line, type=Request)))
+        trial.loader.close()
+    except CaptureFailed as error:
+        reply(Reply(error=f"{error.what} {error.cause}", unavailable=True))
+    except StokerError as error:
+        out_of_memory = isinstance(error, OutOfMemoryError)
+        reply(Reply(error=f"{error.what} {error.cause or ''}".strip(), unavailable=not out_of_memory))
+    except (MemoryError, RuntimeError, ImportError) as error:  # of kernels, compilers, allocators
+        text = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}".partition("\n")[0]
+        reply(Reply(error=text))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # worker processes and threads of a trial that failed do not hold it

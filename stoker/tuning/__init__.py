@@ -1,0 +1,1 @@
+"""`stoker tune`: finds the settings with which a training runs faster on this machine, by measuring."""

@@ -1,0 +1,254 @@
+"""What `stoker tune` does next, and what a measurement means: pure functions of the lines of probes.jsonl.
+
+No files, no clock, no processes: those are in `runner.py`. So a killed tuning continues by asking again with the lines
+that it wrote, and a test can ask about any history. A trial that pays changes the settings that the next one starts
+from (`Situation`).
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from stoker.runs.schemas import Probe
+from stoker.tuning.levers import Changes, Facts, Lever, interval_images, values, why_unavailable
+
+LOOKS = {4: 4.857, 8: 3.128, 16: 2.694}
+"""Number of pairs after which a trial is judged → quantile of Student's t, one degree of freedom less. Each interval
+has 98.3 %, so that all three together hold with 95 % (Bonferroni): who looks again and again at 95 % finds something in
+the end."""
+MIN_RATIO = 1.01
+"""Low end of the interval from which a change is kept. Two processes with equal settings differ by up to a percent, by
+the places of their memory (an assumption)."""
+MIN_EXPECTED = 0.03
+"""Fraction of the time that a trial is expected to save, from which it is begun."""
+GROWTH = 2.0
+"""A value that did not pay is tried again once its loss is so many times as large a part of the time."""
+FIRST_TRIAL_S = 25.0
+"""Seconds that a trial takes, until one was measured (an assumption)."""
+MIN_BUDGET_S = 90
+"""Seconds for the bounds, one trial and the confirmation, with an accelerator's or a small model's steps."""
+BOUNDS, CONFIRM, DONE = "bounds", "confirm", "done"
+
+
+class Interval(NamedTuple):
+    """Images per second after, divided by before, with its 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def measure_ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
+    """The geometric mean of the ratios of pairs (seconds per image before, after), by Student's t of their logarithms.
+    Of more pairs than the last look, or between two, the first ones count. Raises ValueError below four."""
+    count = max((look for look in LOOKS if look <= len(pairs)), default=0)
+    if not count:
+        raise ValueError(f"{len(pairs)} pairs are no measurement: {min(LOOKS)} at the least")
+    logs = [math.log(before / after) for before, after in pairs[:count]]
+    mean, half = statistics.fmean(logs), LOOKS[count] * statistics.stdev(logs) / math.sqrt(count)
+    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def judge(pairs: Sequence[tuple[float, float]]) -> Literal["more", "better", "not better"]:
+    """Whether a trial needs more pairs, pays, or does not."""
+    if len(pairs) not in LOOKS:
+        return "more" if len(pairs) < max(LOOKS) else judge(pairs[: max(LOOKS)])
+    found = measure_ratio(pairs)
+    if found.low > MIN_RATIO:
+        return "better"
+    return "not better" if found.high < 1 + MIN_EXPECTED or len(pairs) == max(LOOKS) else "more"
+
+
+def same_training(before: Sequence[float], after: Sequence[float], tolerance: float) -> bool:
+    """Whether the losses of the same images are equal, relative to `before`. NaN is not."""
+    return len(before) == len(after) and all(
+        abs(a - b) <= tolerance * max(abs(a), 1e-6) for a, b in zip(before, after, strict=True)
+    )
+
+
+class Action(NamedTuple):
+    """What to do next."""
+
+    kind: str
+    """Name of a lever, BOUNDS, CONFIRM or DONE."""
+    trial: int = 0
+    changes: Changes = {}  # noqa: RUF012  # of a NamedTuple: never changed
+    fraction: float = 0.0
+    """Of the time, in the phase that the trial is to shorten."""
+    reason: str = ""
+    """Of an unavailable lever, or of the end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What does not change while a tuning goes on. settings: those that it began with, by name."""
+
+    levers: tuple[Lever, ...]
+    facts: Facts
+    settings: Mapping[str, Any]
+    budget_s: float
+
+    def lever(self, name: str) -> Lever | None:
+        return next((lever for lever in self.levers if lever.name == name), None)
+
+
+def newest_lines(lines: Iterable[Probe], facts: Facts) -> list[Probe]:
+    """The newest line of each trial on this machine and data, in the order of the trials."""
+    own = (line for line in lines if line.trial and (line.machine, line.data) == (facts.machine, facts.data))
+    return [line for _, line in sorted({line.trial: line for line in own}.items())]
+
+
+class Situation(NamedTuple):
+    """How far a tuning is."""
+
+    settings: dict[str, Any]
+    """With all changes that were kept."""
+    phases: dict[str, float]
+    """Seconds per image by phase, with evaluations and checkpoints."""
+    seconds: list[float]
+    """Per image, of the newest windows with these settings, without evaluations and checkpoints."""
+    bounds: Probe
+    kept: list[Probe]
+    spent_s: float
+    trial_s: float
+    """Expected of the next trial."""
+
+
+def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
+    """What the trials have shown; None: the bounds are not measured. trials: as `newest_lines` returns them."""
+    bounds = next((trial for trial in trials if trial.probe == BOUNDS and trial.state == "passed"), None)
+    if bounds is None:
+        return None
+    kept = [trial for trial in trials if trial.kept]
+    settings = dict(context.settings)
+    for trial in kept:
+        settings |= restore_types(trial.changes)
+    windows, seconds = bounds.phases, [before for before, _ in bounds.pairs]
+    for trial in kept:
+        if trial.phases:
+            windows, seconds = trial.phases, [after for _, after in trial.pairs]
+    durations = sorted(trial.seconds for trial in trials if trial.probe != BOUNDS and trial.steps)
+    return Situation(
+        settings,
+        add_events(windows, settings, bounds, context.facts),
+        seconds,
+        bounds,
+        kept,
+        sum(trial.seconds for trial in trials),
+        durations[-1] if durations else FIRST_TRIAL_S,
+    )
+
+
+def restore_types(changes: Changes) -> Changes:
+    """JSON has no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+
+
+def add_events(
+    phases: Mapping[str, float], settings: Mapping[str, Any], bounds: Probe, facts: Facts
+) -> dict[str, float]:
+    """The seconds per image of windows, with those of evaluations and checkpoints: one of them, over the images that
+    are trained on until the next."""
+    events = {
+        name: bounds.bounds[name] / every
+        for name in ("eval", "checkpoint")
+        if (every := interval_images(settings, f"{name}_every", facts, phases)) and bounds.bounds.get(name)
+    }
+    return {**phases, **events}
+
+
+def is_interval(lever: Lever) -> bool:
+    """Whether the lever is judged by what evaluations or checkpoints cost per image, without a window."""
+    return lever.loss in ("eval", "checkpoint")
+
+
+def with_events(
+    pairs: Iterable[tuple[float, float]],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    now: Situation,
+    facts: Facts,
+) -> list[tuple[float, float]]:
+    """Windows of two settings (seconds per image) with what evaluations and checkpoints take: one of them takes the
+    time that the bounds say, whatever the interval."""
+
+    def total(seconds: float, settings: Mapping[str, Any]) -> float:
+        return sum(add_events({"window": seconds}, settings, now.bounds, facts).values())
+
+    return [(total(a, before), total(b, after)) for a, b in pairs]
+
+
+def next_action(lines: Iterable[Probe], context: Context) -> Action:
+    """The next trial: the one that a kill interrupted, the bounds, the value of a lever that is expected to save most,
+    the confirmation; or the end, with its reason."""
+    trials = newest_lines(lines, context.facts)
+    for trial in trials:
+        if trial.state in ("planned", "run"):
+            return Action(trial.probe, trial.trial, trial.changes, trial.fraction)
+    number = trials[-1].trial + 1 if trials else 1
+    now = assess(trials, context)
+    if now is None:
+        failed = next((trial.reason for trial in trials if trial.probe == BOUNDS), None)
+        return Action(BOUNDS, number) if failed is None else Action(DONE, reason=f"the first settings fail: {failed}")
+    if any(trial.probe == CONFIRM for trial in trials):
+        return Action(DONE, reason="the result was measured again")
+    tried_names = {trial.probe for trial in trials}
+    for lever in context.levers:
+        reason = why_unavailable(lever, context.facts)
+        if reason and lever.name not in tried_names:
+            return Action(lever.name, number, reason=reason)
+    end = Action(CONFIRM, number, _all_changes(now)) if now.kept else Action(DONE, reason="nothing pays")
+    reserve_s = now.trial_s if now.kept else 0.0
+    candidates = _candidates(trials, now, context)
+    has_time = now.spent_s + now.trial_s + reserve_s <= context.budget_s
+    for expected, lever, changes, fraction in candidates:
+        if expected >= MIN_EXPECTED and (has_time or is_interval(lever)):
+            return Action(lever.name, number, changes, fraction)
+    if not has_time and not now.kept and candidates and candidates[0][0] >= MIN_EXPECTED:
+        return Action(DONE, reason="the budget is spent")
+    return end
+
+
+def _candidates(trials: Sequence[Probe], now: Situation, context: Context) -> list[tuple[float, Lever, Changes, float]]:
+    """(fraction of the time that is expected to go, lever, changes, fraction of its loss), the largest first; of each
+    lever its first value that is not tried."""
+    total = sum(now.phases.values())
+    tried: dict[tuple[str, bytes], float] = {}
+    for trial in trials:
+        tried[trial.probe, _key(trial.changes)] = math.inf if trial.state == "failed" else trial.fraction
+    found = []
+    for lever in context.levers:
+        fraction = now.phases.get(lever.loss, 0.0) / total if total else 0.0
+        if why_unavailable(lever, context.facts) or fraction <= 0:
+            continue
+        for changes in values(lever, now.settings, context.facts, now.phases):
+            before = tried.get((lever.name, _key(changes)))
+            if before is None or fraction >= GROWTH * before:
+                found.append((fraction * lever.gain, lever, changes, fraction))
+                break
+    return sorted(found, key=lambda row: -row[0])
+
+
+def _key(changes: Changes) -> bytes:
+    return msgspec.json.encode(changes, order="sorted")
+
+
+def _all_changes(now: Situation) -> Changes:
+    changes: Changes = {}
+    for trial in now.kept:
+        changes |= trial.changes
+    return changes
+
+
+def final_changes(lines: Iterable[Probe], context: Context) -> tuple[Changes, Probe | None]:
+    """(the changes of the result, its confirmation). None of them where the confirmation did not find them faster."""
+    trials = newest_lines(lines, context.facts)
+    now = assess(trials, context)
+    confirmation = next((trial for trial in trials if trial.probe == CONFIRM), None)
+    if now is None or confirmation is None or confirmation.state != "passed" or not confirmation.steps:
+        return {}, confirmation
+    return (_all_changes(now) if confirmation.ratio_low > 1 else {}), confirmation

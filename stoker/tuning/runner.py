@@ -1,0 +1,511 @@
+"""`stoker tune`: does what the policy asks for, trial by trial, and writes what it found.
+
+Each trial is a line of probes.jsonl in the folder of the tuning, written again when its state changes; the newest line
+counts. What to try, and what a measurement means, is in `policy.py`; processes and windows are in `trials.py`.
+"""
+
+import contextlib
+import dataclasses
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import RenderableType
+
+from stoker.config.durations import parse_duration
+from stoker.config.settings import Config, from_fields, from_run, to_toml
+from stoker.data.images.pixel_cache import MAX_FACTOR, CachedImageSpec, collect_cache_inputs
+from stoker.data.index import Index
+from stoker.data.index_digest import digest_images
+from stoker.diagnosis.termination import is_held
+from stoker.errors import DataError, UsageError
+from stoker.findings.finding import Evidence, Finding
+from stoker.hardware.cgroup import host_cores
+from stoker.hardware.device import Device
+from stoker.models import MODELS, get_architecture
+from stoker.report import format as fmt
+from stoker.report.console import print_renderables, table
+from stoker.report.explain import explain_run
+from stoker.runs import records
+from stoker.runs.records import CONFIG, FINDINGS, PROBES, RunFolder
+from stoker.runs.schemas import Probe
+from stoker.storage.local_files import write_atomic
+from stoker.storage.uri import display_path, is_uri
+from stoker.training import start
+from stoker.training.defaults.derive import derive_for_plan, total_steps
+from stoker.tuning import policy
+from stoker.tuning.levers import Changes, Facts, Lever, choose_levers
+from stoker.tuning.policy import BOUNDS, CONFIRM, DONE, Action, Context
+from stoker.tuning.trials import COMMAND, Measured, TrialError, TrialProcess, compare, measure_in_turn
+
+FIRST = "first.toml"
+"""Of the folder: the settings that the tuning began with."""
+LOG = "trials.log"
+TRIAL_SHARE = 0.2
+"""Fraction of the budget that one trial may take, before it is judged by the pairs that it has."""
+LOSS_STEPS = 2
+"""Steps of the largest batch whose losses are compared, before and again after updates."""
+MAX_AP_SHARE = 0.25
+"""Fraction of the budget for the two trainings that say what a lever costs in AP."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneRequest:
+    """What the command asks for. target: a data set or a run; config: settings of the user, without `target`."""
+
+    target: str
+    config: Config = Config()  # noqa: RUF009  # frozen
+    budget_s: float = 600.0
+    levers: tuple[str, ...] = ()
+    allow_accuracy: bool = False
+    out: Path | None = None
+    command: tuple[str, ...] = COMMAND
+
+
+class TuneResult(msgspec.Struct, kw_only=True):
+    """What was found."""
+
+    folder: str
+    machine: str
+    config: str
+    """File of the settings that are fastest."""
+    end: str
+    """Why the tuning ended."""
+    trials: list[Probe]
+    changes: dict[str, Any]
+    """What the settings in `config` change; empty: the first settings are the fastest, or nothing was confirmed."""
+    confirmation: Probe | None
+    findings: list[Finding]
+
+
+def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult:
+    """Measures until no change pays or the budget is spent, or continues that. on_progress: called with lines of text.
+
+    Raises UsageError for an unknown lever, too short a budget, a folder of other settings; DataError for a folder of
+    other data; what `stoker train` raises for the data and settings. All before anything is measured.
+    """
+    if request.budget_s < policy.MIN_BUDGET_S:
+        raise UsageError(
+            f"--budget: {request.budget_s:.0f} s are too short for one measurement.",
+            cause=f"the bounds, one trial and the confirmation take {policy.MIN_BUDGET_S} s on a small model",
+            fix="--budget 10min",
+        )
+    levers = choose_levers(request.levers, allow_accuracy=request.allow_accuracy)
+    resolved = _resolve(request)
+    context = Context(levers, _facts(resolved, request), resolved.config.set_fields(), request.budget_s)
+    folder = _open_folder(request, resolved, context, on_progress)
+    with records.locked(folder) as is_ours, contextlib.ExitStack() as stack:
+        if is_ours is False:
+            raise UsageError("Another process tunes here.", location=folder, fix="wait for its end, or give --out")
+        runner = Runner(context, RunFolder(folder, 1), request.command, on_progress)
+        stack.callback(runner.close)
+        end = runner.run()
+        changes, confirmation = policy.final_changes(runner.lines, context)
+        trials = policy.newest_lines(runner.lines, context.facts)
+        target = folder / CONFIG
+        config = resolved.config.replace(**policy.restore_types(changes))
+        reasons = {name: reason for name, reason in resolved.reasons.items() if name not in changes}
+        write_atomic(target, to_toml(config, reasons).encode())
+        findings = make_findings(trials, context, changes, target)
+        write_atomic(folder / FINDINGS, msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
+    return TuneResult(
+        folder=display_path(folder), machine=context.facts.machine, config=display_path(target), end=end,
+        trials=trials, changes=changes, confirmation=confirmation, findings=findings,
+    )  # fmt: skip
+
+
+def _resolve(request: TuneRequest) -> start.ResolvedRun:
+    """The settings that the tuning begins with, of a run or derived for a data set."""
+    path = Path(request.target)
+    config = request.config
+    if not is_uri(request.target) and (path / CONFIG).is_file():
+        if is_held(path):
+            raise UsageError("The run is still running: trials would use its device.", location=path)
+        stored, reasons = from_run(path / CONFIG)
+        if config.set_fields():
+            raise UsageError("--config is for a data set; a run has its own settings.", location=path)
+        resolved = start.resolve_run(stored, None)
+        return dataclasses.replace(resolved, reasons={**resolved.reasons, **reasons})
+    return start.resolve_run(config.replace(data=request.target), None)
+
+
+def _facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
+    config, index, device = resolved.config, resolved.index, resolved.device
+    train = index.image_indices("train")
+    architecture = get_architecture(config.model.model)
+    steps = total_steps(parse_duration(config.run.max_duration), len(train), config.run.batch_size)
+    recipe = derive_for_plan(Config().replace(data=config.data.data, model=config.model.model), index, device)[0]
+    digest = blake2b(digest_images(index, ("train", "val")).encode(), digest_size=8).hexdigest()
+    return Facts(
+        machine=f"{device.name}, {host_cores()} cores, torch {torch.__version__}",
+        data=digest,
+        device_kind=device.kind,
+        cores=host_cores(),
+        best_precision=device.best_precision()[0],
+        num_images=len(train),
+        epochs=None if steps is None else steps * config.run.batch_size / len(train),
+        cache_kinds=_cache_kinds(config, index),
+        recipe_batch_size=recipe.run.batch_size,
+        recipe_optimizer_is_sgd=config.optim.optimizer == "sgd",
+        size_divisor=architecture.size_divisor,
+        smaller_models=_smaller_models(config, index, device) if request.allow_accuracy else {},
+    )
+
+
+def _cache_kinds(config: Config, index: Index) -> list[str]:
+    """Those with room for all decoded images, without blurring the crops."""
+    data, train = config.data, index.image_indices("train")
+    spec = CachedImageSpec.for_augmentation(
+        data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
+    )
+    max_scale = data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0
+    inputs = collect_cache_inputs(index, train, spec, max_scale=max_scale, epochs=None)
+    if inputs.num_images < len(train) or (inputs.is_downscaled and max_scale > MAX_FACTOR):
+        return []
+    has_disk = inputs.network_file_system is None and inputs.cached_bytes <= inputs.free_disk_bytes
+    has_memory = 2 * inputs.cached_bytes <= inputs.free_memory_bytes
+    return ["disk"] * has_disk + ["ram"] * has_memory
+
+
+def _smaller_models(config: Config, index: Index, device: Device) -> dict[str, Changes]:
+    """Models of the family with fewer parameters → the settings that differ, the largest first."""
+    now = get_architecture(config.model.model)
+    smaller = [row for row in MODELS.items() if row[1].family == now.family and row[1].num_params < now.num_params]
+    found = {}
+    for name, _ in sorted(smaller, key=lambda row: -row[1].num_params):
+        user = Config().replace(data=config.data.data, model=name, image_size=config.data.image_size)
+        fields = derive_for_plan(user, index, device)[0].model
+        own = dataclasses.asdict(fields)
+        found[name] = {key: value for key, value in own.items() if getattr(config.model, key) != value}
+    return found
+
+
+def _open_folder(
+    request: TuneRequest, resolved: start.ResolvedRun, context: Context, on_progress: Callable[[str], None]
+) -> Path:
+    """A new folder, or that of the tuning which a kill interrupted. Raises UsageError, DataError."""
+    name = Path(request.target.rstrip("/")).stem or "data"
+    folder = request.out or Path("runs") / f"tune-{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    first, text = folder / FIRST, to_toml(resolved.config, {})
+    lines = list(records.read_lines(folder, PROBES, Probe))
+    if not first.exists() or not lines:
+        write_atomic(first, text.encode())
+        return folder
+    if any(line.data != context.facts.data for line in lines):
+        raise DataError(
+            "The trials of this folder are of other data.", location=folder,
+            cause="images or boxes have changed since, or --out names the folder of another data set",
+            fix="give another folder: --out DIR",
+        )  # fmt: skip
+    if first.read_text(encoding="utf-8") != text:
+        raise UsageError(
+            "The trials of this folder began with other settings.", location=first, fix="give another folder: --out DIR"
+        )
+    others = {line.machine for line in lines} - {context.facts.machine}
+    if others:
+        on_progress(f"trials on another machine do not count here ({', '.join(sorted(others))}): measuring anew")
+    if any(line.machine == context.facts.machine for line in lines):
+        on_progress(f"continuing {display_path(folder)}")
+    return folder
+
+
+class Runner:
+    """The trials of a tuning, one after the other."""
+
+    def __init__(
+        self, context: Context, folder: RunFolder, command: Sequence[str], on_progress: Callable[[str], None]
+    ) -> None:
+        self.context, self.folder, self.command, self.on_progress = context, folder, command, on_progress
+        self.lines = list(records.read_lines(folder.path, PROBES, Probe))
+        self._base: TrialProcess | None = None
+        self._largest_batch = max(context.facts.recipe_batch_size, context.settings["batch_size"])
+
+    def run(self) -> str:
+        """Trials until the policy is done; the reason for the end."""
+        while True:
+            action = policy.next_action(self.lines, self.context)
+            if action.kind == DONE:
+                return action.reason
+            self._do(action)
+
+    def close(self) -> None:
+        """Ends the processes and closes the records."""
+        if self._base is not None:
+            self._base.close()
+            self._base = None
+        self.folder.close()
+
+    def _write(self, probe: Probe, **values: Any) -> Probe:
+        probe = msgspec.structs.replace(probe, t=time.time(), **values)
+        self.folder.append(PROBES, probe)
+        self.lines.append(probe)
+        return probe
+
+    def _do(self, action: Action) -> None:
+        """One trial, from its first line to its last."""
+        facts, start_s = self.context.facts, time.monotonic()
+        probe = Probe(
+            t=0.0, attempt=1, probe=action.kind, steps=0, before_img_per_s=0.0, after_img_per_s=0.0, ratio=0.0,
+            ratio_low=0.0, ratio_high=0.0, trial=action.trial, state="planned", changes=action.changes,
+            fraction=action.fraction, machine=facts.machine, data=facts.data,
+        )  # fmt: skip
+        if action.reason:
+            self._finish(probe, state="unavailable", reason=action.reason)
+            return
+        probe = self._write(self._write(probe), state="run")
+        try:
+            values = self._measure(action)
+        except TrialError as error:
+            values = {"state": "unavailable" if error.unavailable else "failed", "reason": error.reason}
+        self._finish(probe, seconds=time.monotonic() - start_s, **values)
+
+    def _finish(self, probe: Probe, **values: Any) -> None:
+        self.on_progress(describe(self._write(probe, **values), self.context))
+
+    def _measure(self, action: Action) -> dict[str, Any]:
+        """The fields of a trial's last line. Raises TrialError."""
+        if action.kind == BOUNDS:
+            return self._measure_bounds()
+        now = policy.assess(policy.newest_lines(self.lines, self.context.facts), self.context)
+        assert now is not None
+        lever = self.context.lever(action.kind)
+        if lever is not None and policy.is_interval(lever):
+            after = {**now.settings, **policy.restore_types(action.changes)}
+            windows = [(seconds, seconds) for seconds in now.seconds]
+            return _summarize(policy.with_events(windows, now.settings, after, now, self.context.facts), 0, {})
+        until_s = time.monotonic() + TRIAL_SHARE * self.context.budget_s
+        settings = {**now.settings, **policy.restore_types(action.changes)}
+        if action.kind == CONFIRM:
+            self._replace_base(None)
+            return self._confirm(settings, until_s, now)
+        assert lever is not None
+        return self._try(lever, now.settings, settings, until_s)
+
+    def _measure_bounds(self) -> dict[str, Any]:
+        """Whole steps, steps on one batch, and loading alone."""
+        base = self._start_base(self.context.settings)
+        base.warm_up()
+        depth = base.batch_size * (base.ready.prefetch_depth + 1)
+        found = measure_in_turn(
+            lambda images: base.ask("step", images), lambda images: base.ask("train", images),
+            unit=base.batch_size, is_enough=lambda pairs: len(pairs) == min(policy.LOOKS),
+        )  # fmt: skip
+        base.ask("load", depth)  # what was loaded ahead
+        images = max(depth, found.steps * base.batch_size // len(found.pairs))
+        load = base.ask("load", images)
+        bounds = {
+            "step": statistics.median(step for step, _ in found.pairs),
+            "train": statistics.median(train for _, train in found.pairs),
+            "load": load.seconds / load.images,
+            "eval": base.ask("eval").seconds,
+            "checkpoint": base.ask("checkpoint").seconds,
+        }
+        pairs = [(train, step) for step, train in found.pairs]
+        return _summarize(pairs, found.steps, found.phases, bounds=bounds) | {"kept": False}
+
+    def _try(self, lever: Lever, before: dict[str, Any], after: dict[str, Any], until_s: float) -> dict[str, Any]:
+        base = self._start_base(before)
+        candidate = self._start(after)
+        kept = False
+        try:
+            if lever.tolerance is not None:
+                reason = self._compare_losses(lever.tolerance, base, candidate)
+                if reason:
+                    return {"state": "failed", "reason": reason}
+            values = _summarize_measured(compare(self._start_base(before), candidate, until_s=until_s))
+            if values["kept"] and lever.tolerance is None:
+                values["ap"] = self._measure_ap(before, after, values)
+            kept = values["kept"]
+            return values
+        finally:
+            if kept:
+                self._replace_base(candidate)
+            else:
+                candidate.close()
+
+    def _confirm(self, settings: dict[str, Any], until_s: float, now: policy.Situation) -> dict[str, Any]:
+        """In new processes, since what was measured in one may be its own luck; with evaluations and checkpoints."""
+        first = self._start(dict(self.context.settings))
+        try:
+            final = self._start(settings)
+            try:
+                found = compare(first, final, until_s=until_s)
+                pairs = policy.with_events(found.pairs, first.settings, settings, now, self.context.facts)
+                return _summarize(pairs, found.steps, found.phases) | {"kept": False, "reason": ""}
+            finally:
+                final.close()
+        finally:
+            first.close()
+
+    def _compare_losses(self, tolerance: float, base: TrialProcess, candidate: TrialProcess) -> str:
+        """Why it is another training; empty: it is the same."""
+        group = math.gcd(base.micro_batch_size, candidate.micro_batch_size)
+        images, lr = LOSS_STEPS * self._largest_batch, 0.1 * self.context.settings["lr"]
+        if base.losses and (group, lr) not in base.losses:
+            self._replace_base(None)
+            base = self._start_base(base.settings)
+        before, after = (process.first_losses(images, group, lr) for process in (base, candidate))
+        if base.batch_size != candidate.batch_size:  # the updates differ, the losses before them do not
+            before, after = before[: len(before) // 2], after[: len(after) // 2]
+        if policy.same_training(before, after, tolerance):
+            return ""
+        apart = max((abs(a - b) / max(abs(a), 1e-6) for a, b in zip(before, after, strict=False)), default=math.nan)
+        return f"another training: the losses of the same images differ by {apart:.2g} (allowed: {tolerance:g})"
+
+    def _start(self, settings: dict[str, Any]) -> TrialProcess:
+        return TrialProcess(settings, self.folder.path / LOG, self.command)
+
+    def _start_base(self, settings: Any) -> TrialProcess:
+        """The process with these settings that is running, or a new one."""
+        if self._base is None or self._base.settings != dict(settings):
+            self._replace_base(None)
+            self._base = self._start(dict(settings))
+        return self._base
+
+    def _replace_base(self, process: TrialProcess | None) -> None:
+        if self._base is not None:
+            self._base.close()
+        self._base = process
+
+    def _measure_ap(self, before: dict[str, Any], after: dict[str, Any], values: dict[str, Any]) -> tuple[float, float]:
+        """AP of two short trainings on the same number of images, one seed each. Raises TrialError."""
+        self._replace_base(None)
+        per_image_s = 1 / values["before_img_per_s"] + 1 / values["after_img_per_s"]
+        images = MAX_AP_SHARE * self.context.budget_s / per_image_s
+        if images < 10 * self._largest_batch:
+            raise TrialError("the budget has no room for the two trainings that measure AP", unavailable=True)
+        found = []
+        for name, settings in (("before", before), ("after", after)):
+            steps = max(1, int(images // settings["batch_size"]))
+            found.append(train_briefly(settings, steps, self.folder.path / f"ap-{len(self.lines)}-{name}"))
+        return found[0], found[1]
+
+
+def train_briefly(settings: dict[str, Any], steps: int, run: Path) -> float:
+    """The AP of a training of so many steps. Raises TrialError."""
+    short = settings | {"max_duration": str(steps), "eval_every": "0", "patience": 0}
+    short["warmup_steps"] = max(1, steps // 20)
+    run.mkdir(parents=True, exist_ok=True)
+    file = run.with_suffix(".toml")
+    write_atomic(file, to_toml(from_fields(short), {}).encode())
+    command = [sys.executable, "-m", "stoker", "train", "--config", str(file), "--run-dir", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TrialError(f"the training that measures AP ended with exit code {done.returncode}: {done.stderr[-200:]}")
+    return explain_run(run).ap or 0.0
+
+
+def _summarize_measured(found: Measured) -> dict[str, Any]:
+    return _summarize(found.pairs, found.steps, found.phases)
+
+
+def _summarize(pairs: list[tuple[float, float]], steps: int, phases: dict[str, float], **more: Any) -> dict[str, Any]:
+    """The fields of a trial that was measured."""
+    ratio, low, high = policy.measure_ratio(pairs)
+    kept = low > policy.MIN_RATIO
+    return {
+        "state": "passed", "pairs": pairs, "phases": phases, "steps": steps, "ratio": ratio, "ratio_low": low,
+        "ratio_high": high, "kept": kept, "reason": "" if kept else "its interval is not above 1",
+        "before_img_per_s": 1 / statistics.median(a for a, _ in pairs),
+        "after_img_per_s": 1 / statistics.median(b for _, b in pairs), **more,
+    }  # fmt: skip
+
+
+def describe_changes(changes: Changes, settings: dict[str, Any] | Any) -> str:
+    """`workers 1 → 4`."""
+    return ", ".join(f"{name} {settings.get(name)} → {value}" for name, value in changes.items())
+
+
+def describe(probe: Probe, context: Context) -> str:
+    """A trial in one line."""
+    if probe.probe == BOUNDS:
+        return describe_bounds(probe)
+    what = describe_changes(probe.changes, context.settings) if probe.changes else probe.probe
+    if probe.probe == CONFIRM:
+        what = "all together, in new processes"
+    if probe.state != "passed":
+        return f"{what}: {probe.state}: {probe.reason}"
+    verdict = "" if probe.probe == CONFIRM else ", kept" if probe.kept else ", not kept"
+    ap = "" if probe.ap is None else f", AP {probe.ap[0]:.3f} → {probe.ap[1]:.3f}"
+    return f"{what}: {probe.ratio:.2f} times ({probe.ratio_low:.2f} … {probe.ratio_high:.2f}){ap}{verdict}"
+
+
+def describe_bounds(probe: Probe) -> str:
+    """The headroom in one line."""
+    if probe.state != "passed":
+        return f"the first settings: {probe.state}: {probe.reason}"
+    speed = {name: 1 / probe.bounds[name] for name in ("train", "step", "load")}
+    where = "loading is" if speed["load"] < speed["step"] else "the steps are"
+    return (
+        f"{speed['train']:.1f} img/s now; {speed['step']:.1f} without loading, {speed['load']:.1f} without steps: "
+        f"{where} the limit; perfect loading would make it {probe.ratio:.2f} times as fast"
+    )
+
+
+def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, config: Path) -> list[Finding]:
+    """One for each change that was measured: verified, or refuted."""
+    findings = []
+    for trial in trials:
+        lever = context.lever(trial.probe)
+        if lever is None or trial.state != "passed":
+            continue
+        is_in = trial.kept and set(trial.changes) <= set(changes)
+        text = describe(trial, context)
+        findings.append(
+            Finding(
+                id=lever.cause,
+                severity="warning" if is_in else "info",
+                title=f"{describe_changes(trial.changes, context.settings)} trains {trial.ratio:.2f} times as fast."
+                if is_in
+                else f"{describe_changes(trial.changes, context.settings)} does not pay here.",
+                evidence=[Evidence(text=text, value=trial.ratio, source=PROBES)],
+                fix=f"train with {config}" if is_in else "",
+                command=f"stoker train --config {config}" if is_in else None,
+                confidence=0.95,
+                probe_result=f"{'confirmed' if is_in else 'refuted'} by {text}",
+                config_patch=trial.changes if is_in else {},
+            )
+        )
+    return findings
+
+
+def print_result(result: TuneResult) -> None:
+    """The table of all trials, and what to do with the result."""
+    rows: list[tuple[str, ...]] = []
+    for trial in result.trials:
+        names = ", ".join(f"{name} {value}" for name, value in trial.changes.items())
+        what = {BOUNDS: "headroom: without loading", CONFIRM: "confirmation, all together"}.get(trial.probe, names)
+        if trial.state != "passed":
+            rows.append((what or trial.probe, "", "", "", "", f"{trial.state}: {trial.reason}"))
+            continue
+        ap = "" if trial.ap is None else f", AP {trial.ap[0]:.3f} → {trial.ap[1]:.3f}"
+        verdict = "" if trial.probe in (BOUNDS, CONFIRM) else "kept" if trial.kept else "not kept"
+        rows.append(
+            (what, fmt.number(trial.before_img_per_s), fmt.number(trial.after_img_per_s), f"{trial.ratio:.2f}",
+             f"{trial.ratio_low:.2f} … {trial.ratio_high:.2f}", verdict + ap)
+        )  # fmt: skip
+    heads = ("tried", "img/s before", "after", "ratio", "95 % interval", "")
+    lines: list[RenderableType] = ["", table(*heads, right=(1, 2, 3), rows=rows), "", f"The end: {result.end}."]
+    confirmation = result.confirmation
+    if result.changes and confirmation is not None:
+        lines.append(
+            f"{result.config} has the result: {confirmation.ratio:.2f} times the images per second in new processes "
+            f"(95 %: {confirmation.ratio_low:.2f} to {confirmation.ratio_high:.2f}). "
+            f"`stoker train --config {result.config}` trains with it."
+        )
+    elif confirmation is not None:
+        reason = confirmation.reason or f"{confirmation.ratio_low:.2f} … {confirmation.ratio_high:.2f} times"
+        lines.append(f"Nothing is kept: the confirmation did not find the result faster ({reason}).")
+    else:
+        lines.append(f"The first settings are the best that was found; {result.config} has them.")
+    lines.append(f"Measured on {result.machine}; on another machine, tune again.")
+    print_renderables(lines)

@@ -1,0 +1,194 @@
+"""Trial processes and the windows that they measure: two configurations in turn, so that both meet the same noise.
+
+A process waits, stopped by SIGSTOP, while the other one is measured: its loader would go on filling its buffers, which
+takes cores from the other one and would make its own next window too fast. The process itself is
+`stoker/training/trial.py`; what a measurement means is in `policy.py`.
+"""
+
+import contextlib
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from stoker.errors import PreflightError
+from stoker.training.trial import Reply, Request, Start
+from stoker.tuning.policy import LOOKS, judge
+
+COMMAND = (sys.executable, "-m", "stoker.training.trial")
+NUM_IMAGES = 256
+"""Of the training split, which a trial repeats: a cache has all of them after seconds."""
+WINDOW_S = (0.6, 4.0)
+"""Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least."""
+ANSWER_S = 180.0
+"""A process that does not answer for so long hangs; compiling takes minutes (`COMPILE_S`)."""
+COMPILE_S = 900.0
+
+
+class TrialError(Exception):
+    """A configuration could not be measured, for a reason that its process gave."""
+
+    def __init__(self, reason: str, *, unavailable: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.unavailable = reason, unavailable
+
+
+class TrialProcess:
+    """A configuration that can be measured. Close it. log: gets what the process prints."""
+
+    def __init__(self, settings: Mapping[str, Any], log: Path, command: Sequence[str] = COMMAND) -> None:
+        self.settings = dict(settings)
+        self.batch_size: int = settings["batch_size"]
+        self.micro_batch_size = self.batch_size // int(settings["grad_accum_steps"])
+        self.losses: dict[tuple[int, float], list[float]] = {}
+        self._limit_s = COMPILE_S if settings.get("compile") else ANSWER_S
+        self._log, self._rest = log, b""
+        try:
+            # A group of its own in this session: if this process is killed, the kernel ends a stopped group (SIGHUP).
+            with log.open("ab") as errors:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, process_group=0
+                )
+        except OSError as error:
+            raise PreflightError("A trial cannot be started.", location=command[0], cause=error.strerror) from error
+        try:
+            self.ready = self._exchange(Start(settings=self.settings, num_images=NUM_IMAGES))
+            self._signal(signal.SIGSTOP)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, do: Literal["train", "step", "load", "losses", "eval", "checkpoint"], images: int = 0, **more: Any) -> Reply:  # fmt: skip  # noqa: E501
+        """The process goes on, answers, and stops. Raises TrialError; close the process then."""
+        self._signal(signal.SIGCONT)
+        reply = self._exchange(Request(do=do, images=images, **more))
+        self._signal(signal.SIGSTOP)
+        return reply
+
+    def first_losses(self, images: int, group: int, lr: float) -> list[float]:
+        """The losses of the first images of the stream, before any update, and of the same number after them, with
+        updates. Raises TrialError where the process is past them."""
+        if (group, lr) not in self.losses:
+            if self.losses:
+                raise ValueError("the process is past its first images")
+            count = images // group
+            before = self.ask("losses", images, group=group).losses[:count]
+            self.losses[group, lr] = before + self.ask("losses", images, group=group, lr=lr).losses[:count]
+        return self.losses[group, lr]
+
+    def warm_up(self) -> None:
+        """As many steps as batches are loaded ahead: then a window waits for the loader as a run does."""
+        self.ask("train", self.batch_size * (self.ready.prefetch_depth + 1))
+
+    def close(self) -> None:
+        """Ends the process and its workers."""
+        for number in (signal.SIGKILL, signal.SIGCONT):
+            self._signal(number)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _exchange(self, message: Start | Request) -> Reply:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise TrialError(self._describe_end()) from None
+        reply = msgspec.json.decode(self._read_line(), type=Reply)
+        if reply.error:
+            raise TrialError(reply.error, unavailable=reply.unavailable)
+        return reply
+
+    def _read_line(self) -> bytes:
+        assert self._process.stdout is not None
+        file = self._process.stdout.fileno()
+        while b"\n" not in self._rest:
+            if not select.select([file], [], [], self._limit_s)[0]:
+                raise TrialError(f"no answer for {self._limit_s:.0f} s")
+            chunk = os.read(file, 1 << 16)
+            if not chunk:
+                raise TrialError(self._describe_end())
+            self._rest += chunk
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def _describe_end(self) -> str:
+        code = self._process.wait()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return f"the process ended with {how}" + (f": {lines[-1].strip()}" if lines else "")
+
+
+class Measured(msgspec.Struct):
+    """Windows of two sides. phases: seconds per image by phase of the second; steps: of each side."""
+
+    pairs: list[tuple[float, float]]
+    phases: dict[str, float]
+    steps: int
+
+
+Window = Callable[[int], Reply]
+"""Works on so many images."""
+
+
+def measure_in_turn(
+    before: Window, after: Window, *, unit: int, is_enough: Callable[[list[tuple[float, float]]], bool]
+) -> Measured:
+    """Pairs of windows with the same number of images, in the order A B B A, until `is_enough`. unit: images that are a
+    whole number of steps for both sides."""
+    trial_s = sorted(_per_image(window(2 * unit)) for window in (before, after))
+    images = unit * max(2, min(math.ceil(WINDOW_S[0] / trial_s[0] / unit), int(WINDOW_S[1] / trial_s[1] / unit)))
+    pairs: list[tuple[float, float]] = []
+    replies: list[Reply] = []
+    while not pairs or not is_enough(pairs):
+        if len(pairs) % 2 == 0:
+            first, second = before(images), after(images)
+        else:
+            second, first = after(images), before(images)
+        pairs.append((_per_image(first), _per_image(second)))
+        replies.append(second)
+    return Measured(pairs, sum_phases(replies), len(pairs) * replies[0].steps)
+
+
+def compare(base: TrialProcess, candidate: TrialProcess, *, until_s: float) -> Measured:
+    """Whole steps of two configurations, until it is decided which is faster; from `until_s` of `time.monotonic` on, no
+    pairs are added that complete no look. Raises TrialError."""
+    for process in (base, candidate):
+        process.warm_up()
+
+    def is_enough(pairs: list[tuple[float, float]]) -> bool:
+        return judge(pairs) != "more" or (len(pairs) in LOOKS and time.monotonic() > until_s)
+
+    unit = math.lcm(base.batch_size, candidate.batch_size)
+    return measure_in_turn(
+        lambda images: base.ask("train", images),
+        lambda images: candidate.ask("train", images),
+        unit=unit,
+        is_enough=is_enough,
+    )
+
+
+def sum_phases(replies: Sequence[Reply]) -> dict[str, float]:
+    """Seconds per image by phase."""
+    images = sum(reply.images for reply in replies)
+    names = dict.fromkeys(name for reply in replies for name in reply.phases)
+    return {name: sum(reply.phases.get(name, 0.0) for reply in replies) / images for name in names}
+
+
+def _per_image(reply: Reply) -> float:
+    return reply.seconds / reply.images

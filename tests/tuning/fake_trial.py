@@ -1,0 +1,28 @@
+"""Speaks the protocol of `stoker.training.trial` without a model: seconds follow from the settings."""
+
+import json
+import sys
+
+settings = json.loads(sys.stdin.readline())["settings"]
+fails = settings["workers"] == "auto"
+if fails:
+    print(json.dumps({"error": "out of memory"}), flush=True)
+    sys.exit()
+print(json.dumps({"workers": 1, "prefetch_depth": 2}), flush=True)
+count = 0
+for text in sys.stdin:
+    request = json.loads(text)
+    images, count = request["images"], count + 1
+    compute_s = images * 0.01 * (1 + 1 / settings["batch_size"])
+    wait_s = 0.0 if settings["cache"] != "none" else images * 0.05
+    noise = 1 + 0.002 * (count % 3)
+    seconds = {"step": compute_s, "load": wait_s, "eval": 1.0, "checkpoint": 0.01}.get(
+        request["do"], compute_s + wait_s
+    )
+    losses = [1.0] * (images // request["group"]) if request["do"] == "losses" else []
+    if settings["cache"] == "disk":
+        losses = [2.0] * len(losses)
+    print(json.dumps({
+        "seconds": seconds * noise, "images": images, "steps": images // settings["batch_size"],
+        "phases": {"compute": compute_s, "input_wait": wait_s}, "losses": losses,
+    }), flush=True)  # fmt: skip
