@@ -229,8 +229,8 @@ class _Search:
             f"AP {best.ap:.3f} on the validation split after {steps} steps, the best of {len(others)} from "
             f"{others[0]:.2g} to {others[-1]:.2g} by successive halving; a range test alone suggests {center:.2g}"
         ) + ("; it is at the edge of what was tried" if at_edge else "")
-        if best.ap == 0:
-            reason += "; no AP is above 0, so that the training loss decided: give more --budget"
+        if best.ap < lr_policy.MIN_AP:
+            reason += f"; no AP is above {lr_policy.MIN_AP:g}, so that the training loss decided: give more --budget"
         target, plot = path / CONFIG, path / PLOT
         reasons = {name: text for name, text in resolved.reasons.items() if name != "lr"} | {"lr": reason}
         write_atomic(target, to_toml(config.replace(lr=best.lr), reasons).encode())

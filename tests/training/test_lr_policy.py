@@ -85,3 +85,7 @@ def test_the_last_round_fits_the_budget_and_the_length():
     assert length * steps * 0.1 + trainings * lr_policy.START_S == pytest.approx(600, abs=length * 0.1)
     assert 4 * lr_policy.first_steps(0.1, 6000, 400) == 400
     assert lr_policy.first_steps(10.0, 600, None) < lr_policy.MIN_STEPS
+
+
+def test_an_ap_that_is_chance_leaves_the_decision_to_the_loss():
+    assert lr_policy.rank([Score(1e-3, 0.005, 1.0), Score(1e-4, 0.001, 0.9)])[0].lr == 1e-4

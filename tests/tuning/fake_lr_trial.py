@@ -7,4 +7,5 @@ json.loads(sys.stdin.readline())
 print(json.dumps({"workers": 1, "prefetch_depth": 2}), flush=True)
 for text in sys.stdin:
     lr = json.loads(text)["lr"]
-    print(json.dumps({"seconds": 0.001, "images": 1, "steps": 1, "losses": [1 / (1 + lr)] if lr < 0.1 else []}), flush=True)
+    losses = [1 / (1 + lr)] if lr < 0.1 else []
+    print(json.dumps({"seconds": 0.001, "images": 1, "steps": 1, "losses": losses}), flush=True)

@@ -108,7 +108,8 @@ def search(request: TuneRequest) -> LrResult:
     return tune_lr(request, lambda _: None)
 
 
-def test_the_validation_split_decides_and_not_the_range_test(trainings: Trainings, request_: TuneRequest) -> None:
+@pytest.mark.usefixtures("trainings")
+def test_the_validation_split_decides_and_not_the_range_test(request_: TuneRequest) -> None:
     result = search(request_)
     assert result.lr == pytest.approx(3e-5, rel=0.6)  # the range test places the grid three decades higher
     assert "range test alone suggests" in result.reason
