@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
+import msgspec
+
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.runs.schemas import Place, StackWindow
 
@@ -17,6 +19,11 @@ __all__ = ["PlaceCounter", "PlaceTotal", "find_places"]  # the rest is for the r
 
 MAX_PLACES = 2000
 """Places of a process that are counted; a job has some hundred."""
+
+MAX_TREES, MAX_NODES, MIN_SHARE = 8, 12, 0.005
+"""Trees of a run, nodes below a node, and the fraction of the samples of a tree below which a node is left out."""
+TRAINING_STEP = "training step"
+"""Row of frames.toml."""
 
 _Z = 1.96
 """Standard errors of a 95 % interval."""
@@ -36,6 +43,7 @@ class _Key(NamedTuple):
     line: str
     function: str
     call: str
+    part: str
 
 
 @dataclasses.dataclass
@@ -76,7 +84,7 @@ class PlaceCounter:
         process.groups.setdefault(group, _Count()).add(_Count(window.samples, window.wall_s, 1))
         seen: set[_Key] = set()
         for place in window.places:
-            key = _Key(group, place.kind, place.line, place.function, place.call)
+            key = _Key(group, place.kind, place.line, place.function, place.call, place.part)
             if key not in process.places and len(process.places) >= MAX_PLACES:
                 continue
             is_new = key not in seen
@@ -128,6 +136,7 @@ def find_places(
     for total in run.places:
         if (
             total.role != role
+            or (total.part and not total.line)
             or (rank is not None and total.rank != rank)
             or (total.is_startup and not include_startup)
         ):
@@ -171,6 +180,7 @@ def _make_total(key: _Key, count: _Count, group: _Count) -> PlaceTotal:
         line=key.line,
         function=key.function,
         call=key.call,
+        part=key.part,
         leaves=dict(count.leaves),
         samples=count.samples,
         seconds=count.seconds,
@@ -223,6 +233,91 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
         groups.setdefault((total.role, rank, total.line, total.call), []).append(total)
     merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
     return sorted(merged, key=lambda place: -place.seconds)
+
+
+def list_parts(run: RunRecords) -> list[PlaceTotal]:
+    """Of a training of stoker's own, after the start: the parts of stoker that the training thread was in, but for the
+    training step, and the functions of the threads that load, the largest first."""
+    groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
+    for total in run.places:
+        works = total.part != TRAINING_STEP if total.role == "training" else total.kind != "idle"
+        if total.part and not total.line and not total.is_startup and works:
+            rank, function = (total.rank, "") if total.role == "training" else (0, total.function.partition(" ")[0])
+            groups.setdefault((total.role, rank, total.part, function), []).append(total)
+    merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
+    return sorted(merged, key=lambda place: -place.seconds)
+
+
+class PlaceNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the tree of places: all samples of a role, or those of them with the same first names."""
+
+    name: str
+    """A line with its function, a call, an innermost frame; in a training of stoker's own first a part of stoker. Of
+    the root: whose samples they are."""
+    kind: str
+    """Of most of its samples."""
+    samples: int
+    seconds: float
+    low_s: float
+    """95 % interval, of the fraction of the samples below the root."""
+    high_s: float
+    nodes: list["PlaceNode"] = []
+    """The largest first; the time of the node that is in none of them is its own."""
+
+
+def place_trees(run: RunRecords) -> list[PlaceNode]:
+    """A tree for each role and rank, before and after the first steps, of the MAX_TREES that were sampled most."""
+    groups: dict[tuple[str, int, bool], list[PlaceTotal]] = {}
+    for total in run.places:
+        groups.setdefault((total.role, total.rank, total.is_startup), []).append(total)
+    largest = sorted(groups, key=lambda key: -sum(total.samples for total in groups[key]))[:MAX_TREES]
+    trees: list[PlaceNode] = []
+    for role, rank, is_startup in sorted(largest, key=lambda key: (key[0] != "training", key[1], key[2])):
+        name = "training thread" if role == "training" else "each loader worker"
+        name += f" of rank {rank}" if run.num_ranks > 1 else ""
+        sampled = [
+            _Sampled((*_path(total), *filter(None, [leaf])), total.kind, _scale(total, {leaf: count}).seconds, count)
+            for total in groups[role, rank, is_startup]
+            for leaf, count in total.leaves.items()
+        ]
+        trees.append(_make_node(f"{name}{', start' * is_startup}", sampled, 0, sampled))
+    return trees
+
+
+class _Sampled(NamedTuple):
+    path: tuple[str, ...]
+    kind: str
+    seconds: float
+    samples: int
+
+
+def _path(total: PlaceTotal) -> tuple[str, ...]:
+    if total.kind == "idle" and total.role == "worker" and not total.line:
+        return ("waits for work",)
+    where = f"{total.function} ({total.line})" if total.line else total.function or total.kind
+    return tuple(filter(None, (total.part, where, total.call)))
+
+
+def _make_node(name: str, sampled: list[_Sampled], depth: int, root: list[_Sampled]) -> PlaceNode:
+    """depth: of the node, 0 for the root; root: all of the tree."""
+    kinds: dict[str, float] = {}
+    below: dict[str, list[_Sampled]] = {}
+    for item in sampled:
+        kinds[item.kind] = kinds.get(item.kind, 0.0) + item.seconds
+        if len(item.path) > depth:
+            below.setdefault(item.path[depth], []).append(item)
+    seconds, root_s = sum(kinds.values()), sum(item.seconds for item in root)
+    low, high = _wilson(seconds / root_s if root_s > 0 else 0.0, sum(item.samples for item in root))
+    nodes = [_make_node(child, items, depth + 1, root) for child, items in below.items()]
+    return PlaceNode(
+        name=name,
+        kind=max(kinds, key=kinds.__getitem__),
+        samples=sum(item.samples for item in sampled),
+        seconds=seconds,
+        low_s=low * root_s,
+        high_s=high * root_s,
+        nodes=sorted((n for n in nodes if n.seconds >= MIN_SHARE * root_s), key=lambda n: -n.seconds)[:MAX_NODES],
+    )
 
 
 def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:

@@ -477,15 +477,16 @@ def _read_stacks(
     last_step_t = run_records.progress_gap.last_step_t if run_records.progress_gap is not None else 0.0
     for rank, folder in ranks.items():
         for number, window in records.numbered_lines(folder, records.STACKS, StackWindow):
-            if rank == 0:
+            is_own = any(place.part for place in window.places)
+            if rank == 0 and not is_own:
                 end.stacks(number, window)
             if window.attempt == run_records.totals.attempts and window.t - window.wall_s / 2 > last_step_t:
                 run_records.newest_stacks[rank, window.pid] = window
             steady_span = steady_spans.get(window.attempt)
             middle_t = window.t - window.wall_s / 2
             places.add(rank, window, is_startup=steady_span is None or middle_t <= steady_span.start_t)
-            if window.role != "training":
-                continue
+            if window.role != "training" or is_own:
+                continue  # the ledger has the phases of a training of stoker's own
             stats = by_process.setdefault((window.attempt, window.pid), StackStats())
             _add_stacks(stats, window, steady_span)
     run_records.places, run_records.place_totals = places.totals(LAUNCHER_KINDS)

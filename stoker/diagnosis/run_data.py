@@ -399,6 +399,8 @@ class PlaceTotal:
     line: str
     function: str
     call: str
+    part: str
+    """Of stoker, in a training of its own; rules only judge lines of the user."""
     leaves: dict[str, int]
     """Innermost frame → samples."""
     samples: int
@@ -553,7 +555,8 @@ class RunRecords:
     @property
     def loader(self) -> str:
         """Names of the loader in the stacks of the training thread; empty: none was seen."""
-        seen = {text for place in self.places if place.role == "training" for text in (place.call, *place.leaves)}
+        places = [place for place in self.places if place.role == "training" and not place.part]
+        seen = {text for place in places for text in (place.call, *place.leaves)}
         of_torch = ["torch.utils.data"] if "workers" in self.facts and "torch" in self.frameworks else []
         return " ".join([*sorted(seen), *of_torch])
 

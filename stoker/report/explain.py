@@ -21,7 +21,7 @@ from rich.console import RenderableType
 from stoker.diagnosis import engine
 from stoker.diagnosis.causes.shared import has_enough_stacks
 from stoker.diagnosis.notes import collect_notes
-from stoker.diagnosis.places import frequency, list_places
+from stoker.diagnosis.places import PlaceNode, frequency, list_parts, list_places, place_trees
 from stoker.diagnosis.postmortem import explain
 from stoker.diagnosis.reader import Observer, read_run
 from stoker.diagnosis.run_data import EventSummary, RunRecords, Termination
@@ -87,13 +87,15 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the job's own code outside of forward and backward. low_s, high_s: 95 % interval."""
+    """A line of the job's own code outside of forward and backward; in a training of stoker's own, a part of stoker
+    besides the training step, with the function in which it was most. low_s, high_s: 95 % interval."""
 
     role: str
     rank: int
     line: str
     function: str
     call: str
+    part: str = ""
     kind: str
     samples: int
     seconds: float
@@ -108,6 +110,10 @@ class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
         often = f", {self.frequency}" if self.frequency else ""
         whose = ", in each loader worker" if self.role == "worker" else f", rank {self.rank}" if self.rank else ""
         what = f"{self.call} ← {self.line}" if self.call else f"{self.function} {self.line}"
+        if self.part and not self.line:
+            what = f"{self.part}, mostly in {self.function}"
+            if self.role == "worker":
+                what = f"{self.function.partition(' (')[0]} ← {self.part}"
         return f"{self.seconds:,.0f} s (±{max(1, error_s):,.0f}) {what}{often}{whose}"
 
 
@@ -145,6 +151,8 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     findings: list[Finding]
     places: list[PlaceTime] = []
     """Where the samples of stacks were outside of forward and backward, the largest first."""
+    place_trees: list[PlaceNode] = []
+    """All samples, by role and rank."""
     notes: list[Finding] = []
     """Observations that need no action."""
     evidence_paths: dict[str, str]
@@ -231,6 +239,7 @@ def explain_run(
         largest_loss=_largest_loss(phases, findings),
         findings=findings,
         places=_places(run_records),
+        place_trees=place_trees(run_records),
         notes=collect_notes(run_records, findings),
         evidence_paths={name: str(path / name) for name in EVIDENCE_FILES if (path / name).exists()},
         coverage=coverage,
@@ -244,10 +253,13 @@ def _places(run_records: RunRecords) -> list[PlaceTime]:
     """The largest places of at least a hundredth of their process' time."""
     names = [name for name in PlaceTime.__struct_fields__ if name != "frequency"]
     return [
-        PlaceTime(**{name: getattr(place, name) for name in names}, frequency=frequency(run_records, place))
-        for place in list_places(run_records)[:MAX_PLACES]
+        PlaceTime(
+            **{name: getattr(place, name) for name in names},
+            frequency=frequency(run_records, place) if place.line else "",
+        )
+        for place in sorted([*list_places(run_records), *list_parts(run_records)], key=lambda place: -place.seconds)
         if place.seconds >= max(1.0, run_records.place_totals[place.role, place.rank] / 100)
-    ]
+    ][:MAX_PLACES]
 
 
 def _where(explanation: RunExplanation) -> str:
@@ -462,7 +474,9 @@ def _details(explanation: RunExplanation) -> Iterator[RenderableType]:
     findings, advice = explanation.findings[:MAX_FINDINGS], explanation.sizing_advice
     if explanation.places:
         yield ""
-        yield plain_text("Places outside of forward and backward, by samples of the stacks", "bold")
+        is_own = all(place.part for place in explanation.places)
+        what = "Parts of stoker besides the training step" if is_own else "Places outside of forward and backward"
+        yield plain_text(f"{what}, by samples of the stacks", "bold")
         yield from (indented(place.text()) for place in explanation.places)
     if not findings:
         yield "The diagnosis found nothing else."

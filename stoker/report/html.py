@@ -19,6 +19,7 @@ from stoker.evaluation.metrics import COCO_SUMMARY, Evaluation, Metrics
 from stoker.report import format as fmt
 from stoker.report.explain import ERROR_TYPE_ADVICE, PHASE_COLORS, PROBE_HEADS, PhaseTime, RunExplanation, probe_rows
 from stoker.report.page import charts as draw
+from stoker.report.page.icicle import icicle
 from stoker.report.page.images import render_image
 from stoker.report.page.markup import Child, Markup, bar, clean, join, table, tag
 from stoker.report.run_report import RunReport, collect, sum_error_types
@@ -128,8 +129,8 @@ def _templates() -> jinja2.Environment:
     )
     functions = (
         class_names, class_rows, coco_metrics, confusion_rows, confusion_table, flatten, error_rows, event_rows,
-        join, ledger_order, metric_rows, phase_color, phase_name, phase_rows, probe_rows, quarantine_rows, render_image,
-        next_commands, setting_rows, table,
+        icicle, join, ledger_order, metric_rows, phase_color, phase_name, phase_rows, probe_rows, quarantine_rows,
+        render_image, next_commands, setting_rows, table,
     )  # fmt: skip
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {

@@ -107,12 +107,15 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """The innermost frame, `function (package/file.py)`, where it is another one than the call."""
     kind: str
     """One of the kinds of `StackWindow.main_thread`."""
+    part: str = ""
+    """In a training of stoker's own: the part of stoker (`evaluation`). `function` is then one of stoker with its
+    file and line, and `line` is empty, unless stoker called a file of the user."""
     samples: int
     """Number of samples there."""
 
 
 class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A line of stacks.jsonl: what the threads of a watched job ran, by samples of their stacks (py-spy)."""
+    """A line of stacks.jsonl: what the threads of a job ran, by samples of their stacks."""
 
     t: float
     """Unix time, seconds."""
@@ -132,7 +135,8 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     process_cpu: float | None = None
     """CPU-seconds per second of the process in this time: all its threads, without its children."""
     role: str = "training"
-    """Of the process: `training`, or `worker` for a process that loads data for another one."""
+    """Of the process: `training`, or `worker` for a process that loads data for another one; in a training of stoker's
+    own, for the threads that load."""
     places: list[Place] = []
     """Where the main thread was, the most frequent first; their samples add up to `samples`. The last one may be the
     sum of the rest, without a line."""

@@ -62,12 +62,15 @@ class Training:
         trace: bool = False,
         on_hang: Callable[[int], object] | None = None,
         adapts_interval: bool = False,
+        stop_stacks: Callable[[], object] = lambda: None,
     ) -> None:
         """loaded: in rank 0, the checkpoint to continue from; started_s: from when on the ledger counts; trace: keep
         Chrome traces of some steps; on_hang: ends the process with this exit code if the training hangs, None: it is
-        only recorded; adapts_interval: the user set no interval of checkpoints."""
+        only recorded; adapts_interval: the user set no interval of checkpoints; stop_stacks: ends the sampling
+        of stacks, with its last line."""
         device = setup.device
         self.setup, self.state, self.log_event, self.on_hang = setup, setup.state, log_event, on_hang
+        self.stop_stacks = stop_stacks
         self.ledger = Ledger(device.make_clock(), start_s=started_s, ranges=device.make_nvtx_ranges())
         self.tracer = Tracer(device, setup.folder, self.ledger, log_event, chrome=trace)
         self.parallel = make_parallel(setup, log_event)
@@ -203,6 +206,7 @@ class Training:
         with self.ledger.phase("checkpoint"):
             self.setup.writer.wait()
         self.recorder.finish()
+        self.stop_stacks()
         self.hang_detector.allow_silence()
         self.recorder.finish_ranks()
 

@@ -33,8 +33,8 @@ from stoker.hardware import calibration
 from stoker.hardware.device import ReadyEvent
 from stoker.profiling.ledger import TimeBreakdown
 from stoker.report.tensorboard import Board
-from stoker.runs.records import DEVICES, EVENTS, QUARANTINE, RANKS, STEPS, WARNING_KINDS, RunFolder, read_lines
-from stoker.runs.schemas import DeviceSample, Event, Quarantined, StepWindow
+from stoker.runs.records import DEVICES, EVENTS, QUARANTINE, RANKS, STACKS, STEPS, WARNING_KINDS, RunFolder, read_lines
+from stoker.runs.schemas import DeviceSample, Event, Quarantined, StackWindow, StepWindow
 from stoker.training.optim import NO_STATS, StepStats
 from stoker.training.parallel import Attempt
 from stoker.training.ranks import Ranks
@@ -44,6 +44,7 @@ from stoker.training.state import EventLogger, TrainSetup
 SENT: dict[str, type[msgspec.Struct]] = {
     STEPS: StepWindow,
     DEVICES: DeviceSample,
+    STACKS: StackWindow,
     QUARANTINE: Quarantined,
     EVENTS: Event,
 }

@@ -33,6 +33,7 @@ from stoker.training.defaults.derive import total_steps
 from stoker.training.defaults.model_choice import estimate_images_per_second
 from stoker.training.local_ranks import Result
 from stoker.training.loop import Training
+from stoker.training.own_stacks import OwnStacks
 from stoker.training.ranks import Ranks, joined
 from stoker.training.recorder import open_folder
 from stoker.training.state import TrainSetup
@@ -83,6 +84,9 @@ def train(
         contextlib.ExitStack() as stack,
     ):
         screen = stack.enter_context(make_screen(ranks, log_format, stack))
+        stacks = OwnStacks()
+        stack.callback(stacks.stop)
+        stacks.start()
         remote: bucket_run.BucketRun | None = None
 
         def choose_run() -> tuple[Path | None, Config, list[str]]:
@@ -105,6 +109,7 @@ def train(
                 resolved.config, resolved.reasons, path, run_dir, stack, messages, ranks.world_size
             ),
         )
+        stacks.folder = folder
         if remote is not None:
             messages += remote.messages
             stack.push(remote.finish)
@@ -135,10 +140,12 @@ def train(
                 processes = start.start_worker_processes(resolved.config, resolved.index, resolved.device, log_event)
                 if processes is not None:
                     stack.callback(processes.close)
+                    stacks.processes = processes
                 setup, loaded = start.build(
                     resolved, folder, log_event, processes, accept_changed_data=accept_changed_data, ranks=ranks
                 )
                 stack.callback(setup.loader.close)
+                stack.callback(stacks.stop)
                 notices = NoticeWatcher(
                     lambda notice: stop_request.request(notice.reason, grace_s=notice.grace_s), log_event
                 )
@@ -156,6 +163,7 @@ def train(
                     trace=trace,
                     on_hang=on_hang,
                     adapts_interval="checkpoint_every" in resolved.reasons,
+                    stop_stacks=stacks.stop,
                 )
                 loaded = None  # its memory is free from here on
                 metrics = training.run()

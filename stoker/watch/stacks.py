@@ -10,6 +10,7 @@ cannot be read, the reason is reported once.
 
 import collections
 import contextlib
+import functools
 import linecache
 import os
 import re
@@ -35,8 +36,10 @@ WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 RATES_HZ = (10, 4, 2, 1)
 """Samples a second. The next lower one is used if a window costs more than it may."""
 MAX_CPU_FRACTION = 0.01
-"""Fraction of a core that sampling may take. Half of the 2 % of a job that watching may cost
-(benchmarks/diagnosis/watch_overhead.py)."""
+"""Fraction of a core that sampling may take: py-spy and the thread that reads what it writes. Half of the 2 % of a job
+that watching may cost (benchmarks/diagnosis/watch_overhead.py)."""
+OWN_CPU_FRACTION = 0.003
+"""What that thread takes, until it is known."""
 MAX_WINDOW_S = 60.0
 """Windows are longer where even the lowest rate costs too much."""
 MAX_PROCESSES = 8
@@ -96,8 +99,13 @@ def _rule(kind: str, file: str, function: str = ".+", covers_callees: bool = Fal
 
 
 _TABLE = read_toml("frames.toml")
-WORKER_RULES, FRAME_RULES, IDLE_RULES = ([_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame", "idle"))
+WORKER_RULES, FRAME_RULES, IDLE_RULES, PART_RULES = (
+    [_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame", "idle", "part")
+)
 _LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
+
+STOKER_ROOT = "/site-packages/stoker/"
+"""How the files of a training of stoker's own begin (`training/own_stacks.py`)."""
 
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
@@ -284,7 +292,7 @@ def make_window(
 ) -> StackWindow | None:
     """The line of some samples; None without any. runnable: fraction of the time in which the thread could run;
     fields: further ones of `StackWindow`."""
-    places: collections.Counter[tuple[str, str, str, str, str]] = collections.Counter()
+    places: collections.Counter[tuple[str, str, str, str, str, str]] = collections.Counter()
     frames: collections.Counter[str] = collections.Counter()
     total = sum(count for _, count in samples)
     if not total:
@@ -301,17 +309,23 @@ def make_window(
     for stack, count, kind in kinds:
         resolved = classify(stack, active=active and not _is_waiting(stack)) if kind == "idle" else kind
         resolved = "idle" if resolved == HELPER else resolved
-        places[(*find_place(stack, cwd), resolved)] += count
+        part = find_part(stack)
+        is_users = not part or any(is_job_code(frame) for frame in stack)
+        line, function, call, leaf = find_place(stack, cwd if is_users else STOKER_ROOT)
+        if not is_users:
+            line, function = "", f"{function} ({line})"
+            resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
+        places[(line, function, call, leaf, resolved, part)] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
     listed = [
-        Place(line=line, function=function, call=call, leaf=leaf, kind=kind, samples=count)
-        for (line, function, call, leaf, kind), count in places.most_common(MAX_PLACES)
+        Place(line=line, function=function, call=call, leaf=leaf, kind=kind, part=part, samples=count)
+        for (line, function, call, leaf, kind, part), count in places.most_common(MAX_PLACES)
     ]
     if rest := total - sum(place.samples for place in listed):
         listed.append(Place(kind="other", samples=rest))
     main_thread: collections.Counter[str] = collections.Counter()
-    for (*_, kind), count in places.items():
+    for (*_, kind, _), count in places.items():
         main_thread[kind] += count
     return StackWindow(
         samples=total,
@@ -348,6 +362,8 @@ class StackSampler:
         self._recordings: list[_Recording] = []
         self._cost_s = 0.05
         """CPU-seconds of a window of WINDOW_S at 10 Hz; at first what PyTorch's stacks cost."""
+        self._own_cost_s, self._own_fraction = 0.0, OWN_CPU_FRACTION
+        """CPU-seconds of this thread so far, and the fraction of a core that it took lately."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = False
         self._stop = threading.Event()
@@ -377,13 +393,16 @@ class StackSampler:
         if py_spy is None:
             self._on_unavailable("not recorded: py-spy is not installed")
             return
-        next_poll_s, targets = 0.0, list[_Process]()
+        next_poll_s, polled_s, targets = 0.0, time.monotonic(), list[_Process]()
         while not self._stop.wait(TICK_S):
             self._read_ended()
             now_s = time.monotonic()
             if now_s >= next_poll_s:
                 targets = self._find_targets(now_s)
                 next_poll_s = now_s + (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10)
+                own_s, self._own_cost_s = time.thread_time() - self._own_cost_s, time.thread_time()
+                self._own_fraction += (own_s / max(TICK_S, now_s - polled_s) - self._own_fraction) / 10
+                polled_s = now_s
             rate_hz, window_s = self._window(max(1, len(targets)))
             for recording in self._recordings:
                 age_s = recording.age_s()
@@ -450,11 +469,12 @@ class StackSampler:
 
     def _window(self, num_targets: int) -> tuple[int, float]:
         """(samples a second, seconds) of the next windows: as many and as short as the budget allows."""
+        budget = max(MAX_CPU_FRACTION / 10, MAX_CPU_FRACTION - self._own_fraction)
         for rate_hz in RATES_HZ:
             window_cost_s = num_targets * self._cost_s * (0.4 + 0.6 * rate_hz / RATES_HZ[0])
-            if window_cost_s <= MAX_CPU_FRACTION * WINDOW_S:
+            if window_cost_s <= budget * WINDOW_S:
                 return rate_hz, WINDOW_S
-        return RATES_HZ[-1], min(MAX_WINDOW_S, window_cost_s / MAX_CPU_FRACTION)
+        return RATES_HZ[-1], min(MAX_WINDOW_S, window_cost_s / budget)
 
     def _find_targets(self, now_s: float) -> list[_Process]:
         """The processes to sample: those that train or may train, the busiest first, and the loader worker whose turn
@@ -496,7 +516,7 @@ class StackSampler:
 
 
 def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:
-    return next((rule for frame in stack for rule in WORKER_RULES if _matches(rule, frame)), None)
+    return next((rule for frame in stack if (rule := _find_rules(frame.function, frame.file).worker) is not None), None)
 
 
 def _inside_worker(stack: Sequence[Frame]) -> Stack:
@@ -504,7 +524,7 @@ def _inside_worker(stack: Sequence[Frame]) -> Stack:
     and of the loader itself."""
     inner: Stack = []
     for frame in stack:
-        if any(_matches(rule, frame) for rule in WORKER_RULES):
+        if _find_rules(frame.function, frame.file).worker is not None:
             break
         inner.append(frame)
     while inner and _LOADER_FILE.search(inner[-1].file):
@@ -532,6 +552,15 @@ def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, st
     # imports have thousands of innermost frames
     leaf = _describe_leaf(stack[0]) if index > 1 and not name.startswith("import ") else ""
     return f"{_relative_file(own.file, cwd)}:{own.line}", _base_name(own.function), name, leaf
+
+
+def find_part(stack: Sequence[Frame]) -> str:
+    """The part of stoker that a stack of its own training is in, by its outermost frame in a row of frames.toml; empty:
+    a stack of another program."""
+    if not stack or not stack[-1].file.startswith(STOKER_ROOT):
+        return ""
+    rules = (_find_rules(frame.function, frame.file).part for frame in reversed(stack))
+    return next((rule.kind for rule in rules if rule is not None), "training loop")
 
 
 def _describe_leaf(frame: Frame) -> str:
@@ -597,7 +626,7 @@ def _is_waiting(stack: Sequence[Frame]) -> bool:
     """Whether the innermost function is known to wait without a core."""
     if not stack:
         return False
-    return any(_matches(rule, stack[0]) for rule in IDLE_RULES) or _kind_from_source_line(stack[0]) == "idle"
+    return _find_rules(*stack[0][:2]).idle is not None or _kind_from_source_line(stack[0]) == "idle"
 
 
 def _is_importing(stack: Sequence[Frame]) -> bool:
@@ -613,11 +642,27 @@ def _is_importing(stack: Sequence[Frame]) -> bool:
 def _find_rule(frame: Frame) -> FrameRule | None:
     if frame.function == "<module>" and "importlib" not in frame.file:  # code of an import is not training
         return None
-    return next((rule for rule in FRAME_RULES if _matches(rule, frame)), None)
+    return _find_rules(frame.function, frame.file).frame
 
 
-def _matches(rule: FrameRule, frame: Frame) -> bool:
-    return rule.file.search(frame.file) is not None and rule.function.match(_base_name(frame.function)) is not None
+class _Rules(NamedTuple):
+    """The first row of each table of frames.toml that matches a frame."""
+
+    worker: FrameRule | None
+    frame: FrameRule | None
+    idle: FrameRule | None
+    part: FrameRule | None
+
+
+@functools.lru_cache(maxsize=8192)
+def _find_rules(function: str, file: str) -> _Rules:
+    name = _base_name(function)
+    return _Rules(
+        *(
+            next((rule for rule in rules if rule.file.search(file) and rule.function.match(name)), None)
+            for rules in (WORKER_RULES, FRAME_RULES, IDLE_RULES, PART_RULES)
+        )
+    )
 
 
 def _base_name(function: str) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.diagnosis.engine import CATALOG, run_rules
-from stoker.diagnosis.places import _wilson, find_places
+from stoker.diagnosis.places import MAX_NODES, MIN_SHARE, _wilson, find_places, place_trees
 from stoker.diagnosis.reader import read_run
 from stoker.report.explain import explain_run, print_explanation
 from stoker.runs.schemas import Place
@@ -63,6 +63,72 @@ def test_an_interval_contains_the_fraction(count: int, fraction: float) -> None:
     assert low - 1e-9 <= fraction <= high + 1e-9
     assert 0 <= low <= high <= 1
     assert _wilson(0.1, 100) == pytest.approx((0.0552, 0.1744), abs=1e-3)  # statsmodels proportion_confint, wilson
+
+
+def own(part: str, function: str, samples: int, **fields: str) -> Place:
+    return Place(part=part, function=function, samples=samples, **{"kind": "python"} | fields)
+
+
+EVALUATION = own("evaluation", "detect (evaluation/evaluate.py:9)", 24, call="torch.topk")
+STEP = own("training step", "backward (training/optim.py:1)", 16, kind="compute")
+LOADS = own("loader", "decode_jpeg (data/images/decode.py:7)", 30)
+WAITS_FOR_WORK = own("loader", "_next_task (data/loading/worker_pool.py:2)", 10, kind="idle")
+
+
+def test_parts_of_stoker_are_shown_and_are_no_fault_of_the_user(tmp_path: Path) -> None:
+    """Neither those that would be a heavy place in a program of the user, nor does a hang name them."""
+    stacks = [window(n, EVALUATION, STEP) for n in range(1, 5)]
+    stacks += [window(n, LOADS, WAITS_FOR_WORK, role="worker") for n in range(1, 5)]
+    users = [Place(line="train.py:3", function="f", call="torch.topk", kind="python", samples=24), STEP]
+    fractions = {"fractions": {"eval": 0.1, "input_wait": 0.02}, "seconds": 45}
+    without = run_rules(read_run(make_run(tmp_path / "without", **fractions)))
+    run = make_run(tmp_path / "run", **fractions, stacks=stacks)
+    assert run_rules(read_run(run)) == without
+    in_users = make_run(tmp_path / "users", **fractions, stacks=[window(n, *users) for n in range(1, 5)])
+    assert "heavy_place" in {finding.id for finding in run_rules(read_run(in_users))}
+    explanation = explain_run(run)
+    assert [place.text() for place in explanation.places] == [
+        "30 s (±3) decode_jpeg ← loader, in each loader worker",
+        "24 s (±3) evaluation, mostly in detect (evaluation/evaluate.py:9)",
+    ]
+    printed = io.StringIO()
+    print_explanation(explanation, printed)
+    assert "Parts of stoker besides the training step" in printed.getvalue()
+
+
+def test_the_tree_of_places_has_all_samples(tmp_path: Path) -> None:
+    leaf = {"call": "copy.deepcopy", "kind": "python"}
+    places = [
+        Place(line="train.py:53", function="update", leaf="copy (a/copy.py)", samples=10, **leaf),
+        Place(line="train.py:53", function="update", samples=10, **leaf),
+        Place(line="train.py:9", function="main", kind="compute", samples=20),
+    ]
+    stacks = [window(n, *places) for n in (1, 2)] + [window(3, places[2], samples=20, wall_s=1.0)]
+    stacks += [window(-1, places[2], samples=20), window(1, LOADS, WAITS_FOR_WORK, role="worker")]
+    trees = place_trees(read_run(make_run(tmp_path / "run", seconds=45, stacks=stacks)))
+    assert [tree.name for tree in trees] == ["training thread", "training thread, start", "each loader worker"]
+    (root, start, workers) = trees
+    assert (root.seconds, root.samples) == (21, 100)
+    assert (root.low_s, root.high_s) == (pytest.approx(20.2, abs=0.1), pytest.approx(21))
+    assert [(node.name, node.seconds, node.samples) for node in root.nodes] == [
+        ("main (train.py:9)", 11, 60),
+        ("update (train.py:53)", 10, 40),
+    ], "by seconds, not by samples: windows have different rates"
+    (copied,) = root.nodes[1].nodes
+    assert (copied.name, copied.seconds, copied.kind) == ("copy.deepcopy", 10, "python")
+    assert copied.low_s < 10 < copied.high_s
+    assert [(node.name, node.seconds, node.nodes) for node in copied.nodes] == [("copy (a/copy.py)", 5, [])]
+    assert start.seconds == 10
+    assert [node.name for node in workers.nodes] == ["loader", "waits for work"]
+
+
+def test_a_tree_leaves_out_what_is_too_small_to_draw(tmp_path: Path) -> None:
+    small = [Place(line=f"train.py:{n}", function="f", kind="python", samples=n) for n in range(1, 41)]
+    many = [window(1, Place(line="train.py:99", function="f", kind="python", samples=180), *small, samples=1000)]
+    (tree,) = place_trees(read_run(make_run(tmp_path / "run", seconds=45, stacks=many)))
+    assert len(tree.nodes) == MAX_NODES
+    assert all(node.samples >= MIN_SHARE * tree.samples for node in tree.nodes)
+    assert tree.samples == 1000
 
 
 RECORDED = Path(__file__).with_name("stack_samples")

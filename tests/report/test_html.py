@@ -36,12 +36,13 @@ from stoker.runs.records import (
     EVALUATION,
     EVENTS,
     PHASES,
+    STACKS,
     STEPS,
     WARNING_KINDS,
     RunFolder,
     locked,
 )
-from stoker.runs.schemas import DeviceSample, GpuSample, Quarantined, StepWindow
+from stoker.runs.schemas import DeviceSample, GpuSample, Place, Quarantined, StackWindow, StepWindow
 from tests import browser
 from tests.drawn import draw
 
@@ -229,6 +230,46 @@ def test_text_from_data_is_escaped(page: str) -> None:
     data = page.partition('id="charts">')[2].partition("</script>")[0]
     assert "<" not in data
     assert "&lt;script" in data  # plotly reads HTML in names
+
+
+def make_sampled_run(path: Path) -> Path:
+    """A run with samples of stacks, of a program with hostile names."""
+    make_run(path)
+    start_t = json.loads((path / EVENTS).read_text().splitlines()[0])["t"]
+    call = f"a.{EVIL}\u202e\x1b[31m"
+    evil = Place(line=f"{EVIL}.py:1", function=EVIL, call=call, leaf=EVIL, kind="python", samples=30)
+    folder = RunFolder(path, 1)
+    for n in range(1, 4):
+        places = [evil, Place(line="train.py:9", function="main", kind="compute", samples=70)]
+        folder.append(STACKS, StackWindow(t=start_t + 10 * n, attempt=1, pid=1, wall_s=10, samples=100, places=places))
+    folder.close()
+    return path
+
+
+def test_places_are_a_chart_with_names_numbers_and_a_table(tmp_path: Path) -> None:
+    page = without_plotly(render(collect(make_sampled_run(tmp_path / "a"))))
+    (chart,) = re.findall(r'<svg [^>]*class="icicle".*?</figure>', page)
+    assert 'role="img" aria-label="Icicle chart: Training thread, 30 s, 300 samples.' in chart
+    names = [html.unescape(name) for name in re.findall(r"<title>(.*?)</title>", chart)]
+    assert "main (train.py:9): 21 s (95 %: 19 s to 22 s), 70 % of the training thread, 210 samples, compute" in names
+    widths = dict(zip(names, re.findall(r'<svg x="[\d.]+%" y="\d+" width="([\d.]+)%"', chart), strict=True))
+    assert widths[next(name for name in names if name.startswith("main "))] == "70.000"
+    rows = [re.sub("<.*?>", "|", row) for row in chart.partition("<tbody>")[2].split("</tr>")]
+    assert any("main (train.py:9)||21 s||19 s to 22 s||70 %||210||compute" in row for row in rows)
+    assert "<caption" in chart
+    assert "<script" not in chart
+
+
+def test_names_of_places_are_escaped(tmp_path: Path) -> None:
+    page = without_plotly(render(collect(make_sampled_run(tmp_path / "a"))))
+    assert page.count(escape(EVIL)) > 12
+    assert EVIL not in page
+    assert not set(page) & set("\u202e\x1b")
+
+
+def test_a_run_without_samples_has_no_places(page: str) -> None:
+    assert "<h3>Places" not in page
+    assert '<svg class="icicle' not in page
 
 
 @given(st.text())
@@ -581,3 +622,28 @@ def test_a_browser_shows_no_error_request_or_overflow(run: Path, tmp_path: Path)
         assert len(shown) == 2  # the charts have different colors in dark mode
         assert tab.errors == []
         assert {url for url in tab.requests if not url.startswith("data:")} == {path.as_uri()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
+def test_a_browser_draws_the_places_in_light_and_dark(tmp_path: Path) -> None:
+    path = write_report(make_sampled_run(tmp_path / "a"), tmp_path / "report.html")
+    with browser.browser() as tab:
+        fills, texts = set(), set()
+        for width, dark in ((1280, False), (390, True)):
+            tab.open(path, width=width, dark=dark, mobile=width < 600)
+            box = "[...document.querySelectorAll('.icicle svg')].find(b => b.textContent.startsWith('main '))"
+            whole, part = (
+                tab.value(f"{which}.getBoundingClientRect().width")
+                for which in ("document.querySelector('.icicle')", f"{box}.querySelector('rect')")
+            )
+            assert part == pytest.approx(0.7 * whole, abs=1)
+            assert tab.value("document.documentElement.scrollWidth") == width
+            hovered = f"(() => {{ const r = {box}; r.scrollIntoView(); const b = r.getBoundingClientRect(); return "
+            hovered += "document.elementFromPoint(b.x + b.width / 2, b.y + 5).closest('svg')"
+            hovered += ".querySelector('title').textContent; })()"
+            assert tab.value(hovered).startswith("main (train.py:9): 21 s")
+            fills.add(tab.value(f"getComputedStyle({box}.querySelector('rect')).fill"))
+            texts.add(tab.value(f"getComputedStyle({box}.querySelector('text')).fill"))
+        assert (len(fills), len(texts)) == (2, 2), "light and dark"
+        assert tab.errors == []

@@ -111,6 +111,8 @@ def test_two_ranks_write_one_run(data: Path, tmp_path: Path):
     assert sum(totals.phases.values()) == pytest.approx(totals.device_s)
     windows = list(read_lines(run / "ranks" / "0001", STEPS, StepWindow))
     assert sum(window.window_steps for window in windows) == 5
+    sampled = {place.rank for place in read_run(run).places if place.role == "training" and place.part}
+    assert sampled == {0, 1}, "each rank samples its own stacks, and those of the last window arrive"
     events = list(read_lines(run, EVENTS, Event))
     assert [event.data.get("ranks") for event in events if event.kind == "started"] == [2]
     assert [event.kind for event in events].count("evaluated") == 1

@@ -250,15 +250,23 @@ def test_a_thread_without_cpu_time_waits() -> None:
 
 
 def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fraction of 0.01 of a core, whatever the processes and their cost."""
+    """A fraction of 0.01 of a core, whatever the processes and their cost, with the thread that reads the samples."""
     monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
     monkeypatch.setattr(stacks, "WINDOW_S", 10.0)
     sampler = stacks.StackSampler(RunFolder(Path(os.devnull).parent, 1), 1, on_unavailable=print)
-    found = []
-    for sampler._cost_s, targets in ((0.05, 2), (0.05, 3), (0.05, 4), (0.05, 9), (0.2, 2)):
-        found.append(sampler._window(targets))
-    assert [rate for rate, _ in found] == [10, 4, 1, 1, 1]
-    assert [round(window_s, 1) for _, window_s in found] == [10.0, 10.0, 10.0, 20.7, 18.4]
+    costs = ((0.05, 2), (0.05, 3), (0.05, 4), (0.05, 9), (0.2, 2))
+
+    def windows(own_fraction: float) -> list[tuple[int, float]]:
+        sampler._own_fraction = own_fraction
+        found = []
+        for sampler._cost_s, targets in costs:
+            rate_hz, window_s = sampler._window(targets)
+            found.append((rate_hz, round(window_s, 1)))
+        return found
+
+    assert windows(0.0) == [(10, 10.0), (4, 10.0), (1, 10.0), (1, 20.7), (1, 18.4)]
+    assert windows(0.003) == [(4, 10.0), (1, 10.0), (1, 13.1), (1, 29.6), (1, 26.3)]
+    assert {rate_hz for rate_hz, _ in windows(0.02)} == {1}
 
 
 @pytest.mark.slow

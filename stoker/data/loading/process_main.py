@@ -36,6 +36,7 @@ from stoker.data.loading.buffers import (
     RingLayout,
 )
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
+from stoker.data.loading.thread_stacks import next_loader_thread, read_stacks
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -229,6 +230,8 @@ def _serve(control_fd: int, process: int, streams: dict[int, _Stream]) -> None:
             except Exception as error:  # noqa: BLE001  (the loader raises it)
                 with socket.socket(fileno=fds[2]) as report_socket:
                     _send_report(report_socket, FAILED, _picklable(error, process))
+        elif request == "stacks":
+            control.send(read_stacks(next_loader_thread(number)))
         elif number in streams:
             getattr(streams[number], request)(*arguments)
 

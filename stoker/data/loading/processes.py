@@ -43,6 +43,7 @@ from stoker.data.loading.buffers import (
 )
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
+from stoker.data.loading.thread_stacks import Stack
 from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
 from stoker.data.validation.problems import make_error
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
@@ -109,6 +110,8 @@ class WorkerProcesses:
         self._free_rings: list[tuple[RingLayout, int, Ring]] = []
         """Memory of streams that were closed, with its descriptor: pinning takes long, so it is used again."""
         self._controls: list[tuple[socket.socket, Connection]] = []
+        self._asked_for_stacks: set[int] = set()
+        """Processes whose answer is awaited."""
         self._children: list[subprocess.Popen[bytes]] = []
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         variables = {
@@ -171,6 +174,23 @@ class WorkerProcesses:
         what = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         cause = "memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr"
         return make_error(StokerError, "worker-ended", location, cause=cause, how=what)
+
+    def read_stacks(self, turn: int) -> list[Stack]:
+        """The stacks of loader threads that have arrived since the last call; asks the process whose turn it is for
+        another one. Does not wait, so a process that hangs has no newer ones. From one thread."""
+        arrived: list[Stack] = []
+        number = turn % self.count
+        for asked in sorted(self._asked_for_stacks):
+            control = self._controls[asked][1]
+            with contextlib.suppress(EOFError, OSError):  # it has ended: the loader says so
+                if control.poll():
+                    arrived += control.recv()
+                    self._asked_for_stacks.remove(asked)
+        if number not in self._asked_for_stacks:
+            with contextlib.suppress(StokerError, OSError):
+                self.send(number, "stacks", turn // self.count)
+                self._asked_for_stacks.add(number)
+        return arrived
 
     def control_fds(self) -> list[int]:
         return [control_socket.fileno() for control_socket, _ in self._controls]
