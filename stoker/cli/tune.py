@@ -18,6 +18,7 @@ def tune(
     /,
     *,
     config_file: Annotated[Path | None, Parameter(name="--config")] = None,
+    lr: bool = False,
     budget: str = "10min",
     levers: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
     allow: Literal["accuracy"] | None = None,
@@ -31,6 +32,7 @@ def tune(
     """
     from stoker.cli.train import join_settings
     from stoker.config.durations import parse_time_s
+    from stoker.tuning.learning_rate import print_lr_result, tune_lr
     from stoker.tuning.runner import TuneRequest, print_result
     from stoker.tuning.runner import tune as run_tuning
 
@@ -42,7 +44,15 @@ def tune(
         allow_accuracy=allow == "accuracy",
         out=out,
     )
-    result = run_tuning(request, lambda text: print_text(text, file=sys.stderr))
+
+    def show(text: str) -> None:
+        print_text(text, file=sys.stderr)
+
+    if lr:
+        found = tune_lr(request, show)
+        print_json(found) if json else print_lr_result(found)
+        return
+    result = run_tuning(request, show)
     if json:
         print_json(result)
     else:

@@ -150,7 +150,7 @@ class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempt: int
     """Attempt of the run, from 1."""
     probe: str
-    """One of PROBE_KINDS; of `stoker tune`, a lever of knowledge/levers.toml, or one of TUNE_KINDS."""
+    """One of PROBE_KINDS; of `stoker tune`, a lever of knowledge/levers.toml, or one of TUNE_KINDS or LR_KINDS."""
     steps: int
     """Steps on each side of the comparison."""
     before_img_per_s: float
@@ -185,6 +185,13 @@ class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
     of an evaluation (`eval`) and of a checkpoint (`checkpoint`)."""
     ap: tuple[float, float] | None = None
     """AP before and after of short trainings, of a lever that may cost accuracy."""
+    lrs: list[float] = []
+    """Learning rates of a range test."""
+    losses: list[float] = []
+    """Its losses, one for each of `lrs` but the last, if that was not finite."""
+    scores: dict[str, float] = {}
+    """Of a training of a learning-rate sweep: `ap` and `ap50` of the validation split, and `loss`, the mean of the last
+    third of the training losses. Empty: it diverged."""
     seconds: float = 0.0
     """Wall time of a trial."""
     machine: str = ""
@@ -197,6 +204,8 @@ TRIAL_STATES = ("planned", "run", "passed", "failed", "unavailable")
 """passed: measured, and the same training, also where it was not kept."""
 TUNE_KINDS = ("bounds", "confirm")
 """Trials that change nothing or all: the bounds of the speed, and the last configuration against the first."""
+LR_KINDS = ("range_test", "lr")
+"""Trials of `stoker tune --lr`: the ramp, and a short training."""
 PROBE_KINDS = ("cached_batch", "double_batch", "no_allreduce", "compiled", "fewer_workers", "more_workers")
 """What a probe changes."""
 

@@ -10,6 +10,7 @@ samples. Who asks is `stoker/tuning/trials.py`.
 
 import contextlib
 import copy
+import math
 import os
 import statistics
 import sys
@@ -31,7 +32,7 @@ from stoker.hardware.device import Device, configure_malloc, is_out_of_memory, s
 from stoker.profiling.ledger import Ledger
 from stoker.training.defaults.dry_run import DryRun
 from stoker.training.make_step import CudaCapture, CudaGraphStep
-from stoker.training.start import make_training_loader, start_worker_processes
+from stoker.training.start import build_initial_model, make_training_loader, start_worker_processes
 from stoker.training.step import PlainStep, make_loss_fn, split_batch, train_step
 
 MAX_EVALUATED = 64
@@ -47,9 +48,10 @@ class Start(msgspec.Struct, forbid_unknown_fields=True):
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
     """train: whole steps. step: the same on one batch that is kept on the device. load: loading alone. losses: the
-    total loss of each `group` of images, with updates at `lr`. eval, checkpoint: the seconds of one."""
+    total loss of each `group` of images, with updates at `lr`. eval, checkpoint: the seconds of one. ramp: a step at
+    `lr`, and its loss before the update; the first begins with the weights of a run. restore: back to before it."""
 
-    do: Literal["train", "step", "load", "losses", "eval", "checkpoint"]
+    do: Literal["train", "step", "load", "losses", "eval", "checkpoint", "ramp", "restore"]
     images: int = 0
     group: int = 1
     lr: float = 0.0
@@ -101,11 +103,23 @@ class Trial(DryRun):
         self.ledger = Ledger(device.make_clock(), start_s=time.perf_counter())
         self.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         self._kept_batch: Batch | None = None
+        self._before_ramp: dict[str, Any] | None = None
+        self._ramp_steps = 0
         if run.cache != "none":  # in a run, all but the first epoch finds the images there
             self._load(len(chosen))
 
     def answer(self, request: Request) -> Reply:
         """Does what is asked."""
+        if request.do == "restore":
+            self._restore()
+            return Reply()
+        if request.do == "ramp":
+            start_s = time.perf_counter()
+            loss = self._ramp(request.lr)
+            is_finite = math.isfinite(loss)  # JSON has no other numbers
+            return Reply(
+                seconds=time.perf_counter() - start_s, images=self.batch_size, steps=1, losses=[loss] * is_finite
+            )
         if request.do in ("eval", "checkpoint"):
             return Reply(seconds=self._evaluate() if request.do == "eval" else self._copy_state())
         steps = max(1, -(-request.images // self.batch_size))
@@ -162,6 +176,42 @@ class Trial(DryRun):
                 losses.append(total.detach())
             self.optimizer.step(lr, 0)
         return [float(loss) for loss in losses]
+
+    def _ramp(self, lr: float) -> float:
+        """The loss of the next batch, and an update; all groups of parameters keep the ratio of their rates."""
+        if self._before_ramp is None:
+            initial = build_initial_model(self.config, self.index, self.device, _ignore_event).state_dict()
+            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"model": initial}, initial)
+            self._before_ramp = copy.deepcopy(self._state())
+        self.optimizer.set_scalars(lr, self._ramp_steps)
+        losses = self.plain.forward_backward(self.plain.augment(self._next_batch()))
+        self.optimizer.update(self.optimizer.clip())
+        self.optimizer.update_ema()
+        self._ramp_steps += 1
+        return float(torch.stack(list(losses.values())).sum())
+
+    def _state(self) -> dict[str, Any]:
+        """All that a ramp changes."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "ema": self.optimizer.ema_model.state_dict(),
+            "loader": self.loader.state_dict(),
+            "generator": torch.get_rng_state(),
+            "generators": torch.cuda.get_rng_state_all() if self.device.kind == "cuda" else [],
+        }
+
+    def _restore(self) -> None:
+        """To the bit, as before the first step of the ramp."""
+        if self._before_ramp is None:
+            return
+        saved = self._before_ramp
+        self.optimizer.load_state_dict(saved["optimizer"], saved["ema"])
+        self.optimizer.set_scalars(0.0, 0)
+        self.loader.load_state_dict(saved["loader"])
+        torch.set_rng_state(saved["generator"])
+        if saved["generators"]:
+            torch.cuda.set_rng_state_all(saved["generators"])
+        self._ramp_steps = 0
 
     def _evaluate(self) -> float:
         """Seconds of an evaluation of the validation split, from those of a part of it."""

@@ -99,9 +99,9 @@ def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult
             fix="--budget 10min",
         )
     levers = choose_levers(request.levers, allow_accuracy=request.allow_accuracy)
-    resolved = _resolve(request)
-    context = Context(levers, _facts(resolved, request), resolved.config.set_fields(), request.budget_s)
-    folder = _open_folder(request, resolved, context, on_progress)
+    resolved = resolve(request)
+    context = Context(levers, collect_facts(resolved, request), resolved.config.set_fields(), request.budget_s)
+    folder = open_folder(request, resolved, context.facts, on_progress)
     with records.locked(folder) as is_ours, contextlib.ExitStack() as stack:
         if is_ours is False:
             raise UsageError("Another process tunes here.", location=folder, fix="wait for its end, or give --out")
@@ -122,7 +122,7 @@ def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult
     )  # fmt: skip
 
 
-def _resolve(request: TuneRequest) -> start.ResolvedRun:
+def resolve(request: TuneRequest) -> start.ResolvedRun:
     """The settings that the tuning begins with, of a run or derived for a data set."""
     path = Path(request.target)
     config = request.config
@@ -137,7 +137,7 @@ def _resolve(request: TuneRequest) -> start.ResolvedRun:
     return start.resolve_run(config.replace(data=request.target), None)
 
 
-def _facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
+def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
     config, index, device = resolved.config, resolved.index, resolved.device
     train = index.image_indices("train")
     architecture = get_architecture(config.model.model)
@@ -188,19 +188,23 @@ def _smaller_models(config: Config, index: Index, device: Device) -> dict[str, C
     return found
 
 
-def _open_folder(
-    request: TuneRequest, resolved: start.ResolvedRun, context: Context, on_progress: Callable[[str], None]
+def open_folder(
+    request: TuneRequest,
+    resolved: start.ResolvedRun,
+    facts: Facts,
+    on_progress: Callable[[str], None],
+    prefix: str = "tune",
 ) -> Path:
     """A new folder, or that of the tuning which a kill interrupted. Raises UsageError, DataError."""
     name = Path(request.target.rstrip("/")).stem or "data"
-    folder = request.out or Path("runs") / f"tune-{name}"
+    folder = request.out or Path("runs") / f"{prefix}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     first, text = folder / FIRST, to_toml(resolved.config, {})
     lines = list(records.read_lines(folder, PROBES, Probe))
     if not first.exists() or not lines:
         write_atomic(first, text.encode())
         return folder
-    if any(line.data != context.facts.data for line in lines):
+    if any(line.data != facts.data for line in lines):
         raise DataError(
             "The trials of this folder are of other data.", location=folder,
             cause="images or boxes have changed since, or --out names the folder of another data set",
@@ -210,10 +214,10 @@ def _open_folder(
         raise UsageError(
             "The trials of this folder began with other settings.", location=first, fix="give another folder: --out DIR"
         )
-    others = {line.machine for line in lines} - {context.facts.machine}
+    others = {line.machine for line in lines} - {facts.machine}
     if others:
         on_progress(f"trials on another machine do not count here ({', '.join(sorted(others))}): measuring anew")
-    if any(line.machine == context.facts.machine for line in lines):
+    if any(line.machine == facts.machine for line in lines):
         on_progress(f"continuing {display_path(folder)}")
     return folder
 
@@ -391,16 +395,20 @@ class Runner:
 
 
 def train_briefly(settings: dict[str, Any], steps: int, run: Path) -> float:
-    """The AP of a training of so many steps. Raises TrialError."""
+    """The AP of a training of so many steps, which continues what a kill interrupted. Raises TrialError."""
     short = settings | {"max_duration": str(steps), "eval_every": "0", "patience": 0}
     short["warmup_steps"] = max(1, steps // 20)
     run.mkdir(parents=True, exist_ok=True)
     file = run.with_suffix(".toml")
     write_atomic(file, to_toml(from_fields(short), {}).encode())
-    command = [sys.executable, "-m", "stoker", "train", "--config", str(file), "--run-dir", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise TrialError(f"the training that measures AP ended with exit code {done.returncode}: {done.stderr[-200:]}")
+    while is_held(run):  # the process that a killed tuning started goes on
+        time.sleep(1.0)
+    if not records.is_finished(run):
+        command = [sys.executable, "-m", "stoker", "train", "--config", str(file), "--run-dir", str(run)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            text = f"the training that measures AP ended with exit code {done.returncode}: {done.stderr[-200:]}"
+            raise TrialError(text)
     return explain_run(run).ap or 0.0
 
 

@@ -66,7 +66,7 @@ class TrialProcess:
             self.close()
             raise
 
-    def ask(self, do: Literal["train", "step", "load", "losses", "eval", "checkpoint"], images: int = 0, **more: Any) -> Reply:  # fmt: skip  # noqa: E501
+    def ask(self, do: Literal["train", "step", "load", "losses", "eval", "checkpoint", "ramp", "restore"], images: int = 0, **more: Any) -> Reply:  # fmt: skip  # noqa: E501
         """The process goes on, answers, and stops. Raises TrialError; close the process then."""
         self._signal(signal.SIGCONT)
         reply = self._exchange(Request(do=do, images=images, **more))
