@@ -94,12 +94,11 @@ class _JournalLock(BaseJournalFileLock):
     Optuna's reader would refuse the journal."""
 
     def __init__(self, journal: Path) -> None:
-        self._journal, self._file = journal, None
+        self._journal = journal
+        self._file: IO[str] | None = None
 
     def acquire(self) -> bool:
-        file = open_lock(self._journal.with_suffix(".lock"), wait=True)
-        assert file is not None
-        self._file: IO[str] | None = file
+        self._file = open_lock(self._journal.with_suffix(".lock"), wait=True)
         with contextlib.suppress(FileNotFoundError), self._journal.open("rb+") as journal:
             data = journal.read()
             if data and not data.endswith(b"\n"):
@@ -129,6 +128,13 @@ def open_lock(path: Path, *, wait: bool) -> IO[str] | None:
     return file
 
 
+@contextlib.contextmanager
+def holding(path: Path) -> Iterator[None]:
+    """Holds the lock of a file within the block; waits for it."""
+    with contextlib.closing(open_lock(path, wait=True) or path.open()):
+        yield
+
+
 class Study:
     """A study in its folder."""
 
@@ -138,7 +144,7 @@ class Study:
         self.spec = read_spec(folder)
         journal = folder / JOURNAL
         storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=_JournalLock(journal)))
-        with contextlib.closing(open_lock(folder / LOCKS / "study", wait=True) or open(os.devnull)):
+        with holding(folder / LOCKS / "claim"):
             self._optuna = optuna.create_study(
                 storage=storage,
                 study_name="search",
@@ -158,7 +164,7 @@ class Study:
         """The next trial: one whose worker died, else a new one. "wait": its round has not begun; None: all trials have
         ended or are in other hands."""
         spec = self.spec
-        with contextlib.closing(open_lock(self.folder / LOCKS / "claim", wait=True) or open(os.devnull)):
+        with holding(self.folder / LOCKS / "claim"):
             trials = self.trials()
             for trial in trials:
                 lock = None if trial.state.is_finished() else self._lock(trial.number)
