@@ -4,12 +4,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from optuna.trial import FrozenTrial as Trial
+from optuna.trial import TrialState
+
 from stoker.report import format as fmt
 from stoker.report.html import render_template, write_page
 from stoker.report.page import charts as draw
 from stoker.report.page.markup import Child
-from stoker.search.study import PAGE, Study, StudySpec, TrialState, best_trials, importances
-from stoker.search.study import FrozenTrial as Trial
+from stoker.search.study import PAGE, Study, StudySpec, best_trials, importances
 
 TITLES = {"ap": "AP", "latency_ms": "latency, ms", "step_s": "step, s", "memory_gib": "memory, GiB"}
 
@@ -26,7 +28,7 @@ def render_study(study: Study) -> str:
     values = {
         "spec": spec,
         "totals": _totals(spec, trials, best),
-        "heads": ["trial", "state", *(TITLES[name] for name in _metrics(spec)), "steps", *sorted(spec.space.settings), ""],
+        "heads": ["trial", "state", *map(TITLES.get, _metrics(spec)), "steps", *sorted(spec.space.settings), ""],
         "rows": [_row(spec, trial, best) for trial in trials],
         "front": _front(charts, spec, trials, best),
         "importance": _importance(charts, spec, trials),
@@ -69,12 +71,13 @@ def _totals(spec: StudySpec, trials: list[Trial], best: list[Trial]) -> list[lis
     winners = ", ".join(f"trial {trial.number}" for trial in best) or "none yet"
     if [trial.number for trial in best] == [0]:
         winners = "the defaults (trial 0)"
+    space: list[list[Child]] = [["space" if n == 0 else "", line] for n, line in enumerate(spec.space.lines())]
     return [
         ["data", spec.data],
         ["trials", f"{len(trials)} of {spec.trials}: {counts}"],
         ["objectives", ", ".join(TITLES[name] for name in spec.objectives)],
         ["best", winners],
-        *([["space" if n == 0 else "", line] for n, line in enumerate(spec.space.lines())]),
+        *space,
         ["pruner, seed, trials of a round", f"{spec.pruner}, {spec.seed}, {spec.round}"],
     ]
 
@@ -95,23 +98,30 @@ def _front(charts: draw.Charts, spec: StudySpec, trials: list[Trial], best: list
     known = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     if not known:
         return None
-    names = [f"trial {trial.number}" for trial in known]
     if len(spec.objectives) == 2:
         ordered = sorted(best, key=lambda trial: trial.values[1])
         traces = [
-            draw.curve("trials", [t.values[1] for t in known], [t.values[0] for t in known], 1, mode="markers", text=names),
-            draw.curve("Pareto front", [t.values[1] for t in ordered], [t.values[0] for t in ordered], 0,
-                       mode="lines+markers", text=[f"trial {t.number}" for t in ordered]),
-        ]  # fmt: skip
+            draw.curve(name, *_places(shown), k, mode=mode, text=_names(shown))
+            for name, shown, k, mode in (("trials", known, 1, "markers"), ("front", ordered, 0, "lines+markers"))
+        ]
         description = f"{fmt.plural(len(best), 'trial')} that no other one beats in both"
         return charts.add("Pareto front", description, traces, x=TITLES[spec.objectives[1]], y="AP")
     so_far = [max(other.values[0] for other in known if other.number <= trial.number) for trial in known]
     x = [trial.number for trial in known]
     traces = [
-        draw.curve("AP", x, [trial.values[0] for trial in known], 1, mode="markers", text=names),
+        draw.curve("AP", x, [trial.values[0] for trial in known], 1, mode="markers", text=_names(known)),
         draw.curve("best so far", x, so_far, 0),
     ]
     return charts.add("AP by trial", "those that trained to their end", traces, x="trial", y="AP")
+
+
+def _names(trials: list[Trial]) -> list[str]:
+    return [f"trial {trial.number}" for trial in trials]
+
+
+def _places(trials: list[Trial]) -> tuple[list[float], list[float]]:
+    """(second objectives, AP)."""
+    return [trial.values[1] for trial in trials], [trial.values[0] for trial in trials]
 
 
 def _importance(charts: draw.Charts, spec: StudySpec, trials: list[Trial]) -> Any:

@@ -1,7 +1,7 @@
 """The space of a search: settings with ranges or choices, from a TOML file or the table of defaults.
 
-The names, types and bounds are those of the settings themselves (`config/settings.py`). Everything wrong with a space is
-a ConfigError before a trial runs.
+The names, types and bounds are those of the settings themselves (`config/settings.py`). Everything wrong with a space
+is a ConfigError before a trial runs.
 """
 
 import math
@@ -14,16 +14,16 @@ import msgspec
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from stoker import regular_files
+from stoker.config.architectures import read_architectures
 from stoker.config.settings import MAX_TOML_BYTES, SECTION_OF, SECTIONS, Config, check, from_fields, setting_rows
 from stoker.errors import ConfigError, nearest
 from stoker.knowledge import read_toml
-from stoker.config.architectures import read_architectures
 
 NOT_SEARCHED = frozenset(
     {
         "data", "format", "classes", "train", "val", "splits", "val_fraction", "split_method", "max_bad_fraction",
-        "max_bad_boxes", "allow_outside", "max_duration", "eval_every", "checkpoint_every", "patience", "device", "seed",
-        "price_per_device_hour", "auto_batch", "stages", "shard",
+        "max_bad_boxes", "allow_outside", "max_duration", "eval_every", "checkpoint_every", "patience", "device",
+        "seed", "price_per_device_hour", "auto_batch", "stages", "shard",
     }
 )  # fmt: skip
 """They decide what AP is measured on, how long, or where: trials that differ in them cannot be compared."""

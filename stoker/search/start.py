@@ -17,8 +17,8 @@ from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
 
-
 import msgspec
+from optuna.trial import TrialState
 
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.settings import Config
@@ -38,7 +38,6 @@ from stoker.search.study import (
     RUNGS,
     Study,
     StudySpec,
-    TrialState,
     best_trials,
     create,
 )
@@ -67,9 +66,9 @@ class SearchRequest:
     objective: str
     pruner: str | None
     launcher: str
-    launch: LaunchRequest = LaunchRequest()
-    options: PlaceOptions = PlaceOptions()
-    dry_run: bool = False
+    launch: LaunchRequest
+    options: PlaceOptions
+    dry_run: bool
 
 
 def search(request: SearchRequest, say: Callable[[str], None]) -> Study | None:
@@ -165,10 +164,10 @@ def _evaluations(config: Config, derived: Config, num_images: int, pruner: str) 
     length = parse_duration(derived.run.max_duration)
     if pruner == "none":
         return config, 1
-    if config.run.eval_every is None:
+    if "eval_every" not in config.set_fields():
         value = math.ceil(length.value / RUNGS) if length.unit == "steps" else length.value / RUNGS
         config = config.replace(eval_every=str(Duration(float(f"{value:.6g}"), length.unit)))
-    every = parse_duration(config.run.eval_every, "eval-every")
+    every = parse_duration(str(config.run.eval_every), "eval-every")
     if every.unit == length.unit:
         count = math.ceil(length.value / every.value - 1e-3) if every.value else 1
     elif "minutes" in (every.unit, length.unit):
@@ -230,7 +229,7 @@ def run_workers(study: Study, parallel: int, say: Callable[[str], None]) -> None
                     (t for t in study.trials() if t.state.is_finished()), key=lambda t: (t.datetime_complete, t.number)
                 )
                 for trial in finished[shown:]:
-                    say(describe(study, trial))
+                    say(describe(trial))
                 shown = len(finished)
                 if asked:
                     raise Preempted(f"Stopped by {asked[0]}.", fix="the same command continues the search")
@@ -315,7 +314,7 @@ def summary(study: Study) -> list[str]:
     elif len(spec.objectives) == 1:
         against = "n/a" if default is None else f"{default.values[0]:.3f}"
         lines.append(f"best: trial {best[0].number}, AP {best[0].values[0]:.3f}; the defaults: {against}")
-        lines.append("one seed each: train both with other seeds before you believe a small difference (docs/search.md)")
+        lines.append("one seed each: train both with other seeds before you believe a difference (docs/search.md)")
     else:
         lines += [
             f"on the front: trial {trial.number}{' (the defaults)' if trial.number == 0 else ''}: "
@@ -325,5 +324,3 @@ def summary(study: Study) -> list[str]:
     if best[0].number:
         lines.append(train_command(trial_config(study, best[0].number)))
     return lines
-
-

@@ -6,8 +6,8 @@ sampler is seeded with (seed, k), and a pruner compares with trials of earlier r
 continued tries what an undisturbed one tries, as far as its metrics are reproducible.
 
 Optuna gives a trial of a dead worker a new number (`RetryHeartbeatStaleTrialCallback`), and journal files have no
-heartbeats. Here a worker holds a lock of its trial, which the kernel releases with the process; another worker takes the
-trial over, with its number and its run folder.
+heartbeats. Here a worker holds a lock of its trial, which the kernel releases with the process; another worker takes
+the trial over, with its number and its run folder.
 """
 
 import contextlib
@@ -29,9 +29,11 @@ from stoker.storage.local_files import write_atomic
 with needs_package("optuna", "`stoker search`"):
     import optuna
     from optuna.pruners import BasePruner, HyperbandPruner, NopPruner, SuccessiveHalvingPruner
-    from optuna.samplers import RandomSampler, TPESampler
+    from optuna.samplers import BaseSampler, RandomSampler, TPESampler
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import BaseJournalFileLock, JournalFileBackend
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.storages.journal._file import BaseJournalFileLock
+    from optuna.study import StudyDirection
     from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -181,7 +183,9 @@ class Study:
             params = propose(spec, trials, number)
             self._optuna.add_trial(
                 create_trial(
-                    state=TrialState.RUNNING, params=params, distributions={name: distributions[name] for name in params}
+                    state=TrialState.RUNNING,
+                    params=params,
+                    distributions={name: distributions[name] for name in params},
                 )
             )
             return self._start(Claim(number, lock))
@@ -283,14 +287,14 @@ def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict
         return dict(spec.defaults)
     distributions = spec.space.distributions()
     before = {_point(trial.params) for trial in trials[:number]}
-    sampler = TPESampler(multivariate=True, seed=_seed(spec, number, 0), n_startup_trials=STARTUP_TRIALS)
+    sampler: BaseSampler = TPESampler(multivariate=True, seed=_seed(spec, number, 0), n_startup_trials=STARTUP_TRIALS)
     draw = 0
     while True:
         params = _rounds_before(spec, trials, number, sampler).ask(distributions).params
         if _point(params) not in before:
             return params
         draw += 1  # a space of choices: the best point again would teach nothing
-        sampler = RandomSampler(seed=_seed(spec, number, draw))  # type: ignore[assignment]
+        sampler = RandomSampler(seed=_seed(spec, number, draw))
 
 
 def _judge(
@@ -306,9 +310,7 @@ def _judge(
     return pruned, {name: value for name, value in attributes.items() if name.startswith(RUNG_ATTRIBUTE)}
 
 
-def _rounds_before(
-    spec: StudySpec, trials: Sequence[FrozenTrial], number: int, sampler: TPESampler | RandomSampler
-) -> optuna.Study:
+def _rounds_before(spec: StudySpec, trials: Sequence[FrozenTrial], number: int, sampler: BaseSampler) -> optuna.Study:
     """A study in memory with what trial `number` may know: results of earlier rounds, and the points that its own round
     tries; the next trial has this number."""
     study = optuna.create_study(
@@ -346,8 +348,9 @@ def _make_pruner(spec: StudySpec) -> BasePruner:
     return NopPruner()
 
 
-def _directions(spec: StudySpec) -> list[str]:
-    return ["maximize" if name == "ap" else "minimize" for name in spec.objectives]
+def _directions(spec: StudySpec) -> list[StudyDirection]:
+    up, down = StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE
+    return [up if name == "ap" else down for name in spec.objectives]
 
 
 def _round_start(spec: StudySpec, number: int) -> int:
@@ -362,7 +365,7 @@ def _point(params: Mapping[str, Any]) -> str:
     return json.dumps(params, sort_keys=True)
 
 
-def full_trials(spec: StudySpec, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+def full_trials(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     """Those that trained to the end within the limits."""
     done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     return [trial for trial in done if all(value <= 0 for value in trial.constraints.values())]
@@ -370,7 +373,7 @@ def full_trials(spec: StudySpec, trials: Sequence[FrozenTrial]) -> list[FrozenTr
 
 def best_trials(spec: StudySpec, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     """The best one, the earliest of equals; with two objectives all that no other one dominates."""
-    full = full_trials(spec, trials)
+    full = full_trials(trials)
     if len(spec.objectives) == 1:
         return sorted(full, key=lambda trial: (-trial.values[0], trial.number))[:1]
 
@@ -386,12 +389,10 @@ def best_trials(spec: StudySpec, trials: Sequence[FrozenTrial]) -> list[FrozenTr
 def importances(spec: StudySpec, trials: Sequence[FrozenTrial]) -> dict[str, float]:
     """Setting → its part of the differences of AP (PED-ANOVA: Watanabe et al., IJCAI 2023), the largest first; empty
     with less than four full trials."""
-    known = [trial for trial in full_trials(spec, trials) if set(trial.params) == set(spec.space.settings)]
+    known = [trial for trial in full_trials(trials) if set(trial.params) == set(spec.space.settings)]
     if len(known) < 4:
         return {}
     study = optuna.create_study(direction="maximize")
-    study.add_trials(
-        [create_trial(value=t.values[0], params=t.params, distributions=t.distributions) for t in known]
-    )
+    study.add_trials([create_trial(value=t.values[0], params=t.params, distributions=t.distributions) for t in known])
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     return optuna.importance.get_param_importances(study, evaluator=evaluator)

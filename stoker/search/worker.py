@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.config.settings import Config, from_fields
 from stoker.errors import ConfigError, DivergedError, OutOfMemoryError, Preempted
+from stoker.report import format as fmt
 from stoker.runs.records import BEST, EVENTS, STEPS, is_finished, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.search.space import Metric
 from stoker.search.study import MAX_STARTS, Claim, Outcome, Study
 
 if TYPE_CHECKING:
-    from stoker.search.study import FrozenTrial
+    from optuna.trial import FrozenTrial
 
 POLL_S = 1.0
 """How often a worker without a trial looks whether its round has begun."""
@@ -126,9 +127,10 @@ def measure_latency_ms(run: Path, device: str | None) -> float:
     return 1e3 * statistics.median(times[3:])  # the first ones choose kernels
 
 
-def describe(study: Study, trial: "FrozenTrial") -> str:
+def describe(trial: "FrozenTrial") -> str:
     """One line for the screen."""
-    values = ", ".join(f"{name} {value:g}" for name, value in trial.params.items())
+    values = ", ".join(f"{name} {fmt.setting(value)}" for name, value in trial.params.items())
     metrics = trial.user_attrs.get("metrics", {})
     ap = f"AP {metrics['ap']:.3f}" if "ap" in metrics else trial.user_attrs.get("failure", "").partition("\n")[0]
-    return f"trial {trial.number} {trial.state.name.lower()}: {ap} after {trial.user_attrs.get('steps', 0)} steps: {values}"
+    steps = trial.user_attrs.get("steps", 0)
+    return f"trial {trial.number} {trial.state.name.lower()}: {ap} after {steps} steps: {values}"

@@ -67,8 +67,8 @@ def train(
     accept_changed_data: continue a run also if its data set changed; started_s: the moment of `time.perf_counter` from
     which the ledger counts, default now; trace: keep Chrome traces of some steps; monitor: alerts and metrics while it
     runs; log_format: json writes JSON lines to stdout and text to stderr; verbose: print every setting; exit_when_hung:
-    end the process with code 7 if the training hangs, instead of only recording it; after_evaluation: called by a thread
-    when an evaluation is in the run's events, the reason that it returns stops the training as a signal does.
+    end the process with code 7 if the training hangs, instead of only recording it; after_evaluation: called by a
+    thread when an evaluation is in the run's events, the reason that it returns stops the training as a signal does.
     Raises StokerError; `Preempted` after a signal, when everything is saved.
     """
     started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
