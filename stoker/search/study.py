@@ -205,7 +205,7 @@ class Study:
 
     def is_pruned(self, number: int, history: Sequence[float]) -> bool:
         """Whether the trial, with these AP of its evaluations, is to stop."""
-        return bool(history) and _judge(self.spec, self.trials(), number, history)[0]
+        return self.spec.pruner != "none" and bool(history) and _judge(self.spec, self.trials(), number, history)[0]
 
     def finish(self, claim: Claim, outcome: Outcome) -> None:
         """Records how a trial ended; once, also where the worker before died in the middle of it."""
