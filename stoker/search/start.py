@@ -42,6 +42,7 @@ from stoker.search.study import (
     create,
 )
 from stoker.search.worker import describe, trial_config
+from stoker.storage.uri import is_uri
 from stoker.training.run_selection import with_absolute_paths
 from stoker.training.start import resolve_run
 from stoker.training.state import IntervalTrigger
@@ -78,6 +79,12 @@ def search(request: SearchRequest, say: Callable[[str], None]) -> Study | None:
     for flag, value in (("--trials", request.trials), ("--parallel", request.parallel)):
         if value < 1:
             raise UsageError(f"{flag} {value} is out of range.", choices=["1 or more"])
+    launch = {name for name in request.launch.kept_fields() if name != "run_dir"} | set(request.options.set_fields())
+    if request.launcher == "local" and launch:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(launch))
+        raise UsageError(f"The launcher local has no {flags}.", fix="--parallel sets the number of workers")
+    if request.launch.run_dir is not None and is_uri(request.launch.run_dir):
+        raise UsageError("A study cannot be in a bucket.", location=request.launch.run_dir, fix="--run-dir FOLDER")
     spec, base = make_study(request)
     folder = Path(request.launch.run_dir or f"runs/{Path(str(base.data.data)).name}-search").absolute()
     for line in ("space:", *(f"  {text}" for text in spec.space.lines())):
@@ -104,6 +111,14 @@ def make_study(request: SearchRequest) -> tuple[StudySpec, Config]:
     if request.config.data.data is None:
         raise UsageError("What should be trained on?", fix="stoker search DATA --trials 50")
     objectives = _read_objectives(request.objective)
+    pruner = request.pruner or ("halving" if len(objectives) == 1 else "none")
+    if pruner not in PRUNERS:
+        near = nearest(pruner, PRUNERS)
+        raise UsageError(
+            f"There is no pruner {pruner!r}" + (f"; did you mean {near!r}?" if near else "."), choices=PRUNERS
+        )
+    if pruner != "none" and len(objectives) > 1:
+        raise UsageError("Trials with two objectives cannot be pruned.", choices=["--pruner none"])
     space = None if request.space is None else read_space(request.space)
     config = with_absolute_paths(request.config)
     resolved = resolve_run(config, None, fetch=None)
@@ -120,14 +135,6 @@ def make_study(request: SearchRequest) -> tuple[StudySpec, Config]:
         raise ConfigError(
             f"The space has only {space.size():.0f} points.", location=request.space, fix=f"--trials {space.size():.0f}"
         )
-    pruner = request.pruner or ("halving" if len(objectives) == 1 else "none")
-    if pruner not in PRUNERS:
-        near = nearest(pruner, PRUNERS)
-        raise UsageError(
-            f"There is no pruner {pruner!r}" + (f"; did you mean {near!r}?" if near else "."), choices=PRUNERS
-        )
-    if pruner != "none" and len(objectives) > 1:
-        raise UsageError("Trials with two objectives cannot be pruned.", choices=["--pruner none"])
     config, evaluations = _evaluations(config, resolved.config, len(resolved.index.image_indices("train")), pruner)
     seed = config.run.seed if config.run.seed is not None else 0
     digest = blake2b(digest_images(resolved.index, ("train", "val")).encode(), digest_size=16).hexdigest()

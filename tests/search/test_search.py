@@ -287,6 +287,7 @@ def test_defaults_outside_the_space_are_trial_0_without_them(tmp_path: Path) -> 
         (["--objective", "ap,latency", "--pruner", "halving"], "cannot be pruned"),
         (["--pruner", "halvin"], "did you mean 'halving'"),
         (["--launcher", "k8s"], "no launcher 'k8s'"),
+        (["--partition", "gpu"], "launcher local has no --partition"),
         (["--trials", "0"], "--trials 0 is out of range"),
         (["--lr", "0.1", "--space", "SPACE"], "--lr is set and searched"),
         (["--space", "SPACE", "--trials", "50"], "only 2 points"),
