@@ -213,9 +213,7 @@ def next_action(lines: Iterable[Probe], context: Context) -> Action:
     return end
 
 
-def _candidates(
-    trials: Sequence[Probe], now: Situation, context: Context
-) -> list[tuple[float, Lever, Changes, float]]:
+def _candidates(trials: Sequence[Probe], now: Situation, context: Context) -> list[tuple[float, Lever, Changes, float]]:
     """(fraction of the time that is expected to go, lever, changes, fraction of its loss), the largest first; of each
     lever its first value that is not tried."""
     total = sum(now.phases.values())

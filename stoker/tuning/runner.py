@@ -408,9 +408,7 @@ def _summarize_measured(found: Measured) -> dict[str, Any]:
     return _summarize(found.pairs, found.steps, found.phases)
 
 
-def _summarize(
-    pairs: list[tuple[float, float]], steps: int, phases: dict[str, float], **more: Any
-) -> dict[str, Any]:
+def _summarize(pairs: list[tuple[float, float]], steps: int, phases: dict[str, float], **more: Any) -> dict[str, Any]:
     """The fields of a trial that was measured."""
     ratio, low, high = policy.measure_ratio(pairs)
     kept = low > policy.MIN_RATIO

@@ -122,9 +122,7 @@ def foreign(case: dict[str, Any], frameworks: str, *, external: bool) -> dict[st
 
 
 @pytest.mark.parametrize("frameworks", FRAMEWORKS)
-def test_no_cause_says_to_a_foreign_job_what_it_does_not_have(
-    frameworks: str, flags: set[str], tmp_path: Path
-) -> None:
+def test_no_cause_says_to_a_foreign_job_what_it_does_not_have(frameworks: str, flags: set[str], tmp_path: Path) -> None:
     seen: dict[str, str] = {}
     for number, (name, has) in enumerate([*((name, has) for name, (has, _) in CASES.items()), *MORE_CASES.items()]):
         for on_gpu, external in ((False, True), (True, True), (False, False)):

@@ -3,7 +3,9 @@
 In float64, where only a wrong formula differs. Prints a JSON object in rank 0: largest differences, and bytes.
 """
 
+import functools
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -75,9 +77,21 @@ def own_bytes(optimizer: OptimizerStep) -> int:
     return sum(tensor.nbytes for tensor in state if not tensor.is_meta)
 
 
-def peak_bytes(optimizer: OptimizerStep, step: Callable[[], object]) -> int:
+class SmallDevice(PeakMemoryMode):
+    """Raises as a device does that has memory for so many bytes of tensors."""
+
+    def __init__(self, limit_bytes: float) -> None:
+        super().__init__("cpu")
+        self.limit_bytes = limit_bytes
+
+    def at_peak(self, operator: str) -> None:
+        if self.peak_bytes > self.limit_bytes:
+            raise torch.OutOfMemoryError(f"{self.peak_bytes} of {self.limit_bytes} bytes in {operator}")
+
+
+def peak_bytes(optimizer: OptimizerStep, step: Callable[[], object], limit_bytes: float = math.inf) -> int:
     """The most bytes of tensors that live at once in a step: what a device of this rank must have."""
-    memory = PeakMemoryMode("cpu")
+    memory = SmallDevice(limit_bytes)
     for tensor in tree_leaves((optimizer.state_dict(), optimizer.ema_model.state_dict())):
         if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
             memory.add(tensor)
@@ -152,12 +166,63 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     return found
 
 
+def run_limited(ranks: Ranks, case: str) -> dict[str, Any]:
+    """Devices whose memory is too small for the model in one of them, with micro-batches of one image: the steps that
+    one process and the stages do, and the largest difference of the stages' losses from those of a large device."""
+    num_images = images_of(case)
+    batch, autocast = make_batch(BOXES[:num_images], size_of(case), CLASSES), CPU.autocast("fp32")
+    batch = batch._replace(images=batch.images.double(), boxes=batch.boxes.double())
+    mine = batch if ranks.is_main else Batch(*[torch.empty(0)] * len(Batch._fields))
+
+    def train_whole(limit_bytes: float) -> tuple[list[int], dict[str, float]]:
+        model, optimizer = make_step(case, None)
+        plain = PlainStep(make_loss_fn(model, compile=False), optimizer, None, autocast, num_images)
+        peaks: list[int] = []
+        totals: dict[str, float] = {}
+        for step in range(STEPS):
+            losses: dict[str, torch.Tensor] = {}
+            update = functools.partial(lambda into: into.update(plain.forward_backward(batch)), losses)
+            try:
+                peaks.append(peak_bytes(optimizer, update, limit_bytes))
+            except torch.OutOfMemoryError:
+                break
+            optimizer.step(1e-3, step)
+            totals = {name: totals.get(name, 0.0) + float(loss) for name, loss in losses.items()}
+        return peaks, totals
+
+    def train_stages(limit_bytes: float) -> tuple[list[int], dict[str, float]]:
+        stages = Stages.of(make_step(case, None)[0], ranks, torch.device("cpu"))
+        model, optimizer = make_step(case, stages)
+        setup = make_setup(model, optimizer, ranks, CPU, micro_batches=num_images, image_size=size_of(case))
+        pipeline, accumulator = Pipeline(setup, ignore), setup.loss_accumulator
+        peaks = [
+            peak_bytes(optimizer, lambda: step_of(pipeline, mine, 1e-3, Signals()), limit_bytes) for _ in range(STEPS)
+        ]
+        return peaks, accumulator.read(accumulator.take(), STEPS).losses
+
+    peaks, expected = train_whole(math.inf)
+    own_peaks, _ = train_stages(math.inf)
+    whole, largest = max(peaks), max(peak for ranked in ranks.gather_all(own_peaks) for peak in ranked)
+    limit_bytes = (whole + largest) / 2
+    steps_whole = len(train_whole(limit_bytes)[0])
+    steps_stages, losses = train_stages(limit_bytes)
+    return {
+        "whole_bytes": whole, "stage_bytes": largest, "limit_bytes": limit_bytes,
+        "steps_whole": steps_whole, "steps_stages": len(steps_stages),
+        "losses": max(abs(STEPS * losses[name] / total - 1) for name, total in expected.items()),
+    }  # fmt: skip
+
+
 def main() -> None:
     ranks = Ranks(find_place())
     ranks.connect()
     found = {}
-    for case in sys.argv[1:] or CASES:
-        found[case] = run_case(ranks, case)
+    names = sys.argv[1:]
+    run = run_case
+    if names[:1] == ["--limited"]:
+        run, names = run_limited, names[1:]
+    for case in names or CASES:
+        found[case] = run(ranks, case)
         print(case, ranks.rank, found[case], file=sys.stderr)
     if ranks.is_main:
         print(json.dumps(found))

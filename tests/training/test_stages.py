@@ -185,15 +185,12 @@ def test_the_error_of_a_stage_is_not_hidden() -> None:
         pipeline.forward_backward(batch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "cases"), [(2, [*CASES][:5]), (2, [*CASES][5:]), (3, ["fcos", "frozen", "few"])])
-def test_steps_of_every_family_are_those_of_one_process(count: int, cases: list[str]) -> None:
-    """In float64, two steps of four micro-batches: weights, EMA, moments, losses; clipped; a skipped step; activation
-    checkpointing; frozen stages; two optimizers."""
+def run_ranks(count: int, *words: str) -> dict[str, dict[str, float]]:
+    """What `stage_step.py` prints in rank 0."""
     port = find_free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.training.stage_step", *cases],
+            [sys.executable, "-m", "tests.training.stage_step", *words],
             cwd=Path(__file__).resolve().parents[2],
             env={
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
@@ -207,7 +204,16 @@ def test_steps_of_every_family_are_those_of_one_process(count: int, cases: list[
     outputs = [rank.communicate(timeout=850)[0] for rank in ranks]
     print(outputs[0])
     assert [rank.returncode for rank in ranks] == [0] * count
-    found = json.loads(outputs[0].splitlines()[-1])
+    found: dict[str, dict[str, float]] = json.loads(outputs[0].splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "cases"), [(2, [*CASES][:5]), (2, [*CASES][5:]), (3, ["fcos", "frozen", "few"])])
+def test_steps_of_every_family_are_those_of_one_process(count: int, cases: list[str]) -> None:
+    """In float64, two steps of four micro-batches: weights, EMA, moments, losses; clipped; a skipped step; activation
+    checkpointing; frozen stages; two optimizers."""
+    found = run_ranks(count, *cases)
     assert list(found) == cases
     for case, numbers in found.items():
         for name in ("state", "ema", "restored", "skipped"):
@@ -216,6 +222,18 @@ def test_steps_of_every_family_are_those_of_one_process(count: int, cases: list[
         assert numbers["all_bytes"] == pytest.approx(1.0), (case, "each tensor is in one rank", numbers)
         assert numbers["own_bytes"] < 0.95, (case, numbers)
         assert numbers["peak"] < 0.95, (case, "one process would need a larger device", numbers)
+
+
+@pytest.mark.slow
+def test_a_model_too_big_for_one_device_trains_in_stages() -> None:
+    """Out of memory in one process of such a device although its micro-batches are single images."""
+    cases = ["ember", "fcos", "faster_rcnn"]
+    found = run_ranks(2, "--limited", *cases)
+    assert list(found) == cases
+    for case, numbers in found.items():
+        assert numbers["stage_bytes"] < 0.9 * numbers["whole_bytes"], (case, numbers)
+        assert numbers["steps_whole"] < numbers["steps_stages"] == 2, (case, numbers)
+        assert numbers["losses"] < 1e-6, (case, numbers)
 
 
 @pytest.mark.slow

@@ -203,7 +203,6 @@ def device_seconds(run: RunRecords) -> str:
     return "seconds of all ranks" if run.num_ranks > 1 else "seconds"
 
 
-
 def make_evidence(text: str, value: float | None = None, source: str = "") -> Evidence:
     return Evidence(text=text, value=None if value is None else float(value), source=source)
 
