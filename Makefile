@@ -26,7 +26,7 @@ setup: .venv/.ready
 	touch $@
 
 lock: $(filter .uv/bin/uv,$(UV))  ## after a change of the dependencies
-	$(UV) pip compile --quiet --universal --generate-hashes --no-header --group dev --extra onnx pyproject.toml -o requirements.lock
+	$(UV) pip compile --quiet --universal --generate-hashes --no-header --group dev --extra onnx --extra search pyproject.toml -o requirements.lock
 
 peers: $(filter .uv/bin/uv,$(UV))  ## the peers of the benchmarks; 7 GB, in .peers
 	test -x .peers/bin/python || $(UV) venv --quiet --python $(or $(wildcard $(BIN)/python),$(PYTHON)) .peers

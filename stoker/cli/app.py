@@ -23,6 +23,7 @@ from stoker.cli.launch import launch_app
 from stoker.cli.models import evaluate, export, list_models, predict
 from stoker.cli.planning import check, plan
 from stoker.cli.runs import report, watch, why
+from stoker.cli.search import search
 from stoker.cli.train import PARAMETER, flags_of, import_pipeline, train, train_help
 from stoker.cli.tune import compare, tune
 from stoker.config.flag_names import translate
@@ -48,6 +49,7 @@ app.command(check, sort_key=1)
 app.command(plan, sort_key=1)
 app.command(launch_app)
 app.command(tune, sort_key=1)
+app.command(search, sort_key=1)
 app.command(watch, sort_key=2, usage="Usage: stoker watch [--run-dir DIR] -- CMD ARGS… | stoker watch --pid N")
 app.command(why, sort_key=2)
 app.command(compare, sort_key=2)

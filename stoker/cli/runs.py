@@ -123,7 +123,7 @@ def report(
     price_per_device_hour: float | None = None,
     json: bool = False,
 ) -> None:
-    """Makes one HTML page of a run, live or finished: metrics, images, curves, time, findings, settings."""
+    """Makes one HTML page of a run or a search, live or finished: metrics, images, curves, time, findings, settings."""
     from stoker.errors import UsageError
     from stoker.report.html import write_report, write_runs_summary
 
@@ -138,6 +138,15 @@ def report(
             print_json(summary)
         else:
             print_text(write_runs_summary(summary, out))
+    elif (Path(str(run)) / "study.json").exists():
+        from stoker.search.page import study_json, write_study
+        from stoker.search.study import Study
+
+        study = Study(Path(str(run)))
+        if json:
+            print_json(study_json(study))
+        else:
+            print_text(write_study(study, out))
     elif json:
         from stoker.report.run_report import collect
 

@@ -35,6 +35,7 @@ recipes.toml, settings.toml: what models of a kind are trained with (`config/set
     settings (`config/settings.py`).
 refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/explain.py`).
+search.toml: what `stoker search` tries (`search/space.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).
 source_names.toml: images, packages and calls in files of others (`preflight/static/tables.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).

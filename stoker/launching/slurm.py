@@ -74,6 +74,7 @@ class Slurm(Place):
             "time": None if spec.time_limit_s is None else str(math.ceil(spec.time_limit_s / 60)),
             "signal": f"B:USR1@{spec.grace_s}",
             "open-mode": "append",
+            "array": f"0-{spec.tasks - 1}" if spec.tasks > 1 else None,
             "output": spec.log.replace("%", "%%"),  # Slurm replaces %j and others
         }
         lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]

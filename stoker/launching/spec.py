@@ -150,6 +150,8 @@ class LaunchSpec:
     """Of the jobs of the run: lower-case letters, digits and `-`, at most 40, begins with a letter."""
     attempt: int = 1
     """Which job of the run it is."""
+    tasks: int = 1
+    """Equal tasks that share the run folder, as the workers of a search do: a job array, where the place has them."""
     run_dir: str
     """An absolute path, or a URI (gs://, s3://)."""
     data: str | None = None

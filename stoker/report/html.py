@@ -48,7 +48,7 @@ def write_report(run: str | Path, out: Path | None = None, *, price_per_device_h
     page = render(collect(run, price_per_device_hour))
     folder = expand_variables(str(run))
     default = Path(f"{parse_uri(folder).name}-{REPORT}") if is_uri(folder) else Path(folder) / REPORT
-    return _write(page, out or default, private=True)
+    return write_page(page, out or default, private=True)
 
 
 def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Path:
@@ -59,7 +59,7 @@ def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Pa
     """
     folder = expand_variables(runs_summary.folder)
     default = Path(RUNS_REPORT) if is_uri(folder) else Path(folder) / RUNS_REPORT
-    return _write(render_runs_summary(runs_summary), out or default, private=True)
+    return write_page(render_runs_summary(runs_summary), out or default, private=True)
 
 
 def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
@@ -69,10 +69,10 @@ def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
     charts = draw.Charts()
     values = dataset.page_values(stats, charts)
     command = f"stoker data stats {shlex.quote(stats.data)} --json"
-    return _write(_render("dataset.html", stats.data, command, charts=charts, **values), out)
+    return write_page(render_template("dataset.html", stats.data, command, charts=charts, **values), out)
 
 
-def _write(page: str, path: Path, *, private: bool = False) -> Path:
+def write_page(page: str, path: Path, *, private: bool = False) -> Path:
     """private: only the user may read it, as the records of which it is made: it quotes commands and the output of
     jobs."""
     with writing("The report cannot be written.", path, fix="choose another file with --out"):
@@ -84,7 +84,7 @@ def _write(page: str, path: Path, *, private: bool = False) -> Path:
 def render(report: RunReport) -> str:
     """The page. An external job has no sections for metrics, images and settings."""
     argv = report.environment.get("argv")
-    return _render(
+    return render_template(
         "run.html",
         report.run,
         f"stoker report {shlex.quote(report.run)} --json",
@@ -102,10 +102,10 @@ def render_runs_summary(runs_summary: RunsSummary) -> str:
     """The page of many runs."""
     folder = runs_summary.folder
     values = {"summary": runs_summary, "tables": make_tables(runs_summary), "totals": list(summary_rows(runs_summary))}
-    return _render("runs.html", folder, f"stoker why --all {shlex.quote(folder)} --json", **values)
+    return render_template("runs.html", folder, f"stoker why --all {shlex.quote(folder)} --json", **values)
 
 
-def _render(template: str, source: str, json_command: str, **values: Any) -> str:
+def render_template(template: str, source: str, json_command: str, **values: Any) -> str:
     """source: what the page is about."""
     common = {
         "charts": draw.Charts(),

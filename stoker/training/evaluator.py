@@ -251,6 +251,9 @@ class Evaluator:
             setup.folder.event("evaluated", step=step, metrics=msgspec.to_builtins(metrics))
             self._recorder.add_evaluation(step, metrics, images)
             task.is_published = True
+        request = self._stopper.request
+        if request.after_evaluation is not None and (reason := request.after_evaluation()) is not None:
+            request.request(reason)
         return metrics
 
     def _detect(self) -> Detections:

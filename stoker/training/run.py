@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +60,7 @@ def train(
     log_format: Literal["text", "json"] = "text",
     verbose: bool = False,
     exit_when_hung: bool = False,
+    after_evaluation: Callable[[], str | None] | None = None,
 ) -> Result:
     """Trains until the requested length is reached.
 
@@ -66,7 +68,8 @@ def train(
     accept_changed_data: continue a run also if its data set changed; started_s: the moment of `time.perf_counter` from
     which the ledger counts, default now; trace: keep Chrome traces of some steps; monitor: alerts and metrics while it
     runs; log_format: json writes JSON lines to stdout and text to stderr; verbose: print every setting; exit_when_hung:
-    end the process with code 7 if the training hangs, instead of only recording it.
+    end the process with code 7 if the training hangs, instead of only recording it; after_evaluation: called by a
+    thread when an evaluation is in the run's events, the reason that it returns stops the training as a signal does.
     Raises StokerError; `Preempted` after a signal, when everything is saved.
     """
     started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
@@ -83,6 +86,7 @@ def train(
         stop_on_signals() as stop_request,
         contextlib.ExitStack() as stack,
     ):
+        stop_request.after_evaluation = after_evaluation
         screen = stack.enter_context(make_screen(ranks, log_format, stack))
         stacks = OwnStacks()
         stack.callback(stacks.stop)

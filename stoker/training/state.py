@@ -191,12 +191,12 @@ class IntervalTrigger:
         steps = {"steps": interval.value, "epochs": interval.value * num_images / batch_size, "minutes": 0.0}[
             interval.unit
         ]
-        self._interval_steps = max(1, round(steps)) if steps else 0
+        self.interval_steps = max(1, round(steps)) if steps else 0
         self._last_s = time.perf_counter()
 
     def is_due_at(self, step: int) -> bool:
         """Whether it is due by the number of optimizer steps done."""
-        return self._interval_steps > 0 and step > 0 and step % self._interval_steps == 0
+        return self.interval_steps > 0 and step > 0 and step % self.interval_steps == 0
 
     def is_due_by_clock(self) -> bool:
         """Whether it is due by the clock, which ranks read at other times."""

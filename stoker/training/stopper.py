@@ -208,6 +208,8 @@ class StopRequest:
     """Seconds after the request in which the machine is still there, if a notice states them."""
     trace_requested: bool = False
     """After SIGUSR2: keep the next steps as a Chrome trace."""
+    after_evaluation: Callable[[], str | None] | None = None
+    """Called by a thread when the metrics of an evaluation are in the run's events; what it returns asks for a stop."""
 
     def request(self, source: str, *, grace_s: float | None = None) -> None:
         """Asks for a stop, as a signal does. Callable from any thread."""

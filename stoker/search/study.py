@@ -1,0 +1,398 @@
+"""The study that the workers of a search share: which trial is next, what it tries, and when it is pruned.
+
+Optuna's journal file has the trials, study.json what the search is. Nothing that is decided depends on time: trial k
+sees the results of the rounds before its own only (`round` trials each, as many as there were workers at first), its
+sampler is seeded with (seed, k), and a pruner compares with trials of earlier rounds. So a search that was killed and
+continued tries what an undisturbed one tries, as far as its metrics are reproducible.
+
+Optuna gives a trial of a dead worker a new number (`RetryHeartbeatStaleTrialCallback`), and journal files have no
+heartbeats. Here a worker holds a lock of its trial, which the kernel releases with the process; another worker takes
+the trial over, with its number and its run folder.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+import msgspec
+
+from stoker.errors import ConfigError, StorageError, UsageError, needs_package, writing
+from stoker.search.space import Metric, Space
+from stoker.storage.local_files import write_atomic
+
+with needs_package("optuna", "`stoker search`"):
+    import optuna
+    from optuna.pruners import BasePruner, HyperbandPruner, NopPruner, SuccessiveHalvingPruner
+    from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.storages.journal._file import BaseJournalFileLock
+    from optuna.study import StudyDirection
+    from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # multivariate TPE is meant
+
+STUDY, JOURNAL, TRIALS, LOCKS, PAGE = "study.json", "journal.log", "trials", "locks", "report.html"
+PRUNERS = ("none", "halving", "hyperband")
+REDUCTION = 3
+"""Of three trials at a rung, one goes on (Li et al., Hyperband, JMLR 2018, recommend 3 or 4)."""
+RUNGS = 9
+"""Evaluations of a trial where the user sets no interval: rungs are at 1/9 and 1/3 of it, so a pruned trial costs about
+a third at the most."""
+STARTUP_TRIALS = 10
+"""Random trials before the sampler models anything: Optuna's default."""
+MAX_STARTS = 10
+"""After which a trial has failed: its workers ended before it did."""
+RUNG_ATTRIBUTE = "completed_rung_"
+
+
+class StudySpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search is: study.json."""
+
+    data: str
+    digest: str
+    """Of the images and boxes for training and validation."""
+    settings: dict[str, Any]
+    """Of all trials, as the user set them."""
+    defaults: dict[str, Any]
+    """What trial 0 tries: derived values, of the settings whose range contains them."""
+    space: Space
+    trials: int
+    round: int
+    objectives: list[Metric]
+    pruner: Literal["none", "halving", "hyperband"]
+    evaluations: int
+    """Of a full trial, for the pruner."""
+    seed: int
+
+
+class Claim(NamedTuple):
+    """A trial that this worker holds; it ends with the file."""
+
+    number: int
+    lock: IO[str]
+
+
+class Outcome(NamedTuple):
+    """How a trial ended."""
+
+    metrics: Mapping[str, float]
+    history: Sequence[float]
+    """AP of each evaluation, ascending in step."""
+    steps: int
+    failure: str = ""
+    pruned: bool = False
+
+
+class _JournalLock(BaseJournalFileLock):
+    """A lock that the kernel releases with its process. Removes the line that a killed process had written in part:
+    Optuna's reader would refuse the journal."""
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> bool:
+        self._file = open_lock(self._journal.with_suffix(".lock"), wait=True)
+        with contextlib.suppress(FileNotFoundError), self._journal.open("rb+") as journal:
+            data = journal.read()
+            if data and not data.endswith(b"\n"):
+                journal.truncate(data.rfind(b"\n") + 1)
+        return True
+
+    def release(self) -> None:
+        assert self._file is not None
+        self._file.close()
+
+
+def open_lock(path: Path, *, wait: bool) -> IO[str] | None:
+    """The file with its lock held; None: another process holds it. Raises StorageError where there are no locks."""
+    with writing("The lock of the study cannot be written.", path):
+        file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError as error:
+        file.close()
+        fix = "a study on a local disk or on NFS with locks"
+        raise StorageError(
+            "The file system of the study has no locks.", location=path, cause=error.strerror, fix=fix
+        ) from error
+    return file
+
+
+@contextlib.contextmanager
+def holding(path: Path) -> Iterator[None]:
+    """Holds the lock of a file within the block; waits for it."""
+    with contextlib.closing(open_lock(path, wait=True) or path.open()):
+        yield
+
+
+class Study:
+    """A study in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UsageError if there is none."""
+        self.folder = folder
+        self.spec = read_spec(folder)
+        journal = folder / JOURNAL
+        storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=_JournalLock(journal)))
+        with holding(folder / LOCKS / "claim"):
+            self._optuna = optuna.create_study(
+                storage=storage,
+                study_name="search",
+                directions=_directions(self.spec),
+                sampler=RandomSampler(seed=0),
+                load_if_exists=True,
+            )
+
+    def trials(self) -> list[FrozenTrial]:
+        """All trials that were begun, by number."""
+        return self._optuna.get_trials()
+
+    def run_dir(self, number: int) -> Path:
+        return self.folder / TRIALS / f"{number:04d}"
+
+    def claim(self) -> Claim | Literal["wait"] | None:
+        """The next trial: one whose worker died, else a new one. "wait": its round has not begun; None: all trials have
+        ended or are in other hands."""
+        spec = self.spec
+        with holding(self.folder / LOCKS / "claim"):
+            trials = self.trials()
+            for trial in trials:
+                lock = None if trial.state.is_finished() else self._lock(trial.number)
+                if lock is not None:
+                    return self._start(Claim(trial.number, lock))
+            number = len(trials)
+            if number >= spec.trials:
+                return None
+            if not all(trial.state.is_finished() for trial in trials[: _round_start(spec, number)]):
+                return "wait"
+            lock = self._lock(number)
+            assert lock is not None, "trials are begun under the lock of the study"
+            distributions = spec.space.distributions()
+            params = propose(spec, trials, number)
+            self._optuna.add_trial(
+                create_trial(
+                    state=TrialState.RUNNING,
+                    params=params,
+                    distributions={name: distributions[name] for name in params},
+                )
+            )
+            return self._start(Claim(number, lock))
+
+    def _lock(self, number: int) -> IO[str] | None:
+        return open_lock(self.folder / LOCKS / f"{number:04d}", wait=False)
+
+    def _start(self, claim: Claim) -> Claim:
+        claim.lock.write(f"process {os.getpid()}\n")
+        claim.lock.flush()
+        return claim
+
+    def starts(self, claim: Claim) -> int:
+        """How many workers have begun the trial."""
+        claim.lock.seek(0)
+        return len(claim.lock.readlines())
+
+    def is_pruned(self, number: int, history: Sequence[float]) -> bool:
+        """Whether the trial, with these AP of its evaluations, is to stop."""
+        return self.spec.pruner != "none" and bool(history) and _judge(self.spec, self.trials(), number, history)[0]
+
+    def finish(self, claim: Claim, outcome: Outcome) -> None:
+        """Records how a trial ended; once, also where the worker before died in the middle of it."""
+        spec, frozen = self.spec, self.trials()[claim.number]
+        trial = Trial(self._optuna, frozen._trial_id)
+        trial.set_user_attr("steps", outcome.steps)
+        trial.set_user_attr("metrics", dict(outcome.metrics))
+        if outcome.failure:
+            trial.set_user_attr("failure", outcome.failure)
+            self._optuna.tell(claim.number, state=TrialState.FAIL)
+        else:
+            for name, limit in spec.space.limits.items():
+                if name in outcome.metrics and f"constraints:{name}" not in frozen.system_attrs:
+                    trial.set_constraint(name, outcome.metrics[name] - limit)
+            if len(spec.objectives) == 1:
+                for n in range(len(frozen.intermediate_values), len(outcome.history)):
+                    trial.report(outcome.history[n], n + 1)
+                if spec.pruner != "none":
+                    rungs = _judge(spec, self.trials(), claim.number, outcome.history)[1]
+                    trial.set_user_attr("rungs", rungs)
+            if outcome.pruned:
+                self._optuna.tell(claim.number, state=TrialState.PRUNED)
+            else:
+                self._optuna.tell(claim.number, [outcome.metrics[name] for name in spec.objectives])
+        claim.lock.close()
+
+
+def create(folder: Path, spec: StudySpec) -> StudySpec:
+    """Makes a study, or checks that the one in the folder is the same search; its number of trials may grow. Returns
+    what the study is from now on. Raises ConfigError."""
+    if not (folder / STUDY).exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise UsageError("The folder is not empty and has no study.", location=folder, fix="another --run-dir")
+        _write_spec(folder, spec)
+        return spec
+    old = read_spec(folder)
+    fix = "another --run-dir, or the command that began the study"
+    if old.digest != spec.digest:
+        cause = f"it was begun with {old.data}" if old.data != spec.data else "images or boxes of the data set changed"
+        raise ConfigError("The study is of another data set.", location=folder / STUDY, cause=cause, fix=fix)
+    if old.space != spec.space:
+        raise ConfigError(
+            "The study has another space.", location=folder / STUDY, cause="; ".join(old.space.lines()), fix=fix
+        )
+    for name in ("settings", "objectives", "pruner", "seed"):
+        before, now = getattr(old, name), getattr(spec, name)
+        if before != now:
+            raise ConfigError(
+                f"The study was begun with other {name}: {before}, not {now}.", location=folder / STUDY, fix=fix
+            )
+    if spec.trials < old.trials and spec.trials < len(Study(folder).trials()):
+        raise ConfigError(f"The study has more than {spec.trials} trials already.", location=folder / STUDY, fix=fix)
+    spec = msgspec.structs.replace(old, trials=spec.trials)
+    _write_spec(folder, spec)
+    return spec
+
+
+def read_spec(folder: Path) -> StudySpec:
+    """Raises UsageError if the folder has no study."""
+    try:
+        return msgspec.json.decode((folder / STUDY).read_bytes(), type=StudySpec)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError("There is no study.", location=folder, fix="stoker search DATA --run-dir FOLDER") from error
+    except (msgspec.DecodeError, OSError) as error:
+        raise UsageError("The study cannot be read.", location=folder / STUDY, cause=str(error)) from error
+
+
+def _write_spec(folder: Path, spec: StudySpec) -> None:
+    with writing("The study cannot be written.", folder):
+        (folder / LOCKS).mkdir(parents=True, exist_ok=True)
+        (folder / TRIALS).mkdir(exist_ok=True)
+        write_atomic(folder / STUDY, msgspec.json.format(msgspec.json.encode(spec)))
+
+
+def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any]:
+    """What the trial tries: a function of the study, the number and the results of earlier rounds. trials: at least
+    those before it."""
+    if number == 0:
+        return dict(spec.defaults)
+    distributions = spec.space.distributions()
+    before = {_point(trial.params) for trial in trials[:number]}
+    sampler: BaseSampler = TPESampler(multivariate=True, seed=_seed(spec, number, 0), n_startup_trials=STARTUP_TRIALS)
+    draw = 0
+    while True:
+        params = _rounds_before(spec, trials, number, sampler).ask(distributions).params
+        if _point(params) not in before:
+            return params
+        draw += 1  # a space of choices: the best point again would teach nothing
+        sampler = RandomSampler(seed=_seed(spec, number, draw))
+
+
+def _judge(
+    spec: StudySpec, trials: Sequence[FrozenTrial], number: int, history: Sequence[float]
+) -> tuple[bool, dict[str, float]]:
+    """(whether the pruner stopped a trial after one of these evaluations, its values at the rungs)."""
+    study = _rounds_before(spec, trials, number, RandomSampler(seed=0))
+    trial, pruned = study.ask(), False
+    for n, value in enumerate(history):
+        trial.report(value, n + 1)
+        pruned = (trial.should_prune() and n + 1 < spec.evaluations) or pruned
+    attributes = study.get_trials()[-1].system_attrs
+    return pruned, {name: value for name, value in attributes.items() if name.startswith(RUNG_ATTRIBUTE)}
+
+
+def _rounds_before(spec: StudySpec, trials: Sequence[FrozenTrial], number: int, sampler: BaseSampler) -> optuna.Study:
+    """A study in memory with what trial `number` may know: results of earlier rounds, and the points that its own round
+    tries; the next trial has this number."""
+    study = optuna.create_study(
+        study_name="search", directions=_directions(spec), sampler=sampler, pruner=_make_pruner(spec)
+    )
+    names = set(spec.space.settings)
+    for trial in trials[:number]:
+        known = trial.number < _round_start(spec, number)
+        state = trial.state if known else TrialState.RUNNING
+        if set(trial.params) != names and state != TrialState.RUNNING:
+            # Defaults outside the space: a sampler of several settings together can learn nothing from them.
+            state = TrialState.FAIL
+        attributes = dict(trial.user_attrs.get("rungs", {})) if known else {}
+        if known:
+            attributes |= {f"constraints:{name}": value for name, value in trial.constraints.items()}
+        study.add_trial(
+            create_trial(
+                state=state,
+                values=trial.values if state in (TrialState.COMPLETE, TrialState.PRUNED) else None,
+                params=trial.params if set(trial.params) == names else {},
+                distributions=trial.distributions if set(trial.params) == names else {},
+                system_attrs=attributes,
+                intermediate_values=trial.intermediate_values if known else {},
+            )
+        )
+    return study
+
+
+def _make_pruner(spec: StudySpec) -> BasePruner:
+    first = max(1, spec.evaluations // RUNGS)
+    if spec.pruner == "halving":
+        return SuccessiveHalvingPruner(min_resource=first, reduction_factor=REDUCTION)
+    if spec.pruner == "hyperband":
+        return HyperbandPruner(min_resource=first, max_resource=spec.evaluations, reduction_factor=REDUCTION)
+    return NopPruner()
+
+
+def _directions(spec: StudySpec) -> list[StudyDirection]:
+    up, down = StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE
+    return [up if name == "ap" else down for name in spec.objectives]
+
+
+def _round_start(spec: StudySpec, number: int) -> int:
+    return number // spec.round * spec.round
+
+
+def _seed(spec: StudySpec, number: int, draw: int) -> int:
+    return random.Random(f"{spec.seed}/{number}/{draw}").getrandbits(32)
+
+
+def _point(params: Mapping[str, Any]) -> str:
+    return json.dumps(params, sort_keys=True)
+
+
+def full_trials(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Those that trained to the end within the limits."""
+    done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    return [trial for trial in done if all(value <= 0 for value in trial.constraints.values())]
+
+
+def best_trials(spec: StudySpec, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """The best one, the earliest of equals; with two objectives all that no other one dominates."""
+    full = full_trials(trials)
+    if len(spec.objectives) == 1:
+        return sorted(full, key=lambda trial: (-trial.values[0], trial.number))[:1]
+
+    def costs(trial: FrozenTrial) -> list[float]:
+        return [-v if name == "ap" else v for name, v in zip(spec.objectives, trial.values, strict=True)]
+
+    def dominates(a: FrozenTrial, b: FrozenTrial) -> bool:
+        return costs(a) != costs(b) and all(x <= y for x, y in zip(costs(a), costs(b), strict=True))
+
+    return [trial for trial in full if not any(dominates(other, trial) for other in full)]
+
+
+def importances(spec: StudySpec, trials: Sequence[FrozenTrial]) -> dict[str, float]:
+    """Setting → its part of the differences of AP (PED-ANOVA: Watanabe et al., IJCAI 2023), the largest first; empty
+    with less than four full trials."""
+    known = [trial for trial in full_trials(trials) if set(trial.params) == set(spec.space.settings)]
+    if len(known) < 4:
+        return {}
+    study = optuna.create_study(direction="maximize")
+    study.add_trials([create_trial(value=t.values[0], params=t.params, distributions=t.distributions) for t in known])
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    return optuna.importance.get_param_importances(study, evaluator=evaluator)
