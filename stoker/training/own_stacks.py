@@ -20,8 +20,8 @@ from stoker.runs.records import STACKS, RunFolder
 from stoker.watch.stacks import (
     FIRST_WINDOW_S,
     MAX_CPU_FRACTION,
+    PACKAGE_ROOT,
     RATES_HZ,
-    STOKER_ROOT,
     WINDOW_S,
     Frame,
     Samples,
@@ -114,8 +114,8 @@ def _as_frames(stack: Stack) -> list[Frame]:
     """The frames from the first one of stoker's on: what has called it is not sampled for. Stoker's files get the same
     names wherever it is installed."""
     frames = [
-        Frame(function, STOKER_ROOT + file.removeprefix(_PACKAGE) if file.startswith(_PACKAGE) else file, line)
+        Frame(function, PACKAGE_ROOT + file.removeprefix(_PACKAGE) if file.startswith(_PACKAGE) else file, line)
         for function, file, line in stack
     ]
-    own = [number for number, frame in enumerate(frames) if frame.file.startswith(STOKER_ROOT)]
+    own = [number for number, frame in enumerate(frames) if frame.file.startswith(PACKAGE_ROOT)]
     return frames[: own[-1] + 1] if own else frames

@@ -104,7 +104,7 @@ WORKER_RULES, FRAME_RULES, IDLE_RULES, PART_RULES = (
 )
 _LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
 
-STOKER_ROOT = "/site-packages/stoker/"
+PACKAGE_ROOT = "/site-packages/stoker/"
 """How the files of a training of stoker's own begin (`training/own_stacks.py`)."""
 
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
@@ -311,7 +311,7 @@ def make_window(
         resolved = "idle" if resolved == HELPER else resolved
         part = find_part(stack)
         is_users = not part or any(is_job_code(frame) for frame in stack)
-        line, function, call, leaf = find_place(stack, cwd if is_users else STOKER_ROOT)
+        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT)
         if not is_users:
             line, function = "", f"{function} ({line})"
             resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
@@ -557,7 +557,7 @@ def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, st
 def find_part(stack: Sequence[Frame]) -> str:
     """The part of stoker that a stack of its own training is in, by its outermost frame in a row of frames.toml; empty:
     a stack of another program."""
-    if not stack or not stack[-1].file.startswith(STOKER_ROOT):
+    if not stack or not stack[-1].file.startswith(PACKAGE_ROOT):
         return ""
     rules = (_find_rules(frame.function, frame.file).part for frame in reversed(stack))
     return next((rule.kind for rule in rules if rule is not None), "training loop")
