@@ -213,6 +213,10 @@ def _wilson(fraction: float, count: int) -> tuple[float, float]:
 _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm"})
 _LOADER_CALL = re.compile(r"^torch\.utils\.data\.|^multiprocessing\.|^threading\.|^queue\.")
 _READ = re.compile(r"(^|[._])(read|readinto|open|recv\w*|urlopen|request|get|stat|scandir|listdir|download\w*)( \(|$)")
+_DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albumentations|skimage|transforms")
+"""Calls and frames of libraries that decode or transform images."""
+_RUNS_STEP = re.compile(r"^(quick_execute|call_function|execute) \((eager/)?(execute|context)\.py\)")
+"""Frames in which TensorFlow runs a step as a whole."""
 IMPORT = r"^import |^importlib\."
 """Calls that import a module."""
 STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
@@ -321,17 +325,21 @@ def _make_node(name: str, sampled: list[_Sampled], depth: int, root: list[_Sampl
 
 
 def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
-    """Places of `list_places` with a call that took at least this fraction of the time, at the low end of their
-    interval; without waits for a loader, and without what other causes explain: decoding, compiling, checkpoints."""
-    return [
-        place
-        for place in list_places(run)
-        if place.call
-        and place.kind in ("python", "gc", "other", "idle", "input_wait")
-        and not _LOADER_CALL.search(place.call)
-        and not re.search(IMPORT, place.call)
-        and place.low_s >= min_fraction * run.place_totals[place.role, place.rank]
-    ]
+    """Lines of `list_places` with a call that took at least this fraction of the time, at the low end of their
+    interval; without waits for a loader, steps of TensorFlow, imports, and what other causes explain: compiling,
+    checkpoints, decoders."""
+    lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
+    for place in list_places(run):
+        is_own = place.kind in ("python", "gc", "other", "idle", "input_wait") or (
+            place.kind == "decode" and not _DECODES.search(" ".join((place.call, *place.leaves)))
+        )
+        in_step = sum(count for leaf, count in place.leaves.items() if _RUNS_STEP.search(leaf))
+        is_known = _LOADER_CALL.search(place.call) or re.search(IMPORT, place.call)
+        if place.call and is_own and in_step < place.samples / 2 and not is_known:
+            lines.setdefault((place.role, place.rank, place.line), []).append(place)
+    merged = [place for group in lines.values() if (place := merge_places(group)) is not None]
+    heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
+    return sorted(heavy, key=lambda place: -place.seconds)
 
 
 def describe_place(place: PlaceTotal) -> str:
