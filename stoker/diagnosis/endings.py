@@ -149,10 +149,11 @@ def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
     first_foreign: int | None = None
     for index, line in enumerate(lines):
         text = strip_rank_prefix(line.text)
-        if text.startswith("Traceback (most recent call last)"):
+        is_original = text.startswith("Original Traceback (most recent call last)")  # of a loader worker
+        if is_original or text.startswith("Traceback (most recent call last)"):
             if start is not None and first_foreign is not None:
                 spans.append((start, first_foreign))
-            start = spans.pop()[0] if is_chained and spans else index
+            start = spans.pop()[0] if (is_chained or is_original) and spans else index
             header_indent, is_chained, first_foreign = _indent(line.text), False, None
         elif text.startswith(("During handling of the above", "The above exception was the direct")):
             is_chained = True

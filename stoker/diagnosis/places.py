@@ -226,8 +226,8 @@ MIN_LOADER_SAMPLES = 10
 
 
 def list_places(run: RunRecords) -> list[PlaceTotal]:
-    """Places after the start outside of forward, backward and optimizer step, the largest first; kinds of one line and
-    call are one. A training thread that sleeps does so in its own code; a worker may wait for its next batch."""
+    """Places after the start outside of forward, backward and optimizer step, the most costly first; kinds of a line
+    and call are one. A training thread that sleeps does so in its own code; a worker may wait for its next batch."""
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     for total in run.places:
         waits = total.kind == "idle" and total.role == "training" and total.call == "time.sleep"
@@ -236,7 +236,10 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
         rank = total.rank if total.role == "training" else 0
         groups.setdefault((total.role, rank, total.line, total.call), []).append(total)
     merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
-    return sorted(merged, key=lambda place: -place.seconds)
+    phases = run.steady.phases
+    waited = phases.get("input_wait", 0.0) / sum(phases.values()) if any(phases.values()) else 1.0
+    costs = {"worker": waited}  # what a worker does costs only the time in which the training waits for it
+    return sorted(merged, key=lambda place: -place.seconds * costs.get(place.role, 1.0))
 
 
 def list_parts(run: RunRecords) -> list[PlaceTotal]:
@@ -337,7 +340,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
         is_known = _LOADER_CALL.search(place.call) or re.search(IMPORT, place.call)
         if place.call and is_own and in_step < place.samples / 2 and not is_known:
             lines.setdefault((place.role, place.rank, place.line), []).append(place)
-    merged = [place for group in lines.values() if (place := merge_places(group)) is not None]
+    merged = [total for group in lines.values() if (total := merge_places(group)) is not None]
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)
 
