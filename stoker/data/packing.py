@@ -48,8 +48,7 @@ from stoker.data.images import source as image_source
 from stoker.data.images.decode import decode_resized
 from stoker.data.images.headers import Header
 from stoker.data.index import Index
-from stoker.data.validation.problems import make_error
-from stoker.errors import DataError, StokerError, UsageError, writing
+from stoker.errors import DataError, StokerError, UsageError, make_error, writing
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
 
