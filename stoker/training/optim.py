@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.config.settings import OptimSettings
-from stoker.hardware.device import Device
+from stoker.hardware.device import XLA_KINDS, Device, set_scalar
 from stoker.models import Detector
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -175,7 +175,10 @@ class OptimizerStep:
             # The fused kernels read these, so dividing and skipping need no pass of their own.
             self._optimizer.grad_scale = clipped.divisor  # type: ignore[attr-defined]
             self._optimizer.found_inf = clipped.found_inf  # type: ignore[attr-defined]
-            self._optimizer.step()
+            if self._optimizer.defaults["fused"]:
+                self._optimizer.step()
+            else:
+                _step_by_operators(self._optimizer, clipped)
         if self.loss_scale is not None and self._growth_tracker is not None:
             torch._amp_update_scale_(self.loss_scale, self._growth_tracker, clipped.found_inf, 2.0, 0.5, 2000)
         # A forward pass that overflowed has spoiled the running statistics too: restore those of the last good step.
@@ -317,8 +320,11 @@ def _rows_of(tensor: Any) -> Tensor:
 
 
 def _set_scalar(current: Any, value: float) -> Any:
-    """The value, or `current` filled with it if that is a tensor: a kernel, so no copy from the host to wait for."""
-    return current.fill_(value) if isinstance(current, Tensor) else value
+    """The value, or `current` set to it if that is a tensor."""
+    if isinstance(current, Tensor):
+        set_scalar(current, value)
+        return current
+    return value
 
 
 def _make_optimizer(
@@ -351,15 +357,16 @@ def _make_optimizer(
         {"params": [parts[parameter] for parameter in group if parameter in parts], "weight_decay": decay}
         for (_, decay), group in groups.items()
     ]
+    fused = all(parameter.device.type not in XLA_KINDS for parameter in parts.values())
     if settings.optimizer == "adamw":
         # The step count stays on the device. Fused kernels are the same without, but then refuse a CUDA graph.
         optimizer: torch.optim.Optimizer = _without_dynamo(torch.optim.AdamW)(
-            param_groups, lr=0.0, betas=(settings.momentum, 0.999), capturable=True, fused=True
+            param_groups, lr=0.0, betas=(settings.momentum, 0.999), capturable=True, fused=fused
         )
         optimizer._warned_capturable_if_run_uncaptured = True  # most runs have no graph
         moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     else:
-        optimizer = _without_dynamo(torch.optim.SGD)(param_groups, lr=0.0, momentum=settings.momentum, fused=True)
+        optimizer = _without_dynamo(torch.optim.SGD)(param_groups, lr=0.0, momentum=settings.momentum, fused=fused)
         moments = ("momentum_buffer",) if settings.momentum else ()
     # The state exists before the first step: a fused SGD whose first step is skipped would leave its buffers
     # uninitialized, and a CUDA graph must not create what outlives a step.
@@ -369,6 +376,36 @@ def _make_optimizer(
         for name in moments:
             optimizer.state[parameter][name] = torch.zeros_like(parameter)
     return optimizer, lr_mults, numbers
+
+
+@torch.no_grad()
+def _step_by_operators(optimizer: torch.optim.Optimizer, clipped: Clipped) -> None:
+    """What torch's fused kernels of SGD and AdamW compute, in operators that XLA has, and fuses."""
+    is_skipped = clipped.found_inf > 0
+    for group in optimizer.param_groups:
+        lr, decay = group["lr"], group["weight_decay"]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            grad = parameter.grad if clipped.divisor is None else parameter.grad / clipped.divisor
+            state = optimizer.state[parameter]
+            if "betas" in group:
+                beta1, beta2 = group["betas"]
+                step = state["step"] + 1
+                mean = state["exp_avg"] + (grad - state["exp_avg"]) * (1 - beta1)
+                square = state["exp_avg_sq"] * beta2 + grad * grad * (1 - beta2)
+                # 1 - beta ** step in float32 would lose four digits at the first steps.
+                corrections = [-torch.expm1(step * math.log(beta)) for beta in (beta1, beta2)]
+                change = mean / corrections[0] / ((square / corrections[1]).sqrt() + group["eps"])
+                updated = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+                weight = parameter * (1 - lr * decay) - lr * change
+            else:
+                grad = grad + parameter * decay
+                updated = {name: buffer * group["momentum"] + grad for name, buffer in state.items()}
+                weight = parameter - lr * updated.get("momentum_buffer", grad)
+            parameter.copy_(torch.where(is_skipped, parameter, weight))
+            for name, value in updated.items():
+                state[name].copy_(torch.where(is_skipped, state[name], value))
 
 
 def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
