@@ -42,8 +42,8 @@ ALIGNMENT_BYTES = 64
 """Of every tensor in it: more than any data type needs."""
 
 XLA_KINDS = frozenset({"xla", "tpu"})
-"""Devices whose programs XLA compiles: `xla` of torch_xla (also its CPU client), `tpu` of torch_tpu. Streams, events, pinned
-memory and fused optimizers are not used there."""
+"""Devices whose programs XLA compiles: `xla` of torch_xla (also its CPU client), `tpu` of torch_tpu. Streams, events,
+pinned memory and fused optimizers are not used there."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,7 +63,7 @@ class Device:
 
     @property
     def has_streams(self) -> bool:
-        """Whether work is issued to streams, and events tell when it is done. If not, the host's clock is the only one."""
+        """Whether work is issued to streams, and events tell when it is done. Else the host's clock is the only one."""
         return not self.is_cpu and self.kind not in XLA_KINDS
 
     @property
@@ -83,6 +83,8 @@ class Device:
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         """Mixed precision for the forward pass: fp32, bf16 or fp16."""
+        if precision == "fp32" and self.kind in XLA_KINDS:  # torch_xla warns of this type
+            return contextlib.nullcontext()
         return torch.autocast(self.kind, DTYPES[precision], enabled=precision != "fp32")
 
     def empty_host(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
@@ -523,8 +525,8 @@ def available_devices() -> list[str]:
 
 
 def end_step(device: torch.device) -> None:
-    """Ends a step: XLA then compiles what was issued since the last end, if it has no such program yet, and runs it without
-    a wait, except for the step before. Nothing on other devices."""
+    """Ends a step: XLA compiles what was issued since the last end, if it has no such program yet, and runs it; the host
+    waits for the step before at most. Nothing on other devices."""
     if device.type == "xla":
         import torch_xla
 
@@ -532,8 +534,8 @@ def end_step(device: torch.device) -> None:
 
 
 def set_scalar(scalar: Tensor, value: float) -> None:
-    """Sets a scalar on the device without a host wait. XLA compiles the numbers 0 and 1 as constants, another program for
-    each, so it gets a copy instead."""
+    """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile the numbers 0 and 1 as
+    constants, another program for each."""
     if scalar.device.type in XLA_KINDS:
         scalar.copy_(torch.tensor(value, dtype=scalar.dtype))
     else:

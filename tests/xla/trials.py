@@ -5,7 +5,6 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch_xla
 from torch import Tensor
 from torch_xla.debug import metrics
 
@@ -79,7 +78,8 @@ def run(trial: Trial, device: Device, model: Detector) -> Outcome:
     state |= {f"ema.{name}": tensor for name, tensor in optimizer.ema_model.state_dict().items()}
     for number, values in optimizer.state_dict()["optimizer"]["state"].items():
         state |= {f"optimizer.{number}.{name}": tensor for name, tensor in values.items()}
-    return Outcome(losses, {name: tensor.detach().cpu().clone() for name, tensor in state.items()}, compilations, fallbacks)
+    on_host = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+    return Outcome(losses, on_host, compilations, fallbacks)
 
 
 def compare(trial: Trial) -> tuple[Outcome, Outcome]:
