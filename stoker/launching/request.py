@@ -91,15 +91,9 @@ def make_spec(
         raise UsageError(f"--devices {devices} is out of range.", choices=["1 or more"])
     cpus = request.cpus
     if cpus is None:
-        cpus = (
-            CPUS_PER_GPU
-            if tpu is not None
-            else int(machine.vcpus)
-            if machine is not None
-            else devices
-            if on_cpu
-            else CPUS_PER_GPU * devices
-        )
+        cpus = devices if on_cpu and tpu is None else CPUS_PER_GPU * devices
+        if machine is not None:
+            cpus = int(machine.vcpus)
     memory_gib = request.memory
     if memory_gib is None:
         memory_gib = GIB_PER_CPU * cpus if machine is None else SYSTEM_MEMORY_FRACTION * machine.memory_gib
@@ -231,7 +225,7 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
         )
     _check_batch(spec)
     _check_reach(spec, place)
-    unused = [] if spec.tpu is None or spec.tpu.chips == 1 else [_UNUSED_CHIPS.format(slice=spec.tpu)]
+    unused = [] if spec.tpu is None or spec.tpu.chips == 1 else [_UNUSED_CHIPS.format(spec.tpu)]
     warnings = unused + _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0))
     return warnings + _check_grace(spec, place) + place.check(spec)
 

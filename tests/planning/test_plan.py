@@ -1,5 +1,6 @@
 """`stoker plan` from the data to the screen. A stand-in of known speed predicts steps, except in the slow test."""
 
+import io
 import json
 import re
 import shlex
@@ -20,7 +21,7 @@ from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index
 from stoker.errors import ConfigError, UsageError
 from stoker.planning import plan as plan_module
-from stoker.planning.machines import Accelerator
+from stoker.planning.machines import Accelerator, listed_machines
 from stoker.planning.plan import Plan, make_plan, to_dict, train_command
 from stoker.planning.predict import StepPrediction
 from stoker.planning.recommend import Limits
