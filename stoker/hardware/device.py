@@ -537,7 +537,8 @@ def set_scalar(scalar: Tensor, value: float) -> None:
     """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile the numbers 0 and 1 as
     constants, another program for each."""
     if scalar.device.type in XLA_KINDS:
-        scalar.copy_(torch.tensor(value, dtype=scalar.dtype))
+        # of one dimension: a CPU tensor without one counts as a number
+        scalar.copy_(torch.tensor([value], dtype=scalar.dtype).to(scalar.device).reshape(()))
     else:
         scalar.fill_(value)
 

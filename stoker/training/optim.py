@@ -171,6 +171,7 @@ class OptimizerStep:
     def update(self, clipped: Clipped) -> None:
         """Updates the weights, unless a gradient is not finite; clears the gradients."""
         self.is_updated = True
+        _copy_stats(self.model, self.norm_stats, into_model=False)
         if self._gradients():
             # The fused kernels read these, so dividing and skipping need no pass of their own.
             self._optimizer.grad_scale = clipped.divisor  # type: ignore[attr-defined]
@@ -184,6 +185,7 @@ class OptimizerStep:
         # A forward pass that overflowed has spoiled the running statistics too: restore those of the last good step.
         torch.where(clipped.found_inf > 0, self._good_norm_stats, self.norm_stats, out=self._good_norm_stats)
         self.norm_stats.copy_(self._good_norm_stats)
+        _copy_stats(self.model, self.norm_stats, into_model=True)
         self.zero_grad()
 
     def update_ema(self) -> None:
@@ -198,11 +200,13 @@ class OptimizerStep:
                 torch._foreach_mul_(difference, self._ema_weight)
                 torch._foreach_add_(self._ema_params, difference)
         self._ema_norm_stats.copy_(self.norm_stats)
+        _copy_stats(self.ema_model, self._ema_norm_stats, into_model=True)
 
     def discard_gradients(self) -> None:
         """Undoes what `backward` and its forward passes left since the last update, after an error in them."""
         self.zero_grad()
         self.norm_stats.copy_(self._good_norm_stats)
+        _copy_stats(self.model, self.norm_stats, into_model=True)
 
     def zero_grad(self) -> None:
         """Frees the gradients."""
@@ -225,6 +229,7 @@ class OptimizerStep:
 
     def keep_running_stats(self) -> None:
         """Takes running statistics that the caller has changed as those of a good step."""
+        _copy_stats(self.model, self.norm_stats, into_model=False)
         self._good_norm_stats.copy_(self.norm_stats)
         self._ema_norm_stats.copy_(self.norm_stats)
 
@@ -248,6 +253,7 @@ class OptimizerStep:
         if self.sharding is not None:
             self.restored = state, ema_weights
         self._load_model(self.model, state["model"])
+        _copy_stats(self.model, self.norm_stats, into_model=False)
         self._good_norm_stats.copy_(self.norm_stats)
         if self.ema_model is not self.model:
             self._load_model(self.ema_model, ema_weights)
@@ -420,9 +426,27 @@ def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
     return type(optimizer.__name__, (optimizer,), methods)
 
 
+def _stats_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(module, name) of the running statistics of all trained BatchNorms."""
+    return [(m, n) for m in model.modules() if isinstance(m, NORM_TYPES[0]) for n in ("running_mean", "running_var")]
+
+
+def _copy_stats(model: nn.Module, flat: Tensor, *, into_model: bool) -> None:
+    """Between the statistics of `model` and `flat`, where they are not views of it."""
+    if flat.device.type not in XLA_KINDS or not flat.numel():
+        return
+    buffers = [buffer for module, name in _stats_of(model) if (buffer := getattr(module, name)) is not None]
+    if not into_model:
+        flat.copy_(torch.cat(buffers))
+        return
+    for buffer, part in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(part)
+
+
 def _flatten_norm_stats(model: nn.Module) -> Tensor:
-    """Moves the running statistics of all trained BatchNorms into one tensor [N]; they become views of it."""
-    owners = [(m, n) for m in model.modules() if isinstance(m, NORM_TYPES[0]) for n in ("running_mean", "running_var")]
+    """Moves the running statistics of all trained BatchNorms into one tensor [N]; they become views of it. With XLA it
+    is a copy (`_copy_stats`): what its batch norm writes into a view does not reach the tensor."""
+    owners = _stats_of(model)
     devices = [parameter.device for parameter in model.parameters()]
     device = next((device for device in devices if device.type != "meta"), devices[0])  # not that of other stages
     buffers = [(module, name, getattr(module, name)) for module, name in owners if getattr(module, name) is not None]
@@ -430,6 +454,8 @@ def _flatten_norm_stats(model: nn.Module) -> Tensor:
     if not buffers:
         return torch.zeros(0, device=device)
     flat = torch.cat([buffer.detach().reshape(-1) for _, _, buffer in buffers])
+    if device.type in XLA_KINDS:
+        return flat
     views = torch.split(flat, [buffer.numel() for _, _, buffer in buffers])
     for (module, name, _), view in zip(buffers, views, strict=True):
         module._buffers[name] = view

@@ -1,5 +1,5 @@
-"""What `stoker check`, telemetry, `launch k8s --tpu` and `plan --on` know of TPUs, on folders and programs that stand for a
-TPU VM. No TPU was ever there."""
+"""What `stoker check`, telemetry and `launch k8s --tpu` know of TPUs, on folders and programs that stand for a TPU VM.
+No TPU was ever there."""
 
 import os
 import re

@@ -16,8 +16,8 @@ INTERVAL_S, TIMEOUT_S = 10.0, 20.0
 
 
 def parse_tpu_info(output: str) -> list[GpuSample]:
-    """The chips in the tables that `tpu-info` prints: memory, duty cycle, and the use of the TensorCore. A value that it
-    does not print is absent."""
+    """The chips in the tables that `tpu-info` prints: memory, duty cycle, use of the TensorCore. A value that it does
+    not print is absent."""
     samples: dict[int, GpuSample] = {}
     section = ""
     for line in output.splitlines():
@@ -52,7 +52,7 @@ class TpuSampler:
         if has_chips and self._program is None:
             self.reason = "no telemetry of the TPU: pip install tpu-info"
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the sampler)
         self._started_s = float("-inf")
         self._samples: list[GpuSample] = []
 
