@@ -31,6 +31,7 @@ class Trial:
     changing_lr: bool = False
     bad_steps: tuple[int, ...] = ()
     """Steps in which the pixel scale is NaN, so that their gradients are not finite."""
+    dtype: torch.dtype = torch.float32
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -85,6 +86,6 @@ def run(trial: Trial, device: Device, model: Detector) -> Outcome:
 def compare(trial: Trial) -> tuple[Outcome, Outcome]:
     """(on the CPU, through XLA)."""
     torch.manual_seed(0)
-    model = build(settings_of(trial.model, **trial.settings), CLASSES)
+    model = build(settings_of(trial.model, **trial.settings), CLASSES).to(trial.dtype)
     xla = select_device("xla")  # before the first backward pass of the process: autograd then counts the devices
     return run(trial, select_device("cpu"), model), run(trial, xla, model)
