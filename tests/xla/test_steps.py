@@ -52,7 +52,7 @@ def check(cpu: Outcome, xla: Outcome) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_twenty_steps_of_a_family(name: str):
-    # SSDlite's last maps are 1 × 1: its norms divide the difference of a few values by itself, and their rounding decides
+    # The norms of SSDlite's last maps, 1 × 1, divide the difference of a few values by itself: rounding decides
     # (float32 and float64 differ as much on a CPU alone).
     dtype = torch.float64 if name.startswith("ssdlite") else torch.float32
     check(*compare(Trial(model=name, image_size=FAMILIES[name], dtype=dtype)))
