@@ -44,9 +44,7 @@ MAX_NAME_CHARS = 40
 GIB = 2**30
 CPUS_PER_GPU, GIB_PER_CPU = 8, 4.0
 """Where nothing says more: a g2-standard-8 has 8 vCPUs of 4 GiB for its GPU."""
-_UNUSED_CHIPS = (
-    "one of the {slice.chips} chips of {slice.name} would train, the others would be idle: --tpu {slice.chip}-1"
-)
+_UNUSED_CHIPS = "one of the {0.chips} chips of {0.name} would train, the others would be idle: --tpu {0.chip}-1"
 SYSTEM_MEMORY_FRACTION = 0.9
 """Of a machine's memory, for the job; the rest is for the system and the node's agent (GKE reserves 5 to 12 %)."""
 MIG_SLICES = msgspec.convert(read_toml("mig.toml"), dict[str, tuple[str, ...]])

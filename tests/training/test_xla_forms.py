@@ -1,4 +1,4 @@
-"""What stoker computes in other operators on XLA devices, on a CPU that passes for one: the same values, gradients and steps.
+"""What stoker computes in other operators on XLA devices, on a CPU that passes for one: the same values and steps.
 On XLA itself: `make test-xla`."""
 
 import copy
