@@ -116,7 +116,9 @@ def is_on_accelerator(x: Tensor) -> bool:
 
 def upsample_2x(x: Tensor) -> Tensor:
     """Each cell of x [B, C, h, w] four times: [B, C, 2 h, 2 w], of the same dtype."""
-    if x.device.type in XLA_KINDS:  # has no backward pass of `interpolate`; a CPU is slower so: LOG.md, "XLA"
+    if (
+        x.device.type in XLA_KINDS
+    ):  # has no backward pass of `interpolate`; a CPU takes nine times as long so: LOG.md, "XLA"
         b, c, h, w = x.shape
         return x[:, :, :, None, :, None].expand(b, c, h, 2, w, 2).reshape(b, c, 2 * h, 2 * w)
     with torch.autocast(x.device.type, enabled=False):  # autocast upsamples in fp32
