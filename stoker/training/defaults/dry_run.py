@@ -206,10 +206,13 @@ def make_worst_case_batch(
     """
     height, width = image_size
     torch_device = device.torch_device
-    generator = torch.Generator(torch_device).manual_seed(0)
-    images = torch.randint(
-        256, (count, height, width, 3), dtype=torch.uint8, device=torch_device, generator=generator
-    ).permute(0, 3, 1, 2)
+    drawn_on = torch_device if device.has_streams else torch.device("cpu")  # XLA has no generators
+    generator = torch.Generator(drawn_on).manual_seed(0)
+    images = (
+        torch.randint(256, (count, height, width, 3), dtype=torch.uint8, device=drawn_on, generator=generator)
+        .to(torch_device)
+        .permute(0, 3, 1, 2)
+    )
     top_left = torch.rand(count, max_boxes, 2, device=torch_device) * 0.5
     whwh = torch.tensor([width, height, width, height], dtype=torch.float32, device=torch_device)
     hw = torch.tensor([[height, width]], dtype=torch.int32, device=torch_device).expand(count, 2).contiguous()
@@ -225,7 +228,7 @@ def make_worst_case_batch(
         scale=torch.ones(count, 2, device=torch_device),
         original_size=hw.clone(),
         image_index=torch.arange(count, device=torch_device),
-        rand=torch.rand(count, NUM_RAND, device=torch_device, generator=generator),
+        rand=torch.rand(count, NUM_RAND, device=drawn_on, generator=generator).to(torch_device),
     )
 
 
