@@ -80,7 +80,7 @@ class SafeBatchNorm2d(nn.BatchNorm2d):
         return functional.batch_norm(x, *stats, self.weight, self.bias, False, 0.0, self.eps)
 
     def _forward_xla(self, x: Tensor) -> Tensor:
-        """torch_xla would update `running_var` with the variance over n values, torch does with n / (n - 1) times that."""
+        """torch_xla puts the variance over n values into `running_var`, torch n / (n - 1) times that."""
         if not self.training or self.running_mean is None or self.running_var is None or self.momentum is None:
             return super().forward(x)
         with torch.no_grad():
