@@ -27,7 +27,7 @@ from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import Index
 from stoker.data.loading.loader import compute_max_boxes
 from stoker.errors import ConfigError, OutOfMemoryError
-from stoker.hardware.device import Device
+from stoker.hardware.device import Device, end_step
 from stoker.models import build
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.optim import OptimizerStep
@@ -107,6 +107,7 @@ class DryRun:
             settings = dataclasses.replace(settings, mosaic=0.0)
         self.optimizer.backward(self.compute_loss(augment_batch(batch, settings, 0.0)))
         self.optimizer.step(0.0, 0)
+        end_step(batch.images.device)
 
     def measure_peak_bytes(self, count: int) -> int:
         """Bytes at the peak of two steps (the second has all optimizer state) and an evaluation; on a CPU of a step.
