@@ -62,6 +62,11 @@ class Device:
         return self.kind == "cpu"
 
     @property
+    def computes_on_host(self) -> bool:
+        """Whether it is the CPU, also through XLA's CPU client."""
+        return self.is_cpu or (self.kind == "xla" and _xla_client() == "CPU")
+
+    @property
     def has_streams(self) -> bool:
         """Whether work is issued to streams, and events tell when it is done. Else the host's clock is the only one."""
         return not self.is_cpu and self.kind not in XLA_KINDS
@@ -115,7 +120,7 @@ class Device:
 
     def memory(self) -> "DeviceMemory":
         """Memory of the device; on a CPU, of the host (within its cgroup)."""
-        if self.is_cpu or (self.kind == "xla" and _xla_client() == "CPU"):
+        if self.computes_on_host:
             limit, used = host_memory()
             return DeviceMemory(limit, limit - used, psutil.Process().memory_info().rss)
         if self.kind == "xla":

@@ -488,7 +488,9 @@ class LossAccumulator:
         values = sums[:-1]
         if not self._names:
             self._names = [*losses, "norm"]
-            self._sums = torch.zeros_like(sums)
+            # For XLA from the host, as data: zeros made there are constants, and the next step another program.
+            made_on = "cpu" if self._device.type in XLA_KINDS else self._device
+            self._sums = torch.zeros(sums.shape, device=made_on).to(self._device)
         is_bad = (values.abs() < math.inf).logical_not_().logical_or_(found_inf)
         values.masked_fill_(is_bad, 0.0)
         self._sums += sums
