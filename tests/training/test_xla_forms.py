@@ -10,7 +10,7 @@ from torch import nn
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
 from stoker.models import build
-from stoker.models.layers import convolutions, roi_align
+from stoker.models.layers import convolutions, norms, postprocess, roi_align
 from stoker.training import optim
 from stoker.training.optim import OptimizerStep
 from tests.models.samples import make_batch, settings_of
@@ -42,6 +42,26 @@ def test_roi_align(monkeypatch: pytest.MonkeyPatch):
         torch.testing.assert_close(actual, expected)
 
 
+def test_running_statistics_of_a_norm(monkeypatch: pytest.MonkeyPatch):
+    plain, xla = norms.SafeBatchNorm2d(3).double(), norms.SafeBatchNorm2d(3).double()
+    for images in (torch.randn(2, 3, 2, 1, dtype=torch.float64), torch.randn(4, 3, 1, 1, dtype=torch.float64)):
+        with monkeypatch.context() as patch:
+            patch.setattr(norms, "XLA_KINDS", XLA_HERE)
+            actual = xla(images)
+        torch.testing.assert_close(actual, plain(images))
+    torch.testing.assert_close(xla.state_dict(), plain.state_dict())
+
+
+def test_nms_on_the_host(monkeypatch: pytest.MonkeyPatch):
+    corner = torch.rand(2, 30, 2) * 20
+    boxes = torch.cat((corner, corner + 10), dim=2)
+    candidates = postprocess.Candidates(boxes, torch.rand(2, 30), torch.randint(3, (2, 30)))
+    expected = postprocess.nms_per_class(candidates, iou_threshold=0.5, max_detections=8)
+    monkeypatch.setattr(postprocess, "XLA_KINDS", XLA_HERE)
+    actual = postprocess.nms_per_class(candidates, iou_threshold=0.5, max_detections=8)
+    assert all(torch.equal(a, b) for a, b in zip(actual[:4], expected[:4], strict=True))
+
+
 def train(model: nn.Module, optimizer: str) -> dict[str, torch.Tensor]:
     settings = OptimSettings(
         optimizer=optimizer,  # type: ignore[arg-type]
@@ -70,6 +90,6 @@ def test_steps_without_fused_kernels_and_without_views(optimizer: str, monkeypat
     actual = train(model, optimizer)
     assert actual.keys() == expected.keys()
     assert float(expected["0.step"]) == 3 if optimizer == "adamw" else "0.momentum_buffer" in expected
-    for name, tensor in expected.items():  # by norm: AdamW makes whole steps of gradients that are rounding only
+    for name, tensor in expected.items():  # the largest difference seen is 3e-6 of a norm
         distance = float((actual[name].double() - tensor.double()).norm())
-        assert distance <= 1e-5 * float(tensor.double().norm()) + 1e-6, name
+        assert distance <= 1e-5 * float(tensor.double().norm()) + 1e-12, name

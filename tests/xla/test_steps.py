@@ -27,7 +27,7 @@ VARIANTS = {
     "micro-batches": {"micro_batches": 2},
     "no EMA": {"ema_decay": 0.0},
     "changing learning rate": {"changing_lr": True},
-    "skipped steps": {"bad_steps": (1, 3)},
+    "skipped steps": {"bad_steps": (1,)},
 }
 
 
@@ -38,7 +38,7 @@ def one_thread() -> None:
 
 def check(cpu: Outcome, xla: Outcome) -> None:
     assert xla.fallbacks == []
-    # The first step, the second, which adds to the sums of the first, and `take` of the sums.
+    # The first step, which computes the anchors as well; the second, which finds them; and `take` of the sums.
     assert xla.compilations[-1] <= 3, xla.compilations
     assert len(set(xla.compilations[2:])) == 1, xla.compilations
     for step, (expected, actual) in enumerate(zip(cpu.losses, xla.losses, strict=True)):
@@ -51,9 +51,8 @@ def check(cpu: Outcome, xla: Outcome) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_twenty_steps_of_a_family(name: str):
-    # The norms of SSDlite's last maps, 1 × 1, divide the difference of a few values by itself: rounding decides
-    # (float32 and float64 differ as much on a CPU alone).
+def test_steps_of_a_family(name: str):
+    # Not SSDlite in float32: on a CPU alone, the third step's loss is 8.27 there and 7.75 in float64.
     dtype = torch.float64 if name.startswith("ssdlite") else torch.float32
     check(*compare(Trial(model=name, image_size=FAMILIES[name], dtype=dtype)))
 
@@ -61,10 +60,10 @@ def test_twenty_steps_of_a_family(name: str):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_variants_of_a_step(changes: dict):
-    cpu, xla = compare(Trial(model="retinanet_tiny_fpn", steps=6, **changes))
+    cpu, xla = compare(Trial(model="retinanet_tiny_fpn", **changes))
     check(cpu, xla)
     if "bad_steps" in changes:
-        assert [losses[-1] for losses in xla.losses] == [0, 1, 0, 1, 0, 0]
+        assert [losses[-1] for losses in xla.losses] == [0, 1, 0, 0]
 
 
 def test_a_step_without_a_copy_of_the_statistics_fails(monkeypatch: pytest.MonkeyPatch):
@@ -73,4 +72,4 @@ def test_a_step_without_a_copy_of_the_statistics_fails(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(optim, "_copy_stats", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="running_"):
-        check(*compare(Trial(model="retinanet_tiny_fpn", steps=3)))
+        check(*compare(Trial(model="retinanet_tiny_fpn")))

@@ -23,7 +23,7 @@ CLASSES = 5
 class Trial:
     model: str
     image_size: tuple[int, int] = (64, 96)
-    steps: int = 20
+    steps: int = 4
     micro_batches: int = 1
     optimizer: str = "sgd"
     lr: float = 0.001
