@@ -530,8 +530,8 @@ def available_devices() -> list[str]:
 
 
 def end_step(device: torch.device) -> None:
-    """Ends a step: XLA compiles what was issued since the last end, if it has no such program yet, and runs it. The
-    host waits for the step before at most. Nothing on other devices."""
+    """Ends a step: XLA compiles what was issued since the last end, if it has no such program yet, and runs it.
+    Nothing on other devices."""
     if device.type == "xla":
         import torch_xla
 

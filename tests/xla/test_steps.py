@@ -1,4 +1,4 @@
-"""Steps of every family through XLA's CPU client: as on a CPU, no operator that falls back to it, and no program that
+"""Steps of a small model through XLA's CPU client: as on a CPU, no operator that falls back to it, and no program that
 is compiled after the second step. `make test-xla`; skipped where torch_xla is not there."""
 
 import os
@@ -15,20 +15,6 @@ from tests.xla.trials import Outcome, Trial, compare
 
 TOLERANCE = 1e-4
 """Of a loss, and of a tensor's norm, after all steps."""
-FAMILIES = {
-    "retinanet_tiny_fpn": (64, 96),
-    "ember_n": (64, 96),
-    "fcos_resnet18_fpn": (64, 96),
-    "faster_rcnn_resnet18_fpn": (64, 96),
-    "ssdlite320_mobilenet_v3_large": (320, 320),
-}
-VARIANTS = {
-    "AdamW": {"optimizer": "adamw"},
-    "micro-batches": {"micro_batches": 2},
-    "no EMA": {"ema_decay": 0.0},
-    "changing learning rate": {"changing_lr": True},
-    "skipped steps": {"bad_steps": (1,)},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -49,23 +35,12 @@ def check(cpu: Outcome, xla: Outcome) -> None:
         assert distance <= TOLERANCE * tensor.double().norm() + 1e-6, name
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_steps_of_a_family(name: str):
-    # Not SSDlite in float32: on a CPU alone, the third step's loss is 8.27 there and 7.75 in float64.
-    dtype = torch.float64 if name.startswith("ssdlite") else torch.float32
-    check(*compare(Trial(model=name, image_size=FAMILIES[name], dtype=dtype)))
+@pytest.mark.timeout(600)
+def test_steps_are_those_of_the_cpu():
+    check(*compare(Trial(model="retinanet_tiny_fpn")))
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_variants_of_a_step(changes: dict):
-    cpu, xla = compare(Trial(model="retinanet_tiny_fpn", **changes))
-    check(cpu, xla)
-    if "bad_steps" in changes:
-        assert [losses[-1] for losses in xla.losses] == [0, 1, 0, 0]
-
-
+@pytest.mark.timeout(600)
 def test_a_step_without_a_copy_of_the_statistics_fails(monkeypatch: pytest.MonkeyPatch):
     """The check sees what XLA's batch norm does not write through a view."""
     from stoker.training import optim

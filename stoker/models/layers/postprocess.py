@@ -195,7 +195,8 @@ def nms_per_class(candidates: Candidates, *, iou_threshold: float, max_detection
         with allow_host_sync("nms"):
             on_host = Candidates(*(column.cpu() for column in candidates))
             found = greedy_nms(on_host, iou_threshold=iou_threshold, max_detections=max_detections)
-            return BatchDetections(*(column.to(device) for column in found[:4]))
+            boxes, scores, labels, valid = (column.to(device) for column in found[:4])
+            return BatchDetections(boxes, scores, labels, valid)
     by_device = greedy_nms if device.type == "cpu" else nms_in_rounds
     return by_device(candidates, iou_threshold=iou_threshold, max_detections=max_detections)
 
