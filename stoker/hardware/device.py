@@ -459,7 +459,11 @@ def _accelerator_block_size(device: torch.device) -> int:
     """`block_size_for_memory` of all the memory that a device has, asked for once: not functools.cache, whose function
     torch.compile would trace."""
     if device not in _block_sizes:
-        _block_sizes[device] = block_size_for_memory(Device(device).memory().total)
+        if device.type in XLA_KINDS:
+            total_bytes = Device(device).memory().total
+        else:
+            _, total_bytes = torch.accelerator.get_memory_info(device)
+        _block_sizes[device] = block_size_for_memory(total_bytes)
     return _block_sizes[device]
 
 
