@@ -101,7 +101,7 @@ class DataSettings:
     mosaic: float = AUTO
     """Probability that an image becomes a mosaic of itself and three others; off in the last tenth of training."""
     repeat_thresh: float = AUTO
-    """Repeat images of classes that less than this fraction of the images has; an epoch stays as long (docs/data.md)."""
+    """Repeat images of classes that fewer than this fraction of the images have; epochs stay as long (docs/data.md)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -185,6 +185,10 @@ class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
     of an evaluation (`eval`) and of a checkpoint (`checkpoint`)."""
     ap: tuple[float, float] | None = None
     """AP before and after of short trainings, of a lever that may cost accuracy."""
+    ap_pairs: list[tuple[float, float]] = []
+    """AP before and after, one pair for each seed, of a suggestion of the data that is to raise AP."""
+    ap_gain: tuple[float, float, float] | None = None
+    """Their mean difference, and the ends of its 95 % interval."""
     lrs: list[float] = []
     """Learning rates of a range test."""
     losses: list[float] = []

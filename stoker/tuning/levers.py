@@ -61,6 +61,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the image size."""
     smaller_models: dict[str, Changes] = {}
     """Models of the same family with fewer parameters → the settings of the model that differ; the largest first."""
+    suggestions: dict[str, Changes] = {}
+    """Lever → what the data suggest (`data/validation/suggestions.py`)."""
 
 
 @functools.cache

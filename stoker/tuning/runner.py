@@ -25,6 +25,7 @@ from stoker.config.settings import Config, from_fields, from_run, to_toml
 from stoker.data.images.pixel_cache import MAX_FACTOR, CachedImageSpec, collect_cache_inputs
 from stoker.data.index import Index
 from stoker.data.index_digest import digest_images
+from stoker.data.validation.suggestions import suggest
 from stoker.diagnosis.termination import is_held
 from stoker.errors import DataError, UsageError
 from stoker.findings.finding import Evidence, Finding
@@ -157,6 +158,12 @@ def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
         recipe_optimizer_is_sgd=config.optim.optimizer == "sgd",
         size_divisor=architecture.size_divisor,
         smaller_models=_smaller_models(config, index, device) if request.allow_accuracy else {},
+        suggestions={
+            found.lever: found.changes
+            for found in suggest(index, config.set_fields(), multiple=architecture.size_divisor)
+        }
+        if request.allow_accuracy
+        else {},
     )
 
 
@@ -286,6 +293,8 @@ class Runner:
             after = {**now.settings, **policy.restore_types(action.changes)}
             windows = [(seconds, seconds) for seconds in now.seconds]
             return _summarize(policy.with_events(windows, now.settings, after, now, self.context.facts), 0, {})
+        if lever is not None and lever.loss == "ap":
+            return self._prove_ap(policy.restore_types(action.changes), now)
         until_s = time.monotonic() + TRIAL_SHARE * self.context.budget_s
         settings = {**now.settings, **policy.restore_types(action.changes)}
         if action.kind == CONFIRM:
@@ -335,6 +344,30 @@ class Runner:
                 self._replace_base(candidate)
             else:
                 candidate.close()
+
+    def _prove_ap(self, changes: Changes, now: policy.Situation) -> dict[str, Any]:
+        """AP with and without a suggestion, of three seeds and equal lengths. Raises TrialError."""
+        self._replace_base(None)
+        known, _ = policy.final_changes(self.lines, self.context)
+        before = {**self.context.settings, **policy.restore_types(known)}
+        after = {**before, **changes}
+        more = math.prod(after["image_size"]) / math.prod(before["image_size"])
+        per_image_s = now.bounds.bounds["train"] * (1 + more) * policy.AP_SEEDS
+        steps = int(policy.AP_SHARE * self.context.budget_s / per_image_s / before["batch_size"])
+        if steps < 10:
+            raise TrialError("the budget has no room for the six trainings that prove AP", unavailable=True)
+        pairs = []
+        for seed in range(policy.AP_SEEDS):
+            runs = []
+            for settings in (before | {"seed": seed}, after | {"seed": seed}):
+                digest = blake2b(msgspec.json.encode([settings, steps], order="sorted"), digest_size=6).hexdigest()
+                runs.append(train_briefly(settings, steps, self.folder.path / f"ap-{digest}"))
+            pairs.append((runs[0], runs[1]))
+        gain = policy.measure_gain(pairs)
+        ap = (statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs))
+        kept = gain[1] > 0
+        return {"state": "passed", "steps": steps, "ap": ap, "ap_pairs": pairs, "ap_gain": gain, "kept": kept,
+                "reason": "" if kept else "the interval of its gain in AP is not above 0"}  # fmt: skip
 
     def _confirm(self, settings: dict[str, Any], until_s: float, now: policy.Situation) -> dict[str, Any]:
         """In new processes, since what was measured in one may be its own luck; with evaluations and checkpoints."""
@@ -442,9 +475,22 @@ def describe(probe: Probe, context: Context) -> str:
         what = "all together, in new processes"
     if probe.state != "passed":
         return f"{what}: {probe.state}: {probe.reason}"
+    if probe.ap_gain is not None:
+        return f"{what}: {describe_gain(probe)}, {'kept' if probe.kept else 'not kept'}"
     verdict = "" if probe.probe == CONFIRM else ", kept" if probe.kept else ", not kept"
     ap = "" if probe.ap is None else f", AP {probe.ap[0]:.3f} → {probe.ap[1]:.3f}"
     return f"{what}: {probe.ratio:.2f} times ({probe.ratio_low:.2f} … {probe.ratio_high:.2f}){ap}{verdict}"
+
+
+def describe_gain(probe: Probe) -> str:
+    """What a suggestion does to AP, with its interval."""
+    assert probe.ap is not None
+    assert probe.ap_gain is not None
+    gain, low, high = probe.ap_gain
+    return (
+        f"AP {probe.ap[0]:.3f} → {probe.ap[1]:.3f}, by {gain:+.3f} (95 %: {low:+.3f} … {high:+.3f}, "
+        f"{len(probe.ap_pairs)} seeds, {probe.steps} steps each)"
+    )
 
 
 def describe_bounds(probe: Probe) -> str:
@@ -468,14 +514,15 @@ def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, c
             continue
         is_in = trial.kept and set(trial.changes) <= set(changes)
         text = describe(trial, context)
+        effect = f"trains {trial.ratio:.2f} times as fast" if trial.ap_gain is None else "raises AP"
         findings.append(
             Finding(
                 id=lever.cause,
                 severity="warning" if is_in else "info",
-                title=f"{describe_changes(trial.changes, context.settings)} trains {trial.ratio:.2f} times as fast."
+                title=f"{describe_changes(trial.changes, context.settings)} {effect}."
                 if is_in
                 else f"{describe_changes(trial.changes, context.settings)} does not pay here.",
-                evidence=[Evidence(text=text, value=trial.ratio, source=PROBES)],
+                evidence=[Evidence(text=text, value=(trial.ap_gain or (trial.ratio,))[0], source=PROBES)],
                 fix=f"train with {config}" if is_in else "",
                 command=f"stoker train --config {config}" if is_in else None,
                 confidence=0.95,
@@ -495,6 +542,9 @@ def print_result(result: TuneResult) -> None:
         if trial.state != "passed":
             rows.append((what or trial.probe, "", "", "", "", f"{trial.state}: {trial.reason}"))
             continue
+        if trial.ap_gain is not None:
+            rows.append((what, "", "", "", "", f"{'kept' if trial.kept else 'not kept'}, {describe_gain(trial)}"))
+            continue
         ap = "" if trial.ap is None else f", AP {trial.ap[0]:.3f} → {trial.ap[1]:.3f}"
         verdict = "" if trial.probe in (BOUNDS, CONFIRM) else "kept" if trial.kept else "not kept"
         rows.append(
@@ -504,12 +554,14 @@ def print_result(result: TuneResult) -> None:
     heads = ("tried", "img/s before", "after", "ratio", "95 % interval", "")
     lines: list[RenderableType] = ["", table(*heads, right=(1, 2, 3), rows=rows), "", f"The end: {result.end}."]
     confirmation = result.confirmation
-    if result.changes and confirmation is not None:
+    if result.changes and confirmation is not None and confirmation.ratio_low > 1:
         lines.append(
             f"{result.config} has the result: {confirmation.ratio:.2f} times the images per second in new processes "
             f"(95 %: {confirmation.ratio_low:.2f} to {confirmation.ratio_high:.2f}). "
             f"`stoker train --config {result.config}` trains with it."
         )
+    elif result.changes:
+        lines.append(f"{result.config} has the suggestions that raised AP; nothing faster was confirmed.")
     elif confirmation is not None:
         reason = confirmation.reason or f"{confirmation.ratio_low:.2f} … {confirmation.ratio_high:.2f} times"
         lines.append(f"Nothing is kept: the confirmation did not find the result faster ({reason}).")
