@@ -14,7 +14,7 @@ import msgspec
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from stoker import regular_files
-from stoker.config.architectures import read_architectures
+from stoker.config.architectures import find_architecture
 from stoker.config.settings import MAX_TOML_BYTES, SECTION_OF, SECTIONS, Config, check, from_fields, setting_rows
 from stoker.errors import ConfigError, nearest
 from stoker.knowledge import read_toml
@@ -101,7 +101,9 @@ def default_space(config: Config) -> Space:
     """The small space of the model's recipe around the derived settings. config: complete."""
     rows = read_toml("search.toml")
     table: dict[str, Any] = {}
-    for name, row in (rows["default"] | rows.get(read_architectures()[config.model.model].recipe, {})).items():
+    architecture = find_architecture(config.model.model)
+    own = {} if architecture is None else rows.get(architecture.recipe, {})
+    for name, row in (rows["default"] | own).items():
         derived = config.set_fields().get(name)
         if derived is None or (name == "mosaic" and config.run.batch_size % 4):
             continue  # the model does not have it; a mosaic needs a batch that is a multiple of four
