@@ -125,9 +125,9 @@ class EmberNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block: Literal["csp", "inverted"]
     width: int
     """Channels at stride 2; twice as many at each stride after it."""
-    depths: list[int]
+    depths: tuple[int, ...]
     """Blocks at strides 4, 8, 16 and 32."""
-    channels: list[int]
+    channels: tuple[int, ...]
     """Of the neck, at strides 8, 16 and 32."""
     num_blocks: int = 1
     """Of a layer of the neck."""
@@ -194,7 +194,7 @@ def parse_network(name: str) -> EmberNetwork | None:
     return check_network(
         EmberNetwork(
             family="ember", block="csp" if block == "csp" else "inverted", width=int(width),
-            depths=[int(digit) for digit in depths], channels=[int(a), int(b), int(c)], num_blocks=int(blocks),
+            depths=tuple(int(digit) for digit in depths), channels=(int(a), int(b), int(c)), num_blocks=int(blocks),
             head_depth=int(head),
         )
     )  # fmt: skip
@@ -209,9 +209,9 @@ def architecture_of(network_name: str) -> Architecture | None:
     row = read_architectures()["ember_n"]
     factor = (network.width / 16) ** 2 * (1.0 if network.block == "csp" else 0.5)
     cost = ComputeCost(**{name: value * factor for name, value in msgspec.structs.asdict(row.cost).items()})
-    kind = {"block": network.block, "width": network.width, "depths": tuple(network.depths)}
+    kind = {"block": network.block, "width": network.width, "depths": network.depths}
     built: dict[str, Any] = {
-        "backbone": kind, "channels": tuple(network.channels), "num_blocks": network.num_blocks,
+        "backbone": kind, "channels": network.channels, "num_blocks": network.num_blocks,
         "head_depth": network.head_depth,
     }  # fmt: skip
     return msgspec.structs.replace(

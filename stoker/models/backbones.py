@@ -265,8 +265,8 @@ def build_backbone_with_fpn(
 def build_backbone_with_neck(
     backbone: str | Mapping[str, Any], neck: Callable[[list[int]], nn.Module], *, norm: NormKind, trainable_stages: int
 ) -> BackboneWithNeck:
-    """A backbone of BACKBONES, or a CSP backbone of these arguments, with its first stages frozen, and `neck(channels of its maps)`, those of stride 8 and
-    more."""
+    """A backbone of BACKBONES, or a CSP backbone of these arguments, with its first stages frozen, and `neck(channels
+    of its maps)`, those of stride 8 and more."""
     spec = BACKBONES[backbone] if isinstance(backbone, str) else _csp(**backbone)
     network = _build_backbone(spec, norm, trainable_stages)
     names, widths = zip(*spec.stage_outputs[2:], strict=True)

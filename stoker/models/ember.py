@@ -244,7 +244,7 @@ def ember_options(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
 
 
 def build_ember(
-    settings: ModelSettings, num_classes: int, *, backbone: str | Mapping[str, Any], channels: tuple[int, int, int],
+    settings: ModelSettings, num_classes: int, *, backbone: str | Mapping[str, Any], channels: tuple[int, ...],
     num_blocks: int, head_depth: int = HEAD_DEPTH,
 ) -> Ember:  # fmt: skip
     """An ember on a backbone of BACKBONES, or a CSP backbone of these arguments; channels: at strides 8, 16 and 32;

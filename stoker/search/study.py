@@ -29,7 +29,7 @@ from stoker.storage.local_files import write_atomic
 with needs_package("optuna", "`stoker search`"):
     import optuna
     from optuna.pruners import BasePruner, HyperbandPruner, NopPruner, SuccessiveHalvingPruner
-    from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+    from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
     from optuna.storages.journal._file import BaseJournalFileLock
@@ -71,6 +71,8 @@ class StudySpec(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: int
     """Of a full trial, for the pruner."""
     seed: int
+    sampler: Literal["tpe", "nsga2"] = "tpe"
+    """nsga2: for networks (Deb et al. 2002); a round is a generation."""
 
 
 class Claim(NamedTuple):
@@ -287,7 +289,10 @@ def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict
         return dict(spec.defaults)
     distributions = spec.space.distributions()
     before = {_point(trial.params) for trial in trials[:number]}
-    sampler: BaseSampler = TPESampler(multivariate=True, seed=_seed(spec, number, 0), n_startup_trials=STARTUP_TRIALS)
+    seed = _seed(spec, number, 0)
+    sampler: BaseSampler = TPESampler(multivariate=True, seed=seed, n_startup_trials=STARTUP_TRIALS)
+    if spec.sampler == "nsga2":
+        sampler = NSGAIISampler(population_size=spec.round, seed=seed)
     draw = 0
     while True:
         params = _rounds_before(spec, trials, number, sampler).ask(distributions).params
@@ -326,6 +331,8 @@ def _rounds_before(spec: StudySpec, trials: Sequence[FrozenTrial], number: int, 
         attributes = dict(trial.user_attrs.get("rungs", {})) if known else {}
         if known:
             attributes |= {f"constraints:{name}": value for name, value in trial.constraints.items()}
+            if spec.sampler == "nsga2":
+                attributes[NSGAIISampler._get_generation_key()] = trial.number // spec.round
         study.add_trial(
             create_trial(
                 state=state,
