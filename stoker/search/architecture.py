@@ -85,7 +85,7 @@ def make_space(space: Space | None, image_size: tuple[int, int], location: Path 
     """The space with its parts checked, or the table's with image sizes up to the derived one. Raises ConfigError."""
     if space is None:
         side = max(image_size)
-        sizes = sorted({max(32, round(side * factor / 32) * 32) for factor in (0.5, 0.75, 1.0)})
+        sizes: list[Any] = sorted({max(32, round(side * factor / 32) * 32) for factor in (0.5, 0.75, 1.0)})
         return Space({**read_toml("search.toml")["architecture"], "image_size": sizes})
     for name, choices in space.settings.items():
         valid = PARTS[name]
@@ -124,8 +124,8 @@ def input_segments(model: Ember) -> dict[str, list[int]]:
             channels = [layer.join[0].out_channels for layer in module.down]  # type: ignore[union-attr,index]
             for n in range(len(channels)):
                 down, up = module.down[n], module.up[n]
-                coarse = up.through[0].in_channels - channels[n]  # type: ignore[union-attr,index]
-                fine = down.through[0].in_channels - coarse  # type: ignore[union-attr,index]
+                coarse: Any = up.through[0].in_channels - channels[n]  # type: ignore[union-attr,index]
+                fine: Any = down.through[0].in_channels - coarse  # type: ignore[union-attr,index]
                 for part in ("beside", "through"):
                     found[f"{name}.down.{n}.{part}.0.weight"] = [coarse, fine]
                     found[f"{name}.up.{n}.{part}.0.weight"] = [channels[n], coarse]
@@ -317,7 +317,7 @@ def measure_costs(network: EmberNetwork, image_size: tuple[int, int], net: Super
     memory = sum(p.numel() * p.element_size() for p in model.parameters()) + largest[0]
     if net.device.is_cpu:
         with needs_package("onnxruntime", "`stoker search --architecture` on a CPU"):
-            import onnxruntime
+            import onnxruntime  # type: ignore[import-untyped]
         from stoker.export.graph import OPSETS, export_network
 
         options = onnxruntime.SessionOptions()

@@ -48,6 +48,8 @@ RUNGS = 9
 a third at the most."""
 STARTUP_TRIALS = 10
 """Random trials before the sampler models anything: Optuna's default."""
+MAX_CHILDREN = 20
+"""Children that NSGA-II makes until one is new; then it is drawn at random."""
 MAX_STARTS = 10
 """After which a trial has failed: its workers ended before it did."""
 RUNG_ATTRIBUTE = "completed_rung_"
@@ -289,17 +291,23 @@ def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict
         return dict(spec.defaults)
     distributions = spec.space.distributions()
     before = {_point(trial.params) for trial in trials[:number]}
-    seed = _seed(spec, number, 0)
-    sampler: BaseSampler = TPESampler(multivariate=True, seed=seed, n_startup_trials=STARTUP_TRIALS)
-    if spec.sampler == "nsga2":
-        sampler = NSGAIISampler(population_size=spec.round, seed=seed)
+    sampler = _make_sampler(spec, number, 0)
     draw = 0
     while True:
         params = _rounds_before(spec, trials, number, sampler).ask(distributions).params
         if _point(params) not in before:
             return params
         draw += 1  # a space of choices: the best point again would teach nothing
-        sampler = RandomSampler(seed=_seed(spec, number, draw))
+        sampler = _make_sampler(spec, number, draw)
+
+
+def _make_sampler(spec: StudySpec, number: int, draw: int) -> BaseSampler:
+    seed = _seed(spec, number, draw)
+    if spec.sampler == "nsga2" and draw < MAX_CHILDREN:  # a child may be a network that was tried before
+        return NSGAIISampler(population_size=spec.round, seed=seed)
+    if draw:
+        return RandomSampler(seed=seed)
+    return TPESampler(multivariate=True, seed=seed, n_startup_trials=STARTUP_TRIALS)
 
 
 def _judge(

@@ -160,22 +160,25 @@ def test_shrunk_batches_keep_their_boxes_on_the_objects() -> None:
 def test_generations_follow_from_seed_and_results() -> None:
     """Narrow networks are better in both objectives: later generations, whose parents are the best, are narrower."""
     space = Space({"width": list(range(4, 64, 2)), "neck": list(range(8, 128, 2))})
-    spec = StudySpec(
-        data="d", digest="", settings={}, defaults={"width": 62, "neck": 8}, space=space, trials=40, round=10,
-        objectives=["ap", "latency_ms"], pruner="none", evaluations=1, seed=3, sampler="nsga2",
-    )  # fmt: skip
-    trials: list[Any] = []
-    for number in range(40):
-        params = propose(spec, trials, number)
-        assert params == propose(spec, trials, number)
-        trial = create_trial(
-            state=TrialState.COMPLETE, values=[1 - params["width"] / 64, float(params["width"])], params=params,
-            distributions=space.distributions(),
+    first = later = 0.0
+    for seed in (0, 1, 3):
+        spec = StudySpec(
+            data="d", digest="", settings={}, defaults={"width": 62, "neck": 8}, space=space, trials=40, round=10,
+            objectives=["ap", "latency_ms"], pruner="none", evaluations=1, seed=seed, sampler="nsga2",
         )  # fmt: skip
-        trial.number = number
-        trials.append(trial)
-    first, last = (sum(t.params["width"] for t in trials[k : k + 10]) / 10 for k in (0, 30))
-    assert last < 0.5 * first
+        trials: list[Any] = []
+        for number in range(40):
+            params = propose(spec, trials, number)
+            trial = create_trial(
+                state=TrialState.COMPLETE, values=[1 - params["width"] / 64, float(params["width"])], params=params,
+                distributions=space.distributions(),
+            )  # fmt: skip
+            trial.number = number
+            trials.append(trial)
+        assert propose(spec, trials, 25) == trials[25].params
+        widths = [trial.params["width"] for trial in trials]
+        first, later = first + sum(widths[:10]) / 10, later + sum(widths[10:]) / 30
+    assert later < 0.8 * first, "half of the children have a random width, by mutation"
 
 
 @pytest.mark.parametrize(("flags", "message"), [

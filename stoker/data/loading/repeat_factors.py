@@ -37,7 +37,8 @@ def repeated_order(factors: NDArray[np.float64], seed: int, epoch: int) -> NDArr
     offset = geometry.random_uniform(seed, epoch, [0], geometry.RandomStream.REPEAT, 1)[0, 0]
     ends = np.cumsum(factors)
     places = np.searchsorted(ends, (np.arange(count) + offset) * (ends[-1] / count), side="right")
-    return np.minimum(places, count - 1)[geometry.epoch_order(seed, epoch, count)]
+    order: NDArray[np.int64] = np.minimum(places, count - 1)[geometry.epoch_order(seed, epoch, count)]
+    return order
 
 
 def _image_classes(index: Index, image_indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
