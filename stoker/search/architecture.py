@@ -117,9 +117,9 @@ def input_segments(model: Ember) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, CSPLayer):
-            found[f"{name}.join.0.weight"] = [module.through[0].out_channels] * (2 + len(module.blocks))
+            found[f"{name}.join.0.weight"] = [len(module.through.get_parameter("0.weight"))] * (2 + len(module.blocks))
         elif isinstance(module, SPPF):
-            found[f"{name}.join.0.weight"] = [module.narrow[0].out_channels] * 4
+            found[f"{name}.join.0.weight"] = [len(module.narrow.get_parameter("0.weight"))] * 4
         elif isinstance(module, PAFPN):
             channels = [layer.join[0].out_channels for layer in module.down]  # type: ignore[union-attr,index]
             for n in range(len(channels)):
