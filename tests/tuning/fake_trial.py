@@ -20,9 +20,8 @@ for text in sys.stdin:
         request["do"], compute_s + wait_s
     )
     losses = [1.0] * (images // request["group"]) if request["do"] == "losses" else []
-    if settings["cache"] == "disk":
-        losses = [2.0] * len(losses)
+    inputs = [2.0 if settings["cache"] == "disk" else 1.0] * 3 * len(losses)
     print(json.dumps({
         "seconds": seconds * noise, "images": images, "steps": images // settings["batch_size"],
-        "phases": {"compute": compute_s, "input_wait": wait_s}, "losses": losses,
+        "phases": {"compute": compute_s, "input_wait": wait_s}, "losses": losses, "inputs": inputs,
     }), flush=True)  # fmt: skip
