@@ -33,7 +33,7 @@ from stoker.runs.records import EVENTS, PROBES, STEPS, is_finished, read_lines
 from stoker.runs.schemas import Event, Probe, StepWindow
 from stoker.tuning.policy import restore_types
 
-LINK = ("--latency-ms", "30", "--mb-per-s", "0.2")
+LINK = ("--latency-ms", "30", "--mb-per-s", "0.1")
 SETS = {"bccd": ("bccd/BCCD", (480, 640)), "cars": ("cars", (320, 320))}
 """Name → folder of the data sets, and the image size: that of the images."""
 BAD = {"batch_size": 2, "workers": 1, "worker_processes": 0, "cache": "none", "eval_every": "50", "precision": "fp32"}

@@ -354,7 +354,7 @@ class Runner:
         """Why it is another training; empty: it is the same."""
         group = math.gcd(base.micro_batch_size, candidate.micro_batch_size)
         images, lr = LOSS_STEPS * self._largest_batch, 0.1 * self.context.settings["lr"]
-        if base.compared and (group, lr) not in base.compared:
+        if not base.is_fresh and (group, lr) not in base.compared:  # it is past its first images
             self._replace_base(None)
             base = self._start_base(base.settings)
         before, after = (process.first_images(images, group, lr)[lever.compare] for process in (base, candidate))
