@@ -1,8 +1,8 @@
 """The step: a reference that skips bad steps by an `if` is what the fused, waitless one must equal."""
 
 import copy
-import math
 import itertools
+import math
 import types
 import warnings
 
