@@ -56,6 +56,12 @@ def test_changes_that_pay_and_train_the_same_are_kept(request_: TuneRequest) -> 
     assert any("unavailable" in text for text in said)
 
 
+def test_losses_are_compared_from_the_first_sample_on_after_the_bounds(request_: TuneRequest) -> None:
+    request = dataclasses.replace(request_, config=BAD.replace(eval_every="0"), levers=("batch_size",))
+    result = tune(request, lambda _: None)
+    assert result.changes["batch_size"] > 2, [trial.reason for trial in result.trials]
+
+
 def test_a_killed_tuning_continues_with_the_next_trial(request_: TuneRequest) -> None:
     whole = tune(request_, lambda _: None)
     assert request_.out is not None
