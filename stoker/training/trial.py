@@ -130,7 +130,9 @@ class Trial(DryRun):
         steps = max(1, -(-request.images // self.batch_size))
         self.device.synchronize()
         self.ledger.window(0.0)
-        start_s, losses, inputs = time.perf_counter(), [], []
+        start_s = time.perf_counter()
+        losses: list[float] = []
+        inputs: list[float] = []
         if request.do == "losses":
             losses, inputs = self._compute_losses(steps, request.group, request.lr)
         elif request.do == "load":
