@@ -7,7 +7,7 @@ settings names a rule, a function of this file. What is tried when is decided in
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,6 +33,7 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rule: str = ""
     gain: float
     tolerance: float | None = None
+    compare: Literal["losses", "inputs"] = "losses"
     needs: str = ""
     cause: str
 

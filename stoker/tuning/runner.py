@@ -331,7 +331,7 @@ class Runner:
         kept = False
         try:
             if lever.tolerance is not None:
-                reason = self._compare_losses(lever.tolerance, base, candidate)
+                reason = self._compare_training(lever, lever.tolerance, base, candidate)
                 if reason:
                     return {"state": "failed", "reason": reason}
             values = _summarize_measured(compare(self._start_base(before), candidate, until_s=until_s))
@@ -383,20 +383,22 @@ class Runner:
         finally:
             first.close()
 
-    def _compare_losses(self, tolerance: float, base: TrialProcess, candidate: TrialProcess) -> str:
+    def _compare_training(self, lever: Lever, tolerance: float, base: TrialProcess, candidate: TrialProcess) -> str:
         """Why it is another training; empty: it is the same."""
         group = math.gcd(base.micro_batch_size, candidate.micro_batch_size)
         images, lr = LOSS_STEPS * self._largest_batch, 0.1 * self.context.settings["lr"]
-        if base.losses and (group, lr) not in base.losses:
+        if not base.is_fresh and (group, lr) not in base.compared:  # it is past its first images
             self._replace_base(None)
             base = self._start_base(base.settings)
-        before, after = (process.first_losses(images, group, lr) for process in (base, candidate))
+        before, after = (process.first_images(images, group, lr)[lever.compare] for process in (base, candidate))
         if base.batch_size != candidate.batch_size:  # the updates differ, the losses before them do not
             before, after = before[: len(before) // 2], after[: len(after) // 2]
         if policy.same_training(before, after, tolerance):
             return ""
         apart = max((abs(a - b) / max(abs(a), 1e-6) for a, b in zip(before, after, strict=False)), default=math.nan)
-        return f"another training: the losses of the same images differ by {apart:.2g} (allowed: {tolerance:g})"
+        return (
+            f"another training: the {lever.compare} of the same images differ by {apart:.2g} (allowed: {tolerance:g})"
+        )
 
     def _start(self, settings: dict[str, Any]) -> TrialProcess:
         return TrialProcess(settings, self.folder.path / LOG, self.command)

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,27 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_its_commands_parse(command: str) -> None:
     app.parse_args(shlex.split(command)[1:], exit_on_error=False, print_error=False)
+
+
+@pytest.mark.slow
+def test_its_command_runs(tmp_path: Path) -> None:
+    (command,) = COMMANDS
+    small = {"DATA": "demo", "--epochs": "--steps", "20": "9", "50": "2", "2": "1"}
+    words = [small.get(word, word) for word in shlex.split(command)[1:]]
+    words += ["--image-size", "64", "64", "--batch-size", "4", "--workers", "1", "--device", "cpu"]
+    words += ["--model", "retinanet_tiny_fpn", "--run-dir", "study"]
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    for promised in (
+        "space:",
+        "trial 0 has the defaults",
+        "expected: at most 2 trials",
+        "2 trials: 0 pruned, 0 failed",
+    ):
+        assert promised in done.stdout + done.stderr
+    assert (tmp_path / "study" / "report.html").is_file()
 
 
 def test_its_space_is_valid(tmp_path: Path) -> None:
