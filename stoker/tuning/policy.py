@@ -35,7 +35,7 @@ AP_SEEDS = 3
 AP_QUANTILE = 4.303
 """Student's t for a 95 % interval of three pairs."""
 AP_SHARE = 0.25
-"""Fraction of the budget for the six trainings of one suggestion; those of the base are done once."""
+"""Fraction of the budget for the six trainings that measure what one change does to AP."""
 BOUNDS, CONFIRM, DONE = "bounds", "confirm", "done"
 
 
@@ -137,7 +137,7 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
     bounds = next((trial for trial in trials if trial.probe == BOUNDS and trial.state == "passed"), None)
     if bounds is None:
         return None
-    kept = [trial for trial in trials if trial.kept and not trial.ap_pairs]
+    kept = [trial for trial in trials if trial.kept and not is_suggestion(context.lever(trial.probe))]
     settings = dict(context.settings)
     for trial in kept:
         settings |= restore_types(trial.changes)
@@ -173,6 +173,11 @@ def add_events(
         if (every := interval_images(settings, f"{name}_every", facts, phases)) and bounds.bounds.get(name)
     }
     return {**phases, **events}
+
+
+def is_suggestion(lever: Lever | None) -> bool:
+    """Whether the lever is what the data suggest, and is judged by AP alone."""
+    return lever is not None and lever.loss == "ap"
 
 
 def is_interval(lever: Lever) -> bool:
@@ -233,7 +238,7 @@ def _next_suggestion(trials: Sequence[Probe], now: Situation, context: Context, 
     """The next suggestion of the data to prove, after all that is about speed; else the end."""
     tried = {trial.probe for trial in trials}
     for lever in context.levers:
-        if lever.loss == "ap" and lever.name not in tried and (changes := context.facts.suggestions.get(lever.name)):
+        if is_suggestion(lever) and lever.name not in tried and (changes := context.facts.suggestions.get(lever.name)):
             if now.spent_s + AP_SHARE * context.budget_s > context.budget_s:
                 return Action(DONE, reason="the budget is spent")
             return Action(lever.name, trials[-1].trial + 1, changes)
@@ -281,6 +286,6 @@ def final_changes(lines: Iterable[Probe], context: Context) -> tuple[Changes, Pr
     if now is not None and confirmation is not None and confirmation.state == "passed" and confirmation.steps:
         changes = _all_changes(now) if confirmation.ratio_low > 1 else {}
     for trial in trials:
-        if trial.kept and trial.ap_pairs:
+        if trial.kept and is_suggestion(context.lever(trial.probe)):
             changes |= trial.changes
     return changes, confirmation

@@ -54,8 +54,6 @@ TRIAL_SHARE = 0.2
 """Fraction of the budget that one trial may take, before it is judged by the pairs that it has."""
 LOSS_STEPS = 2
 """Steps of the largest batch whose losses are compared, before and again after updates."""
-MAX_AP_SHARE = 0.25
-"""Fraction of the budget for the two trainings that say what a lever costs in AP."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,7 +291,7 @@ class Runner:
             after = {**now.settings, **policy.restore_types(action.changes)}
             windows = [(seconds, seconds) for seconds in now.seconds]
             return _summarize(policy.with_events(windows, now.settings, after, now, self.context.facts), 0, {})
-        if lever is not None and lever.loss == "ap":
+        if lever is not None and policy.is_suggestion(lever):
             return self._prove_ap(policy.restore_types(action.changes), now)
         until_s = time.monotonic() + TRIAL_SHARE * self.context.budget_s
         settings = {**now.settings, **policy.restore_types(action.changes)}
@@ -336,7 +334,8 @@ class Runner:
                     return {"state": "failed", "reason": reason}
             values = _summarize_measured(compare(self._start_base(before), candidate, until_s=until_s))
             if values["kept"] and lever.tolerance is None:
-                values["ap"] = self._measure_ap(before, after, values)
+                pair_s = 1 / values["before_img_per_s"] + 1 / values["after_img_per_s"]
+                values |= self._measure_ap(before, after, pair_s)
             kept = values["kept"]
             return values
         finally:
@@ -346,28 +345,33 @@ class Runner:
                 candidate.close()
 
     def _prove_ap(self, changes: Changes, now: policy.Situation) -> dict[str, Any]:
-        """AP with and without a suggestion, of three seeds and equal lengths. Raises TrialError."""
-        self._replace_base(None)
+        """AP with and without a suggestion, which comes after what is faster. Raises TrialError."""
         known, _ = policy.final_changes(self.lines, self.context)
         before = {**self.context.settings, **policy.restore_types(known)}
         after = {**before, **changes}
         more = math.prod(after["image_size"]) / math.prod(before["image_size"])
-        per_image_s = now.bounds.bounds["train"] * (1 + more) * policy.AP_SEEDS
-        steps = int(policy.AP_SHARE * self.context.budget_s / per_image_s / before["batch_size"])
-        if steps < 10:
-            raise TrialError("the budget has no room for the six trainings that prove AP", unavailable=True)
+        found = self._measure_ap(before, after, now.bounds.bounds["train"] * (1 + more))
+        kept = found["ap_gain"][1] > 0
+        reason = "" if kept else "the interval of its gain in AP is not above 0"
+        return {"state": "passed", "kept": kept, "reason": reason, **found}
+
+    def _measure_ap(self, before: dict[str, Any], after: dict[str, Any], pair_s: float) -> dict[str, Any]:
+        """AP of trainings on the same number of images, of each seed. pair_s: seconds of an image in one training and
+        in the other. Raises TrialError."""
+        self._replace_base(None)
+        images = policy.AP_SHARE * self.context.budget_s / pair_s / policy.AP_SEEDS
+        if images < 10 * max(before["batch_size"], after["batch_size"]):
+            raise TrialError("the budget has no room for the six trainings that measure AP", unavailable=True)
         pairs = []
         for seed in range(policy.AP_SEEDS):
-            runs = []
+            ap = []
             for settings in (before | {"seed": seed}, after | {"seed": seed}):
+                steps = int(images / settings["batch_size"])
                 digest = blake2b(msgspec.json.encode([settings, steps], order="sorted"), digest_size=6).hexdigest()
-                runs.append(train_briefly(settings, steps, self.folder.path / f"ap-{digest}"))
-            pairs.append((runs[0], runs[1]))
-        gain = policy.measure_gain(pairs)
-        ap = (statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs))
-        kept = gain[1] > 0
-        return {"state": "passed", "steps": steps, "ap": ap, "ap_pairs": pairs, "ap_gain": gain, "kept": kept,
-                "reason": "" if kept else "the interval of its gain in AP is not above 0"}  # fmt: skip
+                ap.append(train_briefly(settings, steps, self.folder.path / f"ap-{digest}"))
+            pairs.append((ap[0], ap[1]))
+        means = tuple(statistics.fmean(values) for values in zip(*pairs, strict=True))
+        return {"ap": means, "ap_pairs": pairs, "ap_gain": policy.measure_gain(pairs)}
 
     def _confirm(self, settings: dict[str, Any], until_s: float, now: policy.Situation) -> dict[str, Any]:
         """In new processes, since what was measured in one may be its own luck; with evaluations and checkpoints."""
@@ -401,7 +405,7 @@ class Runner:
         )
 
     def _start(self, settings: dict[str, Any]) -> TrialProcess:
-        return TrialProcess(settings, self.folder.path / LOG, self.command)
+        return TrialProcess(settings, self.folder.path / LOG, self.command, self.context.budget_s)
 
     def _start_base(self, settings: Any) -> TrialProcess:
         """The process with these settings that is running, or a new one."""
@@ -414,19 +418,6 @@ class Runner:
         if self._base is not None:
             self._base.close()
         self._base = process
-
-    def _measure_ap(self, before: dict[str, Any], after: dict[str, Any], values: dict[str, Any]) -> tuple[float, float]:
-        """AP of two short trainings on the same number of images, one seed each. Raises TrialError."""
-        self._replace_base(None)
-        per_image_s = 1 / values["before_img_per_s"] + 1 / values["after_img_per_s"]
-        images = MAX_AP_SHARE * self.context.budget_s / per_image_s
-        if images < 10 * self._largest_batch:
-            raise TrialError("the budget has no room for the two trainings that measure AP", unavailable=True)
-        found = []
-        for name, settings in (("before", before), ("after", after)):
-            steps = max(1, int(images // settings["batch_size"]))
-            found.append(train_briefly(settings, steps, self.folder.path / f"ap-{len(self.lines)}-{name}"))
-        return found[0], found[1]
 
 
 def train_briefly(settings: dict[str, Any], steps: int, run: Path) -> float:
@@ -477,21 +468,19 @@ def describe(probe: Probe, context: Context) -> str:
         what = "all together, in new processes"
     if probe.state != "passed":
         return f"{what}: {probe.state}: {probe.reason}"
-    if probe.ap_gain is not None:
-        return f"{what}: {describe_gain(probe)}, {'kept' if probe.kept else 'not kept'}"
     verdict = "" if probe.probe == CONFIRM else ", kept" if probe.kept else ", not kept"
-    ap = "" if probe.ap is None else f", AP {probe.ap[0]:.3f} → {probe.ap[1]:.3f}"
-    return f"{what}: {probe.ratio:.2f} times ({probe.ratio_low:.2f} … {probe.ratio_high:.2f}){ap}{verdict}"
+    speed = f", {probe.ratio:.2f} times ({probe.ratio_low:.2f} … {probe.ratio_high:.2f})" if probe.pairs else ""
+    return f"{what}: {(speed + describe_gain(probe)).removeprefix(', ')}{verdict}"
 
 
 def describe_gain(probe: Probe) -> str:
-    """What a suggestion does to AP, with its interval."""
-    assert probe.ap is not None
-    assert probe.ap_gain is not None
+    """What a change does to AP, with its interval; empty: it was not measured."""
+    if probe.ap is None or probe.ap_gain is None:
+        return ""
     gain, low, high = probe.ap_gain
     return (
-        f"AP {probe.ap[0]:.3f} → {probe.ap[1]:.3f}, by {gain:+.3f} (95 %: {low:+.3f} … {high:+.3f}, "
-        f"{len(probe.ap_pairs)} seeds, {probe.steps} steps each)"
+        f", AP {probe.ap[0]:.3f} → {probe.ap[1]:.3f}, by {gain:+.3f} (95 %: {low:+.3f} … {high:+.3f}, "
+        f"{len(probe.ap_pairs)} seeds)"
     )
 
 
@@ -516,7 +505,9 @@ def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, c
             continue
         is_in = trial.kept and set(trial.changes) <= set(changes)
         text = describe(trial, context)
-        effect = f"trains {trial.ratio:.2f} times as fast" if trial.ap_gain is None else "raises AP"
+        effect, value = f"trains {trial.ratio:.2f} times as fast", trial.ratio
+        if policy.is_suggestion(lever) and trial.ap_gain:
+            effect, value = "raises AP", trial.ap_gain[0]
         findings.append(
             Finding(
                 id=lever.cause,
@@ -524,7 +515,7 @@ def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, c
                 title=f"{describe_changes(trial.changes, context.settings)} {effect}."
                 if is_in
                 else f"{describe_changes(trial.changes, context.settings)} does not pay here.",
-                evidence=[Evidence(text=text, value=(trial.ap_gain or (trial.ratio,))[0], source=PROBES)],
+                evidence=[Evidence(text=text, value=value, source=PROBES)],
                 fix=f"train with {config}" if is_in else "",
                 command=f"stoker train --config {config}" if is_in else None,
                 confidence=0.95,
@@ -544,15 +535,13 @@ def print_result(result: TuneResult) -> None:
         if trial.state != "passed":
             rows.append((what or trial.probe, "", "", "", "", f"{trial.state}: {trial.reason}"))
             continue
-        if trial.ap_gain is not None:
-            rows.append((what, "", "", "", "", f"{'kept' if trial.kept else 'not kept'}, {describe_gain(trial)}"))
-            continue
-        ap = "" if trial.ap is None else f", AP {trial.ap[0]:.3f} → {trial.ap[1]:.3f}"
         verdict = "" if trial.probe in (BOUNDS, CONFIRM) else "kept" if trial.kept else "not kept"
-        rows.append(
-            (what, fmt.number(trial.before_img_per_s), fmt.number(trial.after_img_per_s), f"{trial.ratio:.2f}",
-             f"{trial.ratio_low:.2f} … {trial.ratio_high:.2f}", verdict + ap)
-        )  # fmt: skip
+        speed = ("", "", "", "")
+        if trial.pairs:
+            interval = f"{trial.ratio_low:.2f} … {trial.ratio_high:.2f}"
+            before, after = fmt.number(trial.before_img_per_s), fmt.number(trial.after_img_per_s)
+            speed = (before, after, f"{trial.ratio:.2f}", interval)
+        rows.append((what, *speed, verdict + describe_gain(trial)))
     heads = ("tried", "img/s before", "after", "ratio", "95 % interval", "")
     lines: list[RenderableType] = ["", table(*heads, right=(1, 2, 3), rows=rows), "", f"The end: {result.end}."]
     confirmation = result.confirmation

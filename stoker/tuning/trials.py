@@ -29,7 +29,7 @@ NUM_IMAGES = 256
 WINDOW_S = (0.6, 4.0)
 """Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least."""
 ANSWER_S = 180.0
-"""A process that does not answer for so long hangs; compiling takes minutes (`COMPILE_S`)."""
+"""A process that does not answer for so long, or half of the budget if that is longer, hangs; compiling takes minutes."""
 COMPILE_S = 900.0
 
 
@@ -42,16 +42,18 @@ class TrialError(Exception):
 
 
 class TrialProcess:
-    """A configuration that can be measured. Close it. log: gets what the process prints."""
+    """A configuration that can be measured. Close it. log: gets what the process prints. budget_s: of the tuning."""
 
-    def __init__(self, settings: Mapping[str, Any], log: Path, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], log: Path, command: Sequence[str] = COMMAND, budget_s: float = 0.0
+    ) -> None:
         self.settings = dict(settings)
         self.batch_size: int = settings["batch_size"]
         self.micro_batch_size = self.batch_size // int(settings["grad_accum_steps"])
         self.compared: dict[tuple[int, float], dict[str, list[float]]] = {}
         self.is_fresh = True
         """Whether its stream of samples is at the first one, and its weights are as in any other process."""
-        self._limit_s = COMPILE_S if settings.get("compile") else ANSWER_S
+        self._limit_s = max(COMPILE_S if settings.get("compile") else ANSWER_S, budget_s / 2)
         self._log, self._rest = log, b""
         try:
             # A group of its own in this session: if this process is killed, the kernel ends a stopped group (SIGHUP).
