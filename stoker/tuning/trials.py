@@ -29,7 +29,7 @@ NUM_IMAGES = 256
 WINDOW_S = (0.6, 4.0)
 """Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least."""
 ANSWER_S = 180.0
-"""A process that does not answer for so long, or half of the budget if that is longer, hangs; compiling takes minutes."""
+"""A process that does not answer for so long (or half of the budget, if longer) hangs; compiling takes minutes."""
 COMPILE_S = 900.0
 
 
