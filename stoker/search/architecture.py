@@ -219,6 +219,11 @@ class SuperNet:
         return model.eval()
 
 
+def _nearest(value: Any, choices: list[Any]) -> Any:
+    """The value, or the choice nearest to it: the shared tensors have nothing for others."""
+    return value if value in choices or isinstance(value, str) else min(choices, key=lambda choice: abs(choice - value))
+
+
 def _largest(a: list[int], b: list[int]) -> list[int]:
     return [max(pair) for pair in itertools.zip_longest(a, b, fillvalue=0)]
 
@@ -420,11 +425,11 @@ def search_architecture(
     torch.manual_seed(resolved.config.run.seed)
     setting = Setting(resolved, space, folder)
     base = {**BASE, "image_size": max(resolved.config.data.image_size)}
-    inside = {name: base[name] for name, choices in space.settings.items() if base[name] in choices}  # type: ignore[operator]
+    first = {name: _nearest(base[name], choices) for name, choices in space.settings.items()}  # type: ignore[arg-type]
     spec = StudySpec(
         data=str(config.data.data), digest=_digest(resolved.index), space=space, trials=trials, round=POPULATION,
         settings=msgspec.to_builtins(config.set_fields()), objectives=["ap", "latency_ms"], pruner="none",
-        defaults=inside, evaluations=1, seed=resolved.config.run.seed, sampler="nsga2",
+        defaults=first, evaluations=1, seed=resolved.config.run.seed, sampler="nsga2",
     )  # fmt: skip
     create(folder, spec)
     net = SuperNet(space, resolved.config, len(resolved.index.class_names), resolved.device)
