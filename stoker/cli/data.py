@@ -110,6 +110,7 @@ def stats(
     split: str | None = None,
     image_size: tuple[int, int] | None = None,
     model: str | None = None,
+    latency_ms: float | None = None,
     out: Path | None = None,
     json: bool = False,
 ) -> None:
@@ -120,12 +121,12 @@ def stats(
     """
     from stoker.data.index import find_refusals, open_index_of
     from stoker.data.validation.stats import compute_stats
-    from stoker.errors import DataError
+    from stoker.errors import DataError, UsageError
     from stoker.hardware.device import select_device
     from stoker.models.table import check_image_size
     from stoker.report.dataset import check_output_path, print_stats
     from stoker.report.html import write_dataset_stats
-    from stoker.training.defaults.derive import derive_model_input
+    from stoker.training.defaults.derive import derive_for_plan, derive_model_input
 
     user_config = reading.settings(data, image_size=image_size, model=model)
     check_image_size(user_config)
@@ -135,7 +136,15 @@ def stats(
     refusals = tuple(find_refusals(index))
     if "train" not in index.splits:
         raise refusals[0]
-    model_input = derive_model_input(user_config, index, select_device(None))
+    device = select_device(None)
+    model_input = derive_model_input(user_config, index, device)
+    if latency_ms is not None:
+        from stoker.inference.latency import make_latency_meter
+
+        if not latency_ms > 0:
+            raise UsageError(f"--latency-ms {latency_ms:g} is not a time above 0.", fix="--latency-ms 20")
+        meter = make_latency_meter(derive_for_plan(user_config, index, device)[0], len(index.class_names), device)
+        model_input = dataclasses.replace(model_input, latency_ms=meter, max_latency_ms=latency_ms)
     dataset_stats = compute_stats(index, model_input, data=data, split=split)
     dataset_stats.refusals = tuple(error.what for error in refusals)
     if json:

@@ -100,6 +100,8 @@ class DataSettings:
     """The hue is rotated by up to ± this fraction of the color circle, 0 … 0.5."""
     mosaic: float = AUTO
     """Probability that an image becomes a mosaic of itself and three others; off in the last tenth of training."""
+    repeat_thresh: float = AUTO
+    """Repeat images of classes that fewer than this fraction of the images have; epochs stay as long (docs/data.md)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ class RandomStream(enum.IntEnum):
     SCALE_JITTER = 2
     REPLACEMENT = 3
     SHIFT = 4
+    REPEAT = 5
 
 
 def _generator(seed: int, epoch: int, index_in_epoch: int, stream: RandomStream) -> np.random.Philox:

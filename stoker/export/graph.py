@@ -74,7 +74,7 @@ def build_onnx(
     onnx = require_package("onnx", "Nothing can be exported")
     require_package("onnxscript", "Nothing can be exported")
     numpy_helper = importlib.import_module("onnx.numpy_helper")
-    network = _export_network(model, model_metadata.image_size, opset)
+    network = export_network(model, model_metadata.image_size, opset)
     graph = network.graph
     candidates = graph.output[0].type.tensor_type.shape.dim[1].dim_value
     max_detections = min(max_detections, candidates)
@@ -123,7 +123,7 @@ def check_options(
             raise ConfigError(f"--{name} {value} is out of range.", choices=choices.split(", "))
 
 
-def _export_network(model: "models.Detector", image_size: tuple[int, int], opset: int) -> Any:
+def export_network(model: "models.Detector", image_size: tuple[int, int], opset: int) -> Any:
     """The onnx.ModelProto from the inputs to the candidates."""
     # Two images: torch treats a size of one as a constant.
     images = torch.zeros(2, 3, *image_size, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)

@@ -8,7 +8,7 @@ it; stages are frozen by their number. SSD's backbones are in `ssd.py`; `weights
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -219,9 +219,9 @@ def _resnet(block: Callable[..., BasicBlock | Bottleneck], num_blocks: tuple[int
     return BackboneSpec(partial(resnet, block=block, num_blocks=num_blocks), stage_outputs)
 
 
-def _csp(width: int, depths: tuple[int, ...]) -> BackboneSpec:
+def _csp(width: int, depths: tuple[int, ...], block: str = "csp") -> BackboneSpec:
     return BackboneSpec(
-        lambda norm: CSPBackbone(width, depths, norm), [(name, width * 2**n) for n, name in enumerate(STAGES)]
+        lambda norm: CSPBackbone(width, depths, norm, block), [(name, width * 2**n) for n, name in enumerate(STAGES)]
     )
 
 
@@ -268,11 +268,11 @@ def build_backbone_with_fpn(
 
 
 def build_backbone_with_neck(
-    backbone_name: str, neck: Callable[[list[int]], nn.Module], *, norm: NormKind, trainable_stages: int
+    backbone: str | Mapping[str, Any], neck: Callable[[list[int]], nn.Module], *, norm: NormKind, trainable_stages: int
 ) -> BackboneWithNeck:
-    """A backbone of BACKBONES with its first stages frozen, and `neck(channels of its maps)`, those of stride 8 and
-    more."""
-    spec = BACKBONES[backbone_name]
+    """A backbone of BACKBONES, or a CSP backbone of these arguments, with its first stages frozen, and `neck(channels
+    of its maps)`, those of stride 8 and more."""
+    spec = BACKBONES[backbone] if isinstance(backbone, str) else _csp(**backbone)
     network = _build_backbone(spec, norm, trainable_stages)
     names, widths = zip(*spec.stage_outputs[2:], strict=True)
     return BackboneWithNeck(network, names, neck(list(widths)))

@@ -17,7 +17,7 @@ With `nms_free` there is a second, one-to-one head, trained to detect each box a
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,8 @@ TAL_TOPK = 10
 """Maximum number of positive points of a box. TOOD: 13 on five levels; here there are three."""
 IOU_THRESHOLD = 0.7
 """NMS threshold: two objects of a class may overlap by more than the usual 0.5."""
-CLASS_LAYER_INDEX = 2
-"""Index of the last layer of a class head."""
+HEAD_DEPTH = 2
+"""Convolutions of a head before its last layer, which has this index."""
 CLASS_WEIGHT, BOX_WEIGHT, DFL_WEIGHT = 2.0, 2.5, 0.5
 """Weights of the loss terms: PP-YOLOE's (arXiv 2203.16250, equation 3), with twice the weight of the classes (LOG.md,
 "Ember", has the effect)."""
@@ -75,29 +75,27 @@ class DecoupledHead(nn.Module):
     """Per level: two convolutions and the box distances; two separable convolutions and the classes. The class branch
     is the lighter one, since classification is easier than localization."""
 
-    def __init__(self, channels: list[int], num_classes: int, norm: Norm) -> None:
+    def __init__(self, channels: list[int], num_classes: int, norm: Norm, depth: int = HEAD_DEPTH) -> None:
         super().__init__()
         self.num_classes = num_classes
         # The width does not depend on the number of classes, so weights of other classes can be loaded.
         box_channels, class_channels = 4 * REG_MAX, channels[0]
         self.sides = nn.ModuleList(
             nn.Sequential(
-                conv_norm(width, box_channels, norm),
-                conv_norm(box_channels, box_channels, norm),
+                *(conv_norm(box_channels if n else width, box_channels, norm) for n in range(depth)),
                 nn.Conv2d(box_channels, 4 * REG_MAX, 1),
             )
             for width in channels
         )
         self.classes = nn.ModuleList(
             nn.Sequential(
-                separable_conv_norm(width, class_channels, norm),
-                separable_conv_norm(class_channels, class_channels, norm),
+                *(separable_conv_norm(class_channels if n else width, class_channels, norm) for n in range(depth)),
                 nn.Conv2d(class_channels, num_classes, 1),
             )
             for width in channels
         )
         for level_head in self.classes:
-            nn.init.constant_(level_head.get_parameter(f"{CLASS_LAYER_INDEX}.bias"), PRIOR_LOGIT)
+            nn.init.constant_(level_head.get_parameter(f"{depth}.bias"), PRIOR_LOGIT)
 
     def forward(self, levels: list[Tensor]) -> HeadOutputs:
         """levels: each [B, channels, h, w], finest first."""
@@ -117,16 +115,17 @@ class Ember(Detector):
     bin_distances: Tensor
 
     def __init__(
-        self, backbone: BackboneWithNeck, settings: ModelSettings, num_classes: int, channels: list[int]
-    ) -> None:
+        self, backbone: BackboneWithNeck, settings: ModelSettings, num_classes: int, channels: list[int],
+        head_depth: int = HEAD_DEPTH,
+    ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)
         self.iou_threshold = 1.0 if settings.nms_free else IOU_THRESHOLD
         self.backbone = backbone
-        self.num_levels = len(channels)
+        self.num_levels, self.head_depth = len(channels), head_depth
         norm = NORMS[trainable_norm(settings.backbone_norm)]
-        self.head = nn.ModuleDict({"many": DecoupledHead(channels, num_classes, norm)})
+        self.head = nn.ModuleDict({"many": DecoupledHead(channels, num_classes, norm, head_depth)})
         if settings.nms_free:
-            self.head["one"] = DecoupledHead(channels, num_classes, norm)
+            self.head["one"] = DecoupledHead(channels, num_classes, norm, head_depth)
         self.points = PointGenerator(shift=0.5)
         self.register_buffer("bin_distances", torch.tensor([float(n) for n in range(REG_MAX)]), persistent=False)
 
@@ -208,7 +207,7 @@ class Ember(Detector):
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         return tuple(
-            ClassHeadSpec(f"head.{name}.classes.{level}.{CLASS_LAYER_INDEX}")
+            ClassHeadSpec(f"head.{name}.classes.{level}.{self.head_depth}")
             for name in self.head
             for level in range(self.num_levels)
         )
@@ -245,15 +244,17 @@ def ember_options(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
 
 
 def build_ember(
-    settings: ModelSettings, num_classes: int, *, backbone: str, channels: tuple[int, int, int], num_blocks: int
-) -> Ember:
-    """An ember on a backbone of BACKBONES; channels: at strides 8, 16 and 32; num_blocks: as in `PAFPN`."""
+    settings: ModelSettings, num_classes: int, *, backbone: str | Mapping[str, Any], channels: tuple[int, ...],
+    num_blocks: int, head_depth: int = HEAD_DEPTH,
+) -> Ember:  # fmt: skip
+    """An ember on a backbone of BACKBONES, or a CSP backbone of these arguments; channels: at strides 8, 16 and 32;
+    num_blocks: as in `PAFPN`; head_depth: as in `DecoupledHead`."""
     norm = NORMS[trainable_norm(settings.backbone_norm)]
     neck = partial(PAFPN, channels=channels, num_blocks=num_blocks, norm=norm, depthwise=settings.depthwise)
     network = build_backbone_with_neck(
         backbone, neck, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
     )
-    return Ember(network, settings, num_classes, list(channels))
+    return Ember(network, settings, num_classes, list(channels), head_depth)
 
 
 ALPHA, BETA = 1.0, 6.0

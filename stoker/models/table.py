@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stoker.config.architectures import Architecture, read_architectures
+from stoker.config.architectures import Architecture, find_architecture, read_architectures
 from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
 from stoker.models.detector import Detector
@@ -44,12 +44,13 @@ MODELS = read_architectures()
 
 def get_architecture(name: str) -> Architecture:
     """The architecture called `name`. Raises ConfigError with the valid names."""
-    if name not in MODELS:
+    found = MODELS.get(name) or find_architecture(name)
+    if found is None:
         near = nearest(name, MODELS)
         raise ConfigError(
             f"There is no model called {name!r}" + (f"; did you mean {near!r}?" if near else "."), choices=MODELS
         )
-    return MODELS[name]
+    return found
 
 
 def build(settings: ModelSettings, num_classes: int) -> Detector:

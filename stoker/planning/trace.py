@@ -146,7 +146,9 @@ class CountedStep:
         clipped = self.optimizer.clip()
         self.optimizer.update(clipped)
         self.optimizer.update_ema()
-        self._accumulator.add(losses, clipped.grad_norm, clipped.found_inf, self.optimizer.completed_steps)
+        self._accumulator.add(
+            losses, clipped.grad_norm, clipped.found_inf, self.optimizer.completed_steps, clipped.tensor_norms
+        )
 
     def _augment(self, batch: Batch) -> Batch:
         settings = self.data

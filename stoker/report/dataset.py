@@ -118,6 +118,14 @@ def _stats(stats: DatasetStats) -> Iterator[RenderableType]:
     yield plain_text(stats.anchors_note, "dim")
     for anchor_stats in stats.anchors[1:]:
         yield plain_text(f"{anchor_stats.name}: {anchor_stats.reason}")
+    if stats.suggestions:
+        yield _heading("suggestions: `stoker tune --allow accuracy` tries them, and keeps what raises AP")
+        for suggestion in stats.suggestions:
+            flags = " ".join(
+                f"--{name.replace('_', '-')} {' '.join(f'{x:g}' for x in value) if isinstance(value, tuple) else value}"
+                for name, value in suggestion.changes.items()
+            )
+            yield plain_text(f"{flags}: {suggestion.evidence}")
     if stats.refusals:
         yield Text("\n").append_text(_refused(stats.refusals))
         yield f"`stoker data check {shlex.quote(stats.data)}` shows all problems and how to fix them"

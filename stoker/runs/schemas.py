@@ -184,7 +184,11 @@ class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Seconds per image of whole steps (`train`), of steps on one batch (`step`) and of loading alone (`load`); seconds
     of an evaluation (`eval`) and of a checkpoint (`checkpoint`)."""
     ap: tuple[float, float] | None = None
-    """AP before and after of short trainings, of a lever that may cost accuracy."""
+    """Mean AP before and after of short trainings, of a lever that changes the results."""
+    ap_pairs: list[tuple[float, float]] = []
+    """The same, one pair for each seed."""
+    ap_gain: tuple[float, float, float] | None = None
+    """Their mean difference, and the ends of its 95 % interval."""
     lrs: list[float] = []
     """Learning rates of a range test."""
     losses: list[float] = []

@@ -6,7 +6,7 @@ is a ConfigError before a trial runs.
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -14,7 +14,7 @@ import msgspec
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from stoker import regular_files
-from stoker.config.architectures import read_architectures
+from stoker.config.architectures import find_architecture
 from stoker.config.settings import MAX_TOML_BYTES, SECTION_OF, SECTIONS, Config, check, from_fields, setting_rows
 from stoker.errors import ConfigError, nearest
 from stoker.knowledge import read_toml
@@ -70,8 +70,9 @@ class Space(msgspec.Struct, frozen=True):
         return [*lines, *(f"limit: {name} ≤ {value:g}" for name, value in self.limits.items())]
 
 
-def read_space(path: Path) -> Space:
-    """A space.toml. Raises ConfigError that names file, setting and valid choices."""
+def read_space(path: Path, parts: Sequence[str] = ()) -> Space:
+    """A space.toml; parts: the names of a space of networks, instead of settings. Raises ConfigError that names file,
+    setting and valid choices."""
     try:
         table = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_TOML_BYTES))
     except OSError as error:
@@ -86,7 +87,21 @@ def read_space(path: Path) -> Space:
             raise ConfigError(f"There is no limit {name!r}.", location=path, choices=LIMITS)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(f"The limit {name} = {value!r} is not a number above 0.", location=path)
-    return make_space(table, {name: float(value) for name, value in limits.items()}, path)
+    numbers = {name: float(value) for name, value in limits.items()}
+    if not parts:
+        return make_space(table, numbers, path)
+    if not table:
+        raise ConfigError("The space is empty.", location=path, fix="width = [8, 16]")
+    for name, choices in table.items():
+        if name not in parts:
+            near = nearest(name, parts)
+            text = f"A network has no {name!r}" + (f"; did you mean {near!r}?" if near else ".")
+            raise ConfigError(text, location=path, choices=parts)
+        if not isinstance(choices, list) or not choices or len(set(map(repr, choices))) < len(choices):
+            raise ConfigError(f"{name} has no list of different choices.", location=path, fix=f"{name} = [8, 16]")
+    if "step_s" in numbers:
+        raise ConfigError("A network has no step_s.", location=path, choices=["latency_ms", "memory_gib"])
+    return Space(table, numbers)
 
 
 def make_space(table: Mapping[str, Any], limits: dict[str, float], location: Path | None = None) -> Space:
@@ -101,7 +116,9 @@ def default_space(config: Config) -> Space:
     """The small space of the model's recipe around the derived settings. config: complete."""
     rows = read_toml("search.toml")
     table: dict[str, Any] = {}
-    for name, row in (rows["default"] | rows.get(read_architectures()[config.model.model].recipe, {})).items():
+    architecture = find_architecture(config.model.model)
+    own = {} if architecture is None else rows.get(architecture.recipe, {})
+    for name, row in (rows["default"] | own).items():
         derived = config.set_fields().get(name)
         if derived is None or (name == "mosaic" and config.run.batch_size % 4):
             continue  # the model does not have it; a mosaic needs a batch that is a multiple of four

@@ -29,7 +29,7 @@ from stoker.storage.local_files import write_atomic
 with needs_package("optuna", "`stoker search`"):
     import optuna
     from optuna.pruners import BasePruner, HyperbandPruner, NopPruner, SuccessiveHalvingPruner
-    from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+    from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
     from optuna.storages.journal._file import BaseJournalFileLock
@@ -48,6 +48,8 @@ RUNGS = 9
 a third at the most."""
 STARTUP_TRIALS = 10
 """Random trials before the sampler models anything: Optuna's default."""
+MAX_CHILDREN = 20
+"""Children that NSGA-II makes until one is new; then it is drawn at random."""
 MAX_STARTS = 10
 """After which a trial has failed: its workers ended before it did."""
 RUNG_ATTRIBUTE = "completed_rung_"
@@ -71,6 +73,8 @@ class StudySpec(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: int
     """Of a full trial, for the pruner."""
     seed: int
+    sampler: Literal["tpe", "nsga2"] = "tpe"
+    """nsga2: for networks (Deb et al. 2002); a round is a generation."""
 
 
 class Claim(NamedTuple):
@@ -287,14 +291,23 @@ def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict
         return dict(spec.defaults)
     distributions = spec.space.distributions()
     before = {_point(trial.params) for trial in trials[:number]}
-    sampler: BaseSampler = TPESampler(multivariate=True, seed=_seed(spec, number, 0), n_startup_trials=STARTUP_TRIALS)
+    sampler = _make_sampler(spec, number, 0)
     draw = 0
     while True:
         params = _rounds_before(spec, trials, number, sampler).ask(distributions).params
         if _point(params) not in before:
             return params
         draw += 1  # a space of choices: the best point again would teach nothing
-        sampler = RandomSampler(seed=_seed(spec, number, draw))
+        sampler = _make_sampler(spec, number, draw)
+
+
+def _make_sampler(spec: StudySpec, number: int, draw: int) -> BaseSampler:
+    seed = _seed(spec, number, draw)
+    if spec.sampler == "nsga2" and draw < MAX_CHILDREN:  # a child may be a network that was tried before
+        return NSGAIISampler(population_size=spec.round, seed=seed)
+    if draw:
+        return RandomSampler(seed=seed)
+    return TPESampler(multivariate=True, seed=seed, n_startup_trials=STARTUP_TRIALS)
 
 
 def _judge(
@@ -326,6 +339,8 @@ def _rounds_before(spec: StudySpec, trials: Sequence[FrozenTrial], number: int, 
         attributes = dict(trial.user_attrs.get("rungs", {})) if known else {}
         if known:
             attributes |= {f"constraints:{name}": value for name, value in trial.constraints.items()}
+            if spec.sampler == "nsga2":
+                attributes[NSGAIISampler._get_generation_key()] = trial.number // spec.round
         study.add_trial(
             create_trial(
                 state=state,

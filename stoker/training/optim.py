@@ -37,6 +37,8 @@ class Clipped(NamedTuple):
     """1 if a gradient is not finite: the step is skipped."""
     divisor: Tensor | None
     """Of the gradients: clips them and undoes the loss scale."""
+    tensor_norms: Tensor | None = None
+    """float32 [number of gradients]: the norm of each, in the order of `names`; None where ranks have parts of them."""
 
 
 NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
@@ -104,9 +106,10 @@ class OptimizerStep:
         self._parameters = [p for p in model.parameters() if p.requires_grad and (sharding is None or not p.is_meta)]
         parts = {parameter: _own_part(parameter) for parameter in self._parameters}
         self._trainable_params: list[Tensor] = list(parts.values())
-        names = [n for n, p in model.named_parameters() if p in parts]
+        self.names = [n for n, p in model.named_parameters() if p in parts]
+        """Of the trained parameters."""
         by_name = dict(self.ema_model.named_parameters())
-        self._ema_params: list[Tensor] = [_own_part(by_name[name]) for name in names]
+        self._ema_params: list[Tensor] = [_own_part(by_name[name]) for name in self.names]
         self.is_updated = False
         """Whether weights may have changed since `set_scalars`: a step that fails then is half-applied."""
         self._optimizer, self._lr_mults, self._numbers = _make_optimizer(model, settings, parts)
@@ -158,15 +161,20 @@ class OptimizerStep:
 
     def clip(self, grad_norm: Tensor | None = None) -> Clipped:
         """How the gradients are to be scaled. grad_norm: of all rows, times the loss scale, if ranks have a part."""
-        grad_norm = (torch.nn.utils.get_total_norm(self._gradients()) if grad_norm is None else grad_norm).float()
+        gradients, tensor_norms = self._gradients(), None
+        if grad_norm is None and gradients:  # as `get_total_norm` computes it, whose norms of the tensors are lost
+            tensor_norms = torch.stack(torch._foreach_norm(gradients)).float()
+            grad_norm = torch.linalg.vector_norm(tensor_norms)
+        grad_norm = (torch.nn.utils.get_total_norm(gradients) if grad_norm is None else grad_norm).float()
         if self.loss_scale is not None:
             grad_norm = grad_norm / self.loss_scale
+            tensor_norms = None if tensor_norms is None else tensor_norms / self.loss_scale
         found_inf = (grad_norm < math.inf).logical_not().float()  # a norm that is NaN is not less, either
         divisor = self.loss_scale
         if self.settings.clip_grad_norm:
             clip_divisor = ((grad_norm + 1e-6) / self.settings.clip_grad_norm).clamp(min=1.0)
             divisor = clip_divisor if divisor is None else clip_divisor * divisor
-        return Clipped(grad_norm, found_inf, divisor)
+        return Clipped(grad_norm, found_inf, divisor, tensor_norms)
 
     def update(self, clipped: Clipped) -> None:
         """Updates the weights, unless a gradient is not finite; clears the gradients."""
@@ -465,7 +473,8 @@ def _flatten_norm_stats(model: nn.Module) -> Tensor:
 class LossAccumulator:
     """Sums of losses over steps, kept on the device in one small tensor and read without a wait some steps later.
 
-    Also counts consecutive skipped steps, and keeps the step at which they first reached `max_skipped_steps`.
+    Also counts consecutive skipped steps, and keeps the step at which they first reached `max_skipped_steps`; and of
+    the step with the largest loss its number and the norms of its gradients.
     """
 
     def __init__(self, device: Device, *, max_skipped_steps: int) -> None:
@@ -475,14 +484,25 @@ class LossAccumulator:
         self._sums = torch.zeros(0)
         self._skipped_streak = torch.zeros((), device=self._device)
         self._diverged_step = torch.full((), -1, dtype=torch.int64, device=self._device)
+        self._rows = torch.zeros(2, 0)
+        """[2, 1 + gradients]: loss and norms of gradients, summed, and of the step with the largest loss."""
+        self._worst_step = torch.full((), -1, dtype=torch.int64, device=self._device)
 
     def reset(self) -> None:
         """Forgets all steps."""
         self._sums.zero_()
+        self._rows.zero_()
         self._skipped_streak.zero_()
         self._diverged_step.fill_(-1)
 
-    def add(self, losses: dict[str, Tensor], grad_norm: Tensor, found_inf: Tensor, step: int | Tensor) -> None:
+    def add(
+        self,
+        losses: dict[str, Tensor],
+        grad_norm: Tensor,
+        found_inf: Tensor,
+        step: int | Tensor,
+        tensor_norms: Tensor | None = None,
+    ) -> None:
         """losses: scalars of this step; they count only if the step was not skipped. All is updated in place."""
         sums = torch.stack([*(loss.detach().float() for loss in losses.values()), grad_norm, found_inf])
         values = sums[:-1]
@@ -494,6 +514,14 @@ class LossAccumulator:
         is_bad = (values.abs() < math.inf).logical_not_().logical_or_(found_inf)
         values.masked_fill_(is_bad, 0.0)
         self._sums += sums
+        total = values[:-1].sum().reshape(1)
+        row = total if tensor_norms is None else torch.cat([total, tensor_norms.masked_fill(found_inf > 0, 0.0)])
+        if self._rows.shape[1] != len(row):
+            self._rows = torch.zeros(2, len(row), device=row.device)
+        is_worst = row[0] > self._rows[1, 0]
+        self._rows[1].copy_(torch.where(is_worst, row, self._rows[1]))
+        self._rows[0] += row
+        self._worst_step.copy_(torch.where(is_worst, step, self._worst_step))
         self._skipped_streak.add_(1).mul_(found_inf)
         has_diverged = (self._skipped_streak >= self._max_skipped_steps) & (self._diverged_step < 0)
         self._diverged_step.copy_(torch.where(has_diverged, step, self._diverged_step))
@@ -511,8 +539,9 @@ class LossAccumulator:
 
     def take(self) -> list[Tensor]:
         """The sums since the last call, as tensors to copy to the host and pass to `read`."""
-        tensors = [self._sums.clone(), self._diverged_step.clone()]
+        tensors = [self._sums.clone(), self._diverged_step.clone(), self._rows.clone(), self._worst_step.clone()]
         self._sums.zero_()
+        self._rows.zero_()
         return tensors
 
     def read(self, tensors: list[Tensor], steps: int) -> "StepStats":
@@ -525,16 +554,27 @@ class LossAccumulator:
         if means:
             means["total"] = sum(means.values())
         diverged_step = int(tensors[1])
-        return StepStats(means, grad_norm, skipped_steps, diverged_step if diverged_step >= 0 else None)
+        summed, worst = tensors[2].tolist()
+        return StepStats(
+            means, grad_norm, skipped_steps, diverged_step if diverged_step >= 0 else None,
+            int(tensors[3]) if worst and worst[0] > 0 else None, worst[1:],
+            [norm / counted_steps for norm in summed[1:]] if counted_steps else [],
+        )  # fmt: skip
 
 
 class StepStats(NamedTuple):
-    """Means over the finite steps of a window; diverged_step: the step that reached the limit of skipped steps."""
+    """Means over the finite steps of a window; diverged_step: the step that reached the limit of skipped steps.
+
+    worst_step: that of the largest loss; worst_norms, mean_norms: of each gradient in that step, and over the steps.
+    """
 
     losses: dict[str, float]
     grad_norm: float | None
     skipped_steps: int
     diverged_step: int | None
+    worst_step: int | None = None
+    worst_norms: list[float] = []  # noqa: RUF012  # of a NamedTuple: never changed
+    mean_norms: list[float] = []  # noqa: RUF012
 
 
 NO_STATS = StepStats({}, None, 0, None)

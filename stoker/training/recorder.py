@@ -12,6 +12,7 @@ A loss that jumps and steps that are skipped are reported at once (`StabilityAle
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import statistics
@@ -19,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -38,7 +39,7 @@ from stoker.runs.schemas import DeviceSample, Event, Quarantined, StackWindow, S
 from stoker.training.optim import NO_STATS, StepStats
 from stoker.training.parallel import Attempt
 from stoker.training.ranks import Ranks
-from stoker.training.resume import Recovery
+from stoker.training.resume import Recovery, name_images
 from stoker.training.state import EventLogger, TrainSetup
 
 SENT: dict[str, type[msgspec.Struct]] = {
@@ -144,16 +145,38 @@ def is_spike(loss: float, previous: Sequence[float]) -> bool:
     return loss > SPIKE_RATIO * baseline and math.log(loss / baseline) > SPIKE_SIGMAS * log_std
 
 
+JUMPED_RATIO = 4.0
+"""A gradient of a tensor in the step with the largest loss, over its mean in the windows before, that is named; and by
+how much it must exceed the same ratio of half of the tensors: a jump of all says nothing about one. Heuristics."""
+
+
+class Suspects(NamedTuple):
+    """How `StabilityAlerts` names what a spike is from."""
+
+    parameters: Sequence[str] = ()
+    """Names, in the order of the norms of the gradients."""
+    name_images: Callable[[int], str] = str
+    """The images of the step after so many steps."""
+    clip_grad_norm: float = 0.0
+    """The setting of the run; 0: no clipping."""
+
+
+NO_SUSPECTS = Suspects()
+
+
 class StabilityAlerts:
     """Looks at the windows of a training in order. peak_lr: the peak learning rate since the last rollback."""
 
-    def __init__(self, log_event: EventLogger, peak_lr: float) -> None:
+    def __init__(self, log_event: EventLogger, peak_lr: float, suspects: Suspects = NO_SUSPECTS) -> None:
         self._log_event, self._suggested_lr = log_event, float(f"{peak_lr / 3:.2g}")
+        self._suspects = suspects
+        self._recent_norms: deque[tuple[float, list[float]]] = deque(maxlen=MIN_SPIKE_WINDOWS)
+        """Norm of the whole gradient, and of each tensor's, of windows without a spike."""
         self._recent_losses: deque[float] = deque(maxlen=SPIKE_WINDOWS)
         self._windows_since_spike = SPIKE_COOLDOWN_WINDOWS
         self._skipped_steps, self._next_skip_report = 0, 1
 
-    def check(self, window: StepWindow, *, tolerated_skips: int) -> None:
+    def check(self, window: StepWindow, stats: StepStats = NO_STATS, *, tolerated_skips: int) -> None:
         """Logs what is new in this window. tolerated_skips: loss scaling of fp16 finds its limit by overflowing, so a
         single skipped step is normal."""
         self._skipped_steps += window.skipped_steps
@@ -167,20 +190,49 @@ class StabilityAlerts:
         self._recent_losses.append(loss)
         if not is_spike(loss, previous):
             self._windows_since_spike += 1
+            if stats.grad_norm is not None:
+                self._recent_norms.append((stats.grad_norm, stats.mean_norms))
             return
         if self._windows_since_spike >= SPIKE_COOLDOWN_WINDOWS:
             baseline = statistics.median(previous)
+            where, more = self._find_suspects(stats)
+            flags = "".join(f" or --{name.replace('suggested_', '').replace('_', '-')} {more[name]:g}"
+                            for name in more if name.startswith("suggested"))  # fmt: skip
             self._log_event(
                 "loss_spike",
                 f"the loss jumped to {loss:.3g} at step {window.step:,}, {loss / baseline:.1f} times its median of "
-                f"{baseline:.3g}; if it does not fall again: --lr {self._suggested_lr:g}",
+                f"{baseline:.3g}{where}; if it does not fall again: --lr {self._suggested_lr:g}{flags}",
                 at=window.step,
                 loss=loss,
                 baseline=baseline,
                 windows=len(previous),
                 suggested_lr=self._suggested_lr,
+                **more,
             )
         self._windows_since_spike = 0
+
+    def _find_suspects(self, stats: StepStats) -> tuple[str, dict[str, Any]]:
+        """(text, data) about the step with the largest loss: its images, the tensor whose gradient grew most, and a
+        limit of the norm that would have held it back."""
+        suspects = self._suspects
+        if stats.worst_step is None:
+            return "", {}
+        data: dict[str, Any] = {"worst_step": stats.worst_step + 1, "images": suspects.name_images(stats.worst_step)}
+        text = f", most in step {data['worst_step']:,} with the images {data['images']}"
+        before = [norms for _, norms in self._recent_norms if len(norms) == len(suspects.parameters)]
+        if not before or len(stats.worst_norms) != len(suspects.parameters):
+            return text, data
+        usual = [statistics.fmean(column) for column in zip(*before, strict=True)]
+        ratios = [now / mean if mean else 0.0 for now, mean in zip(stats.worst_norms, usual, strict=True)]
+        largest = max(ratios, default=0.0)
+        if largest > JUMPED_RATIO * max(1.0, statistics.median(ratios)):
+            data |= {"parameter": suspects.parameters[ratios.index(largest)], "gradient_ratio": largest}
+            text += f"; the gradient of {data['parameter']} was {largest:.0f} times its mean there"
+        norm = math.hypot(*stats.worst_norms)
+        limit = float(f"{2 * statistics.median(norm for norm, _ in self._recent_norms):.2g}")
+        if norm > JUMPED_RATIO * limit and not 0 < suspects.clip_grad_norm <= limit:
+            data["suggested_clip_grad_norm"] = limit
+        return text, data
 
 
 WINDOW_S = 1.0
@@ -214,7 +266,10 @@ class Recorder:
                 on_error=lambda text: self._attempt.log_event("warning", text),
             )
         self._last_read_step = setup.state.step
-        self._alerts = StabilityAlerts(self._attempt.log_event, self._recovery.peak_lr)
+        suspects = Suspects(
+            setup.optimizer.names, functools.partial(name_images, setup), setup.config.optim.clip_grad_norm or 0.0
+        )
+        self._alerts = StabilityAlerts(self._attempt.log_event, self._recovery.peak_lr, suspects)
 
     def after_step(self) -> None:
         """Writes the line of a window once a second; rank 0 also takes profiler windows."""
@@ -318,7 +373,7 @@ class Recorder:
             self._board.add_window(window)
         if steps and setup.ranks.is_main:
             self._show_progress(window)
-            self._alerts.check(window, tolerated_skips=1 if setup.config.run.precision == "fp16" else 0)
+            self._alerts.check(window, stats, tolerated_skips=1 if setup.config.run.precision == "fp16" else 0)
 
     def _show_progress(self, window: StepWindow) -> None:
         setup, memory = self._setup, self._setup.device.memory()

@@ -297,23 +297,29 @@ class Recovery:
     def make_error(self, step: int) -> DivergedError:
         """The error of a run whose gradients stayed non-finite up to `step`."""
         setup, lr = self._setup, self._setup.state.lr
-        batch_size, limit = setup.config.run.batch_size, setup.config.optim.max_skipped_steps
-        image_names = [
-            setup.index.display_source(image_index)
-            for image_index in setup.loader.image_indices_at(step * batch_size, batch_size)
-        ]
-        more = f" and {len(image_names) - MAX_NAMED_IMAGES} more" if len(image_names) > MAX_NAMED_IMAGES else ""
+        limit = setup.config.optim.max_skipped_steps
         healthy_weights = checkpoint.newest_healthy_weights(setup.folder.path)
         healthy = f"; it can start from --weights {healthy_weights}, which are healthy" if healthy_weights else ""
         fraction = "third" if self.rollback_count == 1 else "ninth"
         tried = f", also at a {fraction} of the learning rate" if self.rollback_count else ""
         return DivergedError(
             f"{limit} steps in a row had gradients that are not finite (step {step + 1:,}){tried}.",
-            location=f"the images of that step: {', '.join(image_names[:MAX_NAMED_IMAGES])}{more}",
+            location=f"the images of that step: {name_images(setup, step)}",
             cause=f"broken boxes in these images, or a learning rate that is too high (it was {lr:.3g})",
             fix=f"`stoker data check` for the boxes; a new run with --lr {self.peak_lr / ROLLBACK_LR_DIVISOR:.2g}, "
             f"--clip-grad-norm 1 or --precision fp32{healthy}",
         )
+
+
+def name_images(setup: TrainSetup, step: int) -> str:
+    """The first images of a step, of all ranks, that begins after `step` steps."""
+    batch_size = setup.config.run.batch_size
+    names = [
+        setup.index.display_source(image_index)
+        for image_index in setup.loader.image_indices_at(step * batch_size, batch_size)
+    ]
+    more = f" and {len(names) - MAX_NAMED_IMAGES} more" if len(names) > MAX_NAMED_IMAGES else ""
+    return ", ".join(names[:MAX_NAMED_IMAGES]) + more
 
 
 def _choose_rollback_step(run: Path) -> int:

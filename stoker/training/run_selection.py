@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from stoker.config.architectures import model_name
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
 from stoker.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
@@ -250,6 +251,8 @@ def with_absolute_paths(user_config: Config) -> Config:
         changes["data"] = _to_absolute(data)
     if weights not in (None, "coco", "imagenet", "none"):
         changes["weights"] = _to_absolute(weights)
+    if "model" in fields:
+        changes["model"] = model_name(fields["model"])
     return user_config.replace(**changes)
 
 

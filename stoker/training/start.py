@@ -325,6 +325,7 @@ def make_training_loader(
         max_boxes=max_boxes,
         seed=config.run.seed,
         shuffle_buffer=config.run.shuffle_buffer,
+        repeat_thresh=data.repeat_thresh,
         workers=config.run.workers,
         max_bad_fraction=data.max_bad_fraction,
         jpeg_decoder=config.run.jpeg_decoder if loads else "cpu",

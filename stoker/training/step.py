@@ -138,7 +138,9 @@ def train_step(parallel: PlainStep, batch: Batch) -> None:
     optimizer.update_ema()
     parallel.after_update(clipped.found_inf)
     if parallel.accumulator is not None:
-        parallel.accumulator.add(losses, clipped.grad_norm, clipped.found_inf, optimizer.completed_steps)
+        parallel.accumulator.add(
+            losses, clipped.grad_norm, clipped.found_inf, optimizer.completed_steps, clipped.tensor_norms
+        )
     end_step(batch.images.device)
 
 

@@ -48,8 +48,9 @@ class Start(msgspec.Struct, forbid_unknown_fields=True):
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
     """train: whole steps. step: the same on one batch that is kept on the device. load: loading alone. losses: the
-    total loss of each `group` of images, with updates at `lr`. eval, checkpoint: the seconds of one. ramp: a step at
-    `lr`, and its loss before the update; the first begins with the weights of a run. restore: back to before it."""
+    total loss and the inputs of each `group` of images, with updates at `lr`. eval, checkpoint: the seconds of one.
+    ramp: a step at `lr`, and its loss before the update; the first begins with the weights of a run. restore: back to
+    before it."""
 
     do: Literal["train", "step", "load", "losses", "eval", "checkpoint", "ramp", "restore"]
     images: int = 0
@@ -65,6 +66,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
     steps: int = 0
     phases: dict[str, float] = {}
     losses: list[float] = []
+    inputs: list[float] = []
+    """Three of each group: the means of the left and the right half of the pixels, and that of the boxes' sides."""
     workers: int = 0
     prefetch_depth: int = 0
     error: str = ""
@@ -106,7 +109,9 @@ class Trial(DryRun):
         self._before_ramp: dict[str, Any] | None = None
         self._ramp_steps = 0
         if run.cache != "none":  # in a run, all but the first epoch finds the images there
+            first = self.loader.state_dict()
             self._load(len(chosen))
+            self.loader.load_state_dict(first)  # the samples are those of a trial without a cache
 
     def answer(self, request: Request) -> Reply:
         """Does what is asked."""
@@ -125,9 +130,11 @@ class Trial(DryRun):
         steps = max(1, -(-request.images // self.batch_size))
         self.device.synchronize()
         self.ledger.window(0.0)
-        start_s, losses = time.perf_counter(), []
+        start_s = time.perf_counter()
+        losses: list[float] = []
+        inputs: list[float] = []
         if request.do == "losses":
-            losses = self._compute_losses(steps, request.group, request.lr)
+            losses, inputs = self._compute_losses(steps, request.group, request.lr)
         elif request.do == "load":
             self._load(steps * self.batch_size)
         else:
@@ -141,6 +148,7 @@ class Trial(DryRun):
             steps=steps,
             phases={} if breakdown is None else breakdown.phases,
             losses=losses,
+            inputs=inputs,
         )
 
     def _next_batch(self) -> Batch:
@@ -164,9 +172,9 @@ class Trial(DryRun):
             self.optimizer.set_scalars(0.0, 0)
             self._train(batch)
 
-    def _compute_losses(self, steps: int, group: int, lr: float) -> list[float]:
+    def _compute_losses(self, steps: int, group: int, lr: float) -> tuple[list[float], list[float]]:
         """One update of the weights for each batch, which is split into groups that the model gets one by one."""
-        losses = []
+        losses, inputs = [], []
         for _ in range(steps):
             batch = self.plain.augment(self._next_batch())
             parts = max(1, self.batch_size // group)
@@ -174,8 +182,10 @@ class Trial(DryRun):
                 total = self.compute_loss(part)
                 self.optimizer.backward(total / parts)
                 losses.append(total.detach())
+                halves = part.images.float().tensor_split(2, dim=3)
+                inputs += [*(half.mean() for half in halves), part.boxes.float().mean()]
             self.optimizer.step(lr, 0)
-        return [float(loss) for loss in losses]
+        return [float(loss) for loss in losses], [float(value) for value in inputs]
 
     def _ramp(self, lr: float) -> float:
         """The loss of the next batch, and an update; all groups of parameters keep the ratio of their rates."""

@@ -170,7 +170,8 @@ class _Search:
     def _range_test(self) -> dict[str, Any]:
         lr = self.resolved.config.optim.lr
         lrs = lr_policy.ramp(RAMP_LOW * lr, RAMP_HIGH * lr, RAMP_STEPS)
-        process = TrialProcess(self.resolved.config.set_fields(), self.folder.path / LOG, self.request.command)
+        settings, request = self.resolved.config.set_fields(), self.request
+        process = TrialProcess(settings, self.folder.path / LOG, request.command, request.budget_s)
         losses: list[float] = []
         seconds = 0.0
         try:

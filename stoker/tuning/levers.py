@@ -7,7 +7,7 @@ settings names a rule, a function of this file. What is tried when is decided in
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,6 +33,7 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rule: str = ""
     gain: float
     tolerance: float | None = None
+    compare: Literal["losses", "inputs"] = "losses"
     needs: str = ""
     cause: str
 
@@ -61,6 +62,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the image size."""
     smaller_models: dict[str, Changes] = {}
     """Models of the same family with fewer parameters → the settings of the model that differ; the largest first."""
+    suggestions: dict[str, Changes] = {}
+    """Lever → what the data suggest (`data/validation/suggestions.py`)."""
 
 
 @functools.cache

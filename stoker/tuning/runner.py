@@ -25,6 +25,7 @@ from stoker.config.settings import Config, from_fields, from_run, to_toml
 from stoker.data.images.pixel_cache import MAX_FACTOR, CachedImageSpec, collect_cache_inputs
 from stoker.data.index import Index
 from stoker.data.index_digest import digest_images
+from stoker.data.validation.suggestions import suggest
 from stoker.diagnosis.termination import is_held
 from stoker.errors import DataError, UsageError
 from stoker.findings.finding import Evidence, Finding
@@ -53,8 +54,6 @@ TRIAL_SHARE = 0.2
 """Fraction of the budget that one trial may take, before it is judged by the pairs that it has."""
 LOSS_STEPS = 2
 """Steps of the largest batch whose losses are compared, before and again after updates."""
-MAX_AP_SHARE = 0.25
-"""Fraction of the budget for the two trainings that say what a lever costs in AP."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,6 +156,12 @@ def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
         recipe_optimizer_is_sgd=config.optim.optimizer == "sgd",
         size_divisor=architecture.size_divisor,
         smaller_models=_smaller_models(config, index, device) if request.allow_accuracy else {},
+        suggestions={
+            found.lever: found.changes
+            for found in suggest(index, config.set_fields(), multiple=architecture.size_divisor)
+        }
+        if request.allow_accuracy
+        else {},
     )
 
 
@@ -286,6 +291,8 @@ class Runner:
             after = {**now.settings, **policy.restore_types(action.changes)}
             windows = [(seconds, seconds) for seconds in now.seconds]
             return _summarize(policy.with_events(windows, now.settings, after, now, self.context.facts), 0, {})
+        if lever is not None and policy.is_suggestion(lever):
+            return self._prove_ap(policy.restore_types(action.changes), now)
         until_s = time.monotonic() + TRIAL_SHARE * self.context.budget_s
         settings = {**now.settings, **policy.restore_types(action.changes)}
         if action.kind == CONFIRM:
@@ -322,12 +329,13 @@ class Runner:
         kept = False
         try:
             if lever.tolerance is not None:
-                reason = self._compare_losses(lever.tolerance, base, candidate)
+                reason = self._compare_training(lever, lever.tolerance, base, candidate)
                 if reason:
                     return {"state": "failed", "reason": reason}
             values = _summarize_measured(compare(self._start_base(before), candidate, until_s=until_s))
             if values["kept"] and lever.tolerance is None:
-                values["ap"] = self._measure_ap(before, after, values)
+                pair_s = 1 / values["before_img_per_s"] + 1 / values["after_img_per_s"]
+                values |= self._measure_ap(before, after, pair_s)
             kept = values["kept"]
             return values
         finally:
@@ -335,6 +343,35 @@ class Runner:
                 self._replace_base(candidate)
             else:
                 candidate.close()
+
+    def _prove_ap(self, changes: Changes, now: policy.Situation) -> dict[str, Any]:
+        """AP with and without a suggestion, which comes after what is faster. Raises TrialError."""
+        known, _ = policy.final_changes(self.lines, self.context)
+        before = {**self.context.settings, **policy.restore_types(known)}
+        after = {**before, **changes}
+        more = math.prod(after["image_size"]) / math.prod(before["image_size"])
+        found = self._measure_ap(before, after, now.bounds.bounds["train"] * (1 + more))
+        kept = found["ap_gain"][1] > 0
+        reason = "" if kept else "the interval of its gain in AP is not above 0"
+        return {"state": "passed", "kept": kept, "reason": reason, **found}
+
+    def _measure_ap(self, before: dict[str, Any], after: dict[str, Any], pair_s: float) -> dict[str, Any]:
+        """AP of trainings on the same number of images, of each seed. pair_s: seconds of an image in one training and
+        in the other. Raises TrialError."""
+        self._replace_base(None)
+        images = policy.AP_SHARE * self.context.budget_s / pair_s / policy.AP_SEEDS
+        if images < 10 * max(before["batch_size"], after["batch_size"]):
+            raise TrialError("the budget has no room for the six trainings that measure AP", unavailable=True)
+        pairs = []
+        for seed in range(policy.AP_SEEDS):
+            ap = []
+            for settings in (before | {"seed": seed}, after | {"seed": seed}):
+                steps = int(images / settings["batch_size"])
+                digest = blake2b(msgspec.json.encode([settings, steps], order="sorted"), digest_size=6).hexdigest()
+                ap.append(train_briefly(settings, steps, self.folder.path / f"ap-{digest}"))
+            pairs.append((ap[0], ap[1]))
+        means = tuple(statistics.fmean(values) for values in zip(*pairs, strict=True))
+        return {"ap": means, "ap_pairs": pairs, "ap_gain": policy.measure_gain(pairs)}
 
     def _confirm(self, settings: dict[str, Any], until_s: float, now: policy.Situation) -> dict[str, Any]:
         """In new processes, since what was measured in one may be its own luck; with evaluations and checkpoints."""
@@ -350,23 +387,25 @@ class Runner:
         finally:
             first.close()
 
-    def _compare_losses(self, tolerance: float, base: TrialProcess, candidate: TrialProcess) -> str:
+    def _compare_training(self, lever: Lever, tolerance: float, base: TrialProcess, candidate: TrialProcess) -> str:
         """Why it is another training; empty: it is the same."""
         group = math.gcd(base.micro_batch_size, candidate.micro_batch_size)
         images, lr = LOSS_STEPS * self._largest_batch, 0.1 * self.context.settings["lr"]
-        if base.losses and (group, lr) not in base.losses:
+        if not base.is_fresh and (group, lr) not in base.compared:  # it is past its first images
             self._replace_base(None)
             base = self._start_base(base.settings)
-        before, after = (process.first_losses(images, group, lr) for process in (base, candidate))
+        before, after = (process.first_images(images, group, lr)[lever.compare] for process in (base, candidate))
         if base.batch_size != candidate.batch_size:  # the updates differ, the losses before them do not
             before, after = before[: len(before) // 2], after[: len(after) // 2]
         if policy.same_training(before, after, tolerance):
             return ""
         apart = max((abs(a - b) / max(abs(a), 1e-6) for a, b in zip(before, after, strict=False)), default=math.nan)
-        return f"another training: the losses of the same images differ by {apart:.2g} (allowed: {tolerance:g})"
+        return (
+            f"another training: the {lever.compare} of the same images differ by {apart:.2g} (allowed: {tolerance:g})"
+        )
 
     def _start(self, settings: dict[str, Any]) -> TrialProcess:
-        return TrialProcess(settings, self.folder.path / LOG, self.command)
+        return TrialProcess(settings, self.folder.path / LOG, self.command, self.context.budget_s)
 
     def _start_base(self, settings: Any) -> TrialProcess:
         """The process with these settings that is running, or a new one."""
@@ -379,19 +418,6 @@ class Runner:
         if self._base is not None:
             self._base.close()
         self._base = process
-
-    def _measure_ap(self, before: dict[str, Any], after: dict[str, Any], values: dict[str, Any]) -> tuple[float, float]:
-        """AP of two short trainings on the same number of images, one seed each. Raises TrialError."""
-        self._replace_base(None)
-        per_image_s = 1 / values["before_img_per_s"] + 1 / values["after_img_per_s"]
-        images = MAX_AP_SHARE * self.context.budget_s / per_image_s
-        if images < 10 * self._largest_batch:
-            raise TrialError("the budget has no room for the two trainings that measure AP", unavailable=True)
-        found = []
-        for name, settings in (("before", before), ("after", after)):
-            steps = max(1, int(images // settings["batch_size"]))
-            found.append(train_briefly(settings, steps, self.folder.path / f"ap-{len(self.lines)}-{name}"))
-        return found[0], found[1]
 
 
 def train_briefly(settings: dict[str, Any], steps: int, run: Path) -> float:
@@ -443,8 +469,19 @@ def describe(probe: Probe, context: Context) -> str:
     if probe.state != "passed":
         return f"{what}: {probe.state}: {probe.reason}"
     verdict = "" if probe.probe == CONFIRM else ", kept" if probe.kept else ", not kept"
-    ap = "" if probe.ap is None else f", AP {probe.ap[0]:.3f} → {probe.ap[1]:.3f}"
-    return f"{what}: {probe.ratio:.2f} times ({probe.ratio_low:.2f} … {probe.ratio_high:.2f}){ap}{verdict}"
+    speed = f", {probe.ratio:.2f} times ({probe.ratio_low:.2f} … {probe.ratio_high:.2f})" if probe.pairs else ""
+    return f"{what}: {(speed + describe_gain(probe)).removeprefix(', ')}{verdict}"
+
+
+def describe_gain(probe: Probe) -> str:
+    """What a change does to AP, with its interval; empty: it was not measured."""
+    if probe.ap is None or probe.ap_gain is None:
+        return ""
+    gain, low, high = probe.ap_gain
+    return (
+        f", AP {probe.ap[0]:.3f} → {probe.ap[1]:.3f}, by {gain:+.3f} (95 %: {low:+.3f} … {high:+.3f}, "
+        f"{len(probe.ap_pairs)} seeds)"
+    )
 
 
 def describe_bounds(probe: Probe) -> str:
@@ -468,14 +505,17 @@ def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, c
             continue
         is_in = trial.kept and set(trial.changes) <= set(changes)
         text = describe(trial, context)
+        effect, value = f"trains {trial.ratio:.2f} times as fast", trial.ratio
+        if policy.is_suggestion(lever) and trial.ap_gain:
+            effect, value = "raises AP", trial.ap_gain[0]
         findings.append(
             Finding(
                 id=lever.cause,
                 severity="warning" if is_in else "info",
-                title=f"{describe_changes(trial.changes, context.settings)} trains {trial.ratio:.2f} times as fast."
+                title=f"{describe_changes(trial.changes, context.settings)} {effect}."
                 if is_in
                 else f"{describe_changes(trial.changes, context.settings)} does not pay here.",
-                evidence=[Evidence(text=text, value=trial.ratio, source=PROBES)],
+                evidence=[Evidence(text=text, value=value, source=PROBES)],
                 fix=f"train with {config}" if is_in else "",
                 command=f"stoker train --config {config}" if is_in else None,
                 confidence=0.95,
@@ -495,21 +535,24 @@ def print_result(result: TuneResult) -> None:
         if trial.state != "passed":
             rows.append((what or trial.probe, "", "", "", "", f"{trial.state}: {trial.reason}"))
             continue
-        ap = "" if trial.ap is None else f", AP {trial.ap[0]:.3f} → {trial.ap[1]:.3f}"
         verdict = "" if trial.probe in (BOUNDS, CONFIRM) else "kept" if trial.kept else "not kept"
-        rows.append(
-            (what, fmt.number(trial.before_img_per_s), fmt.number(trial.after_img_per_s), f"{trial.ratio:.2f}",
-             f"{trial.ratio_low:.2f} … {trial.ratio_high:.2f}", verdict + ap)
-        )  # fmt: skip
+        speed = ("", "", "", "")
+        if trial.pairs:
+            interval = f"{trial.ratio_low:.2f} … {trial.ratio_high:.2f}"
+            before, after = fmt.number(trial.before_img_per_s), fmt.number(trial.after_img_per_s)
+            speed = (before, after, f"{trial.ratio:.2f}", interval)
+        rows.append((what, *speed, verdict + describe_gain(trial)))
     heads = ("tried", "img/s before", "after", "ratio", "95 % interval", "")
     lines: list[RenderableType] = ["", table(*heads, right=(1, 2, 3), rows=rows), "", f"The end: {result.end}."]
     confirmation = result.confirmation
-    if result.changes and confirmation is not None:
+    if result.changes and confirmation is not None and confirmation.ratio_low > 1:
         lines.append(
             f"{result.config} has the result: {confirmation.ratio:.2f} times the images per second in new processes "
             f"(95 %: {confirmation.ratio_low:.2f} to {confirmation.ratio_high:.2f}). "
             f"`stoker train --config {result.config}` trains with it."
         )
+    elif result.changes:
+        lines.append(f"{result.config} has the suggestions that raised AP; nothing faster was confirmed.")
     elif confirmation is not None:
         reason = confirmation.reason or f"{confirmation.ratio_low:.2f} … {confirmation.ratio_high:.2f} times"
         lines.append(f"Nothing is kept: the confirmation did not find the result faster ({reason}).")

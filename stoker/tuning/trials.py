@@ -29,7 +29,7 @@ NUM_IMAGES = 256
 WINDOW_S = (0.6, 4.0)
 """Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least."""
 ANSWER_S = 180.0
-"""A process that does not answer for so long hangs; compiling takes minutes (`COMPILE_S`)."""
+"""A process that does not answer for so long (or half of the budget, if longer) hangs; compiling takes minutes."""
 COMPILE_S = 900.0
 
 
@@ -42,14 +42,18 @@ class TrialError(Exception):
 
 
 class TrialProcess:
-    """A configuration that can be measured. Close it. log: gets what the process prints."""
+    """A configuration that can be measured. Close it. log: gets what the process prints. budget_s: of the tuning."""
 
-    def __init__(self, settings: Mapping[str, Any], log: Path, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], log: Path, command: Sequence[str] = COMMAND, budget_s: float = 0.0
+    ) -> None:
         self.settings = dict(settings)
         self.batch_size: int = settings["batch_size"]
         self.micro_batch_size = self.batch_size // int(settings["grad_accum_steps"])
-        self.losses: dict[tuple[int, float], list[float]] = {}
-        self._limit_s = COMPILE_S if settings.get("compile") else ANSWER_S
+        self.compared: dict[tuple[int, float], dict[str, list[float]]] = {}
+        self.is_fresh = True
+        """Whether its stream of samples is at the first one, and its weights are as in any other process."""
+        self._limit_s = max(COMPILE_S if settings.get("compile") else ANSWER_S, budget_s / 2)
         self._log, self._rest = log, b""
         try:
             # A group of its own in this session: if this process is killed, the kernel ends a stopped group (SIGHUP).
@@ -68,21 +72,25 @@ class TrialProcess:
 
     def ask(self, do: Literal["train", "step", "load", "losses", "eval", "checkpoint", "ramp", "restore"], images: int = 0, **more: Any) -> Reply:  # fmt: skip  # noqa: E501
         """The process goes on, answers, and stops. Raises TrialError; close the process then."""
+        self.is_fresh = False
         self._signal(signal.SIGCONT)
         reply = self._exchange(Request(do=do, images=images, **more))
         self._signal(signal.SIGSTOP)
         return reply
 
-    def first_losses(self, images: int, group: int, lr: float) -> list[float]:
-        """The losses of the first images of the stream, before any update, and of the same number after them, with
-        updates. Raises TrialError where the process is past them."""
-        if (group, lr) not in self.losses:
-            if self.losses:
+    def first_images(self, images: int, group: int, lr: float) -> dict[str, list[float]]:
+        """Losses and inputs of the first images of the stream, before any update, and of the same number after them,
+        with updates. Raises TrialError; ValueError where the process is past them."""
+        if (group, lr) not in self.compared:
+            if not self.is_fresh:
                 raise ValueError("the process is past its first images")
+            replies = [self.ask("losses", images, group=group, lr=rate) for rate in (0.0, lr)]
             count = images // group
-            before = self.ask("losses", images, group=group).losses[:count]
-            self.losses[group, lr] = before + self.ask("losses", images, group=group, lr=lr).losses[:count]
-        return self.losses[group, lr]
+            self.compared[group, lr] = {
+                "losses": [loss for reply in replies for loss in reply.losses[:count]],
+                "inputs": [value for reply in replies for value in reply.inputs[: 3 * count]],
+            }
+        return self.compared[group, lr]
 
     def warm_up(self) -> None:
         """As many steps as batches are loaded ahead: then a window waits for the loader as a run does."""

@@ -93,7 +93,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def networks_once() -> Iterator[None]:
     """torch's exporter takes seconds: the same network is asked of it once. All that is done with it is done anew."""
     made: dict[tuple[Any, ...], bytes] = {}
-    real = graph._export_network
+    real = graph.export_network
 
     def once(model: models.Detector, image_size: tuple[int, int], opset: int) -> Any:
         weights = b"".join(tensor.contiguous().numpy().tobytes() for tensor in model.state_dict().values())
@@ -103,7 +103,7 @@ def networks_once() -> Iterator[None]:
         return onnx.load_from_string(made[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph, "_export_network", once)
+        patch.setattr(graph, "export_network", once)
         yield
 
 
@@ -282,7 +282,7 @@ def test_errors_say_what_to_do(run: Path, stoker: Run, flags: list[str], code: i
 
 @pytest.mark.slow
 def test_a_file_that_finds_something_else_is_not_kept(run: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = graph._export_network
+    good = graph.export_network
 
     def wrong(*given: Any) -> Any:
         """A network that is out by a little: one channel of one convolution."""
@@ -295,7 +295,7 @@ def test_a_file_that_finds_something_else_is_not_kept(run: Path, stoker: Run, mo
 
     assert stoker("export", run)[0] == 0
     before = (run / "best.onnx").read_bytes()
-    monkeypatch.setattr(graph, "_export_network", wrong)
+    monkeypatch.setattr(graph, "export_network", wrong)
     for out in ("best.onnx", "new.onnx"):
         code, message, err = stoker("export", run, "--out", run / out)
         assert (code, message) == (3, "")

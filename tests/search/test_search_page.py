@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,27 @@ def test_its_commands_parse(command: str) -> None:
     app.parse_args(shlex.split(command)[1:], exit_on_error=False, print_error=False)
 
 
+@pytest.mark.slow
+def test_its_command_runs(tmp_path: Path) -> None:
+    (command,) = COMMANDS
+    small = {"DATA": "demo", "--epochs": "--steps", "20": "9", "50": "2", "2": "1"}
+    words = [small.get(word, word) for word in shlex.split(command)[1:]]
+    words += ["--image-size", "64", "64", "--batch-size", "4", "--workers", "1", "--device", "cpu"]
+    words += ["--model", "retinanet_tiny_fpn", "--run-dir", "study"]
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    for promised in (
+        "space:",
+        "trial 0 has the defaults",
+        "expected: at most 2 trials",
+        "2 trials: 0 pruned, 0 failed",
+    ):
+        assert promised in done.stdout + done.stderr
+    assert (tmp_path / "study" / "report.html").is_file()
+
+
 def test_its_space_is_valid(tmp_path: Path) -> None:
     (tmp_path / "space.toml").write_text(re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1])
     assert set(read_space(tmp_path / "space.toml").settings) == {"lr", "batch_size", "precision"}
@@ -27,7 +50,7 @@ def test_its_space_is_valid(tmp_path: Path) -> None:
 
 def test_it_names_every_setting_of_the_default_spaces() -> None:
     rows = read_toml("search.toml")
-    assert set(rows) - {"default"} <= {row.recipe for row in read_architectures().values()}
-    for table in rows.values():
+    assert set(rows) - {"default", "architecture"} <= {row.recipe for row in read_architectures().values()}
+    for kind, table in rows.items():
         for name in table:
-            assert f"`{name}`" in PAGE, name
+            assert (f"\n{name} = " if kind == "architecture" else f"`{name}`") in PAGE, name

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import types
 import warnings
 
@@ -140,8 +141,40 @@ def test_step_and_accumulator_never_wait_for_the_device(optimizer: str):
         with ForbidHostSync():
             loss = stepper.model(x).square().mean()
             stepper.backward(loss)
-            norm, bad = stepper.step(0.1, step)
-            meter.add({"loss": loss}, norm, bad, step)
+            stepper.set_scalars(0.1, step)
+            clipped = stepper.clip()
+            stepper.update(clipped)
+            stepper.update_ema()
+            assert clipped.tensor_norms is not None
+            meter.add({"loss": loss}, clipped.grad_norm, clipped.found_inf, step, clipped.tensor_norms)
+
+
+def test_the_norm_of_each_gradient_has_its_name():
+    stepper = OptimizerStep(make_model(), settings(), CPU, precision="fp16")
+    stepper.backward(stepper.model(make_images(0, bad=False)).square().mean())
+    scale = float(stepper.loss_scale)
+    expected = {name: float(p.grad.square().sum().sqrt()) / scale for name, p in stepper.model.named_parameters()}
+    clipped = stepper.clip()
+    assert dict(zip(stepper.names, clipped.tensor_norms.tolist(), strict=True)) == pytest.approx(expected, rel=1e-4)
+    assert float(clipped.grad_norm) == pytest.approx(math.hypot(*expected.values()), rel=1e-4)
+
+
+def test_the_accumulator_keeps_the_norms_of_the_step_with_the_largest_loss():
+    meter, ok, skipped = LossAccumulator(CPU, max_skipped_steps=9), torch.tensor(0.0), torch.tensor(1.0)
+    steps = [
+        (4, 2.0, [1.0, 2.0], ok),
+        (5, 7.0, [30.0, 4.0], ok),
+        (6, math.nan, [math.nan] * 2, skipped),
+        (7, 3.0, [2.0, 3.0], ok),
+    ]
+    for step, loss, norms, found_inf in steps:
+        meter.add({"a": torch.tensor(loss)}, torch.tensor(norms[0]), found_inf, step, torch.tensor(norms))
+    stats = meter.read(meter.take(), 4)
+    assert (stats.worst_step, stats.worst_norms, stats.mean_norms) == (5, [30.0, 4.0], [11.0, 3.0])
+    meter.add({"a": torch.tensor(1.0)}, ok, ok, 8, torch.tensor([5.0, 6.0]))
+    assert meter.read(meter.take(), 1).worst_step == 8, "a window of its own"
+    meter.add({"a": torch.tensor(math.nan)}, ok, skipped, 9, torch.tensor([5.0, 6.0]))
+    assert meter.read(meter.take(), 1).worst_step is None
 
 
 def test_the_accumulator_averages_finite_steps_and_keeps_the_diverged_step():

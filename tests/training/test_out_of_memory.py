@@ -59,7 +59,7 @@ def memory_events(run: Path) -> list[Event]:
 POINTS = {
     "augmentation": (parallel, "augment_batch", False),
     "backward": (OptimizerStep, "backward", True),
-    "norm of the gradient": (torch.nn.utils, "get_total_norm", False),
+    "norm of the gradient": (torch, "_foreach_norm", False),
 }
 
 

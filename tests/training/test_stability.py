@@ -12,18 +12,22 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
+from stoker.data.batch import Batch
+from stoker.data.index import open_index_of
 from stoker.diagnosis.engine import diagnose
 from stoker.errors import DivergedError
 from stoker.runs.records import EVENTS, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.training import checkpoint, evaluator, recorder
-from stoker.training.optim import OptimizerStep
-from stoker.training.recorder import MIN_SPIKE_WINDOWS, SPIKE_RATIO, SPIKE_WINDOWS, StabilityAlerts, is_spike
+from stoker.training.optim import OptimizerStep, StepStats
+from stoker.training.recorder import MIN_SPIKE_WINDOWS, SPIKE_RATIO, SPIKE_WINDOWS, StabilityAlerts, Suspects, is_spike
 from stoker.training.run import train
+from stoker.training.step import PlainStep
 from tests.drawn import draw
 from tests.fixtures.training_stability import LENGTH, RATE, Killed, events_of, killing, make_gradients_nan, settings
 
@@ -295,6 +299,63 @@ def test_one_spike_is_one_alert_with_its_numbers(seed: int, noise: float, at: in
     assert (alarm.data["at"], alarm.data["loss"], alarm.data["suggested_lr"]) == (10 * (at + 1), 200.0, 0.0033)
     assert alarm.data["baseline"] == pytest.approx(2, rel=1.5 * noise + 0.01)
     assert "--lr 0.0033" in alarm.text
+
+
+@pytest.mark.parametrize(
+    ("norms", "clip", "named", "limit"),
+    [
+        ([1.0, 90.0, 1.2], 0.0, "b", 4.0),  # the gradients of windows before: 2.0
+        ([1.0, 90.0, 1.2], 3.0, "b", None),  # clipped already
+        ([40.0, 40.0, 40.0], 0.0, None, 4.0),  # all of them
+        ([1.1, 1.2, 0.9], 0.0, None, None),
+    ],
+)
+def test_a_spike_names_images_layer_and_setting(
+    norms: list[float], clip: float, named: str | None, limit: float | None
+):
+    found: list[tuple[str, dict[str, Any]]] = []
+    suspects = Suspects(["a", "b", "c"], lambda step: f"the images of {step}", clip)
+    alerts = StabilityAlerts(lambda _kind, text, /, **data: found.append((text, data)), 0.01, suspects)
+    for n in range(30):
+        loss = 9.0 if n == 29 else 1.0 + 0.01 * (n % 3)
+        window = StepWindow(
+            t=0.0, attempt=1, step=10 * n, window_steps=10, num_images=10, wall_s=1.0, devices=1, phases={},
+            losses={"total": loss}, lr=0.01, grad_norm=2.0, skipped_steps=0,
+        )  # fmt: skip
+        stats = StepStats(window.losses, 2.0, 0, None, 10 * n - 3, norms if n == 29 else [1.0] * 3, [1.0] * 3)
+        alerts.check(window, stats, tolerated_skips=0)
+    ((text, data),) = found
+    assert (data["worst_step"], data["images"]) == (288, "the images of 287")
+    assert "in step 288 with the images the images of 287" in text
+    assert (data.get("parameter"), data.get("suggested_clip_grad_norm")) == (named, limit)
+    assert ("the gradient of b was 90 times its mean" in text) == (named is not None)
+    assert text.endswith("--lr 0.0033" + (f" or --clip-grad-norm {limit:g}" if limit else ""))
+
+
+@pytest.mark.slow
+def test_a_spike_of_a_training_names_what_caused_it(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[list[int]] = []
+    named: list[str] = []
+    forward_backward = PlainStep.forward_backward
+
+    def poisoned(self: PlainStep, batch: Batch) -> dict[str, torch.Tensor]:
+        losses = forward_backward(self, batch)
+        seen.append(batch.image_index.tolist())
+        if len(seen) != 41:
+            return losses
+        name, weight = [row for row in self.optimizer.model.named_parameters() if row[1].grad is not None][10]
+        weight.grad *= 1e4
+        named.append(name)
+        return {name: 100 * loss for name, loss in losses.items()}
+
+    monkeypatch.setattr(PlainStep, "forward_backward", poisoned)
+    run = trained(data, tmp_path / "run", monkeypatch, max_duration="60", auto_batch=False)
+    (spike,) = events_of(run, "loss_spike")
+    first = len(seen) - 60
+    index = open_index_of(settings(data).data)
+    assert spike.data["worst_step"] == 41 - first
+    assert spike.data["images"].split(", ") == [index.display_source(n) for n in seen[40]]
+    assert [spike.data["parameter"]] == named
 
 
 def test_skipped_steps_are_said_when_they_have_doubled():

@@ -9,7 +9,7 @@ if fails:
     print(json.dumps({"error": "out of memory"}), flush=True)
     sys.exit()
 print(json.dumps({"workers": 1, "prefetch_depth": 2}), flush=True)
-count = 0
+count = position = 0
 for text in sys.stdin:
     request = json.loads(text)
     images, count = request["images"], count + 1
@@ -19,10 +19,12 @@ for text in sys.stdin:
     seconds = {"step": compute_s, "load": wait_s, "eval": 1.0, "checkpoint": 0.01}.get(
         request["do"], compute_s + wait_s
     )
-    losses = [1.0] * (images // request["group"]) if request["do"] == "losses" else []
-    if settings["cache"] == "disk":
-        losses = [2.0] * len(losses)
+    # Of another place in the stream, the losses are others.
+    starts = range(position, position + images, request["group"]) if request["do"] == "losses" else []
+    losses = [1.0 + start % 97 / 97 for start in starts]
+    position += images * (request["do"] in ("train", "load", "losses"))
+    inputs = [2.0 if settings["cache"] == "disk" else 1.0] * 3 * len(losses)
     print(json.dumps({
         "seconds": seconds * noise, "images": images, "steps": images // settings["batch_size"],
-        "phases": {"compute": compute_s, "input_wait": wait_s}, "losses": losses,
+        "phases": {"compute": compute_s, "input_wait": wait_s}, "losses": losses, "inputs": inputs,
     }), flush=True)  # fmt: skip

@@ -13,10 +13,15 @@ import psutil
 import pytest
 
 from stoker.config.settings import Config, from_toml
+from stoker.data.index import open_index_of
 from stoker.errors import DataError, UsageError
+from stoker.hardware.device import select_device
 from stoker.runs.records import PROBES, read_lines
 from stoker.runs.schemas import TRIAL_STATES, Probe
+from stoker.training.start import resolve_run
+from stoker.training.trial import Request, Trial
 from stoker.tuning import runner
+from stoker.tuning.policy import same_training
 from stoker.tuning.runner import TuneRequest, tune
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_trial.py")))
@@ -51,6 +56,12 @@ def test_changes_that_pay_and_train_the_same_are_kept(request_: TuneRequest) -> 
     assert any("unavailable" in text for text in said)
 
 
+def test_losses_are_compared_from_the_first_sample_on_after_the_bounds(request_: TuneRequest) -> None:
+    request = dataclasses.replace(request_, config=BAD.replace(eval_every="0"), levers=("batch_size",))
+    result = tune(request, lambda _: None)
+    assert result.changes["batch_size"] > 2, [trial.reason for trial in result.trials]
+
+
 def test_a_killed_tuning_continues_with_the_next_trial(request_: TuneRequest) -> None:
     whole = tune(request_, lambda _: None)
     assert request_.out is not None
@@ -67,6 +78,23 @@ def test_a_killed_tuning_continues_with_the_next_trial(request_: TuneRequest) ->
         sum(probe.probe == "bounds" and probe.state == "passed" for probe in read_lines(request_.out, PROBES, Probe))
         == 1
     )
+
+
+@pytest.mark.parametrize("cache", ["ram", "disk"])
+def test_a_trial_with_a_cache_trains_on_the_samples_of_one_without(cache: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
+    found = []
+    for kind in ("none", cache):
+        config = resolve_run(BAD.replace(data="demo", cache=kind), None).config
+        trial = Trial(config, open_index_of(config.data), select_device("cpu"), 16)
+        try:
+            found.append([trial.answer(Request(do="losses", images=8, group=2)) for _ in range(2)])
+        finally:
+            trial.loader.close()
+    (before, later), after = found
+    assert [reply.inputs for reply in after] == [before.inputs, later.inputs]
+    assert [reply.losses for reply in after] == [before.losses, later.losses]
+    assert not same_training(before.inputs, later.inputs, 0.02), "other images are seen"
 
 
 KILLED = """

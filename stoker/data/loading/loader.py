@@ -252,6 +252,7 @@ class Loader:
             "count": len(self._samples),
             "seed": self._samples.seed,
             "shards": self._samples.shard_mixing,
+            "repeat_thresh": self._spec.repeat_thresh,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -266,6 +267,7 @@ class Loader:
             ("number of training images", state.get("count", len(samples)), len(samples)),
             ("seed", state.get("seed", samples.seed), samples.seed),
             ("[--shuffle-buffer, --batch-size] of shards", state.get("shards"), samples.shard_mixing),
+            ("--repeat-thresh", state.get("repeat_thresh", 0.0), self._spec.repeat_thresh),
         ):
             if saved != expected:
                 raise make_error(CheckpointError, "other-loader-state", what=what, expected=expected, saved=saved)

@@ -30,6 +30,7 @@ from stoker.data.batch import NUM_RAND
 from stoker.data.images import decode
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.loading.buffers import HostBatchBuffer
+from stoker.data.loading.repeat_factors import repeat_factors, repeated_order
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
 from stoker.data.loading.stats import DECODING, READ, Counters
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
@@ -72,7 +73,9 @@ class LoaderSpec:
     """An endless shuffled stream; else one pass in order, whose last batch is filled up with image_index -1."""
     shuffle_buffer: int = 0
     """Images that all ranks together hold so that the images of shards are mixed (`shard_order.py`); 0: random order.
-    In training only, as the next three."""
+    In training only, as the next four."""
+    repeat_thresh: float = 0.0
+    """Fraction of the images below which a class is repeated (`repeat_factors.py`); 0: no image is."""
     scale_jitter_prob: float = 0.0
     """See `geometry.sample_resize_geometry`, also for the next two."""
     scale_range: tuple[float, float] = (1.0, 1.0)
@@ -203,6 +206,9 @@ class SampleStream:
         self._epoch_orders: dict[int, tuple[NDArray[np.int64], EpochOrder | None]] = {}
         """The images of an epoch in their order; and, for shards, what is read together."""
         self._order_lock = threading.Lock()
+        self._repeat_factors: NDArray[np.float64] | None = None
+        if spec.train and spec.repeat_thresh:
+            self._repeat_factors = repeat_factors(index, self.image_indices, spec.repeat_thresh)
         self._shard_order: ShardOrder | None = None
         self._total_batch_size = spec.batch_size * spec.world_size
         if spec.train and spec.shuffle_buffer:
@@ -482,7 +488,12 @@ class SampleStream:
                 for old in sorted(self._epoch_orders)[: 1 - MAX_CACHED_ORDERS]:
                     del self._epoch_orders[old]
                 of_shards = None if self._shard_order is None else self._shard_order.epoch(epoch)
-                order = geometry.epoch_order(self.seed, epoch, len(self)) if of_shards is None else of_shards.order
+                if of_shards is not None:
+                    order = of_shards.order
+                elif self._repeat_factors is not None:
+                    order = repeated_order(self._repeat_factors, self.seed, epoch)
+                else:
+                    order = geometry.epoch_order(self.seed, epoch, len(self))
                 self._epoch_orders[epoch] = self.image_indices[order], of_shards
             return self._epoch_orders[epoch]
 

@@ -5,8 +5,9 @@ from the image headers. Not here: problems of a data set (`check.py`), the choic
 (`anchor_fit.py`), text and charts (`report/dataset.py`, `report/page/dataset.py`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from stoker.data.anchor_fit import (
 )
 from stoker.data.formats.images import read_sizes
 from stoker.data.index import Index
+from stoker.data.validation.suggestions import Suggestion, suggest
 
 SMALL, LARGE = 32, 96
 """COCO's limits of small, medium and large objects: square root of the area in pixels (cocodataset.org, evaluation)."""
@@ -131,6 +133,8 @@ class DatasetStats(msgspec.Struct, kw_only=True):
     anchors_note: str
     flags: str
     """Recommended flags of `stoker train`; empty when the defaults are best."""
+    suggestions: list[Suggestion] = []
+    """What `stoker tune --allow accuracy` can try."""
     refusals: tuple[str, ...] = ()
     """Reasons why training would refuse the data set; empty: it would not."""
 
@@ -152,6 +156,11 @@ class ModelInput:
     """Its sides are multiples of this."""
     set_flags: tuple[str, ...] = ()
     """Flags of `stoker train` for what the user set."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Those of the model and its input, by name, for suggestions; empty: none are made."""
+    latency_ms: Callable[[tuple[int, int]], float] | None = None
+    """Measures one prediction at an image size."""
+    max_latency_ms: float | None = None
 
 
 def compute_stats(index: Index, model_input: ModelInput, *, data: str, split: str | None = None) -> DatasetStats:
@@ -216,7 +225,11 @@ def compute_stats(index: Index, model_input: ModelInput, *, data: str, split: st
         if coverages
         else f"{model_input.model} has no anchors that can be compared with the boxes",
         flags=" ".join(flags),
-    )
+        suggestions=suggest(
+            index, {**model_input.settings, "image_size": image_size, "resize": resize}, multiple=model_input.multiple,
+            latency_ms=model_input.latency_ms, max_latency_ms=model_input.max_latency_ms,
+        ) if model_input.settings else [],
+    )  # fmt: skip
 
 
 def _original_sizes(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -73,6 +73,8 @@ def check_user_settings(config: Config, index: Index, device: Device, devices: D
     refuse_conflicts(holding, config, run.device or device.torch_device, devices)
     if run.shuffle_buffer and not index.image_ranges(index.image_indices("train")).length.all():
         raise make_error(ConfigError, "shuffle-buffer-without-shards", shuffle_buffer=run.shuffle_buffer)
+    if run.shuffle_buffer and config.data.repeat_thresh:
+        raise make_error(ConfigError, "repeats-with-shards", repeat_thresh=config.data.repeat_thresh)
 
 
 def check_devices(config: Config, count: int) -> None:

@@ -79,7 +79,8 @@ def derive_model_input(user_config: Config, index: Index, device: Device) -> Mod
     """The model and its input for `stoker data stats`: what `derive` would choose."""
     anchor_settings = ("anchor_sizes", "anchor_scales", "aspect_ratios")
     known = Known(user_config, index, device)
-    known.fill({name: SETTINGS[name] for name in (*MODEL_INPUT, *anchor_settings)})
+    matching = ("fg_iou_thresh", "bg_iou_thresh", "focal_alpha", "focal_gamma")
+    known.fill({name: SETTINGS[name] for name in (*MODEL_INPUT, *anchor_settings, *matching)})
     arch, model, image_size = known.arch, known.config.model, known.config.data.image_size
     anchors = None
     if all(name in arch.defaults for name in anchor_settings):  # those of SSD depend on the level
@@ -94,6 +95,7 @@ def derive_model_input(user_config: Config, index: Index, device: Device) -> Mod
         side=choose_image_side(arch, index, device, known.config.data.resize),
         multiple=arch.size_divisor,
         set_flags=tuple(flag for name, flag in flags.items() if name not in known.reasons),
+        settings=known.config.set_fields() if anchors or "anchor_sizes" not in arch.defaults else {},
     )
 
 
