@@ -163,14 +163,8 @@ def test_a_failed_download_leaves_nothing_and_says_what_to_do(
     message, folder = str(caught.value), tmp_path / "torch" / "hub" / "checkpoints"
     for part in (URL, "as someone--some-model.safetensors", str(folder), "STOKER_WEIGHTS_DIR", "--weights none"):
         assert part in message
-    causes = {
-        "damaged": DIGEST,
-        "wrong": "0" * 64,
-        "missing": "404",
-        "offline": "HF_HUB_OFFLINE",
-        "cut": f"received {len(DATA) // 2} bytes",
-    }
-    assert causes[fault] in message
+    causes = {"damaged": DIGEST, "wrong": "0" * 64, "missing": "404", "offline": "HF_HUB_OFFLINE"}
+    assert causes.get(fault, f"received {len(DATA) // 2} bytes") in message
     assert kept(tmp_path) == []
     if fault == "damaged":  # the next attempt downloads it again
         Hub.fault = ""
