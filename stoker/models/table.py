@@ -28,6 +28,9 @@ class Family(NamedTuple):
     """(settings, number of classes, **the row's `network`) → detector. No setting that it uses is AUTO."""
     options_from_weights: Callable[[Mapping[str, Tensor]], dict[str, bool]] | None = None
     """Fields of ModelSettings that a file of weights decides, from its tensors by name; None: there are none."""
+    convert: Callable[[Mapping[str, Tensor], Detector], dict[str, Tensor]] | None = None
+    """(tensors of a file by its publisher's names, model) → tensors by the model's names; those of another layout are
+    returned as they are. Only names and shapes are read of the model, which may be on the meta device."""
 
 
 FAMILIES: dict[str, Family] = {

@@ -275,7 +275,8 @@ def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventL
 
 def warn_about_settings(resolved: ResolvedRun) -> list[str]:
     """What the derived settings cannot do well, as warnings."""
-    warnings = (warn_oversized_boxes(resolved.config, resolved.index), warn_random_weights(resolved.reasons))
+    config = resolved.config
+    warnings = (warn_oversized_boxes(config, resolved.index), warn_random_weights(config.model, resolved.reasons))
     return [warning for warning in warnings if warning is not None]
 
 
