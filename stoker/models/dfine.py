@@ -1,6 +1,6 @@
 """D-FINE (Peng et al. 2024, arXiv 2410.13842) and DEIMv2 with HGNetv2 (Huang et al. 2025, arXiv 2509.20787).
 
-A query predicts classes and a box; no NMS follows. The best points of the encoder's maps become queries with a box each.
+A query predicts classes and a box; no NMS follows. The best points of the encoder's maps become queries with boxes.
 Every layer of the decoder lets the queries look at each other and at the maps around their boxes, and refines
 distributions of the boxes' sides (`layers/box_distribution.py`); a logit that depends on how sharp they are is added to
 the class logits (LQE). All layers, the first guess and the encoder's points are matched with the boxes and trained; box

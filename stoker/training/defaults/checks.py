@@ -150,8 +150,8 @@ def warn_few_queries(settings: ModelSettings, index: Index) -> str | None:
     if not above:
         return None
     return (
-        f"{above:,} of {len(images):,} images have more boxes than {settings.model} has queries ({settings.queries}; up "
-        f"to {counts.max()} boxes), and a query detects one: --queries {-(-int(counts.max()) // 50) * 50}"
+        f"{above:,} of {len(images):,} images have more boxes than {settings.model} has queries ({settings.queries}; "
+        f"up to {counts.max()} boxes), and a query detects one: --queries {-(-int(counts.max()) // 50) * 50}"
     )
 
 
