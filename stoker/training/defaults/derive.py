@@ -580,7 +580,7 @@ SETTINGS: dict[str, Row] = {
     "anchor_sizes": derive_anchor_sizes,
     **dict.fromkeys(
         ("anchor_scales", "aspect_ratios", "fg_iou_thresh", "bg_iou_thresh", "focal_alpha", "focal_gamma", "box_loss",
-         "reduced_tail", "nms_free", "depthwise")
+         "reduced_tail", "nms_free", "depthwise", "queries", "class_loss")
     ),
     # The device and the batch.
     **_defaults("model", "optim", "run"),
