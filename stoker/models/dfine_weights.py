@@ -76,12 +76,11 @@ def convert_dfine(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
         return dict(tensors)
     names = model.state_dict().keys()
     is_fused = "backbone.encoder.pan_blocks.0.conv2.0.weight" not in names
-    after_csp: Rules = (
-        ((r"(_blocks?(\.\d+)?)\.conv2\.", r"\1.conv4."),)
-        if rules is TRANSFORMERS and is_fused
-        else ((r"\.cv2\.1\.", ".csp_rep1.conv2." if is_fused else ".conv2."),
-              (r"\.cv3\.1\.", ".csp_rep2.conv2." if is_fused else ".conv3."))
-    )  # fmt: skip
+    if rules is ORIGINAL:
+        first, second = (".csp_rep1.conv2.", ".csp_rep2.conv2.") if is_fused else (".conv2.", ".conv3.")
+        after_csp: Rules = ((r"\.cv2\.1\.", first), (r"\.cv3\.1\.", second))
+    else:
+        after_csp = ((r"(_blocks?(?:\.\d+)?)\.conv2\.", r"\1.conv4."),) if is_fused else ()
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         renamed |= _split(_rename(name, (*rules, *after_csp, *BOTH)), tensor)

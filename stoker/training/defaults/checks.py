@@ -142,7 +142,7 @@ def warn_oversized_boxes(config: Config, index: Index) -> str | None:
 
 def warn_few_queries(settings: ModelSettings, index: Index) -> str | None:
     """A warning if images have more boxes than the model has queries, each of which predicts one, else None."""
-    if settings.queries is None:
+    if "queries" not in get_architecture(settings.model).defaults:
         return None
     images = index.image_indices("train")
     counts = np.diff(index.offsets)[images]
