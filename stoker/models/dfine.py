@@ -328,6 +328,9 @@ class DFine(Detector):
             noisy = make_denoising_queries(truth, batch.rand, self.num_classes) if self.training else None
         decoded = self.decode_queries(encoded, noisy) if outputs.decoded is None else outputs.decoded
         with torch.autocast(device_type, enabled=False):
+            # A wrong query must not make a sum infinite; at the limit its gradient is 0.
+            encoded = encoded._replace(logits=encoded.logits.clamp(-LARGE, LARGE))
+            decoded = Decoded(*(tensor.clamp(-LARGE, LARGE) for tensor in decoded))
             num_boxes = loss_divisor(truth.valid.sum()).to(dtype)
             start = 0 if noisy is None else noisy.labels.shape[1]
             found = _slice(decoded, start, None)
@@ -447,7 +450,7 @@ def build_dfine(
     feedforward: int = 1024,
     family: str = "dfine",
 ) -> DFine:
-    """depth: 3 · depth RepBlocks in a layer of the encoder; num_maps: of the backbone; a single one becomes two; family:
+    """depth: 3 · depth RepBlocks in a layer of the encoder; num_maps: of the backbone; one becomes two; family:
     dfine, deimv2, or deimv2_lite (no gates, one box head, no losses of distributions, no union)."""
     modern, lite = family != "dfine", family == "deimv2_lite"
     network = build_backbone(
