@@ -137,6 +137,10 @@ class ModelSettings:
     """Ember: train an additional one-to-one head, so that inference needs no NMS."""
     depthwise: bool = AUTO
     """Ember: use depthwise-separable convolutions in the neck (fewer FLOPs)."""
+    queries: int = AUTO
+    """D-FINE, DEIMv2, RF-DETR: boxes that are predicted for an image; at least as many as it has objects."""
+    class_loss: Literal["vfl", "mal"] = AUTO
+    """D-FINE, DEIMv2: varifocal loss, or DEIM's matchability-aware loss."""
     activation_checkpointing: bool = AUTO
     """Recompute activations in the backward pass: a larger batch in the same memory, slower steps."""
 

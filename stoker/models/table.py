@@ -11,6 +11,7 @@ from stoker.config.architectures import Architecture, read_architectures
 from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
 from stoker.models.detector import Detector
+from stoker.models.dfine import build_dfine
 from stoker.models.ember import build_ember, ember_options
 from stoker.models.faster_rcnn import build_faster_rcnn
 from stoker.models.fcos import build_fcos
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     "faster_rcnn": Family(build_faster_rcnn),
     "ssdlite": Family(SSDLite, lambda tensors: {"reduced_tail": detect_reduced_tail(tensors)}),
     "ssd300": Family(SSD300),
+    "dfine": Family(build_dfine),
 }
 
 MODELS = read_architectures()

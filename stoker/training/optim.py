@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
+from stoker.models.layers.transformer import FiniteRMSNorm
 from stoker.models import Detector
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -39,7 +40,7 @@ class Clipped(NamedTuple):
     """Of the gradients: clips them and undoes the loss scale."""
 
 
-NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
+NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, FiniteRMSNorm)
 
 
 class Division(Protocol):
