@@ -394,7 +394,8 @@ class DFine(Detector):
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         layers = [f"decoder.class_embed.{number}" for number in range(len(self.decoder.layers))]
-        return tuple(ClassHeadSpec(name) for name in (*layers, "enc_score_head"))
+        heads = [ClassHeadSpec(name) for name in (*layers, "enc_score_head")]
+        return (*heads, ClassHeadSpec("denoising_class_embed", has_bias=False))
 
 
 def _slice(decoded: Decoded, start: int, stop: int | None) -> Decoded:

@@ -12,6 +12,7 @@ from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
 from stoker.models.detector import Detector
 from stoker.models.dfine import build_dfine
+from stoker.models.dfine_weights import convert_dfine
 from stoker.models.ember import build_ember, ember_options
 from stoker.models.faster_rcnn import build_faster_rcnn
 from stoker.models.fcos import build_fcos
@@ -19,6 +20,7 @@ from stoker.models.layers.activation_checkpointing import checkpoint_activations
 from stoker.models.layers.winograd import use_winograd_without_avx512
 from stoker.models.retinanet import build_retinanet
 from stoker.models.rf_detr import RFDETR
+from stoker.models.rf_detr_weights import convert_rf_detr
 from stoker.models.ssd import SSD300, SSDLite, detect_reduced_tail
 
 
@@ -41,8 +43,8 @@ FAMILIES: dict[str, Family] = {
     "faster_rcnn": Family(build_faster_rcnn),
     "ssdlite": Family(SSDLite, lambda tensors: {"reduced_tail": detect_reduced_tail(tensors)}),
     "ssd300": Family(SSD300),
-    "dfine": Family(build_dfine),
-    "rf_detr": Family(RFDETR),
+    "dfine": Family(build_dfine, convert=convert_dfine),
+    "rf_detr": Family(RFDETR, convert=convert_rf_detr),
 }
 
 MODELS = read_architectures()

@@ -68,7 +68,7 @@ def page() -> str:
 LICENSES = """\
 ## Pretrained weights and their licenses
 
-`--weights NAME` takes `objects365+coco` (trained on Objects365, then on COCO), `coco`, `objects365`, `imagenet` (the backbone
+`--weights NAME` takes `coco`, `objects365+coco` (trained on Objects365, then on COCO), `objects365`, `imagenet` (the backbone
 only), `none`, or a file; without it, the first of these that the model has. A class head for other classes is replaced, and the
 output says so. Files of Hugging Face are safetensors, no pickle; `huggingface_hub` downloads them into its cache, so what you set
 for it applies: `HF_HOME`, `HF_ENDPOINT` (a mirror), `HF_HUB_OFFLINE`, tokens. Where a download fails, the message names the file,
@@ -80,8 +80,8 @@ stoker distributes no weights: they come from their publishers under these terms
 | weights | publisher | license of the weights | where that is stated |
 |---|---|---|---|
 | torchvision's, `coco` and `imagenet` | download.pytorch.org | not stated for each file; the code has BSD-3-Clause | torchvision's README, "Pre-trained Model License": they may have terms of their own, derived from the data set |
-| D-FINE: `coco` N 15.3 MB, S 41.5 MB, M 78.7 MB, L 126 MB, X 252 MB; `objects365`, `objects365+coco` S to X | `ustc-community` on Hugging Face | Apache-2.0 | the page of each repository; those of `-obj365` were not looked at |
-| DEIMv2 with HGNetv2: `coco` | `Intellindust` on Hugging Face | not stated: only the license of the code is, Apache-2.0 | `Intellindust-AI-Lab/DEIMv2` on GitHub, LICENSE |
+| D-FINE: `coco` N 15.3 MB, S 41.5 MB, M 78.7 MB, L 126 MB, X 252 MB; `objects365`, `objects365+coco` S to X | `ustc-community` on Hugging Face | Apache-2.0 | the page of each repository; that of the data set Objects365, which may restrict commercial use, was not looked at: so `coco` is the default |
+| DEIMv2 with HGNetv2: `coco`, Pico 6.3 MB | `Intellindust` on Hugging Face | not stated: only the license of the code is, Apache-2.0 | `Intellindust-AI-Lab/DEIMv2` on GitHub, LICENSE |
 | RF-DETR N to L: `coco` | `Roboflow` on Hugging Face | Apache-2.0 | documentation of `rfdetr`, table of the models |
 
 Left out: DEIMv2 S to X, whose backbone is DINOv3 (Meta's DINOv3 license, not Apache); RF-DETR XL and 2XL (PML 1.0, with a paid
