@@ -10,6 +10,9 @@ training the decoder runs in `loss`, once for both kinds of queries.
 DEIMv2 has other norms and feed-forward layers, and its smallest sizes no losses of the distributions.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+# (`unflatten` of tensors is untyped)
+
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -118,7 +121,9 @@ class Gate(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, channels: int, feedforward: int, num_points: Sequence[int], *, modern: bool, gated: bool) -> None:
+    def __init__(
+        self, channels: int, feedforward: int, num_points: Sequence[int], *, modern: bool, gated: bool
+    ) -> None:
         super().__init__()
         norm: type[nn.Module] = FiniteRMSNorm if modern else FiniteLayerNorm
         self.self_attn, self.encoder_attn = SelfAttention(channels), DeformableAttention(channels, 8, num_points)
@@ -131,7 +136,13 @@ class DecoderLayer(nn.Module):
         self.gated = gated
 
     def forward(
-        self, x: Tensor, positions: Tensor, reference: Tensor, memory: Tensor, grids: Sequence[GridSize], mask: Tensor | None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        reference: Tensor,
+        memory: Tensor,
+        grids: Sequence[GridSize],
+        mask: Tensor | None,
     ) -> Tensor:
         x = self.self_attn_layer_norm(x + self.self_attn(x, positions, mask))
         seen = self.encoder_attn(x + positions, reference, memory, grids)
@@ -176,7 +187,7 @@ class Decoder(nn.Module):
         self.register_buffer("distances", bin_distances().float(), persistent=False)
 
     def _apply(self, *args: object, **options: object) -> "Decoder":
-        super()._apply(*args, **options)  # type: ignore[arg-type]
+        super()._apply(*args, **options)
         if not self.distances.is_meta:  # `double` would only cast them as they were rounded
             self.distances.copy_(bin_distances())
         return self
@@ -271,9 +282,7 @@ class DFine(Detector):
         content = batched_gather(features, index)
         offsets = at_least_fp32(self.enc_bbox_head(content))
         box_logits = offsets + anchors.index_select(0, index.flatten()).view_as(offsets)
-        return Encoded(
-            memory, grids, content.detach(), at_least_fp32(batched_gather(logits, index)), box_logits
-        )
+        return Encoded(memory, grids, content.detach(), at_least_fp32(batched_gather(logits, index)), box_logits)
 
     def _anchors_of(self, grids: tuple[GridSize, ...], like: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [S, 4] of the boxes of all points, and bool [S, 1], whether they are candidates; cached."""
@@ -333,8 +342,11 @@ class DFine(Detector):
             terms = measure(found, logits, boxes, index, box_index, divisors=(num_boxes, num_pairs))
             if noisy is not None:
                 dn = _slice(decoded, 0, start)
-                logits, boxes = torch.cat((dn.logits, dn.first_logits[None])), torch.cat((dn.boxes, dn.first_boxes[None]))
-                index = noisy.index.expand(logits.shape[0], -1, -1)
+                logits, boxes = (
+                    torch.cat((dn.logits, dn.first_logits[None])),
+                    torch.cat((dn.boxes, dn.first_boxes[None])),
+                )
+                index = noisy.box.expand(logits.shape[0], -1, -1)
                 divisors = num_boxes, num_boxes
                 of_noisy = measure(dn, logits, boxes.clamp(0, 1), index, index, divisors=divisors, weight=noisy.weight)
                 terms |= {f"{name}_dn": term for name, term in of_noisy.items()}
@@ -362,7 +374,11 @@ class DFine(Detector):
         classes = quality_class_terms(
             logits, index, truth, quality, kind=settings.class_loss, alpha=VFL_ALPHA, gamma=gamma
         )
-        sums = {"class": (classes, divisors[0]), "bbox": (measured.l1, divisors[1]), "giou": (measured.giou, divisors[1])}
+        sums = {
+            "class": (classes, divisors[0]),
+            "bbox": (measured.l1, divisors[1]),
+            "giou": (measured.giou, divisors[1]),
+        }
         num_layers = decoded.logits.shape[0]
         in_layers = box_index[:num_layers] >= 0
         if self.local:

@@ -84,10 +84,14 @@ def convert_dfine(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
     )  # fmt: skip
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        for pattern, replacement in (*rules, *after_csp, *BOTH):
-            name = re.sub(pattern, replacement, name)
-        renamed |= _split(name, tensor)
+        renamed |= _split(_rename(name, (*rules, *after_csp, *BOTH)), tensor)
     return {name: tensor for name, tensor in renamed.items() if name in names}
+
+
+def _rename(name: str, rules: Rules) -> str:
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _split(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -148,7 +148,7 @@ class Block(nn.Module):
         maps = [x]
         for layer in self.layers:
             is_light = isinstance(layer, nn.ModuleDict)
-            maps.append(layer["conv2"](layer["conv1"](maps[-1])) if is_light else layer(maps[-1]))  # type: ignore[operator,index]
+            maps.append(layer["conv2"](layer["conv1"](maps[-1])) if is_light else layer(maps[-1]))  # type: ignore[index]
         out: Tensor = self.aggregation(torch.cat(maps, 1))
         return out + x if self.residual else out
 
@@ -177,9 +177,7 @@ class HGNetBackbone(Backbone):
     """HGNetv2 and an encoder, which makes the maps of the decoder from those of the last `num_maps` stages. encoder: a
     `HybridEncoder` or `LiteEncoder`; trainable_stages: of the stem and the stages, counted from the last of five."""
 
-    def __init__(
-        self, name: str, encoder: nn.Module, num_maps: int, *, norm: NormKind, trainable_stages: int
-    ) -> None:
+    def __init__(self, name: str, encoder: nn.Module, num_maps: int, *, norm: NormKind, trainable_stages: int) -> None:
         super().__init__()
         spec, make_norm = HGNETS[name], NORMS[norm]
         self.num_maps = num_maps
@@ -196,7 +194,10 @@ class HGNetBackbone(Backbone):
 
     def parts(self) -> list[Part]:
         stages = [f"stages.{number}" for number in range(len(self.body["stages"]))]  # type: ignore[arg-type]
-        return [*(Part(f"body.{name}", (f"body.{name}.",)) for name in ["stem", *stages]), Part("encoder", ("encoder.",))]
+        return [
+            *(Part(f"body.{name}", (f"body.{name}.",)) for name in ["stem", *stages]),
+            Part("encoder", ("encoder.",)),
+        ]
 
     def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
         networks = [self.body["stem"], *self.body["stages"]]  # type: ignore[misc]
@@ -225,7 +226,9 @@ class CSPLayer(nn.Module):
         super().__init__()
         self.fused = fused
         self.conv1 = silu_conv(in_channels, out_channels * (2 if fused else 1), norm, kernel_size=1)
-        self.conv2 = silu_conv(out_channels if fused else in_channels, out_channels, norm, kernel_size=3 if fused else 1)
+        self.conv2 = silu_conv(
+            out_channels if fused else in_channels, out_channels, norm, kernel_size=3 if fused else 1
+        )
         self.bottlenecks = nn.Sequential(*(RepBlock(out_channels, norm) for _ in range(num_blocks)))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
-from stoker.models.layers.transformer import FiniteRMSNorm
 from stoker.models import Detector
+from stoker.models.layers.transformer import FiniteRMSNorm
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 

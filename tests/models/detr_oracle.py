@@ -153,7 +153,7 @@ def give_noise(monkeypatch: pytest.MonkeyPatch, noisy: DenoisingQueries, batch: 
         for n in range(groups):
             mask[n * start : (n + 1) * start, : n * start] = -torch.inf
             mask[n * start : (n + 1) * start, (n + 1) * start : total] = -torch.inf
-        positive = [torch.nonzero(index >= 0)[:, 0] for index in noisy.index]
+        positive = [torch.nonzero(index >= 0)[:, 0] for index in noisy.box]
         boxes = noisy.boxes.clamp(0, 1)
         logits = (boxes.clamp(min=1e-5) / (1 - boxes).clamp(min=1e-5)).log()
         meta = {"dn_positive_idx": positive, "dn_num_group": groups, "dn_num_split": [total, num_queries]}

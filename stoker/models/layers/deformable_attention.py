@@ -5,6 +5,9 @@ are fp32 in any case: fp16 has no more than 11 bits for a location. The shapes o
 nothing waits for the device.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+# (`split` and `unflatten` of tensors are untyped)
+
 import math
 from collections.abc import Sequence
 

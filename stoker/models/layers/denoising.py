@@ -30,7 +30,7 @@ class DenoisingQueries(NamedTuple):
     """[B, N, 4], center and size, with noise, 0 … 1."""
     group: Tensor
     """int64 [B, N]: queries see those of their group only; -1 for padding."""
-    index: Tensor
+    box: Tensor
     """int64 [B, N], the box that a query has to find, or `BACKGROUND`."""
     weight: Tensor
     """[B, N]: 1 / number of the image's groups, so that all boxes of a batch have the same weight; 0 for padding."""

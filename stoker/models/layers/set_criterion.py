@@ -1,4 +1,4 @@
-"""Losses of detectors that predict a set of boxes (DETR, Carion et al. 2020, arXiv 2005.12872): matching and its losses.
+"""Losses of detectors that predict a set of boxes (DETR, Carion et al. 2020, arXiv 2005.12872).
 
 Everything is per query, with fixed shapes: K stacks of predictions (of the layers of a decoder, or of groups of
 queries) for B images with Q queries, and M slots for boxes. A query without a box has the target `BACKGROUND`; its
@@ -8,6 +8,8 @@ size as fractions of the image, unless a name says otherwise.
 
 from typing import NamedTuple
 
+# mypy: disable-error-code="no-untyped-call"
+# (`split` and `unflatten` of tensors are untyped)
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,7 +20,7 @@ from stoker.models.layers.matching import BACKGROUND
 
 
 class MatchingCosts(NamedTuple):
-    """Weights of the costs of a pair, and the focal loss of its class cost (DINO, arXiv 2203.03605; D-FINE the same)."""
+    """Weights of the costs of a pair, and the focal loss of its class cost (DINO, arXiv 2203.03605; D-FINE too)."""
 
     classes: float = 2.0
     l1: float = 5.0

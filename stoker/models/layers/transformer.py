@@ -4,6 +4,7 @@ Sums and norms are fp32 under autocast and limited to the range of fp16, so that
 does not become NaN in the norm after it. Tokens are [B, T, C].
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -40,11 +41,15 @@ class MLP(nn.Module):
     """Linear layers of these widths with activations between them. zero_last: the last layer starts with zeros."""
 
     def __init__(
-        self, widths: Sequence[int], activation: Callable[[Tensor], Tensor] = functional.relu, *, zero_last: bool = False
+        self,
+        widths: Sequence[int],
+        activation: Callable[[Tensor], Tensor] = functional.relu,
+        *,
+        zero_last: bool = False,
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         if zero_last:
             for parameter in self.layers[-1].parameters():
                 nn.init.zeros_(parameter)

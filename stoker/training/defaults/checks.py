@@ -8,6 +8,7 @@ derived settings cannot do well.
 from collections.abc import Mapping
 
 import msgspec
+import numpy as np
 
 from stoker.config.settings import Config, ModelSettings
 from stoker.config.sync_method import parse_sync
@@ -136,6 +137,21 @@ def warn_oversized_boxes(config: Config, index: Index) -> str | None:
         f"{count:,} of {len(longer_sides):,} boxes are longer than {tuning.max_box_px} pixels at the image size "
         f"{height}×{width} (up to {longer_sides.max():.0f}): {config.model.model} cannot predict them whole; take a "
         "smaller --image-size or another model"
+    )
+
+
+def warn_few_queries(settings: ModelSettings, index: Index) -> str | None:
+    """A warning if images have more boxes than the model has queries, each of which predicts one, else None."""
+    if settings.queries is None:
+        return None
+    images = index.image_indices("train")
+    counts = np.diff(index.offsets)[images]
+    above = int((counts > settings.queries).sum())
+    if not above:
+        return None
+    return (
+        f"{above:,} of {len(images):,} images have more boxes than {settings.model} has queries ({settings.queries}; up "
+        f"to {counts.max()} boxes), and a query detects one: --queries {-(-int(counts.max()) // 50) * 50}"
     )
 
 
