@@ -5,10 +5,10 @@
 All are trained for an epoch of 32 images of BCCD (the numbers in the weights do not matter here), exported by their
 own commands, and run in turn in one process on the same noise: processor seconds of a call, by median and quartiles.
 YOLO11n and ember_n are compared with NMS inside and without, YOLO26n and ember_n with its one-to-one head
-(`--nms-free`) as they are: both give boxes that need no NMS, which is the comparison from end to end. Hardly a box of noise has a score that
-lets it into NMS: that it is inside costs what is measured, and many objects cost more. Ours takes bytes, normalizes
-them and gives the boxes in order; theirs takes fractions of 1, and without NMS gives all its boxes as they are
-(YOLO26n the 300 best). `ember.py` says how theirs is run. Its environment needs onnx, too.
+(`--nms-free`) as they are: both give boxes that need no NMS, which is the comparison from end to end. Hardly a box
+of noise has a score that lets it into NMS: that it is inside costs what is measured, and many objects cost more. Ours
+takes bytes, normalizes them and gives the boxes in order; theirs takes fractions of 1, and without NMS gives all its
+boxes as they are (YOLO26n the 300 best). `ember.py` says how theirs is run. Its environment needs onnx, too.
 """
 
 import argparse
