@@ -11,10 +11,10 @@ and which model should be the default on a CPU (docs/which-model.md), on data se
                                --budgets 300 --seeds 2 --json FILE
 
 Every contestant trains on one thread in fp32 (a row apart: ours in bf16), on the training images of a data set only,
-at the same image size or one of the same area, and is evaluated once, after its last step, on the test images, by this project's evaluation: AP and AP50 of
-the final weights. How many epochs fit a budget of CPU-seconds (user and system, of the whole training process from
-start to end) is measured beforehand by two short trainings, then by each training; the seconds that one took are in
-its row.
+at the same image size or one of the same area, and is evaluated once, after its last step, on the test images, by this
+project's evaluation: AP and AP50 of the final weights. How many epochs fit a budget of CPU-seconds (user and system, of
+the whole training process from start to end) is measured beforehand by two short trainings, then by each training; the
+seconds that one took are in its row.
 
 Ultralytics' package is AGPL: it is no dependency and nothing of it is imported. It runs as a program of its own, by its
 own commands, in an environment that you make (`python -m venv E; E/bin/pip install 'ultralytics>=8.4'`); without
@@ -53,7 +53,7 @@ from stoker.models.weights import model_file
 
 OURS, TUNED, BF16 = "ember_n", "ember_mobilenet_v2, from ImageNet", "ember_n, bf16"
 PEERS = {"yolo26n": (0.03, 0.6), "yolo11n": (0.0, 0.9)}
-"""How much more AP ember_n has to reach than each, and at most what fraction of its CPU-seconds per image of training."""
+"""How much more AP ember_n has to reach than each, and its CPU-seconds per image of training over theirs, at most."""
 SIDE, BATCH = 320, 8
 GOALS = {("bccd", 675): (0.53, 0.84), ("bccd", 1300): (0.58, 0.885)}
 """AP and AP50 that the mean of ember_n has to reach, together with those of the peer in the same run."""
@@ -395,7 +395,8 @@ def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--ultralytics", type=Path, metavar="YOLO", help="its program, in an environment of its own")
     made.add_argument("--only", nargs="+", metavar="NAME", default=[OURS, TUNED.split(",")[0], *PEERS],
-                      help="contestants, also 'ember_n, bf16', ember_s, retinanet_mobilenet_v2_fpn, retinanet_tiny_fpn")  # fmt: skip
+                      help="contestants, also 'ember_n, bf16', ember_s, "
+                           "retinanet_mobilenet_v2_fpn, retinanet_tiny_fpn")  # fmt: skip
     made.add_argument("--data", nargs="+", metavar="NAME[=PATH]", default=["bccd", "dice"],
                       help="folders of --shared, or others; what has no test split gets one")  # fmt: skip
     made.add_argument("--most", type=int, metavar="N", help="training images of a data set; the rest is left out")

@@ -2,13 +2,13 @@
 
     python -m benchmarks latency --ultralytics ENVIRONMENT/bin/yolo [--sides 320 640] [--json FILE]
 
-All are trained for an epoch of BCCD (the numbers in the weights do not matter here), exported by their own commands,
-and run in turn in one process on the same noise: processor seconds of a call, by median and quartiles. YOLO11n and
-ember_n are compared with NMS inside and without, YOLO26n and ember_n with its one-to-one head (`--nms-free`) as they
-are: both give boxes that need no NMS, which is the comparison from end to end. Hardly a box of noise has a score that
-lets it into NMS: that it is inside costs what is measured, and many objects cost more. Ours takes bytes, normalizes
-them and gives the boxes in order; theirs takes fractions of 1, and without NMS gives all its boxes as they are
-(YOLO26n the 300 best). `ember.py` says how theirs is run. Its environment needs onnx, too.
+All are trained for an epoch of 32 images of BCCD (the numbers in the weights do not matter here), exported by their
+own commands, and run in turn in one process on the same noise: processor seconds of a call, by median and quartiles.
+YOLO11n and ember_n are compared with NMS inside and without, YOLO26n and ember_n with its one-to-one head
+(`--nms-free`) as they are: both give boxes that need no NMS, which is the comparison from end to end. Hardly a box
+of noise has a score that lets it into NMS: that it is inside costs what is measured, and many objects cost more. Ours
+takes bytes, normalizes them and gives the boxes in order; theirs takes fractions of 1, and without NMS gives all its
+boxes as they are (YOLO26n the 300 best). `ember.py` says how theirs is run. Its environment needs onnx, too.
 """
 
 import argparse
@@ -59,9 +59,10 @@ def main_run(requested: argparse.Namespace) -> Report:
 def exported(requested: argparse.Namespace, folder: Path, side: int) -> dict[tuple[str, str], Path]:
     """ONNX files by contestant and kind."""
     folder.mkdir()
-    data = make_data("bccd", requested.shared, folder, side=side)
+    data = make_data("bccd", requested.shared, folder, side=side, most=32)
     files = {}
-    for number, (kind, (peer, settings, flags, peer_flags)) in enumerate(KINDS.items()):
+    for number, kind in enumerate(requested.kinds):
+        peer, settings, flags, peer_flags = KINDS[kind]
         ours, theirs = folder / "-".join((OURS, *settings)), folder / peer
         if not ours.exists():
             trained(of_stoker(OURS, *settings), data, ours)
@@ -111,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--ultralytics", type=Path, metavar="YOLO", help="its program, in an environment of its own")
     made.add_argument("--sides", nargs="+", type=int, default=[320, 640], help="of the square model input, pixels")
+    made.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of NMS; default: all")
     made.add_argument("--rounds", type=int, default=60)
     made.add_argument("--shared", type=Path, default=Path(os.environ.get("STOKER_TEST_DATA", ROOT.parent / SHOWN[3:])),
                       help="folder of the data sets; default STOKER_TEST_DATA")  # fmt: skip

@@ -10,7 +10,7 @@ import msgspec
 
 from stoker.knowledge import read_toml
 
-PRETRAINED_NAMES = ("objects365+coco", "coco", "objects365", "imagenet")
+PRETRAINED_NAMES = ("coco", "objects365+coco", "objects365", "imagenet")
 """Names that `--weights` accepts, besides `none` and files; the default is the first that a model has.
 `objects365+coco`: trained on Objects365, then on COCO; `imagenet`: weights of a classifier, for the backbone."""
 HUB_FILE = "https://huggingface.co/{}/resolve/main/model.safetensors"

@@ -19,6 +19,8 @@ from stoker.models.fcos import build_fcos
 from stoker.models.layers.activation_checkpointing import checkpoint_activations
 from stoker.models.layers.winograd import use_winograd_without_avx512
 from stoker.models.retinanet import build_retinanet
+from stoker.models.rf_detr import RFDETR
+from stoker.models.rf_detr_weights import convert_rf_detr
 from stoker.models.ssd import SSD300, SSDLite, detect_reduced_tail
 
 
@@ -42,6 +44,7 @@ FAMILIES: dict[str, Family] = {
     "ssdlite": Family(SSDLite, lambda tensors: {"reduced_tail": detect_reduced_tail(tensors)}),
     "ssd300": Family(SSD300),
     "dfine": Family(build_dfine, convert=convert_dfine),
+    "rf_detr": Family(RFDETR, convert=convert_rf_detr),
 }
 
 MODELS = read_architectures()

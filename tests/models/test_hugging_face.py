@@ -23,6 +23,8 @@ from stoker.errors import WeightsError
 from stoker.models import MODELS, Detector, build, load_weights
 from stoker.models.table import FAMILIES
 from stoker.models.weights.hub import HUB_URL, fetch_weights, file_name
+from stoker.models.weights.load import COCO_CLASSES
+from tests.models.detr_oracle import make_oracle
 from tests.models.samples import settings_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -222,3 +224,25 @@ def test_a_file_of_weights_by_name_needs_a_model_that_has_them() -> None:
     with pytest.raises(WeightsError, match="no objects365 weights") as caught:
         load_weights(build(settings_of("ember_n"), 1), settings_of("ember_n", weights="objects365"), class_names=["a"])
     assert "none" in caught.value.choices
+
+
+@pytest.mark.parametrize("name", ["dfine_n", "deimv2_atto"])
+def test_published_transformers_are_loaded_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with transformers' names and COCO's 80 classes: all is loaded but the layers of other classes."""
+    monkeypatch.setenv("STOKER_WEIGHTS_DIR", str(tmp_path))
+    published = {key: tensor.float().contiguous() for key, tensor in make_oracle(name, 80, 300).state_dict().items()}
+    published = {key: tensor.clone() for key, tensor in published.items()}  # no shared memory
+    (tmp_path / file_name(MODELS[name].urls["coco"])).write_bytes(save(published))
+    settings = settings_of(name, weights="coco")
+    replaced = build(settings, 2)
+    before = {key: tensor.clone() for key, tensor in replaced.state_dict().items()}
+    sentences = load_weights(replaced, settings, class_names=("dog", "screw"))
+    assert sentences[1].startswith("class head replaced: 80 -> 2 channels")
+    unchanged = {key for key, tensor in replaced.state_dict().items() if torch.equal(tensor, before[key])}
+    # Means are zeros in both.
+    others = ("class_embed", "enc_score_head", "num_batches_tracked", "running_mean")
+    left = {key for key in unchanged if before[key].numel() > 99 and not any(part in key for part in others)}
+    assert left == set()
+    kept = build(settings, 80)
+    sentences = load_weights(kept, settings, class_names=COCO_CLASSES)
+    assert sentences[1].startswith("class head kept, 80 -> 80 channels")

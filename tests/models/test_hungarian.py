@@ -144,6 +144,7 @@ def test_the_kernel_equals_scipy_in_the_interpreter() -> None:
     check(torch.where(cost.isfinite(), cost, 1e3), valid, torch.tensor(found))
 
 
+@pytest.mark.slow  # 15 s
 def test_the_kernel_compiles_for_an_h200_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton comes with the CUDA build of torch")
     from stoker.models.layers import hungarian_kernel
@@ -151,5 +152,5 @@ def test_the_kernel_compiles_for_an_h200_without_spills(tmp_path: Path, monkeypa
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"cost": "*fp32", "valid": "*i1", "assigned": "*i64"}
-    _, usage = compile_for_h200(hungarian_kernel.assign_kernel, types, {"BLOCK": 1024}, {"num_warps": 4}, tmp_path)
+    _, usage = compile_for_h200(hungarian_kernel.assign_kernel, types, {"BLOCK": 1024, "num_warps": 4}, tmp_path)
     assert (usage["STACK"], usage["LOCAL"]) == (0, 0)

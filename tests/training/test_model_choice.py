@@ -48,7 +48,8 @@ class Accelerator(Device):
         (SMALL_IMAGE_SIDE + 1, CPU, "none", "ember_n"),
         (SMALL_IMAGE_SIDE, CPU, "none", "retinanet_tiny_fpn"),
         (SMALL_IMAGE_SIDE, CPU, "imagenet", "ember_mobilenet_v2"),
-        (SMALL_IMAGE_SIDE, CPU, "coco", "ssdlite320_mobilenet_v3_large"),
+        (SMALL_IMAGE_SIDE, CPU, "coco", "deimv2_atto"),
+        (SMALL_IMAGE_SIDE, Accelerator(CPU.torch_device), "objects365", "dfine_s"),
         (SMALL_IMAGE_SIDE + 1, Accelerator(CPU.torch_device), None, "retinanet_resnet50_fpn"),
     ],
 )

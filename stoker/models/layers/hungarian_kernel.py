@@ -40,7 +40,7 @@ def assign_kernel(
     swapped = num_valid > num_queries
     num_rows = tl.where(swapped, num_queries, num_boxes)
     row_stride, column_stride = tl.where(swapped, query_stride, box_stride), tl.where(swapped, box_stride, query_stride)
-    is_column = (swapped & is_box) | ((num_valid <= num_queries) & (columns < num_queries))
+    is_column = tl.where(swapped, is_box, columns < num_queries) != 0
 
     low, high = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for row in range(0, num_rows):
@@ -77,7 +77,7 @@ def assign_kernel(
                 column = tl.argmin(distance, axis=0)
                 row = _at(row_of_column, columns, column)
             final = _at(tl.where(is_open, distance, 0.0), columns, column)
-            price = tl.where(is_column & (is_open == 0), price + length_of - final, price)
+            price = tl.where(is_column, tl.where(is_open, price, price + length_of - final), price)
             moving = column
             row = first - 1
             while row != first:  # the rows of the path move on by one column

@@ -84,9 +84,9 @@ class SelfAttention(nn.Module):
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             nn.init.xavier_uniform_(projection.weight)
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """mask: bool, broadcastable to [B, heads, T, T], true where the row's token attends to the column's."""
-        with_positions = x + positions
+        with_positions = x if positions is None else x + positions
         query, key, value = (
             projection(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for projection, tokens in (

@@ -115,7 +115,7 @@ def _download_from_hub(hub: re.Match[str]) -> Path:
     from huggingface_hub import constants, hf_hub_download, hf_hub_url
 
     print_text(f"Downloading {hf_hub_url(**hub.groupdict())} to {constants.HF_HUB_CACHE}", file=sys.stderr, flush=True)
-    path = Path(hf_hub_download(**hub.groupdict()))
+    path = Path(hf_hub_download(hub["repo_id"], hub["filename"], revision=hub["revision"]))
     blob = Path(os.readlink(path)).name if path.is_symlink() else ""  # the ETag: of a large file its SHA-256
     expected = hub[4] or (blob if re.fullmatch("[0-9a-f]{64}", blob) else None)
     with path.open("rb") as file:

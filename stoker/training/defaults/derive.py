@@ -201,7 +201,7 @@ def derive_model(known: Known) -> Choice:
 
 
 def derive_weights(known: Known) -> Choice:
-    """The first of objects365+coco, coco, objects365, imagenet that the model has; else none."""
+    """The first of coco, objects365+coco, objects365, imagenet that the model has; else none."""
     choice = next((name for name in PRETRAINED_NAMES if name in known.arch.urls), "none")
     reasons = {
         "imagenet": "the backbone's; there are none for the whole detector",
