@@ -155,7 +155,7 @@ class CaptureFailed(Preempted):
 
 @functools.cache
 def _texts() -> dict[str, dict[str, str]]:
-    return read_toml("errors.toml")
+    return read_toml("errors.toml") | read_toml("data_errors.toml")
 
 
 def make_error(
@@ -168,8 +168,8 @@ def make_error(
     fix: str | None = None,
     **values: object,
 ) -> Error:
-    """The error of a row of knowledge/errors.toml, whose texts have {names} of `values`. cause, fix: where the row has
-    none."""
+    """The error of a row of knowledge/errors.toml or data_errors.toml, whose texts have {names} of `values`. cause,
+    fix: where the row has none."""
     texts = {name: text.format(**values) for name, text in _texts()[key].items()}
     return kind(
         texts["what"], location=location, choices=choices, cause=texts.get("cause", cause), fix=texts.get("fix", fix)

@@ -29,7 +29,8 @@ def test_each_file_has_a_head_and_a_reader() -> None:
 
 
 def test_each_error_has_its_row_and_all_values_of_it() -> None:
-    rows, used = read_toml("errors.toml"), set()
+    rows, used = read_toml("errors.toml") | read_toml("data_errors.toml"), set()
+    assert not read_toml("errors.toml").keys() & read_toml("data_errors.toml").keys()
     for path in PACKAGE.rglob("*.py"):
         code = path.read_text()
         if not re.search(r"from stoker\.errors import .*\bmake_error\b", code):
@@ -38,9 +39,10 @@ def test_each_error_has_its_row_and_all_values_of_it() -> None:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "make_error":
                 key = ast.literal_eval(call.args[1])
                 used.add(key)
-                named = {field for text in rows[key].values() for _, field, _, _ in string.Formatter().parse(text)}
+                fields = {field for text in rows[key].values() for _, field, _, _ in string.Formatter().parse(text)}
+                named = {field.partition(".")[0] for field in fields if field is not None}
                 given = {keyword.arg for keyword in call.keywords} - {"choices", "cause", "fix"}
-                assert named - {None} == given, key
+                assert named == given, key
                 assert not {"cause", "fix"} & rows[key].keys() & {keyword.arg for keyword in call.keywords}, key
     assert used == rows.keys()
 

@@ -28,8 +28,7 @@ from stoker.data.formats.tables import AnnotatedImage, Target, UnsupportedImage,
 from stoker.data.images import source as image_source
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index, open_index
-from stoker.data.validation.problems import make_error
-from stoker.errors import DataError, UsageError, writing
+from stoker.errors import DataError, UsageError, make_error, writing
 from stoker.storage.local_files import fsync_folder
 
 TargetFormat = Literal["coco", "voc", "yolo", "tfrecord"]

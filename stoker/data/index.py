@@ -36,10 +36,9 @@ from stoker.data.validation.problems import (
     Problem,
     ProblemCollector,
     count_of_all,
-    make_error,
     max_bad_images,
 )
-from stoker.errors import ConfigError, DataError
+from stoker.errors import ConfigError, DataError, make_error
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 if TYPE_CHECKING:

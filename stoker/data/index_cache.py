@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from stoker.data.formats.folders import iter_annotation_files
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout
-from stoker.data.validation.problems import Problem, make_error
-from stoker.errors import DataError, PreflightError
+from stoker.data.validation.problems import Problem
+from stoker.errors import DataError, PreflightError, make_error
 from stoker.storage.local_files import cache_folder, write_atomic
 
 VERSION = 12

@@ -12,13 +12,12 @@ Not here: what images training would skip and other formats (`convert.py`), Ray 
 import contextlib
 import fcntl
 import hashlib
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
@@ -46,18 +45,15 @@ from stoker.data.formats.webdataset import (
     tar_header,
 )
 from stoker.data.images import source as image_source
-from stoker.data.images.decode import decode, decode_resized
+from stoker.data.images.decode import decode_resized
 from stoker.data.images.headers import Header
 from stoker.data.index import Index
-from stoker.data.validation.problems import make_error
-from stoker.errors import DataError, StokerError, UsageError, writing
+from stoker.errors import DataError, StokerError, UsageError, make_error, writing
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
 
 DEFAULT_SHARD_MIB = 64
 DEFAULT_QUALITY = 90
-NUM_MEASURED = 64
-"""Images whose quality is measured after they are encoded again."""
 ORDER_SEED = 0
 UNKNOWN_BYTES = 1 << 17
 """Assumed size of an image on a web server, whose size is not known before it is read."""
@@ -83,8 +79,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Changes with the images, boxes and classes of the source, and with the options."""
     options: PackOptions
     shards: tuple[PlannedShard, ...]
-    measured: frozenset[int]
-    """Rows of which the quality is measured."""
 
 
 class PackedRow(msgspec.Struct, frozen=True, array_like=True):
@@ -107,7 +101,6 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     """(row, reason)."""
     num_encoded: int
     source_bytes: int
-    psnr_db: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +112,6 @@ class PackResult:
     """Shards that an earlier start had finished."""
     info: PackedInfo
     num_encoded: int = 0
-    psnr_db: tuple[float, ...] = ()
-    """Of a sample of the images that were encoded again."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(image, reason)."""
 
@@ -281,7 +272,6 @@ def pack(
         num_kept=num_kept,
         info=info,
         num_encoded=sum(record.num_encoded for record in ordered),
-        psnr_db=tuple(value for record in ordered for value in record.psnr_db),
         skipped=tuple((index.display_source(row), reason) for r in ordered for row, reason in r.skipped),
     )
 
@@ -316,13 +306,7 @@ def make_plan(index: Index, options: PackOptions) -> Plan:
             rows = np.random.default_rng(ORDER_SEED).permutation(rows)
         for number, part in enumerate(np.array_split(rows, num_shards)):
             shards.append(PlannedShard(name=f"{split}-{number:05d}.tar", split=split, rows=tuple(part.tolist())))
-    measured = frozenset(np.linspace(0, len(index) - 1, NUM_MEASURED).astype(int).tolist())
-    return Plan(
-        id=plan_id(index, options),
-        options=options,
-        shards=tuple(shards),
-        measured=measured if options.image_size is not None else frozenset(),
-    )
+    return Plan(id=plan_id(index, options), options=options, shards=tuple(shards))
 
 
 def plan_id(index: Index, options: PackOptions) -> str:
@@ -345,7 +329,6 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
     content = bytearray()
     images: list[PackedRow] = []
     skipped: list[tuple[int, str]] = []
-    psnr_db: list[float] = []
     num_encoded = source_bytes = 0
     category_ids = coco_category_ids(index.class_names, index.category_ids)
     for row in shard.rows:
@@ -357,13 +340,9 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
             suffix, size = SUFFIXES[stored_header.image_format][0], image_header.size
             source_bytes += len(data)
             if options.image_size is not None:
-                shrunk = shrink(
-                    data, path, image_header, max_size=options.image_size, quality=options.quality,
-                    measure=row in plan.measured,
-                )  # fmt: skip
+                shrunk = shrink(data, path, image_header, max_size=options.image_size, quality=options.quality)
                 if shrunk is not None:
-                    data, size, suffix = shrunk.data, shrunk.size, ".jpg"
-                    psnr_db += [] if shrunk.psnr_db is None else [shrunk.psnr_db]
+                    (data, size), suffix = shrunk, ".jpg"
                     num_encoded += 1
         except UnsupportedImage as error:
             skipped.append((row, str(error)))
@@ -383,7 +362,6 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
         skipped=tuple(skipped),
         num_encoded=num_encoded,
         source_bytes=source_bytes,
-        psnr_db=tuple(psnr_db),
     )
 
 
@@ -582,25 +560,13 @@ def _encoded_fraction(index: Index, max_size: tuple[int, int]) -> float:
     return float(np.square(scale).mean()) if len(sizes) else 1.0
 
 
-MAX_PSNR_DB = 99.0
-"""Reported for pixels that are the same: their PSNR is infinite."""
-
-
-class Shrunk(NamedTuple):
-    data: bytes
-    """A JPEG without EXIF: its pixels are upright."""
-    size: tuple[int, int]
-    """Height and width."""
-    psnr_db: float | None
-
-
 def shrink(
-    data: bytes, path: Path, header: Header, *, max_size: tuple[int, int], quality: int, measure: bool = False
-) -> Shrunk | None:
-    """The image reduced to fit into `max_size`; None if it does.
+    data: bytes, path: Path, header: Header, *, max_size: tuple[int, int], quality: int
+) -> tuple[bytes, tuple[int, int]] | None:
+    """The image reduced to fit into `max_size`, as a JPEG without EXIF, its pixels upright, and its height and width;
+    None if it does.
 
-    header: `Header.as_annotated`. max_size: height and width. measure: also compares the decoded result with the pixels
-    that were encoded. Raises DataError for an image that cannot be decoded.
+    header: `Header.as_annotated`. max_size: height and width. Raises DataError for an image that cannot be decoded.
     """
     height, width = header.size
     scale = min(max_size[0] / height, max_size[1] / width)
@@ -608,12 +574,8 @@ def shrink(
         return None
     size = max(1, round(height * scale)), max(1, round(width * scale))
     pixels = np.ascontiguousarray(decode_resized(data, path, header, size))
-    encoded = simplejpeg.encode_jpeg(pixels, quality=quality, colorspace="RGB", colorsubsampling="420")
-    psnr_db = None
-    if measure:
-        mse = float(np.square(decode(encoded, path).astype(np.float32) - pixels).mean())
-        psnr_db = min(MAX_PSNR_DB, 20 * math.log10(255) - 10 * math.log10(mse)) if mse else MAX_PSNR_DB
-    return Shrunk(encoded, size, psnr_db)
+    encoded: bytes = simplejpeg.encode_jpeg(pixels, quality=quality, colorspace="RGB", colorsubsampling="420")
+    return encoded, size
 
 
 if TYPE_CHECKING:

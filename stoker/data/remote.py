@@ -34,8 +34,8 @@ from stoker.data.formats.csv import TABLE_DIRS, detect_csv_layout, iter_rows
 from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
 from stoker.data.formats.tfrecord import strip_shard_number
 from stoker.data.images.source import FETCHED, MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError, StokerError, StorageError, nearest, writing
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, StokerError, StorageError, make_error, nearest, writing
 from stoker.storage.local_files import atomic_path, cache_folder, format_bytes, safe_name, write_atomic
 from stoker.storage.store import ObjectInfo, Store, download, open_store
 from stoker.storage.uri import StorageUri, parse_uri

@@ -149,10 +149,11 @@ def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
     first_foreign: int | None = None
     for index, line in enumerate(lines):
         text = strip_rank_prefix(line.text)
-        if text.startswith("Traceback (most recent call last)"):
+        is_original = text.startswith("Original Traceback (most recent call last)")  # of a loader worker
+        if is_original or text.startswith("Traceback (most recent call last)"):
             if start is not None and first_foreign is not None:
                 spans.append((start, first_foreign))
-            start = spans.pop()[0] if is_chained and spans else index
+            start = spans.pop()[0] if (is_chained or is_original) and spans else index
             header_indent, is_chained, first_foreign = _indent(line.text), False, None
         elif text.startswith(("During handling of the above", "The above exception was the direct")):
             is_chained = True
@@ -173,6 +174,33 @@ _EXCEPTION_LINE = re.compile(
 """`Name: text` or a name alone: with its module, or called error, or of several words (KeyboardInterrupt)."""
 _MAX_FOREIGN_LINES = 20
 """Lines of other threads or of stdout within a traceback, at most (heuristic)."""
+
+
+def is_exception_line(text: str) -> bool:
+    """Whether a line is the last one of a traceback."""
+    return _EXCEPTION_LINE.match(strip_rank_prefix(text)) is not None
+
+
+_BLOCK = re.compile(r"Traceback \(most recent call last\)")
+_FRAME = re.compile(r'^\W*File "(?P<file>[^"]{1,1000})", line (?P<line>\d{1,9}), in (?P<function>.{1,200})$')
+_NOT_OWN = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_")
+_MAX_OWN_FRAMES = 3
+
+
+def find_raising_lines(lines: tuple[LogLine, ...], span: tuple[int, int]) -> list[str]:
+    """`FILE:LINE (FUNCTION)` of the job's own frames in which the first exception of a traceback was raised, the
+    innermost first, at most three: of a loader worker its own traceback, of chained ones the first. Own frames are
+    those outside of installed packages and the standard library."""
+    blocks: list[list[str]] = [[]]
+    for index in range(span[0], span[1] + 1):
+        text = strip_rank_prefix(lines[index].text)
+        if _BLOCK.search(text):
+            is_workers = text.strip().startswith("Original")
+            blocks = [[]] if is_workers else [*blocks, []]
+        elif (found := _FRAME.match(text)) is not None and not _NOT_OWN.search(found["file"]):
+            blocks[-1].append(f"{found['file'].rpartition('/')[2]}:{found['line']} ({found['function']})")
+    first = next((block for block in blocks if block), [])
+    return list(dict.fromkeys(reversed(first)))[:_MAX_OWN_FRAMES]
 
 
 _IGNORED_EXCEPTION = re.compile(r"Exception ignored (in|on|while)\b|Retry attempt failed:")

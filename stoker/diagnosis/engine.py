@@ -82,9 +82,11 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
     """Whether a finding is the reason of the time that a less exact one has lost. A line is so if who loads the data is
     there for most of it."""
     if finding.id != "heavy_place" or not finding.place:
-        return True
-    loads = any(place.line == finding.place and (place.role == "worker" or place.kind in _LOADING_KINDS)
-                for place in run.places)  # fmt: skip
+        return finding.id != "heavy_place" or other.id != "slow_decode"
+    here = [place for place in run.places if place.line == finding.place]
+    loads = any(place.role == "worker" or place.kind in _LOADING_KINDS for place in here)
+    if other.id == "slow_decode":  # a line of the job's own inside of the transforms, not one that reads images
+        loads = any(place.kind == "decode" for place in here)
     return loads and (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
 
 

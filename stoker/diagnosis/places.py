@@ -213,6 +213,10 @@ def _wilson(fraction: float, count: int) -> tuple[float, float]:
 _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm"})
 _LOADER_CALL = re.compile(r"^torch\.utils\.data\.|^multiprocessing\.|^threading\.|^queue\.")
 _READ = re.compile(r"(^|[._])(read|readinto|open|recv\w*|urlopen|request|get|stat|scandir|listdir|download\w*)( \(|$)")
+_DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albumentations|skimage|transforms")
+"""Calls and frames of libraries that decode or transform images."""
+_RUNS_STEP = re.compile(r"^(quick_execute|call_function|execute) \((eager/)?(execute|context)\.py\)")
+"""Frames in which TensorFlow runs a step as a whole."""
 IMPORT = r"^import |^importlib\."
 """Calls that import a module."""
 STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
@@ -222,8 +226,8 @@ MIN_LOADER_SAMPLES = 10
 
 
 def list_places(run: RunRecords) -> list[PlaceTotal]:
-    """Places after the start outside of forward, backward and optimizer step, the largest first; kinds of one line and
-    call are one. A training thread that sleeps does so in its own code; a worker may wait for its next batch."""
+    """Places after the start outside of forward, backward and optimizer step, the most costly first; kinds of a line
+    and call are one. A training thread that sleeps does so in its own code; a worker may wait for its next batch."""
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     for total in run.places:
         waits = total.kind == "idle" and total.role == "training" and total.call == "time.sleep"
@@ -232,7 +236,10 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
         rank = total.rank if total.role == "training" else 0
         groups.setdefault((total.role, rank, total.line, total.call), []).append(total)
     merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
-    return sorted(merged, key=lambda place: -place.seconds)
+    phases = run.steady.phases
+    waited = phases.get("input_wait", 0.0) / sum(phases.values()) if any(phases.values()) else 1.0
+    costs = {"worker": waited}  # what a worker does costs only the time in which the training waits for it
+    return sorted(merged, key=lambda place: -place.seconds * costs.get(place.role, 1.0))
 
 
 def list_parts(run: RunRecords) -> list[PlaceTotal]:
@@ -321,17 +328,21 @@ def _make_node(name: str, sampled: list[_Sampled], depth: int, root: list[_Sampl
 
 
 def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
-    """Places of `list_places` with a call that took at least this fraction of the time, at the low end of their
-    interval; without waits for a loader, and without what other causes explain: decoding, compiling, checkpoints."""
-    return [
-        place
-        for place in list_places(run)
-        if place.call
-        and place.kind in ("python", "gc", "other", "idle", "input_wait")
-        and not _LOADER_CALL.search(place.call)
-        and not re.search(IMPORT, place.call)
-        and place.low_s >= min_fraction * run.place_totals[place.role, place.rank]
-    ]
+    """Lines of `list_places` with a call that took at least this fraction of the time, at the low end of their
+    interval; without waits for a loader, steps of TensorFlow, imports, and what other causes explain: compiling,
+    checkpoints, decoders."""
+    lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
+    for place in list_places(run):
+        is_own = place.kind in ("python", "gc", "other", "idle", "input_wait") or (
+            place.kind == "decode" and not _DECODES.search(" ".join((place.call, *place.leaves)))
+        )
+        in_step = sum(count for leaf, count in place.leaves.items() if _RUNS_STEP.search(leaf))
+        is_known = _LOADER_CALL.search(place.call) or re.search(IMPORT, place.call)
+        if place.call and is_own and in_step < place.samples / 2 and not is_known:
+            lines.setdefault((place.role, place.rank, place.line), []).append(place)
+    merged = [total for group in lines.values() if (total := merge_places(group)) is not None]
+    heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
+    return sorted(heavy, key=lambda place: -place.seconds)
 
 
 def describe_place(place: PlaceTotal) -> str:

@@ -10,6 +10,8 @@ import dataclasses
 import re
 import signal
 
+import msgspec
+
 from stoker.diagnosis.causes.shared import make_evidence
 from stoker.diagnosis.endings import (
     SECONDARY_ERROR,
@@ -21,8 +23,10 @@ from stoker.diagnosis.endings import (
     find_non_finite_losses,
     find_normal_end,
     find_progress,
+    find_raising_lines,
     find_thread_exceptions,
     find_tracebacks,
+    is_exception_line,
     line_patterns,
     strip_rank_prefix,
 )
@@ -88,8 +92,9 @@ def explain(termination: Termination) -> list[Finding]:
         text = "its output ends as that of a job that finished"
         evidence = [_quote(normal_end), make_evidence(text, source=normal_end.source)]
         findings = [_make_finding("ended_without_record", evidence, severity="info")]
-    elif termination.exit_code != 0:
+    elif termination.exit_code != 0 or _ends_in_traceback(termination.output):
         findings = _explain_end(termination, matches, bad_losses)
+        findings = [_name_place(termination.output, finding) for finding in findings]
     if bad_losses and all(finding.id != "diverged" for finding in findings):
         findings.insert(
             0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(bad_losses))
@@ -126,6 +131,28 @@ def _find_normal_end(termination: Termination, matches: list[_Match]) -> LogLine
         for match in matches
     ) or any(span[0] > index and span not in thread_exceptions for span in find_tracebacks(termination.output))
     return None if has_failed else termination.output[index]
+
+
+def _ends_in_traceback(lines: tuple[LogLine, ...]) -> bool:
+    """Whether an exception is the last that was printed: a job that catches it, logs it (`logger.catch`) and ends with
+    exit code 0 has failed as well. One in another thread does not end the job."""
+    last = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].text.strip()), -1)
+    spans = find_tracebacks(lines)
+    is_main = bool(spans) and spans[-1] not in find_thread_exceptions(lines)
+    return is_main and spans[-1][1] == last and is_exception_line(lines[last].text)
+
+
+def _name_place(lines: tuple[LogLine, ...], finding: Finding) -> Finding:
+    """The finding with the job's own lines in which the exception was raised that it quotes."""
+    quoted = {evidence.source for evidence in finding.evidence}
+    for span in reversed(find_tracebacks(lines)):
+        if quoted.isdisjoint(line.source for line in lines[span[0] : span[1] + 1]):
+            continue
+        if frames := find_raising_lines(lines, span):
+            raised = make_evidence(f"raised at {frames[0]}" + "".join(f", called at {at}" for at in frames[1:]))
+            place = frames[0].partition(" ")[0]
+            return msgspec.structs.replace(finding, evidence=[*finding.evidence, raised], place=place)
+    return finding
 
 
 def _explain_end(termination: Termination, matches: list[_Match], bad_losses: list[LogLine]) -> list[Finding]:

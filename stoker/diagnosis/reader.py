@@ -399,7 +399,15 @@ def _add_host(host: HostStats, sample: DeviceSample) -> None:
             )
     for name, cores in sample.busiest_processes.items():
         host.busiest_processes[name] = host.busiest_processes.get(name, 0.0) + cores
-    for name in ("process_cpu", "threads_running", "psi_cpu", "psi_memory", "psi_io", "net_received_bytes_s"):
+    for name in (
+        "process_cpu",
+        "threads_running",
+        "threads_active",
+        "psi_cpu",
+        "psi_memory",
+        "psi_io",
+        "net_received_bytes_s",
+    ):
         getattr(host, name).add(getattr(sample, name))
     host.swap.add(sample.swap_used_bytes)
     host.rss.add(sample.t, sample.rss_bytes)

@@ -283,6 +283,7 @@ class HostStats:
     """Command of a process outside this run → sum over the samples of the cores that it used."""
     process_cpu: Mean = dataclasses.field(default_factory=Mean)
     threads_running: Mean = dataclasses.field(default_factory=Mean)
+    threads_active: Mean = dataclasses.field(default_factory=Mean)
     psi_cpu: Mean = dataclasses.field(default_factory=Mean)
     psi_memory: Mean = dataclasses.field(default_factory=Mean)
     psi_io: Mean = dataclasses.field(default_factory=Mean)

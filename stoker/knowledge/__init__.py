@@ -11,7 +11,7 @@ conflicts.toml: settings that exclude each other (`training/defaults/checks.py`)
 curves.toml: curves and charts of the report (`report/series.py`).
 dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
-errors.toml: what errors say (`errors.py`).
+data_errors.toml, errors.toml: what errors say (`errors.py`).
 export_formats.toml: formats that are made from exported files (`export/write.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`config/flag_names.py`).

@@ -21,7 +21,7 @@ from rich.console import RenderableType
 
 from stoker.config.durations import parse_duration
 from stoker.diagnosis.reader import read_run
-from stoker.errors import UsageError
+from stoker.errors import UsageError, make_error
 from stoker.findings.finding import Evidence, Finding
 from stoker.launching.jobs import CANCEL_WAIT_S, cancel, last_job, read_jobs, submit
 from stoker.launching.request import check_launch, make_spec
@@ -329,11 +329,7 @@ def apply(advice: LaunchAdvice) -> Job:
             f"--apply is not possible at {old.place}.", location=advice.run, choices=PLACES_TO_APPLY, fix=change.command
         )
     if names := old.request.get("env"):
-        raise UsageError(
-            f"The values of --env are not kept in {old.run}.",
-            cause=f"the job has {', '.join(names)}",
-            fix=f"{change.command} --env NAME=VALUE",
-        )
+        raise make_error(UsageError, "env-values-not-kept", run=old.run, names=", ".join(names), command=change.command)
     kept = {name: value for name, value in old.request.items() if name != "run_dir"}
     request = msgspec.convert(kept | change.flags | {"resume": old.run}, LaunchRequest, strict=False)
     place, run = open_place(old.place), read_run(open_records(advice.run))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.errors import ConfigError, PreflightError, UsageError, needs_package
+from stoker.errors import ConfigError, PreflightError, UsageError, make_error, needs_package
 from stoker.launching.request import check_container
 from stoker.launching.spec import (
     FAILING_EXIT_CODES,
@@ -166,10 +166,7 @@ class Vertex(GoogleCloud):
         warnings = super().check(spec)
         for mount in spec.mounts:
             if mount.nfs is None and mount.path != f"/gcs/{(mount.source or '')[5:].rstrip('/')}":
-                raise UsageError(
-                    f"--mount {mount.source}: Vertex AI mounts every bucket at /gcs/BUCKET.",
-                    fix=f"{mount.source}:/gcs/…",
-                )
+                raise make_error(UsageError, "vertex-mount", source=mount.source)
             if mount.nfs is not None and not mount.path.startswith("/mnt/nfs/"):
                 raise UsageError(f"--mount {mount.path}: Vertex AI mounts NFS below /mnt/nfs/.", fix="…:/mnt/nfs/data")
         if spec.devices > 1:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stoker.errors import DataError, PreflightError, UsageError, needs_package
+from stoker.errors import DataError, PreflightError, UsageError, make_error, needs_package
 from stoker.launching.elastic import choose_nodes, describe_idle
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
 from stoker.storage.uri import expand_variables, is_uri
@@ -381,11 +381,7 @@ def _connect(address: str | None) -> None:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
-        raise PreflightError(
-            "The Ray cluster cannot be reached.",
-            cause=str(error).splitlines()[0],
-            fix="--address HOST:6379 or ray://HOST:10001, or RAY_ADDRESS; without --on ray, this machine packs",
-        ) from error
+        raise make_error(PreflightError, "ray-not-reached", cause=str(error).splitlines()[0]) from error
 
 
 def _absolute(settings: "DataSettings") -> "DataSettings":
@@ -407,12 +403,7 @@ def _write_shard(settings: "DataSettings", plan: "Plan", shard: "PlannedShard", 
 
     index = _open_index(settings)
     if _plan_id(settings, plan.options) != plan.id:
-        raise DataError(
-            "A node of the cluster sees another data set.",
-            location=index.source,
-            cause="its images, boxes or classes differ from those of the driver",
-            fix="give every node the same data at the same path, or use a bucket",
-        )
+        raise make_error(DataError, "ray-node-other-data", index.source)
     return msgspec.json.encode(write_shard(index, plan, shard, open_destination(destination)))
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from stoker.config.durations import parse_time_s
 from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
-from stoker.errors import ConfigError, PreflightError, UsageError
+from stoker.errors import ConfigError, PreflightError, UsageError, make_error
 from stoker.knowledge import read_toml
 from stoker.launching.elastic import read_batch
 from stoker.launching.spec import (
@@ -202,11 +202,7 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
         fix = "the trainer's own environment or files there, or --env, whose values are in the job"
         raise UsageError(f"{place.name} has no secrets for --secret.", choices=with_secrets, fix=fix)
     if spec.mig_slice is not None and (spec.devices > 1 or spec.max_nodes > 1):
-        raise UsageError(
-            f"A training on the MIG slice {spec.gpu} has one device.",
-            cause="NCCL does not connect MIG slices (docs.nvidia.com/datacenter/tesla/mig-user-guide)",
-            fix="leave out --devices and --nodes, or train on whole GPUs",
-        )
+        raise make_error(UsageError, "mig-slice-has-one-device", gpu=spec.gpu)
     if spec.gpu is not None and spec.gpus == 0:
         raise UsageError(f"--gpu {spec.gpu} and --device cpu contradict each other.", fix="leave one of them out")
     if place.reach == "containers" and spec.image is None:

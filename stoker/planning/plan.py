@@ -19,7 +19,7 @@ from stoker.config.sync_method import PLAIN, parse_sync
 from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index_of
-from stoker.errors import ConfigError, DataError, UsageError
+from stoker.errors import ConfigError, DataError, UsageError, make_error
 from stoker.hardware.device import Device, select_device
 from stoker.planning.duration import MachinePlan, Placement, TrainingJob, plan_machine
 from stoker.planning.machines import (
@@ -146,10 +146,7 @@ def _job(config: Config, index: Index) -> TrainingJob:
     batch_size = config.run.batch_size
     steps = total_steps(parse_duration(config.run.max_duration), len(train_indices), batch_size)
     if steps is None:
-        raise ConfigError(
-            f"--max-time {config.run.max_duration} is as long on every machine.",
-            fix="--epochs or --steps for what is trained, --by for the time in which it has to be done",
-        )
+        raise make_error(ConfigError, "plan-of-max-time", max_duration=config.run.max_duration)
     every = parse_duration(config.run.eval_every, "eval-every")
     interval = every.value * len(train_indices) / batch_size if every.unit == "epochs" else every.value
     counted = every.unit != "minutes" and interval > 0

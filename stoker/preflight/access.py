@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.errors import Conflict, StokerError, StorageError, Unsupported
+from stoker.errors import Conflict, StokerError, StorageError, Unsupported, make_error
 from stoker.findings.finding import Finding, Severity
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe
@@ -122,12 +122,7 @@ def _read(location: str) -> Finding:
     if info is None and uri.scheme in WRITABLE_SCHEMES:
         info = next(store.list(folder), None)
     if info is None:
-        raise StorageError(
-            "There is no object with this name or in this folder.",
-            location=uri,
-            cause=f"credentials: {identity}",
-            fix="correct the name; upper and lower case differ",
-        )
+        raise make_error(StorageError, "no-such-object", uri, identity=identity)
     if info.size_bytes:
         store.read(info.key, start=0, length=1)
     return describe("data_access", location, evidence=f"read {info.key}; credentials: {identity}")

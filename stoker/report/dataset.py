@@ -5,7 +5,6 @@
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import RenderableType
@@ -213,7 +212,7 @@ def print_converted(index: Index, converted: "ConversionResult", file: TextIO | 
 
 
 def print_packed(packed: "PackResult", file: TextIO | None = None) -> None:
-    """Prints what is there, its size before and after, the quality, and what was left out."""
+    """Prints what is there, its size before and after, and what was left out."""
     shards = plural(len(packed.info.shards), "shard")
     if packed.was_packed:
         lines = [f"already packed: {packed.destination}; nothing was written"]
@@ -224,11 +223,8 @@ def print_packed(packed: "PackResult", file: TextIO | None = None) -> None:
     lines.append(f"{_images(packed.num_images)} in {shards}")
     before, after = packed.info.source_bytes, sum(shard.size_bytes for shard in packed.info.shards)
     lines.append(f"size of the images before {size(before)}, of the shards {size(after)}")
-    if packed.psnr_db:
-        lines.append(
-            f"{packed.num_encoded:,} images were encoded again: mean PSNR {fmean(packed.psnr_db):.1f} dB"
-            f" ({plural(len(packed.psnr_db), 'image')} measured, against the resized image)"
-        )
+    if packed.num_encoded:
+        lines.append(f"{plural(packed.num_encoded, 'image')} encoded again")
     lines += [*_left_out(packed.skipped), f"train from it: stoker train {packed.destination}"]
     print_renderables(lines, file)
 

@@ -250,14 +250,14 @@ def explain_run(
 
 
 def _places(run_records: RunRecords) -> list[PlaceTime]:
-    """The largest places of at least a hundredth of their process' time."""
+    """The most costly places of at least a hundredth of their process' time."""
     names = [name for name in PlaceTime.__struct_fields__ if name != "frequency"]
     return [
         PlaceTime(
             **{name: getattr(place, name) for name in names},
             frequency=frequency(run_records, place) if place.line else "",
         )
-        for place in sorted([*list_places(run_records), *list_parts(run_records)], key=lambda place: -place.seconds)
+        for place in [*list_places(run_records), *list_parts(run_records)]
         if place.seconds >= max(1.0, run_records.place_totals[place.role, place.rank] / 100)
     ][:MAX_PLACES]
 

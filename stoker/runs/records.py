@@ -20,7 +20,7 @@ from typing import IO, Any, BinaryIO, TypeVar
 import msgspec
 
 from stoker import regular_files
-from stoker.errors import UsageError, writing
+from stoker.errors import UsageError, make_error, writing
 from stoker.printable import printable
 from stoker.runs.schemas import Event
 from stoker.secrets import mask_secrets, without_secrets
@@ -212,11 +212,7 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                 except (msgspec.DecodeError, UnicodeDecodeError):  # left incomplete by a kill
                     pass
                 except RecursionError as error:
-                    raise UsageError(
-                        "A line of the run's records is nested too deeply.",
-                        location=f"{path}:{number}",
-                        fix="delete the line: stoker did not write it",
-                    ) from error
+                    raise make_error(UsageError, "record-nested-too-deeply", f"{path}:{number}") from error
             if not line.endswith(b"\n"):
                 return  # the end of a live run's file: what follows now is the rest of this line
 
@@ -240,12 +236,7 @@ def _without_data(line: bytes, kind: type[msgspec.Struct], location: str) -> byt
     """The beginning of an event that is too long, as a complete line. Raises UsageError for other records."""
     start = _EVENT_START.match(line) if kind is Event else None
     if start is None:
-        raise UsageError(
-            "A line of the run's records is too long.",
-            location=location,
-            cause=f"it has more than {MAX_LINE_BYTES:,} bytes",
-            fix="delete the line: stoker did not write it",
-        )
+        raise make_error(UsageError, "record-too-long", location, max_line_bytes=MAX_LINE_BYTES)
     text = start[0].decode(errors="ignore")
     return (text + ('"}\n' if ',"text":"' in text else "}\n")).encode()
 

@@ -304,6 +304,8 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Number of cores that this run may use, by affinity and quota."""
     threads_running: float | None = None
     """Mean number of threads of this process and its children that ran or waited for a core."""
+    threads_active: int | None = None
+    """Threads of them that took at least 0.005 of a core."""
     swap_used_bytes: int | None = None
     """Swap in use."""
     disk_free_bytes: int | None = None

@@ -19,7 +19,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.errors import StorageError, needs_package
+from stoker.errors import StorageError, make_error, needs_package
 from stoker.storage.uri import StorageUri
 
 if TYPE_CHECKING:
@@ -116,12 +116,7 @@ def _aws_profile() -> Credentials | None:
     try:
         options["credential_provider"] = Boto3CredentialProvider()
     except Exception as error:  # botocore has no common base for what a profile can lack
-        raise StorageError(
-            f"The AWS profile {name} cannot be used.",
-            location="AWS_PROFILE",
-            cause=str(error),
-            fix=f"aws configure list-profiles lists the profiles; to sign in: aws sso login --profile {name}",
-        ) from error
+        raise make_error(StorageError, "aws-profile-not-usable", "AWS_PROFILE", cause=str(error), name=name) from error
     return Credentials(f"profile {name} (AWS_PROFILE)", options)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from stoker.errors import Conflict, ObjectMissing, StorageError, UsageError
+from stoker.errors import Conflict, ObjectMissing, StorageError, UsageError, make_error
 from stoker.storage.failures import caused_by
 from stoker.storage.store import ObjectInfo, Store, open_store
 from stoker.storage.uri import StorageUri
@@ -155,12 +155,7 @@ def acquire(
             same_machine = holder.machine == new_holder.machine
             if renewed or (same_machine and _process_start(holder.pid) == holder.process_start):
                 expiry_text = time.strftime("%H:%M:%S", time.localtime(time.time() + remaining_s))
-                raise UsageError(
-                    "Another process is training this run.",
-                    location=uri.parent,
-                    cause=f"{holder} has its lease, until {expiry_text} unless it renews",
-                    fix="let the other process continue, or stop it and repeat this command",
-                )
+                raise make_error(UsageError, "run-is-leased", uri.parent, holder=holder, expiry_text=expiry_text)
             if not same_machine:
                 last_seen = holder
                 if time.monotonic() - last_message_s >= MESSAGE_INTERVAL_S:

@@ -34,14 +34,17 @@ from stoker.watch.calls import find_call
 WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 """Time of a line; the first one of a process is short, because only its stacks tell whether it trains."""
 RATES_HZ = (10, 4, 2, 1)
-"""Samples a second. The next lower one is used if a window costs more than it may."""
+"""Samples a second of a training of stoker's own: the first that costs less than it may."""
+WINDOWS = ((10, 1), (4, 1), (4, 2), (2, 2), (1, 2))
+"""(samples a second, times WINDOW_S): the next is used if windows cost more than they may. A start of py-spy costs as
+much as 70 samples, so a longer window saves more than a lower rate."""
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take: py-spy and the thread that reads what it writes. Half of the 2 % of a job
 that watching may cost (benchmarks/diagnosis/watch_overhead.py)."""
 OWN_CPU_FRACTION = 0.003
 """What that thread takes, until it is known."""
 MAX_WINDOW_S = 60.0
-"""Windows are longer where even the lowest rate costs too much."""
+"""Windows are at most so long, also where even the lowest rate costs too much."""
 MAX_PROCESSES = 8
 """The busiest Python processes are sampled, besides one loader worker."""
 HELPER_RECHECK_S = 120.0
@@ -184,6 +187,8 @@ class _Process:
         self.failures = 0
         self.is_new = True
         """It has no window yet."""
+        self.trains = False
+        """The hook has counted a step of it."""
         self.sampled_s = 0.0
         """Monotonic time at which its newest window began."""
         env: dict[str, str] = {}
@@ -405,8 +410,10 @@ class StackSampler:
                 polled_s = now_s
             rate_hz, window_s = self._window(max(1, len(targets)))
             for recording in self._recordings:
-                age_s = recording.age_s()
-                if not recording.is_ending and age_s >= (FIRST_WINDOW_S if recording.target.is_new else window_s):
+                age_s, target = recording.age_s(), recording.target
+                starts = not target.trains and target.pid in self._training_ranks()
+                target.trains |= starts  # what it does from now on is a window of its own
+                if not recording.is_ending and (starts or age_s >= (FIRST_WINDOW_S if target.is_new else window_s)):
                     recording.end()
                 elif age_s > 2 * MAX_WINDOW_S:
                     recording.end(signal.SIGKILL)
@@ -470,11 +477,11 @@ class StackSampler:
     def _window(self, num_targets: int) -> tuple[int, float]:
         """(samples a second, seconds) of the next windows: as many and as short as the budget allows."""
         budget = max(MAX_CPU_FRACTION / 10, MAX_CPU_FRACTION - self._own_fraction)
-        for rate_hz in RATES_HZ:
-            window_cost_s = num_targets * self._cost_s * (0.4 + 0.6 * rate_hz / RATES_HZ[0])
-            if window_cost_s <= budget * WINDOW_S:
-                return rate_hz, WINDOW_S
-        return RATES_HZ[-1], min(MAX_WINDOW_S, window_cost_s / budget)
+        for rate_hz, times in WINDOWS:
+            window_cost_s = num_targets * self._cost_s * (0.4 + 0.6 * times * rate_hz / RATES_HZ[0])
+            if window_cost_s <= budget * times * WINDOW_S:
+                return rate_hz, times * WINDOW_S
+        return rate_hz, max(times * WINDOW_S, min(MAX_WINDOW_S, window_cost_s / budget))
 
     def _find_targets(self, now_s: float) -> list[_Process]:
         """The processes to sample: those that train or may train, the busiest first, and the loader worker whose turn

@@ -1,10 +1,9 @@
 """docs/data.md: its table of problems is that of the code. `python -m tests.data.test_data_page` writes it."""
 
-import re
 from pathlib import Path
 
 from stoker.data.formats.finder import FORMATS
-from stoker.data.validation.problems import PROBLEM_KINDS, error_texts
+from stoker.data.validation.problems import PROBLEM_KINDS
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "data.md"
 HEAD = "| kind | problem | unit | training | fix |\n|---|---|---|---|---|\n"
@@ -26,12 +25,6 @@ def test_the_page_has_the_formats_in_the_order_of_preference() -> None:
     text = PAGE.read_text()
     positions = [text.index(f"\n| `{name}` |") for name in FORMATS]
     assert positions == sorted(positions)
-
-
-def test_every_message_is_used() -> None:
-    text = "".join(path.read_text() for path in (PAGE.parent.parent / "stoker" / "data").rglob("*.py"))
-    used = set(re.findall(r'make_error\(\s*\w+,\s*"([\w-]+)"', text))
-    assert used == set(error_texts())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -353,8 +351,6 @@ def test_larger_images_are_encoded_again_and_boxes_are_scaled(tmp_path: Path) ->
     source = open_index(coco(tmp_path / "source", images, "valid"))
     result = packed(source, tmp_path / "out", image_size=(80, 80))
     assert result.num_encoded == 4
-    assert 30 < fmean(result.psnr_db) <= 99
-    assert len(result.psnr_db) == 4
     index = open_index(tmp_path / "out")
     rows = {index.path(row).name: row for row in index.image_indices("train")}
     assert index.read(rows["small.jpg"]) == small
@@ -461,7 +457,7 @@ def test_the_command_says_what_it_did(
     text = capsys.readouterr().out
     assert "6 images (train 4, val 2) in 2 shards" in text
     assert "size of the images before 3.8 KiB, of the shards 17.0 KiB" in text
-    assert re.search(r"5 images were encoded again: mean PSNR \d\d\.\d dB \(5 images measured", text)
+    assert "5 images encoded again" in text
     assert run(monkeypatch, "data", "pack", root, tmp_path / "out", "--image-size", "32", "--quality", "80") == 0
     assert "already packed: " in capsys.readouterr().out
     assert run(monkeypatch, "data", "pack", root, tmp_path / "out", "--json") == 2

@@ -228,6 +228,14 @@ CASES: dict[str, tuple[Case, Case]] = {
         ),  # a busy neighbor, and enough cores for both
     ),
     "threads_oversubscribed": (_host(threads_running=20.0), _host(threads_running=9.0)),
+    "threads_oversubscribed: by turns": (
+        _host(threads_running=9.0, threads_active=64, process_cpu=4.0),
+        _host(threads_running=7.0, threads_active=64, process_cpu=4.0),  # they sleep, and hardly wait for cores
+    ),
+    "threads_oversubscribed: few of them": (
+        _host(threads_running=9.0, threads_active=20, process_cpu=4.0),
+        _host(threads_running=9.0, threads_active=19, process_cpu=4.0),
+    ),
     "idle_gpus": (
         {"gpus": 2, "gpu": lambda _, n: {} if n == 0 else {"utilization": 0.0, "memory_used_bytes": 0}},
         {"gpus": 2},

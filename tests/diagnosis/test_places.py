@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.diagnosis.engine import CATALOG, run_rules
-from stoker.diagnosis.places import MAX_NODES, MIN_SHARE, _wilson, find_places, place_trees
+from stoker.diagnosis.places import MAX_NODES, MIN_SHARE, _wilson, find_places, list_places, place_trees
 from stoker.diagnosis.reader import read_run
 from stoker.report.explain import explain_run, print_explanation
 from stoker.runs.schemas import Place
@@ -262,3 +262,108 @@ def test_why_shows_places_before_the_findings(tmp_path: Path) -> None:
     print_explanation(explanation, shown, width=120)
     assert shown.getvalue().index(place.text()) < shown.getvalue().index("10 s in copy.deepcopy, called at train.py:53")
     assert msgspec.json.decode(msgspec.json.encode(explanation))["places"][0]["call"] == "copy.deepcopy"
+
+
+ON_TWO = {"external": True, "config": None, "seconds": 45, "fractions": {"compute": 0.6, "comm": 0.4},
+          "ranks": [{"compute": 0.6, "comm": 0.4}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "first"),
+    [
+        (0, 12, "straggler"),
+        (0, 1, "communication_bound"),
+        (12, 12, "communication_bound"),
+        (11, 15, "communication_bound"),
+    ],
+)
+def test_the_slow_rank_is_found_where_the_wait_is_hidden(rank_0: int, rank_1: int, first: str, tmp_path: Path) -> None:
+    """Samples of 40 in a line of the rank's own; gloo waits inside of the backward pass. A line that takes little, or
+    as much of every rank, or more of one by chance, is no slow rank."""
+    run = make_run(tmp_path / "run", **ON_TWO)
+    for name, samples in ((".", rank_0), ("ranks/0001", rank_1)):
+        own_line = Place(line="train.py:48", function="step", call="sum", kind="idle", samples=samples)
+        rest = Place(line="train.py:53", function="step", call="loss.backward", kind="compute", samples=40 - samples)
+        places = [place for place in (own_line, rest) if place.samples]
+        with (run / name / "stacks.jsonl").open("ab") as file:
+            for n in range(1, 5):
+                line = {"attempt": 1, "pid": 7 + len(name), "wall_s": 10.0, "frames": {}} | window(n, *places)
+                file.write(msgspec.json.encode(line) + b"\n")
+    findings = run_rules(read_run(run))
+    assert findings[0].id == first
+    if first == "straggler":
+        assert findings[0].place == "train.py:48"
+        assert "Rank 1 is slower" in findings[0].title
+
+
+DECODE = {"kind": "decode", "function": "__call__"}
+
+
+@pytest.mark.parametrize(
+    ("place", "count", "is_named"),
+    [
+        (Place(line="augment.py:7", call="min", samples=0, **DECODE), 24, True),
+        (Place(line="augment.py:7", call="min", samples=0, **DECODE), 1, False),
+        (Place(line="data.py:9", call="cv2.imread", samples=0, **DECODE), 24, False),
+        (Place(line="train.py:8", function="main", call="gc.collect", kind="gc", samples=0), 24, True),
+        (Place(line="train.py:8", function="main", call="gc.collect", kind="gc", samples=0), 1, False),
+        (Place(line="train.py:8", function="main", call="model.fit", leaf="quick_execute (eager/execute.py)",
+               kind="other", samples=0), 36, False),
+    ],
+)  # fmt: skip
+def test_own_code_in_the_transforms_is_a_place_and_a_decoder_is_none(
+    place: Place, count: int, is_named: bool, tmp_path: Path
+) -> None:
+    """Also garbage collection, unless it is cheap; not the function of TensorFlow that runs a step."""
+    places = [
+        msgspec.structs.replace(place, samples=count),
+        Place(line="train.py:3", kind="compute", samples=40 - count),
+    ]
+    fractions = {"input_wait": 0.6, "compute": 0.4} if place.kind == "decode" else {"host": 0.6, "compute": 0.4}
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=45, fractions=fractions,
+                   stacks=[window(n, *places) for n in range(1, 5)])  # fmt: skip
+    named = [finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place" and finding.place]
+    assert [finding.place for finding in named] == [place.line] * is_named
+    if place.kind == "gc" and is_named:
+        assert named[0].lost_device_s == pytest.approx(0.6 * 45, rel=0.15), "of the clock between steps"
+
+
+def test_what_a_worker_does_ranks_by_the_wait_for_it(tmp_path: Path) -> None:
+    """A checkpoint of five seconds costs more than ten of a worker for which nobody waits."""
+    saves = Place(line="train.py:9", function="main", call="torch.save", kind="checkpoint", samples=5)
+    loads = Place(line="data.py:7", function="load", call="image.astype", kind="decode", samples=10)
+    stacks = [window(n, saves, Place(kind="compute", samples=35)) for n in (1, 2)]
+    stacks += [window(n, loads, Place(kind="idle", samples=30), role="worker", pid=8) for n in (1, 2)]
+    shown = []
+    for input_wait in (0.01, 0.8):
+        fractions = {"input_wait": input_wait, "compute": 1 - input_wait}
+        run = make_run(tmp_path / str(input_wait), external=True, config=None, fractions=fractions, stacks=stacks)
+        shown.append([place.line for place in list_places(read_run(run))])
+    assert shown == [["train.py:9", "data.py:7"], ["data.py:7", "train.py:9"]]
+
+
+def test_python_between_steps_names_its_lines(tmp_path: Path) -> None:
+    """Several lines of which none is most of it, and an import that is none of them."""
+    lines = [Place(line=f"train.py:{n}", function="main", call=call, kind="python", samples=3)
+             for n, call in ((242, "pyplot.subplots"), (244, "axis.imshow"), (245, "figure.savefig"))]  # fmt: skip
+    lines.append(Place(line="train.py:1", function="main", call="import torch", kind="python", samples=6))
+    stacks = [window(n, *lines, Place(line="train.py:3", kind="compute", samples=25)) for n in range(1, 5)]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=45, stacks=stacks,
+                   fractions={"host": 0.3, "compute": 0.7}, host=lambda _: {"process_cpu": 1.0})  # fmt: skip
+    (found,) = [finding for finding in run_rules(read_run(run)) if finding.id == "python_bound"]
+    assert "3.0 s in figure.savefig, called at train.py:245" in found.evidence_text
+    assert "import torch" not in found.evidence_text
+
+
+@pytest.mark.parametrize(("cores", "is_found"), [(1.9, False), (0.6, True)])
+def test_waits_that_the_threads_of_the_process_explain_are_the_computing(
+    cores: float, is_found: bool, tmp_path: Path
+) -> None:
+    """As of JAX on a CPU, whose compiled functions and values are waited for in C; not of a process that is idle."""
+    places = [Place(line="mnist.py:90", call="next", kind="idle", samples=14),
+              Place(line="mnist.py:98", call="jax._src.array.__format__", kind="sync", samples=10),
+              Place(line="mnist.py:45", call="apply_fun", kind="compute", samples=16)]  # fmt: skip
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=45, fractions={"unattributed": 1.0},
+                   num_images=0, host=lambda _: {"process_cpu": cores},
+                   stacks=[window(n, *places) for n in range(1, 5)])  # fmt: skip
+    assert ("host_device_syncs" in {finding.id for finding in run_rules(read_run(run))}) is is_found

@@ -456,7 +456,8 @@ def test_an_external_run_is_judged_by_its_output(tmp_path: Path) -> None:
     assert diagnose(tmp_path / "run")[0].id == "oom_killed"
     folder.event("finished", "train.py ended with exit code 0", exit_code=0)
     folder.close()
-    assert [finding.id for finding in diagnose(tmp_path / "run")] == ["diverged"]
+    # an exit code of 0 after a traceback that nothing follows: the job caught the exception and logged it
+    assert [finding.id for finding in diagnose(tmp_path / "run")] == ["path_not_found", "diverged"]
 
 
 def test_only_the_output_of_the_newest_attempt_counts(tmp_path: Path) -> None:
@@ -619,3 +620,66 @@ def test_what_the_job_printed_within_a_traceback_is_not_its_error(between: str, 
 def test_a_traceback_without_a_line_of_an_exception_ends_at_its_first_line() -> None:
     lines = split_log_lines((FRAMES + "it went wrong\n" * 40).encode(), "job.log")
     assert find_tracebacks(lines) == [(0, 3)]
+
+
+CAUGHT = """step 9 of 90
+Traceback (most recent call last):
+
+> File "/job/tools/train.py", line 12, in <module>
+    main(exp)
+    │    └ <exp>
+  File "/job/core/trainer.py", line 83, in train
+    self.train_one_iter()
+  File "/env/lib/python3.11/site-packages/torch/_utils.py", line 750, in reraise
+    raise exception
+AssertionError: Caught AssertionError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/env/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 349, in _worker_loop
+    data = fetcher.fetch(index)
+  File "/job/data/pairs.py", line 155, in __getitem__
+    return self.load(index)
+  File "/job/data/pairs.py", line 149, in load
+    assert image is not None
+AssertionError: a file is empty
+"""
+
+
+def test_an_exception_that_the_job_caught_and_printed_last_has_ended_it() -> None:
+    """As loguru's `logger.catch` prints it: the exit code is 0. The place is that in the worker."""
+    found = died(CAUGHT, exit_code=0)
+    assert found[0].severity == "critical"
+    assert found[0].place == "pairs.py:149"
+    assert "raised at pairs.py:149 (load), called at pairs.py:155 (__getitem__)" in texts(found[0])
+
+
+@pytest.mark.parametrize(
+    "text", [CAUGHT + "step 10 of 90\n", "Exception in thread Thread-1:\n" + CAUGHT.partition("\n")[2]]
+)
+def test_an_exception_that_the_job_survived_has_not_ended_it(text: str) -> None:
+    assert died(text, exit_code=0) == []
+
+
+def test_of_chained_exceptions_the_place_of_the_first_is_named() -> None:
+    text = """Traceback (most recent call last):
+  File "/job/rows.py", line 173, in parse
+    return int(text)
+ValueError: invalid literal for int() with base 10: 'left'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/job/train.py", line 182, in <module>
+    main()
+  File "/job/rows.py", line 160, in __init__
+    raise ValueError(f"{name}: {error}")
+ValueError: train.csv: invalid literal for int() with base 10: 'left'
+"""
+    (found,) = died(text)
+    assert (found.id, found.place) == ("malformed_value", "rows.py:173")
+
+
+@pytest.mark.parametrize(("argument", "id"), [("cur_loss", "diverged"), ("length", "ended_by_error")])
+def test_the_exponential_of_a_loss_that_overflows_is_divergence(argument: str, id: str) -> None:
+    frame = f'  File "/job/main.py", line 6, in train\n    print(math.exp({argument}))\n'
+    text = f"step 9 of 90\nTraceback (most recent call last):\n{frame}OverflowError: math range error\n"
+    assert died(text)[0].id == id

@@ -51,7 +51,10 @@ def test_threads_that_run_are_a_mean_over_the_time_between(tmp_path: Path) -> No
     processes = ProcessTreeSampler(10, tmp_path)
     assert processes.sample(100.0).threads_running is None
     put(tmp_path, 10, threads={10: 2 * 10**9, 11: 5 * 10**9, 12: 10**9})
-    assert processes.sample(102.0).threads_running == 1.0
+    told = processes.sample(102.0)
+    assert (told.threads_running, told.threads_active) == (1.0, 2)
+    put(tmp_path, 10, threads={10: 3 * 10**9, 11: 5 * 10**9 + 10**6, 12: 10**9 + 20 * 10**6})
+    assert processes.sample(104.0).threads_active == 2, "one ran for a millisecond, which is a wake-up"
 
 
 @pytest.mark.parametrize("threads", [1, THREADS_PER_SAMPLE, 10 * THREADS_PER_SAMPLE])

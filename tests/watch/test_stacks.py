@@ -264,8 +264,8 @@ def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
             found.append((rate_hz, round(window_s, 1)))
         return found
 
-    assert windows(0.0) == [(10, 10.0), (4, 10.0), (1, 10.0), (1, 20.7), (1, 18.4)]
-    assert windows(0.003) == [(4, 10.0), (1, 10.0), (1, 13.1), (1, 29.6), (1, 26.3)]
+    assert windows(0.0) == [(10, 10.0), (4, 10.0), (4, 20.0), (1, 23.4), (1, 20.8)]
+    assert windows(0.003) == [(4, 10.0), (4, 20.0), (2, 20.0), (1, 33.4), (1, 29.7)]
     assert {rate_hz for rate_hz, _ in windows(0.02)} == {1}
 
 

@@ -56,8 +56,8 @@ from stoker.data.formats.tables import (
     shortest_decimal,
 )
 from stoker.data.formats.via import is_via
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 
 class Category(msgspec.Struct, gc=False):

@@ -44,8 +44,8 @@ from stoker.data.formats.folders import (
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
 from stoker.data.formats.openimages import is_open_images, iter_csv
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 TABLE_DIRS = ("annotations", "labels", "data", "csv")
 

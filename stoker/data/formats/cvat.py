@@ -24,8 +24,8 @@ from stoker.data.formats.images import (
     usable_size,
 )
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 XML_ERRORS = (ElementTree.ParseError, ValueError, LookupError)
 """Of Python's parser; the last two are for encodings that it does not support."""

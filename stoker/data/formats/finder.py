@@ -45,8 +45,8 @@ from stoker.data.formats.images import is_below
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, DatasetWriter
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError, UsageError, nearest
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, UsageError, make_error, nearest
 
 MAX_LISTED_NAMES = 8
 """Names in a folder that an error message lists."""

@@ -19,8 +19,7 @@ import msgspec
 
 from stoker import regular_files
 from stoker.data.formats.tables import SPLITS, DatasetLayout, SplitFiles
-from stoker.data.validation.problems import make_error
-from stoker.errors import DataError
+from stoker.errors import DataError, make_error
 
 SPLIT_BY_NAME = {
     "train": "train", "training": "train",

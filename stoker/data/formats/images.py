@@ -39,8 +39,8 @@ from stoker.data.formats.tables import (
 )
 from stoker.data.images import source
 from stoker.data.images.headers import read_header
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 IO_WORKERS = 16
 """Threads that wait for the disk: on a network file system, sixteen small reads at a time."""

@@ -23,8 +23,8 @@ from stoker.data.formats.folders import (
 )
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 _LINE = re.compile(rb"[^\s\d.+-]\S*(\s+[-+]?[\d.]+(e[-+]?\d+)?){14,15}\s*$", re.IGNORECASE)
 DONT_CARE = "dontcare"

@@ -35,8 +35,8 @@ from stoker.data.formats.shards import (
 )
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images.headers import ReadAt
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 INDEX_FILE = "index.json"
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "photo")

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from stoker.data.formats.folders import split_from_name
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 Entry = tuple[str, Any]
 """Place in a file, for messages, and the object there, which is about an image, or UnknownLayout if it is not JSON."""

@@ -28,8 +28,8 @@ from stoker.data.formats.folders import (
 )
 from stoker.data.formats.images import Box, ImageFile, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 TABLE_DIRS = ("annotations", "labels", "csv", "csv_folder", "metadata")
 COLUMNS = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")

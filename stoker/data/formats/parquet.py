@@ -28,8 +28,8 @@ from stoker.data.formats.shards import (
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.formats.tfrecord_bytes import unpacked_path, write_cached
 from stoker.data.images import source as image_source
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 SUFFIXES = (".parquet",)
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png")

@@ -35,8 +35,8 @@ from stoker.data.formats.objects import (
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 BLOCK_BYTES = 1 << 18
 """Bytes of a request to a bucket. It has the annotations of one to ten images of usual size; at 30 ms a request, larger

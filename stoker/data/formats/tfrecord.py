@@ -58,8 +58,8 @@ from stoker.data.formats.tfrecord_bytes import (
     write_record,
 )
 from stoker.data.images.headers import parse_header
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 GZIP_MAGIC = b"\x1f\x8b"
 _SUFFIX = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])", re.IGNORECASE)

@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from stoker import regular_files
 from stoker.data.formats.folders import read_head
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError, StorageError, needs_package
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, StorageError, make_error, needs_package
 from stoker.storage.local_files import atomic_path, cache_folder
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4

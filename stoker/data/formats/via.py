@@ -28,8 +28,8 @@ from stoker.data.formats.images import (
 )
 from stoker.data.formats.openimages import iter_csv
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 _HEAD = re.compile(rb'"(_via_\w+|shape_attributes|file_attributes)"|^#?filename[,;\t].*region_shape_attributes')
 CSV_COLUMNS = ("filename", "region_shape_attributes", "region_attributes")

@@ -47,8 +47,8 @@ from stoker.data.formats.tables import (
     Target,
     shortest_decimal,
 )
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 MAX_LIST_PROBES = 64
 """Lines of a list that are tried, to see whether it is about the annotated images."""

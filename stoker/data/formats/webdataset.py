@@ -36,8 +36,8 @@ from stoker.data.formats.shards import (
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError, StokerError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, StokerError, make_error
 
 
 class Member(NamedTuple):

@@ -49,8 +49,8 @@ from stoker.data.formats.tables import (
     SplitFiles,
     display_path,
 )
-from stoker.data.validation.problems import ProblemCollector, make_error
-from stoker.errors import DataError
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, make_error
 
 MAX_CLASSES = 100_000
 """Largest number of classes; the published set with the most, V3Det, has 13,204."""

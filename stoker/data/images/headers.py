@@ -17,8 +17,7 @@ from typing import NamedTuple, NoReturn
 
 from stoker import regular_files
 from stoker.data.images import source
-from stoker.data.validation.problems import make_error
-from stoker.errors import DataError
+from stoker.errors import DataError, make_error
 
 MAX_PIXELS = 2**29
 """Pixels of the largest image that is read, 23,170 × 23,170. As RGB it takes 1.6 GB per worker while it is decoded. A

@@ -34,8 +34,7 @@ from numpy.typing import NDArray
 from stoker.data.images import source
 from stoker.data.images.decode import DCT_DIVISORS, Pixels, decode_resized
 from stoker.data.images.headers import Header
-from stoker.data.validation.problems import make_error
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, make_error
 from stoker.hardware.cgroup import host_memory
 from stoker.storage.local_files import cache_folder, format_bytes
 

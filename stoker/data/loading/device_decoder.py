@@ -39,8 +39,7 @@ from stoker.data.loading.samples import (
     compute_max_boxes,
 )
 from stoker.data.loading.stats import Counters
-from stoker.data.validation.problems import make_error
-from stoker.errors import DataError, ObjectMissing, PreflightError
+from stoker.errors import DataError, ObjectMissing, PreflightError, make_error
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, SideStream
 

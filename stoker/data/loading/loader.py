@@ -37,8 +37,8 @@ from stoker.data.loading.stats import (
     split_wait,
 )
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, Prefetcher, WorkerPool, iter_rank_positions
-from stoker.data.validation.problems import make_error, max_bad_images
-from stoker.errors import CheckpointError, DataError, StorageError
+from stoker.data.validation.problems import max_bad_images
+from stoker.errors import CheckpointError, DataError, StorageError, make_error
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import ReadyEvent
 

@@ -45,8 +45,7 @@ from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, Sam
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.thread_stacks import Stack
 from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
-from stoker.data.validation.problems import make_error
-from stoker.errors import OutOfMemoryError, PreflightError, StokerError
+from stoker.errors import OutOfMemoryError, PreflightError, StokerError, make_error
 from stoker.hardware.cgroup import Cgroup
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from stoker.data.images.headers import Header, parse_header
 from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
 from stoker.data.loading.stats import DECODING, READ, Counters
-from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION, make_error
-from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError
+from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
+from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError, make_error
 
 if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable
-from stoker.data.validation.problems import ProblemCollector, count_of_all, make_error
-from stoker.errors import DataError, UsageError, nearest
+from stoker.data.validation.problems import ProblemCollector, count_of_all
+from stoker.errors import DataError, UsageError, make_error, nearest
 
 TRAIN, VAL, TEST = range(3)
 DROPPED_BOX_KINDS = (

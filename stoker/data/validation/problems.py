@@ -2,22 +2,18 @@
 
 The readers (`formats/`) and the cleaning (`clean.py`) add what they meet to a `ProblemCollector`. The index keeps the
 counts and a few examples; `stoker data check` (`check.py`) shows everything. Not here: errors that end the reading
-(they are `DataError`s; some are rows of `errors.toml`), and the search for problems inside image files (`check.py`).
+(`DataError`; their texts are in `knowledge/data_errors.toml`), and the search for problems inside image files
+(`check.py`).
 """
 
-import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
-from stoker.errors import StokerError
 from stoker.findings.finding import Severity
-
-Error = TypeVar("Error", bound=StokerError)
 
 DEFAULT_MAX_BAD_FRACTION = 0.01
 """Fraction of the images that may be unusable, by default."""
@@ -132,37 +128,6 @@ class ProblemCollector:
     def describe(self) -> str | None:
         """All kinds, each with its first example, for the cause of an error; None if there are none."""
         return "; ".join(f"{p.count:,} × {p.title}: {p.examples[0]}" for p in self.summarize()) or None
-
-
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of `errors.toml`: the texts of an error, in which {names} stand for values."""
-
-    what: str
-    cause: str | None = None
-    fix: str | None = None
-
-
-@functools.cache
-def error_texts() -> dict[str, _Message]:
-    text = (resources.files("stoker.data.validation") / "errors.toml").read_text(encoding="utf-8")
-    return msgspec.toml.decode(text, type=dict[str, _Message])
-
-
-def make_error(
-    kind: type[Error],
-    key: str,
-    location: object = None,
-    *,
-    choices: Iterable[object] = (),
-    cause: str | None = None,
-    fix: str | None = None,
-    **values: object,
-) -> Error:
-    """The error of a row of `errors.toml`. cause, fix: where the row has none; values: those that its texts name."""
-    row = error_texts()[key]
-    cause = row.cause.format(**values) if row.cause else cause
-    fix = row.fix.format(**values) if row.fix else fix
-    return kind(row.what.format(**values), location=location, choices=choices, cause=cause, fix=fix)
 
 
 def max_bad_images(max_bad_fraction: float, num_images: int) -> int:

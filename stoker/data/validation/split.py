@@ -22,8 +22,7 @@ from PIL import Image
 from stoker.data.formats.tables import SPLITS
 from stoker.data.index import Index
 from stoker.data.validation.clean import stratify
-from stoker.data.validation.problems import make_error
-from stoker.errors import UsageError
+from stoker.errors import UsageError, make_error
 from stoker.storage.local_files import write_atomic
 
 HASH_SIDE = 16

@@ -79,11 +79,18 @@ def busiest_processes_evidence(host: HostStats) -> Evidence | None:
 
 def threads_oversubscribed(run: RunRecords, cause: Cause) -> Finding | None:
     """Threads that wait for cores which other processes use are not too many: only the run's part of the cores
-    counts."""
+    counts. Threads of an OpenMP pool sleep at each barrier until the last one got a core, so few of them are runnable
+    at once: their number counts then, if the runnable ones wait longer than they run."""
     running, cores = run.host.threads_running, run.host.cores
     if running.value is None or not cores or running.count < cause.threshold("min_samples"):
         return None
-    own_threads = running.value * (1 - (run.host.other_processes_cpu.value or 0.0))
+    own_part = 1 - (run.host.other_processes_cpu.value or 0.0)
+    own_threads, active, got = running.value * own_part, run.host.threads_active.value, run.host.process_cpu.value
+    waits = got is not None and got > 0 and own_threads / got >= cause.threshold("min_demand_ratio")
+    if active is not None and waits and active >= cause.threshold("min_active_per_core") * cores:
+        text = f"{active:,.0f} threads computed by turns on {cores:g} cores, and waited for them longer than they ran"
+        evidence = make_evidence(text, active / cores, "devices.jsonl: threads_active, threads_running, process_cpu")
+        return make_finding(run, cause, active / cores, [evidence, _pressure_evidence(run)])
     if own_threads - cores < cause.threshold("min_extra_threads"):
         return None
     text = f"{running.value:,.0f} threads ran or waited for a core, on {cores:g} cores"

@@ -1,5 +1,6 @@
 """Work besides the steps that takes a large part of the run: evaluation, checkpoints, starting, restarts."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -19,13 +20,18 @@ from stoker.diagnosis.causes.shared import (
     phase_evidence,
     sample_evidence,
 )
-from stoker.diagnosis.places import STARTS, describe_place, find_places, frequency, heavy_places
-from stoker.diagnosis.run_data import RunRecords
+from stoker.diagnosis.places import IMPORT, STARTS, describe_place, find_places, frequency, heavy_places, list_places
+from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 
 EVALUATION_HEAVY = find_cause("evaluation_heavy")
 
 STARTUP_HEAVY = find_cause("startup_heavy")
+
+HEAVY_PLACE = find_cause("heavy_place")
+
+_BETWEEN_KINDS = ("python", "gc", "other", "idle")
+"""Kinds of stacks between steps."""
 
 
 def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
@@ -81,14 +87,28 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         evidence = [make_evidence(text, measured, "stacks.jsonl: places")]
         if leaves := sorted((count, leaf) for leaf, count in place.leaves.items() if leaf):
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
-        finding = make_finding(
-            run, cause, measured, evidence,
-            lost_s=measured * run.steady.device_s, estimate_basis="the fraction of the samples",
-        )  # fmt: skip
+        lost_s, basis = measured * run.steady.device_s, "the fraction of the samples"
+        if place.role == "training" and run.num_ranks == 1:
+            lost_s, basis = _lost_in_place(run, place)
+        finding = make_finding(run, cause, measured, evidence, lost_s=lost_s, estimate_basis=basis)
         if finding is not None:
             title = f"{place.seconds:,.0f} s in {describe_place(place)}"
             return msgspec.structs.replace(finding, title=title, place=place.line)
     return None
+
+
+def _lost_in_place(run: RunRecords, place: PlaceTotal) -> tuple[float, str]:
+    """(seconds of the training thread in a place, what they rest on): the clock of the time between steps, where the
+    place's share of the samples between steps agrees with its own samples; else these, at most all after the start."""
+    between = [other for other in list_places(run) if other.role == "training" and other.kind in _BETWEEN_KINDS
+               and not re.search(IMPORT, other.call)]  # fmt: skip
+    sampled_s = sum(other.seconds for other in between)
+    clock_s = run.steady.phases.get("host", 0.0)
+    slack = HEAVY_PLACE.threshold("clock_slack")
+    by_clock = clock_s * place.seconds / sampled_s if place.kind in _BETWEEN_KINDS and sampled_s > 0 else 0.0
+    if place.low_s / slack <= by_clock <= place.high_s * slack:
+        return by_clock, "the clock of the time between steps, by the places of the samples in it"
+    return min(place.seconds, run.steady.device_s), "the samples of the place"
 
 
 def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:

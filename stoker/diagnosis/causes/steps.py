@@ -1,6 +1,10 @@
 """The device is idle in or between steps: the host issues work too late or waits, the batch is too small, or devices
 wait for each other: for one slow rank, or in collectives that computing does not hide."""
 
+import re
+
+import msgspec
+
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.host import contended_fraction, cpu_demand, cpu_demand_ratio, thread_cpu_utilization
 from stoker.diagnosis.causes.shared import (
@@ -21,8 +25,8 @@ from stoker.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker.diagnosis.places import heavy_places
-from stoker.diagnosis.run_data import RunRecords
+from stoker.diagnosis.places import IMPORT, describe_place, find_places, heavy_places, list_places, merge_places
+from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 
 _WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python", "gc")
@@ -63,10 +67,20 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
             return from_stacks  # it waited, or got no core
     if not phases or thread_is_idle is True or (thread_is_idle is None and from_stacks is not None):
         return from_stacks
-    evidence = [process_cpu_evidence(run), stack_evidence(run, "Python", "python", "gc")]
+    evidence = [process_cpu_evidence(run), *_places_between_steps(run)]
     confidence = 0.5 if thread_is_idle is None else None
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence, confidence=confidence)
     return from_phases or from_stacks
+
+
+def _places_between_steps(run: RunRecords) -> list[Evidence | None]:
+    """The largest places of the training thread outside of steps and imports; without any what its samples tell."""
+    places = [place for place in list_places(run) if place.role == "training"
+              and place.kind in ("python", "gc", "decode") and not re.search(IMPORT, place.call)]  # fmt: skip
+    return [
+        make_evidence(f"{place.seconds:,.1f} s in {describe_place(place)}", place.seconds, "stacks.jsonl: places")
+        for place in places[: int(PYTHON_BOUND.threshold("max_places"))]
+    ] or [stack_evidence(run, "Python", "python", "gc")]
 
 
 def _recurs(run: RunRecords, phases: tuple[str, ...]) -> bool:
@@ -100,21 +114,25 @@ def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
         return from_clock
     idle_fraction = _thread_idle_fraction(run)
     max_fraction = 1.0 if idle_fraction is None else idle_fraction
-    kinds = ("idle",) if _waits_for_own_threads(run) else ("sync", "idle")
-    return _finding_from_stacks(run, cause, "a wait", *kinds, max_fraction=max_fraction)
+    kinds = tuple(kind for kind in ("sync", "idle") if kind not in _waits_for_own_threads(run))
+    return None if not kinds else _finding_from_stacks(run, cause, "a wait", *kinds, max_fraction=max_fraction)
 
 
-def _waits_for_own_threads(run: RunRecords) -> bool:
-    """Whether the training thread waits for other threads of its process, which compute, as JAX's does on a CPU: its
-    waits for the device are the computing."""
+def _waits_for_own_threads(run: RunRecords) -> tuple[str, ...]:
+    """Kinds of samples in which the training thread waits for other threads of its process, which compute, as JAX's
+    does on a CPU: its waits for the device are the computing, and so are compiled functions where they explain both."""
     process_cpu, ratio = run.host.process_cpu.value, cpu_demand_ratio(run)
     if not run.on_cpu or process_cpu is None or ratio is None:
-        return False
+        return ()
     waiting = run.stacks.fraction("sync", "idle")
     others_cpu = ratio * process_cpu / run.num_ranks - (1 - waiting)
-    return waiting > HOST_DEVICE_SYNCS.threshold("handed_over") and others_cpu >= HOST_DEVICE_SYNCS.threshold(
-        "explained"
-    ) * run.stacks.fraction("sync")
+    if waiting <= HOST_DEVICE_SYNCS.threshold("handed_over"):
+        return ()
+    explained = HOST_DEVICE_SYNCS.threshold("explained")
+    sleeps = find_places(run, kind="idle", call="sleep") is not None
+    if not sleeps and others_cpu >= 2 * explained * waiting:
+        return "sync", "idle"
+    return ("sync",) if others_cpu >= explained * run.stacks.fraction("sync") else ()
 
 
 def _computes_elsewhere(run: RunRecords) -> bool:
@@ -355,23 +373,26 @@ STRAGGLER = find_cause("straggler")
 
 
 def straggler(run: RunRecords, cause: Cause) -> Finding | None:
-    """Only if most of the waiting is for one rank: ranks that are late in turn have another cause."""
+    """Only if most of the waiting is for one rank: ranks that are late in turn have another cause. By the clocks of the
+    collectives; else by the stacks, as an all-reduce inside of the backward pass (gloo) hides the wait for a rank."""
     waits = run.totals.straggler_s
     waited_s, fraction = run.phase_seconds("straggler"), fraction_of_phase(run, "straggler")
+    by_stacks = _straggler_by_stacks(run, cause)
     if fraction is None or waited_s <= 0:
-        return None
+        return by_stacks
     slowest_evidence = place_evidence = None
     if waits:
         rank = max(waits, key=lambda name: waits[name])
         if waits[rank] / sum(waits.values()) < cause.threshold("min_slowest_fraction"):
-            return None
+            return by_stacks
         text = f"rank {rank} is the slow one: the others waited {waits[rank]:,.1f} {device_seconds(run)} for it"
         slowest_evidence = make_evidence(text, rank, "ranks/*/steps.jsonl: phases")
-        place_evidence = _own_place_evidence(run, rank)
+        excess = _own_excess(run)
+        place_evidence = excess[2] if excess is not None and excess[0] == rank else None
     waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
     evidence = [slowest_evidence, place_evidence, phase_evidence(run, "straggler")]
     confidence = None if slowest_evidence else 0.6
-    return make_finding(
+    by_clock = make_finding(
         run,
         cause,
         waiting_fraction,
@@ -380,22 +401,46 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
         min_measured=_min_fraction(run),
         confidence=confidence,
     )
+    return by_clock or by_stacks
 
 
-def _own_place_evidence(run: RunRecords, rank: int) -> Evidence | None:
-    """The place that takes more of this rank's time than of the others', outside of steps; None if nothing does."""
-    excess: dict[tuple[str, str, str], float] = {}
-    for place in run.places:
-        if place.role == "training" and not place.is_startup and place.kind in _OWN_KINDS and place.line:
-            key = place.kind, place.line, place.call
-            share = 1.0 if place.rank == rank else -1.0 / max(1, run.num_ranks - 1)
-            excess[key] = excess.get(key, 0.0) + share * place.seconds
-    key = max(excess, key=excess.__getitem__, default=("", "", ""))
-    if excess.get(key, 0.0) < STRAGGLER.threshold("min_own_fraction") * run.steady.wall_s:
+def _straggler_by_stacks(run: RunRecords, cause: Cause) -> Finding | None:
+    """A rank that is in a line of its own for much longer than the others, which wait at least as long for it: they
+    wait for nobody else then."""
+    excess = _own_excess(run)
+    if excess is None or run.num_ranks < 2 or not is_long_enough(run):
         return None
-    kind, line, call = key
-    text = f"rank {rank} spent {excess[key]:,.1f} s more than the others in {call or kind} at {line}"
-    return make_evidence(text, excess[key], "ranks/*/stacks.jsonl: places")
+    rank, excess_s, evidence, place = excess
+    finding = make_finding(
+        run, cause, excess_s / run.steady.wall_s, [evidence],
+        lost_s=excess_s * (run.num_ranks - 1), estimate_basis="the samples of its stacks, for each rank that waits",
+    )  # fmt: skip
+    if finding is None:
+        return None
+    title = f"Rank {rank} is slower than the others, and all wait for it: {describe_place(place)}"
+    return msgspec.structs.replace(finding, title=title, place=place.line)
+
+
+def _own_excess(run: RunRecords) -> tuple[int, float, Evidence, PlaceTotal] | None:
+    """(rank, seconds, evidence, the place) of the line outside of steps that takes certainly more of one rank's time
+    than of any other's; None if nothing does."""
+    by_line: dict[str, dict[int, list[PlaceTotal]]] = {}
+    for place in run.places:
+        is_own = place.kind in _OWN_KINDS and place.line and not re.search(IMPORT, place.call)
+        if place.role == "training" and not place.is_startup and is_own:
+            by_line.setdefault(place.line, {}).setdefault(place.rank, []).append(place)
+    best: tuple[int, float, Evidence, PlaceTotal] | None = None
+    for line, ranks in by_line.items():
+        totals = {rank: total for rank, places in ranks.items() if (total := merge_places(places)) is not None}
+        rank = max(totals, key=lambda rank: totals[rank].seconds)
+        others_s = max((total.seconds for other, total in totals.items() if other != rank), default=0.0)
+        place, seconds = totals[rank], totals[rank].seconds - others_s
+        is_seen = place.samples >= STRAGGLER.threshold("min_samples")
+        is_certain = place.low_s - others_s >= STRAGGLER.threshold("min_own_fraction") * run.steady.wall_s
+        if is_seen and is_certain and (best is None or seconds > best[1]):
+            text = f"rank {rank} spent {seconds:,.1f} s more than the others in {place.call or place.kind} at {line}"
+            best = rank, seconds, make_evidence(text, seconds, "ranks/*/stacks.jsonl: places"), place
+    return best
 
 
 def _min_fraction(run: RunRecords) -> float | None:

@@ -31,6 +31,8 @@ SLOW_SAMPLE_EVERY = 10
 
 THREADS_PER_SAMPLE = 64
 """Average number of threads whose files are read in a sample: some 15 µs each, so a millisecond."""
+MIN_ACTIVE_FRACTION = 0.005
+"""Fraction of a core from which a thread is active: of 64 threads on two cores each gets 0.03, one that polls 0.001."""
 
 MIN_OTHER_CORES = 0.25
 """Cores in use by others from which they are named: less hardly slows a run down (heuristic)."""
@@ -60,6 +62,8 @@ class ProcessTreeSample:
     """Shared memory counts in each process."""
     threads_running: float | None = None
     """Mean number of threads that ran or waited for a CPU, between the last two times that all threads were read."""
+    threads_active: int | None = None
+    """Threads that did more than wake up meanwhile."""
 
 
 class ProcessTreeSampler:
@@ -72,8 +76,9 @@ class ProcessTreeSampler:
         self._proc = str(proc)
         self._sample_count = 0
         self._next_walk = 0
-        self._previous_busy: tuple[float, dict[str, int]] | None = None
+        self._previous: tuple[float, dict[str, tuple[int, int]]] | None = None
         self._threads_running: float | None = None
+        self._threads_active: int | None = None
 
     def sample(self, now_s: float) -> ProcessTreeSample:
         """now_s: from a monotonic clock."""
@@ -92,6 +97,7 @@ class ProcessTreeSampler:
             cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
             rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
             threads_running=self._threads_running,
+            threads_active=self._threads_active,
         )
 
     def _walk(self, now_s: float) -> None:
@@ -99,7 +105,7 @@ class ProcessTreeSampler:
 
         So a new child is found at once if there are few threads, and within a minute if there are thousands.
         """
-        busy_ns: dict[str, int] = {}
+        times_ns: dict[str, tuple[int, int]] = {}  # ran; ran or waited
         pids = [self._pid]
         for pid in pids:  # grows during the loop
             task_dir = f"{self._proc}/{pid}/task"
@@ -109,17 +115,21 @@ class ProcessTreeSampler:
                         pids += map(int, read(f"{task_dir}/{thread}/children").split())
                     if (times := read_or_none(f"{task_dir}/{thread}/schedstat")) is not None:
                         ran_ns, waited_ns, *_ = map(int, times.split())
-                        busy_ns[f"{pid}/{thread}"] = ran_ns + waited_ns
-        previous = self._previous_busy
+                        times_ns[f"{pid}/{thread}"] = ran_ns, ran_ns + waited_ns
+        previous = self._previous
         # all 0: this kernel does not count these times (documentation: scheduler/sched-stats)
-        self._previous_busy = (now_s, busy_ns) if any(busy_ns.values()) else None
-        if previous is None or self._previous_busy is None or now_s <= previous[0]:
-            self._threads_running = None
+        self._previous = (now_s, times_ns) if any(busy for _, busy in times_ns.values()) else None
+        if previous is None or self._previous is None or now_s <= previous[0]:
+            self._threads_running = self._threads_active = None
         else:
-            increase_ns = sum(max(0, ns - previous[1].get(thread, 0)) for thread, ns in busy_ns.items())
-            self._threads_running = min(float(len(busy_ns)), increase_ns / 1e9 / (now_s - previous[0]))
+            wall_ns = 1e9 * (now_s - previous[0])
+            before = {thread: previous[1].get(thread, (0, 0)) for thread in times_ns}
+            increase_ns = sum(max(0, busy - before[thread][1]) for thread, (_, busy) in times_ns.items())
+            self._threads_running = min(float(len(times_ns)), increase_ns / wall_ns)
+            ran = (ran - before[thread][0] for thread, (ran, _) in times_ns.items())
+            self._threads_active = sum(ran_ns >= MIN_ACTIVE_FRACTION * wall_ns for ran_ns in ran)
         self.pids = pids
-        self._next_walk = self._sample_count + math.ceil(max(1, len(busy_ns)) / THREADS_PER_SAMPLE)
+        self._next_walk = self._sample_count + math.ceil(max(1, len(times_ns)) / THREADS_PER_SAMPLE)
 
 
 def _rss_bytes(pid: int) -> int | None:
@@ -244,6 +254,7 @@ class HostSampler:
             busiest_processes=self._other_processes.sample(now_s, other_cores, run_pids),
             rss_bytes=tree.rss_bytes,
             threads_running=tree.threads_running,
+            threads_active=tree.threads_active,
             shm_used_bytes=None if shm is None else shm[0],
             shm_total_bytes=None if shm is None else shm[1],
             **self._slow_values,
