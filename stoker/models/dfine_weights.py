@@ -96,6 +96,7 @@ def _rename(name: str, rules: Rules) -> str:
 def _split(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """The parts of a tensor that are parameters of their own here."""
     prefix, _, kind = name.rpartition(".")
+    parts: tuple[str, ...]
     if kind in ("in_proj_weight", "in_proj_bias"):
         parts, suffix = ("q_proj", "k_proj", "v_proj"), kind.removeprefix("in_proj_")
     elif prefix.endswith(".swish_ffn.w12"):

@@ -11,6 +11,9 @@ With the same weights, predictions and losses are those of transformers' RfDetrF
 without dropout. For other images its windows are those of a transposed grid; here they are windows of the image.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+# (`split` and `unflatten` of tensors are untyped)
+
 import math
 from typing import Any, NamedTuple, Self
 
@@ -178,7 +181,10 @@ class Projector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         half = CHANNELS // 2
-        self.conv1, self.conv2 = ConvNorm(DEPTH // LAYERS_PER_STAGE * WIDTH, CHANNELS, 1), ConvNorm(5 * half, CHANNELS, 1)
+        self.conv1, self.conv2 = (
+            ConvNorm(DEPTH // LAYERS_PER_STAGE * WIDTH, CHANNELS, 1),
+            ConvNorm(5 * half, CHANNELS, 1),
+        )
         self.bottlenecks = nn.ModuleList(
             nn.Sequential(ConvNorm(half, half, 3), ConvNorm(half, half, 3)) for _ in range(3)
         )
@@ -213,7 +219,9 @@ class DecoderLayer(nn.Module):
             FiniteLayerNorm(CHANNELS) for _ in range(3)
         )
 
-    def forward(self, x: Tensor, positions: Tensor, boxes: Tensor, memory: Tensor, grid: GridSize, groups: int) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, boxes: Tensor, memory: Tensor, grid: GridSize, groups: int
+    ) -> Tensor:
         """x, positions: [B, groups · Q, CHANNELS]; queries of a group attend to each other."""
         by_group, by_group_positions = (y.unflatten(1, (groups, -1)).flatten(0, 1) for y in (x, positions))
         mixed = self.self_attn(by_group, by_group_positions)
@@ -245,8 +253,8 @@ class Decoder(nn.Module):
         return self
 
     def forward(self, x: Tensor, boxes: Tensor, memory: Tensor, grid: GridSize, groups: int) -> list[Tensor]:
-        """x: [B, groups · Q, CHANNELS]; boxes: [B, groups · Q, 4], at least fp32. The normalized output of each layer, in
-        evaluation of the last one."""
+        """x: [B, groups · Q, CHANNELS]; boxes: [B, groups · Q, 4], at least fp32. The normalized output of each layer,
+        in evaluation of the last one."""
         with torch.autocast(x.device.type, enabled=False):
             angles = boxes[..., None] * self.frequencies
             waves = torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)
@@ -300,7 +308,7 @@ class RFDETR(Detector):
         logits, boxes = (torch.cat(parts, 1) for parts in zip(*self._proposals(memory, grid, groups), strict=True))
         count = boxes.shape[1] // groups  # fewer than `queries` on maps with fewer points
         offsets, content = (
-            table.weight.unflatten(0, (GROUPS, -1))[:groups, :count].flatten(0, 1).expand(len(memory), -1, -1)
+            table.weight.unflatten(0, (GROUPS, -1))[:groups, :count].flatten(0, 1).expand(memory.shape[0], -1, -1)
             for table in (self.reference_point_embed, self.query_feat)
         )
         start = refine(boxes.detach(), at_least_fp32(offsets))
@@ -356,7 +364,9 @@ class RFDETR(Detector):
                 stacks.append(torch.stack([term.sum() for term in (classes, measured.l1, measured.giou)]))
             return dict(zip(LOSS_WEIGHTS, torch.stack(stacks, 1) / divisor, strict=True))
 
-    def candidates(self, outputs: RFDETROutputs, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
+    def candidates(
+        self, outputs: RFDETROutputs, resized_size: Tensor, *, score_threshold: float | Tensor
+    ) -> Candidates:
         """The best pairs of a query and a class, MAX_DETECTIONS or as many as there are queries."""
         layer = outputs.logits.shape[0] - 2
         first = outputs.logits.shape[2] // outputs.groups
@@ -387,8 +397,8 @@ def refine(boxes: Tensor, delta: Tensor) -> Tensor:
 def iou_aware_class_terms(logits: Tensor, index: Tensor, truth: Truth, iou: Tensor) -> Tensor:
     """Class loss of each query, summed over the classes: [K, B, Q] (IA-BCE; LW-DETR, equation 3).
 
-    logits: [K, B, Q, C]; iou: [K, B, Q], with the box `index`. The target of its class is score^ALPHA · IoU^(1 - ALPHA),
-    without a gradient; other classes have the target 0 and the weight score^GAMMA, with one.
+    logits: [K, B, Q, C]; iou: [K, B, Q], with the box `index`. The target of its class is score^ALPHA ·
+    IoU^(1 - ALPHA), without a gradient; other classes have the target 0 and the weight score^GAMMA, with one.
     """
     at_label = logits.gather(3, matched(truth.labels, index)[..., None])[..., 0]
     target = (at_label.detach().sigmoid() ** ALPHA * iou ** (1 - ALPHA)).clamp(min=MIN_TARGET)

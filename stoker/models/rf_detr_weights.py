@@ -1,6 +1,9 @@
 """Names of published weights of RF-DETR (files of Roboflow/rf-detr-*, in the layout of transformers) → names of
 `models/rf_detr.py`."""
 
+# mypy: disable-error-code="no-untyped-call"
+# (`unflatten` of tensors is untyped)
+
 import re
 from collections.abc import Mapping
 

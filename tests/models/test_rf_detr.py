@@ -155,14 +155,15 @@ def small(queries: int = 20, classes: int = CLASSES) -> RFDETR:
 
 
 def test_windows_of_an_image_that_is_not_square_are_windows() -> None:
-    """A layer within windows does not carry what is at the right edge to the left one, nor from the top to the bottom."""
+    """A layer within windows does not carry what is at the right edge to the left one."""
     model = small().eval()
     images = make_batch((0,), (64, 160), CLASSES).images
     with torch.no_grad():
         changed = images.clone()
         changed[..., 80:] = 255 - changed[..., 80:]
         first, second = (
-            model.backbone.run([model.normalize(x)], 0, 2)[0] for x in (images, changed)  # type: ignore[operator]
+            model.backbone.run([model.normalize(x)], 0, 2)[0]
+            for x in (images, changed)  # type: ignore[operator]
         )
     assert torch.equal(first[..., :5], second[..., :5])
     assert not torch.isclose(first[..., 5:], second[..., 5:]).all()
@@ -183,7 +184,7 @@ def test_a_step_is_one_graph_without_waits() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
 def test_losses_stay_finite_at_the_limits_of_16_bits(dtype: torch.dtype, scale: float) -> None:
-    """Heads that predict the largest numbers of a dtype, and boxes of no size, of half a pixel and of the whole image."""
+    """Heads that predict the largest numbers of a dtype; boxes of no size, of half a pixel, of the whole image."""
     model, batch = small().train(), make_batch((3, 0, 16), (96, 96), CLASSES)
     batch.boxes[0, batch.valid[0].nonzero()[0]] = torch.tensor([10.0, 10.0, 10.0, 10.0])
     batch.boxes[2, :2] = torch.tensor([[5.0, 5.0, 5.5, 5.5], [0.0, 0.0, 96.0, 96.0]])

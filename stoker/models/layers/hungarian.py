@@ -8,6 +8,9 @@ CPU, where there is nothing to wait for, it is NumPy. Where Triton is missing, t
 waits, as "assign".
 """
 
+# mypy: disable-error-code="no-untyped-call"
+# (torch.library is untyped)
+
 import importlib.util
 
 import numpy as np
@@ -23,10 +26,10 @@ UNASSIGNED = -1
 def assign(cost: Tensor, valid: Tensor) -> Tensor:
     """Query of each box, or `UNASSIGNED`: int64 [K, M]. The sum of the costs of the pairs is the least possible.
 
-    cost: floating point [K, Q, M] of K problems with Q queries and M boxes, with any strides; it is computed in float64.
+    cost: floating point [K, Q, M] of K problems with Q queries and M boxes, any strides; it is computed in float64.
     valid: bool [K, M]; boxes that are not valid are padding and get `UNASSIGNED`. No query is given to two boxes. With
-    more valid boxes than queries, Q boxes get one, and the others `UNASSIGNED`. A pair with a cost that is not finite is
-    taken only where no assignment avoids it. No gradient flows through it.
+    more valid boxes than queries, Q boxes get one, and the others `UNASSIGNED`. A pair with a cost that is not finite
+    is taken only where no assignment avoids it. No gradient flows through it.
     """
     assigned: Tensor = torch.ops.stoker.assign(cost.detach(), valid)
     return assigned
@@ -59,7 +62,7 @@ def _assign_one(cost: NDArray[np.float64]) -> NDArray[np.int64]:
         return assigned
     num_rows, num_columns = cost.shape
     column_of, row_of_column = [UNASSIGNED] * num_rows, [UNASSIGNED] * num_columns
-    # The first row that has its least cost in a column gets the column: with prices of 0, that is optimal for these rows.
+    # The first row that has its least cost in a column gets the column: with prices of 0, that is optimal for them.
     for row, column in enumerate(cost.argmin(1).tolist()):
         if row_of_column[column] < 0:
             column_of[row], row_of_column[column] = column, row
