@@ -248,7 +248,7 @@ class Decoder(nn.Module):
             self.frequencies.copy_(2 * math.pi / 10000.0 ** (places / (CHANNELS // 4)))
 
     def _apply(self, *args: Any, **options: Any) -> Self:
-        super()._apply(*args, **options)  # type: ignore[no-untyped-call]
+        super()._apply(*args, **options)
         self._set_frequencies()
         return self
 
@@ -313,9 +313,9 @@ class RFDETR(Detector):
         )
         start = refine(boxes.detach(), at_least_fp32(offsets))
         hidden = torch.stack(self.decoder(content, start, memory, grid, groups))
-        found = refine(start, at_least_fp32(self.bbox_embed(hidden)))
+        found = refine(start, in_fp32(self.bbox_embed, hidden))
         return RFDETROutputs(
-            torch.cat((at_least_fp32(self.class_embed(hidden)), logits[None])),
+            torch.cat((in_fp32(self.class_embed, hidden), logits[None])),
             torch.cat((found, boxes[None])),
             groups,
             image_size,
@@ -333,12 +333,12 @@ class RFDETR(Detector):
         found = []
         for group in range(groups):
             features = self.enc_output_norm[group](self.enc_output[group](candidates))
-            score = at_least_fp32(self.enc_out_class_embed[group](features).detach()).amax(-1)
+            score = in_fp32(self.enc_out_class_embed[group], features).detach().amax(-1)
             index = torch.where(inside[:, 0], score, torch.finfo(torch.float32).min).topk(count, dim=1).indices
             chosen = batched_gather(features, index)
-            delta = at_least_fp32(self.enc_out_bbox_embed[group](chosen))
+            delta = in_fp32(self.enc_out_bbox_embed[group], chosen)
             box = anchors.index_select(0, index.flatten()).view_as(delta)
-            found.append((at_least_fp32(self.enc_out_class_embed[group](chosen)), refine(box, delta)))
+            found.append((in_fp32(self.enc_out_class_embed[group], chosen), refine(box, delta)))
         return found
 
     def loss(self, outputs: RFDETROutputs, batch: Batch) -> dict[str, Tensor]:
@@ -384,6 +384,13 @@ class RFDETR(Detector):
             ClassHeadSpec("class_embed"),
             *(ClassHeadSpec(f"enc_out_class_embed.{group}") for group in range(GROUPS)),
         )
+
+
+def in_fp32(layer: nn.Module, x: Tensor) -> Tensor:
+    """The output of a head without autocast: a score or a shift of a box beyond fp16 would be infinite."""
+    with torch.autocast(x.device.type, enabled=False):
+        out: Tensor = layer(at_least_fp32(x))
+        return out
 
 
 def refine(boxes: Tensor, delta: Tensor) -> Tensor:
