@@ -125,7 +125,13 @@ class WindowedViT(Backbone):
         stages = [range(first, first + LAYERS_PER_STAGE) for first in range(0, DEPTH, LAYERS_PER_STAGE)]
         return [
             Part("embeddings", ("patch_embeddings.", "cls_token", "position_embeddings")),
-            *(Part(f"stage{n}", tuple(f"layers.{i}." for i in stage)) for n, stage in enumerate(stages, 1)),
+            *(
+                Part(
+                    f"stage{n}",
+                    (*(f"layers.{i}." for i in stage), *(("layernorm.",) if stage[-1] == DEPTH - 1 else ())),
+                )
+                for n, stage in enumerate(stages, 1)
+            ),
         ]
 
     def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
@@ -139,11 +145,11 @@ class WindowedViT(Backbone):
         for stage in range(max(start, 1), stop):
             for number in range((stage - 1) * LAYERS_PER_STAGE, stage * LAYERS_PER_STAGE):
                 tokens = self.layers[number](tokens)
-            windows = self.layernorm(tokens)[:, 1:].unflatten(0, (-1, WINDOWS, WINDOWS)).unflatten(3, size)
+            windows = tokens[:, 1:].unflatten(0, (-1, WINDOWS, WINDOWS)).unflatten(3, size)
             whole = windows.permute(0, 5, 1, 3, 2, 4)  # [B, WIDTH, windows, h, windows, w]
             maps.append(whole.flatten(4, 5).flatten(2, 3))
         if stop == len(self.parts()):
-            return maps
+            return [self.layernorm(some.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) for some in maps]
         by_channel = tokens.transpose(1, 2)
         return [*maps, by_channel[:, :, :1, None], by_channel[:, :, 1:].unflatten(2, size)]
 

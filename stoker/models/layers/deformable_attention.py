@@ -61,12 +61,18 @@ class DeformableAttention(nn.Module):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
         # A head looks into its own direction, and the points of a map at growing distances.
-        angle = torch.arange(num_heads) * (2 * math.pi / num_heads)
-        direction = torch.stack((angle.cos(), angle.sin()), -1)
-        direction = direction / direction.abs().amax(-1, keepdim=True)
-        distance = torch.cat([torch.arange(1.0, count + 1) for count in num_points])
+        # Not by torch: on the meta device it would import its compiler.
+        angles = [2 * math.pi * head / num_heads for head in range(num_heads)]
+        limits = [max(abs(math.cos(angle)), abs(math.sin(angle))) for angle in angles]
+        offsets = [
+            part / limit * point
+            for angle, limit in zip(angles, limits, strict=True)
+            for count in num_points
+            for point in range(1, count + 1)
+            for part in (math.cos(angle), math.sin(angle))
+        ]
         with torch.no_grad():
-            self.sampling_offsets.bias.copy_((direction[:, None] * distance[:, None]).flatten())
+            self.sampling_offsets.bias.copy_(torch.tensor(offsets))
         fractions = torch.tensor([1 / count for count in num_points for _ in range(count)])
         self.register_buffer("point_scale", fractions[:, None], persistent=False)
 
