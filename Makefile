@@ -10,7 +10,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
 python_version = $(or $(lastword $(sort $(wildcard $(PYENV)/$(1).*/bin/python))),python$(1))
 VERSION_TESTS := tests/models tests/training tests/hardware tests/data/test_augment_device.py tests/data/test_device_batches.py
 
-.PHONY: setup lock peers demo docs test test-slow test-oldest test-newest chaos soak check
+.PHONY: setup lock peers demo docs test test-slow test-oldest test-newest test-xla chaos soak check
 .PHONY: bench bench-diagnose bench-diagnose-quick bench-gpu gpu-goal gpu-kit clean
 
 setup: .venv/.ready
@@ -57,6 +57,16 @@ test-newest: .venv-newest/.ready  ## Python 3.13, the newest torch; 6 GB, in .ve
 	$(UV) pip install --quiet --python .venv-newest/bin/python --group dev --editable .
 	touch $@
 
+test-xla: .venv-xla/.ready  ## steps through XLA's CPU client: Python 3.11, torch 2.9 with torch_xla 2.9; 7 GB, in .venv-xla
+	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" \
+		.venv-xla/bin/python -m pytest -p no:xdist tests/xla
+
+.venv-xla/.ready: pyproject.toml tests/xla/requirements.txt $(filter .uv/bin/uv,$(UV))
+	$(UV) venv --quiet --clear --python $(call python_version,3.11) .venv-xla
+	$(UV) pip install --quiet --python .venv-xla/bin/python --overrides tests/xla/requirements.txt --editable . \
+		'torch_xla==2.9.*' 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.115'
+	touch $@
+
 chaos: setup  ## the table of docs/faults.md, with times; 8 minutes on free cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --durations=0 -m slow tests/chaos
 
@@ -101,4 +111,4 @@ gpu-kit:  ## .kit/: wheels, data and a script for a GPU machine without network 
 	PYTHON=$(PYTHON) bash scripts/gpu-kit.sh
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .uv .peers .kit
+	rm -rf .venv .venv-oldest .venv-newest .venv-xla .uv .peers .kit

@@ -143,8 +143,8 @@ def color_jitter(
     luma = _constants(LUMA_WEIGHTS, rand.dtype, rand.device)
     hue_rotation = tuple(itertools.chain.from_iterable(HUE_ROTATION))
     rotation = _constants(hue_rotation, rand.dtype, rand.device).view(3, 3, 1)
-    matrix = (scale - cos_term) * luma[:, None] + sin_term * rotation
-    matrix.diagonal().add_(cos_term[:, None])
+    identity = _constants((1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0), rand.dtype, rand.device).view(3, 3, 1)
+    matrix = (scale - cos_term) * luma[:, None] + sin_term * rotation + cos_term * identity
     matrix = matrix[:, :, :, None, None]
 
     images_at_once, channels_at_once = at_once or default_at_once(images)

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import importlib.util
 import os
 import platform
 import time
@@ -40,6 +41,9 @@ CHUNK_BYTES = 2**26
 ALIGNMENT_BYTES = 64
 """Of every tensor in it: more than any data type needs."""
 
+XLA_KINDS = frozenset({"xla", "tpu"})
+"""Devices whose programs XLA compiles: `xla` of torch_xla (also its CPU client), `tpu` of torch_tpu. Streams, events,
+pinned memory and fused optimizers are not used there."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -58,10 +62,22 @@ class Device:
         return self.kind == "cpu"
 
     @property
+    def computes_on_host(self) -> bool:
+        """Whether it is the CPU, also through XLA's CPU client."""
+        return self.is_cpu or (self.kind == "xla" and _xla_client() == "CPU")
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether work is issued to streams, and events tell when it is done. Else the host's clock is the only one."""
+        return not self.is_cpu and self.kind not in XLA_KINDS
+
+    @property
     def name(self) -> str:
         """For users: `NVIDIA H200`, or the model of the CPU."""
         if self.kind == "cuda":
             return torch.cuda.get_device_name(self.torch_device)
+        if self.kind == "xla":
+            return f"XLA on {_xla_client()}"
         return (_cpuinfo("model name") or "cpu") if self.is_cpu else self.kind
 
     def prepare_for_fixed_shapes(self) -> None:
@@ -72,11 +88,13 @@ class Device:
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         """Mixed precision for the forward pass: fp32, bf16 or fp16."""
+        if precision == "fp32" and self.kind in XLA_KINDS:  # torch_xla warns of this type
+            return contextlib.nullcontext()
         return torch.autocast(self.kind, DTYPES[precision], enabled=precision != "fp32")
 
     def empty_host(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """Host memory that the device can copy from without a host sync (pinned where there is an accelerator)."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=not self.is_cpu)
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.has_streams)
 
     def pin(self, address: int, nbytes: int) -> str | None:
         """Page-locks memory that is not torch's, for copies without a host sync. Returns why it failed, or None."""
@@ -102,24 +120,34 @@ class Device:
 
     def memory(self) -> "DeviceMemory":
         """Memory of the device; on a CPU, of the host (within its cgroup)."""
-        if self.is_cpu:
+        if self.computes_on_host:
             limit, used = host_memory()
             return DeviceMemory(limit, limit - used, psutil.Process().memory_info().rss)
+        if self.kind == "xla":
+            from torch_xla.core import xla_model
+
+            info = xla_model.get_memory_info(self.torch_device)
+            limit, used = int(info["bytes_limit"]), int(info["bytes_used"])
+            return DeviceMemory(limit, limit - used, int(info.get("peak_bytes_used", used)))
         free, total = torch.accelerator.get_memory_info(self.torch_device)
         return DeviceMemory(total, free, torch.accelerator.max_memory_allocated(self.torch_device))
 
     def reset_peak_memory(self) -> None:
-        if not self.is_cpu:
+        if self.has_streams:
             torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
     def empty_cache(self) -> None:
         """Returns cached blocks to the driver, so that the memory of one trial is free for the next."""
-        if not self.is_cpu:
+        if self.has_streams:
             torch.accelerator.empty_cache()
 
     def synchronize(self) -> None:
         """Waits until the device has finished all work that was issued."""
-        if not self.is_cpu:
+        if self.kind == "xla":
+            import torch_xla
+
+            torch_xla.sync(wait=True)
+        elif not self.is_cpu:
             torch.accelerator.synchronize(self.torch_device)
 
     def best_precision(self) -> tuple[str, str]:
@@ -231,17 +259,21 @@ class DeviceMemory:
 
 
 class SideStream:
-    """A stream for copies that run concurrently with the main stream. On a CPU a call returns when its copy is done."""
+    """A stream for copies that run concurrently with the main stream. On a CPU, and where there are no streams, a call
+    returns when its copy is done; a copy from an XLA device waits for all steps before it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._stream = None if device.is_cpu else torch.Stream(device.torch_device)
+        self._stream = torch.Stream(device.torch_device) if device.has_streams else None
 
     def to_device(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "ReadyEvent"]:
         """Starts copies host → device. Call `block_main_stream` of the event before the copies are used. The host
         tensors can be overwritten when the event is `done`."""
         if self._stream is None:
-            return list(tensors), ReadyEvent(None)
+            if self._device.is_cpu:
+                return list(tensors), ReadyEvent(None)
+            # XLA may read the host memory later than this call returns, when it has the next batch: so a copy of it.
+            return [tensor.clone().to(self._device.torch_device) for tensor in tensors], ReadyEvent(None)
         with self._stream:
             copies = [tensor.to(self._device.torch_device, non_blocking=True) for tensor in tensors]
         main = torch.accelerator.current_stream(self._device.torch_device)
@@ -292,7 +324,10 @@ class SideStream:
         The main stream must not overwrite the sources before `block_main_stream` of the event.
         """
         if self._stream is None:
-            return [tensor.detach().clone() for tensor in tensors], ReadyEvent(None)
+            if self._device.is_cpu:
+                return [tensor.detach().clone() for tensor in tensors], ReadyEvent(None)
+            end_step(self._device.torch_device)  # one program for all of them
+            return [tensor.detach().to("cpu", copy=True) for tensor in tensors], ReadyEvent(None)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device.torch_device))
         tensors = list(tensors)
         if targets is None:
@@ -336,7 +371,7 @@ class DeviceClock:
 
     The time of an event is computed from the event resolved before it: the difference of two events is a float32 in ms,
     which loses precision over hours. So `resolve` must be called in the order of the events. Events are reused after
-    they are resolved: there is at most one more than the number of pending events. A CPU has no events.
+    they are resolved: there is at most one more than the number of pending events. A CPU and an XLA device have none.
     """
 
     def __init__(self, device: Device) -> None:
@@ -344,7 +379,7 @@ class DeviceClock:
         self._last_event: torch.Event | None = None
         self._last_s = 0.0
         self._pool: list[torch.Event] = []
-        if not device.is_cpu:
+        if device.has_streams:
             device.synchronize()
             self._last_event = self.record_event()
             self._last_event.synchronize()
@@ -352,7 +387,7 @@ class DeviceClock:
 
     @property
     def on_host(self) -> bool:
-        """Whether the device is the host itself."""
+        """Whether the host's clock is the only one: on the host itself, and on a device without events."""
         return self._last_event is None
 
     def record_event(self) -> torch.Event:
@@ -424,8 +459,7 @@ def _accelerator_block_size(device: torch.device) -> int:
     """`block_size_for_memory` of all the memory that a device has, asked for once: not functools.cache, whose function
     torch.compile would trace."""
     if device not in _block_sizes:
-        _, total_bytes = torch.accelerator.get_memory_info(device)
-        _block_sizes[device] = block_size_for_memory(total_bytes)
+        _block_sizes[device] = block_size_for_memory(Device(device).memory().total)
     return _block_sizes[device]
 
 
@@ -468,10 +502,15 @@ def select_device(name: str | None = None) -> Device:
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
             what = f"There is no device called {name!r}."
-            raise PreflightError(what, cause=cause, choices=available_devices()) from error
+            fix = "on a TPU VM: pip install 'stoker[tpu]'" if name.partition(":")[0] == "tpu" else None
+            raise PreflightError(what, cause=cause, choices=available_devices(), fix=fix) from error
     if device.type not in {kind.partition(":")[0] for kind in available_devices()}:
         raise make_error(PreflightError, "device-not-usable", choices=available_devices(), device=str(device))
-    if device.type != "cpu" and device.index is not None:
+    if device.type == "xla":
+        import torch_xla
+
+        device = torch_xla.device(device.index)
+    elif device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
     try:
         probe = torch.ones(8, device=device)
@@ -486,7 +525,34 @@ def select_device(name: str | None = None) -> Device:
 def available_devices() -> list[str]:
     """Kinds of device that torch can use on this machine, the CPU first."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    names = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [*names, "xla"] if importlib.util.find_spec("torch_xla") is not None else names
+
+
+def end_step(device: torch.device) -> None:
+    """Ends a step: XLA compiles what was issued since the last end, if it has no such program yet, and runs it.
+    Nothing on other devices."""
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync()
+
+
+def set_scalar(scalar: Tensor, value: float) -> None:
+    """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile the numbers 0 and 1 as
+    constants, another program for each."""
+    if scalar.device.type in XLA_KINDS:
+        # of one dimension: a CPU tensor without one counts as a number
+        scalar.copy_(torch.tensor([value], dtype=scalar.dtype).to(scalar.device).reshape(()))
+    else:
+        scalar.fill_(value)
+
+
+def _xla_client() -> str:
+    """What torch_xla computes on: `TPU`, or `CPU`."""
+    from torch_xla import runtime
+
+    return str(runtime.device_type())
 
 
 OUT_OF_MEMORY_TEXTS = (

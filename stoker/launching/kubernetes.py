@@ -168,7 +168,11 @@ def _machine(spec: LaunchSpec) -> Machine | None:
 def _is_gke(spec: LaunchSpec) -> bool:
     """Whether the GPU or the machine is named as on Google's clusters."""
     machine = _machine(spec)
-    return (spec.gpu or "").startswith("nvidia-") or (machine is not None and machine.cloud == "GCP")
+    return (
+        spec.tpu is not None
+        or (spec.gpu or "").startswith("nvidia-")
+        or (machine is not None and machine.cloud == "GCP")
+    )
 
 
 def _labels(spec: LaunchSpec) -> dict[str, Any]:
@@ -256,6 +260,8 @@ def _values(spec: LaunchSpec, *, is_job: bool) -> dict[str, Any]:
     resources: dict[str, str | int] = {"cpu": f"{round(cpus * 1000)}m", "memory": _mebibytes(memory_gib)}
     if spec.gpus:
         resources[_gpu_resource(spec)] = spec.gpus
+    if spec.tpu is not None:
+        resources["google.com/tpu"] = spec.tpu.chips  # GKE places a pod only if it asks for all chips of the node
     volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(spec.shm_gib)}}]
     volumes += [_volume(mount, number) for number, mount in enumerate(spec.mounts)]
     paths = ["/dev/shm", *(mount.path for mount in spec.mounts)]
@@ -323,10 +329,12 @@ def _placement(spec: LaunchSpec) -> dict[str, Any]:
         "cloud.google.com/gke-gpu-partition-size": spec.mig_slice if is_gke else None,
         "cloud.google.com/gke-accelerator": gpu if is_gke else None,
         "nvidia.com/gpu.product": None if is_gke else gpu,
+        "cloud.google.com/gke-tpu-accelerator": None if spec.tpu is None else spec.tpu.gke,
+        "cloud.google.com/gke-tpu-topology": None if spec.tpu is None else spec.tpu.topology,
         "cloud.google.com/gke-spot": "true" if spec.spot and is_gke else None,
     }
     rows = read_template("kubernetes.yaml")["placement"]
-    tolerations = rows["gpu_tolerations"] if spec.gpus else []
+    tolerations = rows["gpu_tolerations"] if spec.gpus else rows["tpu_tolerations"] if spec.tpu is not None else []
     if spec.spot:
         tolerations = [*tolerations, *(rows["spot_tolerations"][:1] if is_gke else rows["spot_tolerations"])]
     return {

@@ -18,6 +18,7 @@ import msgspec
 from stoker.config.durations import parse_time_s
 from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
 from stoker.errors import ConfigError, PreflightError, UsageError, make_error
+from stoker.hardware.tpu import TpuSlice, find_slice
 from stoker.knowledge import read_toml
 from stoker.launching.elastic import read_batch
 from stoker.launching.spec import (
@@ -43,6 +44,7 @@ MAX_NAME_CHARS = 40
 GIB = 2**30
 CPUS_PER_GPU, GIB_PER_CPU = 8, 4.0
 """Where nothing says more: a g2-standard-8 has 8 vCPUs of 4 GiB for its GPU."""
+_UNUSED_CHIPS = "one of the {0.chips} chips of {0.name} would train, the others would be idle: --tpu {0.chip}-1"
 SYSTEM_MEMORY_FRACTION = 0.9
 """Of a machine's memory, for the job; the rest is for the system and the node's agent (GKE reserves 5 to 12 %)."""
 MIG_SLICES = msgspec.convert(read_toml("mig.toml"), dict[str, tuple[str, ...]])
@@ -77,6 +79,9 @@ def make_spec(
     run_dir = _run_dir(request, data)
     min_nodes, max_nodes = parse_nodes(request.nodes)
     machine = machine_of(request.machine_type, place, on_cpu=on_cpu)
+    tpu = None if request.tpu is None else _find_tpu(request, place, on_cpu=on_cpu)
+    if tpu is not None:
+        settings, on_cpu = (*settings, "--device", "tpu"), True
     devices = request.devices
     if devices is None:
         devices = 1 if machine is None or on_cpu else machine.gpus
@@ -84,7 +89,9 @@ def make_spec(
         raise UsageError(f"--devices {devices} is out of range.", choices=["1 or more"])
     cpus = request.cpus
     if cpus is None:
-        cpus = int(machine.vcpus) if machine is not None else devices if on_cpu else CPUS_PER_GPU * devices
+        cpus = devices if on_cpu and tpu is None else CPUS_PER_GPU * devices
+        if machine is not None:
+            cpus = int(machine.vcpus)
     memory_gib = request.memory
     if memory_gib is None:
         memory_gib = GIB_PER_CPU * cpus if machine is None else SYSTEM_MEMORY_FRACTION * machine.memory_gib
@@ -98,6 +105,7 @@ def make_spec(
         devices=devices,
         gpus=0 if on_cpu else devices,
         gpu=request.gpu,
+        tpu=tpu,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         batch=batch or {},
@@ -211,8 +219,27 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
         )
     _check_batch(spec)
     _check_reach(spec, place)
-    warnings = _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0))
+    unused = [] if spec.tpu is None or spec.tpu.chips == 1 else [_UNUSED_CHIPS.format(spec.tpu)]
+    warnings = unused + _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0))
     return warnings + _check_grace(spec, place) + place.check(spec)
+
+
+def _find_tpu(request: LaunchRequest, place: Place, *, on_cpu: bool) -> TpuSlice:
+    """The slice of `--tpu`. Raises UsageError where the place has none, or something else contradicts it."""
+    if place.name != "k8s":
+        raise UsageError(f"{place.name} has no TPUs for --tpu.", choices=["k8s"], fix="stoker launch k8s --tpu v6e-1")
+    others = [
+        ("--device cpu", on_cpu), ("--gpu", request.gpu), ("--machine-type", request.machine_type),
+        ("--devices", (request.devices or 1) > 1), ("--nodes", request.nodes != "1"),
+    ]  # fmt: skip
+    for flag, is_set in others:
+        if is_set:
+            raise UsageError(
+                f"--tpu and {flag} contradict each other.",
+                cause="one chip of one host trains; the slice decides the machine",
+                fix=f"leave out {flag}",
+            )
+    return find_slice(request.tpu or "")
 
 
 def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machine | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from stoker.errors import UsageError, nearest
+from stoker.hardware.tpu import TpuSlice
 from stoker.knowledge import read_toml
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
@@ -50,6 +51,8 @@ class LaunchRequest:
     """GPUs of each node; with `--device cpu`, processes. Default: those of --machine-type, else 1."""
     gpu: str | None = None
     """Type of GPU in the words of the place, or a MIG slice: 1g.10gb."""
+    tpu: str | None = None
+    """TPU slice on one host of GKE, of which one chip trains: v6e-1. With `k8s` only."""
     nodes: str = "1"
     """Number of machines; 2:8 takes as many as there are, at least 2."""
     cpus: int | None = None
@@ -161,6 +164,7 @@ class LaunchSpec:
     gpus: int = 0
     """GPUs (or MIG slices) of each node; 0: it trains on the CPU."""
     gpu: str | None = None
+    tpu: TpuSlice | None = None
     min_nodes: int = 1
     max_nodes: int = 1
     """More than min_nodes: elastic."""

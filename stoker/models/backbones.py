@@ -16,7 +16,13 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stoker.models.detector import Backbone, Part
-from stoker.models.layers.convolutions import StridedConv2d, conv_norm, fold_frozen_norms, pad_image_conv
+from stoker.models.layers.convolutions import (
+    StridedConv2d,
+    conv_norm,
+    fold_frozen_norms,
+    pad_image_conv,
+    upsample_2x,
+)
 from stoker.models.layers.norms import NORMS, Norm, NormKind
 from stoker.models.networks import BasicBlock, Bottleneck, CSPBackbone, mobilenet_v2, mobilenet_v3_large, resnet
 
@@ -163,8 +169,7 @@ class FeaturePyramidNetwork(nn.Module):
         for level in reversed(range(len(merged) - 1)):
             coarser = merged[level + 1]
             if coarser.shape[2:] != merged[level].shape[2:]:
-                with torch.autocast(coarser.device.type, enabled=False):
-                    coarser = functional.interpolate(coarser, scale_factor=2.0, mode="nearest")
+                coarser = upsample_2x(coarser)
             merged[level] = merged[level] + coarser
         levels = [layer(feature) for layer, feature in zip(self.layer_blocks, merged, strict=True)]
         if self.extra_blocks is not None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.models.layers.convolutions import FoldedConv2d, conv_norm, conv_relu, separable_conv_norm
+from stoker.models.layers.convolutions import FoldedConv2d, conv_norm, conv_relu, separable_conv_norm, upsample_2x
 from stoker.models.layers.norms import Norm
 
 NUM_IMAGENET_CLASSES = 1000
@@ -372,9 +372,7 @@ class PAFPN(nn.Module):
         """maps: finest first, each [B, in, h, w] → the same with `channels`."""
         merged = [narrow(feature) for narrow, feature in zip(self.narrow, maps, strict=True)]
         for n in reversed(range(len(merged) - 1)):
-            with torch.autocast(merged[n].device.type, enabled=False):  # autocast upsamples in fp32
-                coarser = functional.interpolate(merged[n + 1], scale_factor=2.0, mode="nearest")
-            merged[n] = self.down[n](torch.cat((coarser, merged[n]), dim=1))
+            merged[n] = self.down[n](torch.cat((upsample_2x(merged[n + 1]), merged[n]), dim=1))
         levels = [merged[0]]
         for n, finer in enumerate(merged[1:]):
             levels.append(self.up[n](torch.cat((self.halve[n](levels[-1]), finer), dim=1)))

@@ -33,6 +33,7 @@ from stoker.preflight.gpu import check_gpu, check_tensorflow
 from stoker.preflight.host import Host, check_host
 from stoker.preflight.network import check_network
 from stoker.preflight.static import check_sources
+from stoker.preflight.tpu import check_tpu, concerns_tpu
 from stoker.preflight.variables import check_variables
 from stoker.profiling.telemetry.machine import TimeoutWorker
 from stoker.report import format as fmt
@@ -172,7 +173,11 @@ def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:
     data, device = config.set_fields().get("data"), config.set_fields().get("device")
     # First: the ranks of a job ask together, and a process alone needs no time for it.
     prober.ask("network", 50.0, lambda: check_network(NETWORK_S, find_place=find_place, env=env))
-    prober.ask("gpu", 35.0, lambda: check_gpu(device=device, env=env, deep=deep))
+    is_tpu = concerns_tpu(device)
+    if is_tpu:
+        prober.ask("tpu", 5.0, lambda: check_tpu(device=device))
+    else:
+        prober.ask("gpu", 35.0, lambda: check_gpu(device=device, env=env, deep=deep))
     if device != "cpu" and importlib.util.find_spec("tensorflow") is not None:
         needed = request.script is not None and _imports_tensorflow(request.script)
         prober.ask("tensorflow", 22.0, lambda: check_tensorflow(needed=needed, gpu_is_there=bool(gpu_evidence(env))))

@@ -21,6 +21,7 @@ from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index_of
 from stoker.errors import ConfigError, DataError, UsageError, make_error
 from stoker.hardware.device import Device, select_device
+from stoker.hardware.tpu import TpuSlice, listed_slices
 from stoker.planning.duration import MachinePlan, Placement, TrainingJob, plan_machine
 from stoker.planning.machines import (
     Machine,
@@ -54,6 +55,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What is planned, in sentences."""
     limits: Limits
     rows: list[MachinePlan]
+    tpus: list[TpuSlice]
+    """The slices that `on` names: machine and price; nothing is predicted for TPUs."""
     recommendation: Recommendation
     command: str
     prices: str
@@ -83,7 +86,11 @@ def make_plan(
     table = listed_machines() if prices is None else read_prices(prices, listed_machines())
     own_device = select_device(user_config.run.device)
     this = this_machine(own_device, user_config.run.price_per_device_hour)
-    machines = choose_machines(on, machines=table, this=this)
+    tpus = [listed_slices()[name.lower()] for name in on if name.lower() in listed_slices()]
+    others = [name for name in on if name.lower() not in listed_slices()]
+    if tpus and not others:
+        others = [this.name] if this is not None else [next(iter(table))]
+    machines = choose_machines(others, machines=table, this=this)
     index = open_index_of(user_config.data)
     if "train" not in index.splits:
         raise DataError("The data set has no train split.", location=index.source, choices=index.splits)
@@ -111,6 +118,10 @@ def make_plan(
     chosen = None if recommendation.choice is None else rows[recommendation.choice]
     if chosen is not None and chosen.sync_reason:
         notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason} (docs/scaling.md: what it costs)")
+    if tpus:
+        notes.append(
+            "TPUs: times are not predicted, and none was measured; one chip of a slice trains (docs/gpu-status.md)"
+        )
     if this is not None and this.accelerator == "cpu" and has_gpu and "model" in reasons:
         notes.append(
             "the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: `--on this` plans it"
@@ -133,6 +144,7 @@ def make_plan(
         ],
         limits=limits,
         rows=rows,
+        tpus=tpus,
         recommendation=recommendation,
         command=train_command(user_config, chosen),
         prices=describe_prices() + ("" if prices is None else f"; {prices}"),

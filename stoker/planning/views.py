@@ -94,6 +94,10 @@ def _table(plan: Plan, shown: Sequence[int]) -> RenderableType:
                 describe_duration(row.duration_s), describe_cost(row.cost),
             ]  # fmt: skip
         rendered.add_row(*map(plain_text, cells))
+    for tpu in plan.tpus:
+        price, hbm = fmt.cost(tpu.price), f"{tpu.hbm_gib:g} GiB a chip"
+        cells = ["", f"{tpu.name} ({tpu.machine_type})", price, hbm, "not predicted", *[""] * 7]
+        rendered.add_row(*map(plain_text, cells))
     return rendered
 
 

@@ -95,8 +95,8 @@ def snapshot(
 
 
 def reserve_arenas(device: Device, weights: dict[str, Tensor], state: dict[str, Any]) -> HostArenas | None:
-    """Pinned memory for snapshots of these tensors, allocated now; None for a CPU, which needs none."""
-    if device.is_cpu:
+    """Pinned memory for snapshots of these tensors, allocated now; None where there are no streams."""
+    if not device.has_streams:
         return None
     arenas = HostArenas(device)
     arenas.reserve([*weights.values(), *list_tensors(state)])

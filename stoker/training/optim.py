@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.config.settings import OptimSettings
-from stoker.hardware.device import Device
+from stoker.hardware.device import XLA_KINDS, Device, set_scalar
 from stoker.models import Detector
 from stoker.models.layers.transformer import FiniteRMSNorm
 
@@ -172,16 +172,21 @@ class OptimizerStep:
     def update(self, clipped: Clipped) -> None:
         """Updates the weights, unless a gradient is not finite; clears the gradients."""
         self.is_updated = True
+        _copy_stats(self.model, self.norm_stats, into_model=False)
         if self._gradients():
             # The fused kernels read these, so dividing and skipping need no pass of their own.
             self._optimizer.grad_scale = clipped.divisor  # type: ignore[attr-defined]
             self._optimizer.found_inf = clipped.found_inf  # type: ignore[attr-defined]
-            self._optimizer.step()
+            if self._optimizer.defaults["fused"]:
+                self._optimizer.step()
+            else:
+                _step_by_operators(self._optimizer, clipped)
         if self.loss_scale is not None and self._growth_tracker is not None:
             torch._amp_update_scale_(self.loss_scale, self._growth_tracker, clipped.found_inf, 2.0, 0.5, 2000)
         # A forward pass that overflowed has spoiled the running statistics too: restore those of the last good step.
         torch.where(clipped.found_inf > 0, self._good_norm_stats, self.norm_stats, out=self._good_norm_stats)
         self.norm_stats.copy_(self._good_norm_stats)
+        _copy_stats(self.model, self.norm_stats, into_model=True)
         self.zero_grad()
 
     def update_ema(self) -> None:
@@ -196,11 +201,13 @@ class OptimizerStep:
                 torch._foreach_mul_(difference, self._ema_weight)
                 torch._foreach_add_(self._ema_params, difference)
         self._ema_norm_stats.copy_(self.norm_stats)
+        _copy_stats(self.ema_model, self._ema_norm_stats, into_model=True)
 
     def discard_gradients(self) -> None:
         """Undoes what `backward` and its forward passes left since the last update, after an error in them."""
         self.zero_grad()
         self.norm_stats.copy_(self._good_norm_stats)
+        _copy_stats(self.model, self.norm_stats, into_model=True)
 
     def zero_grad(self) -> None:
         """Frees the gradients."""
@@ -223,6 +230,7 @@ class OptimizerStep:
 
     def keep_running_stats(self) -> None:
         """Takes running statistics that the caller has changed as those of a good step."""
+        _copy_stats(self.model, self.norm_stats, into_model=False)
         self._good_norm_stats.copy_(self.norm_stats)
         self._ema_norm_stats.copy_(self.norm_stats)
 
@@ -246,6 +254,7 @@ class OptimizerStep:
         if self.sharding is not None:
             self.restored = state, ema_weights
         self._load_model(self.model, state["model"])
+        _copy_stats(self.model, self.norm_stats, into_model=False)
         self._good_norm_stats.copy_(self.norm_stats)
         if self.ema_model is not self.model:
             self._load_model(self.ema_model, ema_weights)
@@ -318,8 +327,11 @@ def _rows_of(tensor: Any) -> Tensor:
 
 
 def _set_scalar(current: Any, value: float) -> Any:
-    """The value, or `current` filled with it if that is a tensor: a kernel, so no copy from the host to wait for."""
-    return current.fill_(value) if isinstance(current, Tensor) else value
+    """The value, or `current` set to it if that is a tensor."""
+    if isinstance(current, Tensor):
+        set_scalar(current, value)
+        return current
+    return value
 
 
 def _make_optimizer(
@@ -352,15 +364,16 @@ def _make_optimizer(
         {"params": [parts[parameter] for parameter in group if parameter in parts], "weight_decay": decay}
         for (_, decay), group in groups.items()
     ]
+    fused = all(parameter.device.type not in XLA_KINDS for parameter in parts.values())
     if settings.optimizer == "adamw":
         # The step count stays on the device. Fused kernels are the same without, but then refuse a CUDA graph.
         optimizer: torch.optim.Optimizer = _without_dynamo(torch.optim.AdamW)(
-            param_groups, lr=0.0, betas=(settings.momentum, 0.999), capturable=True, fused=True
+            param_groups, lr=0.0, betas=(settings.momentum, 0.999), capturable=True, fused=fused
         )
         optimizer._warned_capturable_if_run_uncaptured = True  # most runs have no graph
         moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     else:
-        optimizer = _without_dynamo(torch.optim.SGD)(param_groups, lr=0.0, momentum=settings.momentum, fused=True)
+        optimizer = _without_dynamo(torch.optim.SGD)(param_groups, lr=0.0, momentum=settings.momentum, fused=fused)
         moments = ("momentum_buffer",) if settings.momentum else ()
     # The state exists before the first step: a fused SGD whose first step is skipped would leave its buffers
     # uninitialized, and a CUDA graph must not create what outlives a step.
@@ -370,6 +383,36 @@ def _make_optimizer(
         for name in moments:
             optimizer.state[parameter][name] = torch.zeros_like(parameter)
     return optimizer, lr_mults, numbers
+
+
+@torch.no_grad()
+def _step_by_operators(optimizer: torch.optim.Optimizer, clipped: Clipped) -> None:
+    """What torch's fused kernels of SGD and AdamW compute, in operators that XLA has, and fuses."""
+    is_skipped = clipped.found_inf > 0
+    for group in optimizer.param_groups:
+        lr, decay = group["lr"], group["weight_decay"]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            grad = parameter.grad if clipped.divisor is None else parameter.grad / clipped.divisor
+            state = optimizer.state[parameter]
+            if "betas" in group:
+                beta1, beta2 = group["betas"]
+                step = state["step"] + 1
+                mean = state["exp_avg"] + (grad - state["exp_avg"]) * (1 - beta1)
+                square = state["exp_avg_sq"] * beta2 + grad * grad * (1 - beta2)
+                # 1 - beta ** step in float32 would lose four digits at the first steps.
+                corrections = [-torch.expm1(step * math.log(beta)) for beta in (beta1, beta2)]
+                change = mean / corrections[0] / ((square / corrections[1]).sqrt() + group["eps"])
+                updated = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+                weight = parameter * (1 - lr * decay) - lr * change
+            else:
+                grad = grad + parameter * decay
+                updated = {name: buffer * group["momentum"] + grad for name, buffer in state.items()}
+                weight = parameter - lr * updated.get("momentum_buffer", grad)
+            parameter.copy_(torch.where(is_skipped, parameter, weight))
+            for name, value in updated.items():
+                state[name].copy_(torch.where(is_skipped, state[name], value))
 
 
 def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
@@ -384,9 +427,27 @@ def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
     return type(optimizer.__name__, (optimizer,), methods)
 
 
+def _stats_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(module, name) of the running statistics of all trained BatchNorms."""
+    return [(m, n) for m in model.modules() if isinstance(m, NORM_TYPES[0]) for n in ("running_mean", "running_var")]
+
+
+def _copy_stats(model: nn.Module, flat: Tensor, *, into_model: bool) -> None:
+    """Between the statistics of `model` and `flat`, where they are not views of it."""
+    if flat.device.type not in XLA_KINDS or not flat.numel():
+        return
+    buffers = [buffer for module, name in _stats_of(model) if (buffer := getattr(module, name)) is not None]
+    if not into_model:
+        flat.copy_(torch.cat(buffers))
+        return
+    for buffer, part in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(part)
+
+
 def _flatten_norm_stats(model: nn.Module) -> Tensor:
-    """Moves the running statistics of all trained BatchNorms into one tensor [N]; they become views of it."""
-    owners = [(m, n) for m in model.modules() if isinstance(m, NORM_TYPES[0]) for n in ("running_mean", "running_var")]
+    """Moves the running statistics of all trained BatchNorms into one tensor [N]; they become views of it. With XLA it
+    is a copy (`_copy_stats`): what its batch norm writes into a view does not reach the tensor."""
+    owners = _stats_of(model)
     devices = [parameter.device for parameter in model.parameters()]
     device = next((device for device in devices if device.type != "meta"), devices[0])  # not that of other stages
     buffers = [(module, name, getattr(module, name)) for module, name in owners if getattr(module, name) is not None]
@@ -394,6 +455,8 @@ def _flatten_norm_stats(model: nn.Module) -> Tensor:
     if not buffers:
         return torch.zeros(0, device=device)
     flat = torch.cat([buffer.detach().reshape(-1) for _, _, buffer in buffers])
+    if device.type in XLA_KINDS:
+        return flat
     views = torch.split(flat, [buffer.numel() for _, _, buffer in buffers])
     for (module, name, _), view in zip(buffers, views, strict=True):
         module._buffers[name] = view
@@ -426,7 +489,9 @@ class LossAccumulator:
         values = sums[:-1]
         if not self._names:
             self._names = [*losses, "norm"]
-            self._sums = torch.zeros_like(sums)
+            # For XLA from the host, as data: zeros made there are constants, and the next step another program.
+            made_on = "cpu" if self._device.type in XLA_KINDS else self._device
+            self._sums = torch.zeros(sums.shape, device=made_on).to(self._device)
         is_bad = (values.abs() < math.inf).logical_not_().logical_or_(found_inf)
         values.masked_fill_(is_bad, 0.0)
         self._sums += sums

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.data.batch import Batch
+from stoker.hardware.device import end_step
 from stoker.models import Detector
 from stoker.models.layers.convolutions import is_on_accelerator
 from stoker.models.layers.norms import BatchCounts
@@ -138,6 +139,7 @@ def train_step(parallel: PlainStep, batch: Batch) -> None:
     parallel.after_update(clipped.found_inf)
     if parallel.accumulator is not None:
         parallel.accumulator.add(losses, clipped.grad_norm, clipped.found_inf, optimizer.completed_steps)
+    end_step(batch.images.device)
 
 
 def describe_error(error: Exception) -> str:

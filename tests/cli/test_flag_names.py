@@ -186,8 +186,7 @@ def test_what_it_becomes(typed: str, expected: str) -> None:
         ("--device 2,3", "CUDA_VISIBLE_DEVICES=2,3"),
         ("model=yolo11n.pt", "--model ember_n"),
         ("--data", "it needs a value"),
-        ("--use_tpu=true", "TPUStrategy"),
-        ("--device tpu", "NVIDIA GPU"),
+        ("--use_tpu=true", "--device tpu"),
     ],
 )
 def test_what_stoker_does_not_have_is_answered(typed: str, words: str) -> None:
@@ -232,13 +231,13 @@ def test_each_row_of_the_table_means_one_thing() -> None:
 
 def test_all_bad_flags_are_named_at_once() -> None:
     with pytest.raises(UsageError) as caught:
-        translate(shlex.split("train D --epochz 3 --lrf 0.1 --mixup 0.1 degrees=3 --device tpu --nonsense"))
+        translate(shlex.split("train D --epochz 3 --lrf 0.1 --mixup 0.1 degrees=3 --device 2,3 --nonsense"))
     text = str(caught.value)
     for words in (
         "--epochz: did you mean `--epochs`?",
         "--mixup, degrees: ",
         "--lrf: ",
-        "--device tpu: ",
+        "--device 2,3: ",
         "--nonsense",
     ):
         assert words in text

@@ -252,6 +252,16 @@ def test_a_line_of_the_training_thread_does_not_hide_a_wait_for_input(tmp_path: 
     assert {"heavy_place", "input_bound"} <= found
 
 
+@pytest.mark.parametrize(("utilization", "is_found"), [(0.97, False), (0.3, True)])
+def test_a_line_in_which_the_device_computes_costs_nothing(utilization: float, is_found: bool, tmp_path: Path) -> None:
+    """A training thread that waits in its own way for a busy device."""
+    sleeps = Place(line="train.py:17", function="train", call="time.sleep", kind="idle", samples=40)
+    stacks = [window(n, sleeps) for n in range(1, 6)]
+    case = {"external": True, "config": None, "seconds": 60, "gpus": 1, "gpu": lambda *_: {"utilization": utilization}}
+    found = run_rules(read_run(make_run(tmp_path / "run", **case, stacks=stacks)))
+    assert ("heavy_place" in {finding.id for finding in found}) is is_found
+
+
 def test_why_shows_places_before_the_findings(tmp_path: Path) -> None:
     rest = Place(line="train.py:50", function="train", kind="compute", samples=30)
     run = make_run(tmp_path / "run", seconds=45, stacks=[window(n, COPY, rest) for n in range(1, 5)])

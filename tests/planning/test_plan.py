@@ -1,5 +1,6 @@
 """`stoker plan` from the data to the screen. A stand-in of known speed predicts steps, except in the slow test."""
 
+import io
 import json
 import re
 import shlex
@@ -251,3 +252,16 @@ def test_five_machines_with_predicted_steps(data: Path, tmp_path: Path) -> None:
     speed = {name: row["img_per_s"]["expected"] for name, row in rows.items()}
     assert speed["a2-highgpu-1g"] >= speed["g2-standard-8"] > speed["this"]
     assert (tmp_path / "p.html").exists()
+
+
+def test_a_tpu_has_a_machine_and_a_price_and_no_prediction(data: Path):
+    result = plan(data, on=["v6e-4", "g2-standard-8"])
+    assert [(tpu.machine_type, tpu.price) for tpu in result.tpus] == [("ct6e-standard-4t", 10.8)]
+    assert [row.machine for row in result.rows] == ["g2-standard-8"]
+    text = io.StringIO()
+    print_plan(result, text, width=300)
+    (line,) = [line for line in text.getvalue().splitlines() if line.strip().startswith("v6e-4")]
+    assert "not predicted" in line
+    assert "10.8" in line
+    with pytest.raises(UsageError):
+        plan(data, on=["v6e-3"])

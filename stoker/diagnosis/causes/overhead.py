@@ -72,11 +72,15 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
     if not is_long_enough(run):
         return None
     input_wait = fraction_of_phase(run, "input_wait") or run.stacks.fraction("input_wait")
+    busy = [gpu.utilization.value for gpu in run.gpus.values() if gpu.utilization.value is not None]
+    idle_fraction = 1 - max(busy) if busy and run.num_ranks == 1 else None
     for place in heavy_places(run, cause.warning_threshold or 0.0):
         observed_s = run.place_totals[place.role, place.rank]
         measured, what = place.seconds / observed_s, "the training thread"
         if place.role == "worker":  # what they do costs only the time in which the training waits for them
             measured, what = measured * input_wait, "each loader worker"
+        elif idle_fraction is not None:  # the place costs no more than the time in which the device was idle
+            measured = min(measured, idle_fraction)
         if place.samples < cause.threshold("min_samples") or measured * observed_s < cause.threshold("min_duration_s"):
             continue
         often = frequency(run, place)
@@ -90,6 +94,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         lost_s, basis = measured * run.steady.device_s, "the fraction of the samples"
         if place.role == "training" and run.num_ranks == 1:
             lost_s, basis = _lost_in_place(run, place)
+            lost_s = min(lost_s, measured * run.steady.device_s) if idle_fraction is not None else lost_s
         finding = make_finding(run, cause, measured, evidence, lost_s=lost_s, estimate_basis=basis)
         if finding is not None:
             title = f"{place.seconds:,.0f} s in {describe_place(place)}"

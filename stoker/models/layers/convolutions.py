@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stoker.hardware.device import XLA_KINDS
 from stoker.models.layers.norms import FrozenBatchNorm2d, Norm
 
 
@@ -111,6 +112,17 @@ class PaddedConv2d(nn.Conv2d):
 def is_on_accelerator(x: Tensor) -> bool:
     """Whether the code for accelerators applies."""
     return x.device.type != "cpu"
+
+
+def upsample_2x(x: Tensor) -> Tensor:
+    """Each cell of x [B, C, h, w] four times: [B, C, 2 h, 2 w], of the same dtype."""
+    if (
+        x.device.type in XLA_KINDS
+    ):  # has no backward pass of `interpolate`; a CPU takes nine times as long so: LOG.md, "XLA"
+        b, c, h, w = x.shape
+        return x[:, :, :, None, :, None].expand(b, c, h, 2, w, 2).reshape(b, c, 2 * h, 2 * w)
+    with torch.autocast(x.device.type, enabled=False):  # autocast upsamples in fp32
+        return functional.interpolate(x, scale_factor=2.0, mode="nearest")
 
 
 def pad_image_conv(network: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stoker.hardware.device import XLA_KINDS
 from stoker.models.layers.rank_mean import num_exchanging_ranks, sum_over_ranks
 
 Norm = Callable[[int], nn.Module]
@@ -74,9 +75,21 @@ class SafeBatchNorm2d(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape."""
         if not self.training or x.numel() > x.shape[1]:
-            return super().forward(x)
+            return super().forward(x) if x.device.type not in XLA_KINDS else self._forward_xla(x)
         stats = self.running_mean, self.running_var
         return functional.batch_norm(x, *stats, self.weight, self.bias, False, 0.0, self.eps)
+
+    def _forward_xla(self, x: Tensor) -> Tensor:
+        """torch_xla puts the variance over n values into `running_var`, torch n / (n - 1) times that."""
+        if not self.training or self.running_mean is None or self.running_var is None or self.momentum is None:
+            return super().forward(x)
+        with torch.no_grad():
+            variance, mean = torch.var_mean(x.to(self.running_var.dtype), (0, 2, 3))
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance, self.momentum)
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+        return functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
 
 class SafeSyncBatchNorm(SafeBatchNorm2d):

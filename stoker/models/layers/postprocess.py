@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.hardware.device import allow_host_sync
+from stoker.hardware.device import XLA_KINDS, allow_host_sync
 from stoker.models.layers.boxes import batched_gather, clip, iou
 
 NMS_ROUNDS = 32
@@ -187,10 +187,17 @@ def nms_per_class(candidates: Candidates, *, iou_threshold: float, max_detection
     """NMS within each class of each image; the best `max_detections` of the remaining boxes, best first.
 
     Of two boxes of a class with an IoU above `iou_threshold`, the better one stays. On a CPU by torchvision, which
-    synchronizes, as "nms"; on an accelerator in rounds, and the result has a `check`. The boxes stay in pixels of the
-    model input.
+    synchronizes, as "nms", and so on the host for XLA; on other accelerators in rounds, and the result has a `check`.
+    The boxes stay in pixels of the model input.
     """
-    by_device = greedy_nms if candidates.scores.device.type == "cpu" else nms_in_rounds
+    device = candidates.scores.device
+    if device.type in XLA_KINDS:
+        with allow_host_sync("nms"):
+            on_host = Candidates(*(column.cpu() for column in candidates))
+            found = greedy_nms(on_host, iou_threshold=iou_threshold, max_detections=max_detections)
+            boxes, scores, labels, valid = (column.to(device) for column in found[:4])
+            return BatchDetections(boxes, scores, labels, valid)
+    by_device = greedy_nms if device.type == "cpu" else nms_in_rounds
     return by_device(candidates, iou_threshold=iou_threshold, max_detections=max_detections)
 
 

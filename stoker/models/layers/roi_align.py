@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stoker.hardware.device import XLA_KINDS
 from stoker.models.layers.boxes import area
 
 OUTPUT_SIZE = 7
@@ -52,12 +53,11 @@ def multiscale_roi_align(levels: Sequence[Tensor], strides: Sequence[int], boxes
     rows = (start[..., None, None] + rows * width[..., None, None])[:, :, :, None, :, None]
     index = (rows + columns[:, :, None, :, None, :]).to(torch.int32)
     weights = row_weights[:, :, :, None, :, None] * column_weights[:, :, None, :, None, :] / SAMPLING_RATIO**2
-    pooled = functional.embedding_bag(
-        index.flatten(4).flatten(0, 3),
-        flat_features,
-        mode="sum",
-        per_sample_weights=weights.to(flat_features.dtype).flatten(4).flatten(0, 3),
-    )
+    index, weights = index.flatten(4).flatten(0, 3), weights.to(flat_features.dtype).flatten(4).flatten(0, 3)
+    if index.device.type in XLA_KINDS:  # has no embedding_bag, and fuses these
+        pooled = (functional.embedding(index, flat_features) * weights[..., None]).sum(1)
+    else:
+        pooled = functional.embedding_bag(index, flat_features, mode="sum", per_sample_weights=weights)
     return pooled.view(-1, OUTPUT_SIZE, OUTPUT_SIZE, channels).permute(0, 3, 1, 2)
 
 

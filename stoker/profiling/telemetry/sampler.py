@@ -16,6 +16,7 @@ import pynvml
 from stoker.profiling.telemetry.gpu import Gpu, GpuSampler, handle_pointer
 from stoker.profiling.telemetry.host import HostSampler
 from stoker.profiling.telemetry.machine import TimeoutWorker
+from stoker.profiling.telemetry.tpu import TpuSampler
 from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 
@@ -87,6 +88,7 @@ class DriverSampler:
         self._pid = pid
         self._lock = threading.Lock()
         self._gpus: GpuSampler | None = None
+        self._tpus: TpuSampler | None = None
         self._xid_listener: XidListener | None = None
         self._closed = False
         self._reason: str | None = None
@@ -123,6 +125,8 @@ class DriverSampler:
         if self._xid_listener is not None:
             self._xid_listener.stop()
         self._worker.stop()
+        if self._tpus is not None:
+            self._tpus.close()
 
     def _query(self) -> tuple[list[GpuSample], str | None]:
         """The first query opens the driver, which may hang too."""
@@ -134,7 +138,11 @@ class DriverSampler:
             self._reason = gpus.reason  # of a machine without a driver: environment.json has it
             self._indices = [gpu.index for gpu in gpus.gpus]
             self._gpus = gpus
+            if not gpus.gpus:
+                self._tpus = TpuSampler()
         samples = self._gpus.sample()
+        if self._tpus is not None and (chips := self._tpus.sample() or self._tpus.reason):
+            return ([], chips) if isinstance(chips, str) else (chips, self._gpus.reason)
         for sample in samples:
             sample.xids = [] if self._xid_listener is None else self._xid_listener.pop_xids(sample.index)
         return samples, self._gpus.reason

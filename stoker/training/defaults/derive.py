@@ -245,7 +245,7 @@ def _stronger_augmentation(known: Known, name: str) -> Choice | None:
     else:
         duration = parse_duration(config.run.max_duration)
         steps = total_steps(duration, known.num_images, batch_size)
-        if steps is None and not known.device.is_cpu:
+        if steps is None and not known.device.computes_on_host:
             return None  # how fast an accelerator is, is not known
         images_per_s = estimate_images_per_second(arch, config.data.image_size)
         num_seen = duration.value * 60 * images_per_s if steps is None else float(steps * batch_size)

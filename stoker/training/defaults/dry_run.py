@@ -27,7 +27,7 @@ from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import Index
 from stoker.data.loading.loader import compute_max_boxes
 from stoker.errors import ConfigError, OutOfMemoryError
-from stoker.hardware.device import Device
+from stoker.hardware.device import Device, end_step
 from stoker.models import build
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.optim import OptimizerStep
@@ -107,6 +107,7 @@ class DryRun:
             settings = dataclasses.replace(settings, mosaic=0.0)
         self.optimizer.backward(self.compute_loss(augment_batch(batch, settings, 0.0)))
         self.optimizer.step(0.0, 0)
+        end_step(batch.images.device)
 
     def measure_peak_bytes(self, count: int) -> int:
         """Bytes at the peak of two steps (the second has all optimizer state) and an evaluation; on a CPU of a step.
@@ -206,10 +207,13 @@ def make_worst_case_batch(
     """
     height, width = image_size
     torch_device = device.torch_device
-    generator = torch.Generator(torch_device).manual_seed(0)
-    images = torch.randint(
-        256, (count, height, width, 3), dtype=torch.uint8, device=torch_device, generator=generator
-    ).permute(0, 3, 1, 2)
+    drawn_on = torch_device if device.has_streams else torch.device("cpu")  # XLA has no generators
+    generator = torch.Generator(drawn_on).manual_seed(0)
+    images = (
+        torch.randint(256, (count, height, width, 3), dtype=torch.uint8, device=drawn_on, generator=generator)
+        .to(torch_device)
+        .permute(0, 3, 1, 2)
+    )
     top_left = torch.rand(count, max_boxes, 2, device=torch_device) * 0.5
     whwh = torch.tensor([width, height, width, height], dtype=torch.float32, device=torch_device)
     hw = torch.tensor([[height, width]], dtype=torch.int32, device=torch_device).expand(count, 2).contiguous()
@@ -225,7 +229,7 @@ def make_worst_case_batch(
         scale=torch.ones(count, 2, device=torch_device),
         original_size=hw.clone(),
         image_index=torch.arange(count, device=torch_device),
-        rand=torch.rand(count, NUM_RAND, device=torch_device, generator=generator),
+        rand=torch.rand(count, NUM_RAND, device=drawn_on, generator=generator).to(torch_device),
     )
 
 

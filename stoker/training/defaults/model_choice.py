@@ -54,7 +54,7 @@ def choose_model(
         detected = detect_architecture(weights)
         if detected is not None:
             return detected, "the weights file is of that architecture, or of its backbone"
-    if not device.is_cpu and weights in (None, "none", *MODELS[ON_GPU].urls):
+    if not device.computes_on_host and weights in (None, "none", *MODELS[ON_GPU].urls):
         return ON_GPU, "the reference of the field; no model has been measured on a GPU yet"
     having = [(arch.num_params, name) for name, arch in MODELS.items() if weights in arch.urls]
     if having and weights != "imagenet":
@@ -85,7 +85,7 @@ def estimate_images_per_second(arch: Architecture, image_size: tuple[int, int]) 
 def choose_image_side(arch: Architecture, index: Index, device: Device, resize: str) -> int:
     """Side in pixels of the square whose area the model input has at most."""
     tuning = arch.tuning
-    if not device.is_cpu or tuning is None or arch.default_image_size <= tuning.cpu_image_size:
+    if not device.computes_on_host or tuning is None or arch.default_image_size <= tuning.cpu_image_size:
         return arch.default_image_size
     train_indices = index.image_indices("train")
     image_size, _ = best_image_size(index.original_size[train_indices], tuning.cpu_image_size, arch.size_divisor)
