@@ -1,23 +1,26 @@
-"""Ember compared with Ultralytics' YOLO11n: accuracy for the same CPU time of training, on the same images.
+"""Ember compared with Ultralytics' YOLO26n and YOLO11n: accuracy for the same CPU time of training, same images.
 
     python -m benchmarks ember --ultralytics ENVIRONMENT/bin/yolo [--data bccd dice] [--budgets 675 1300] [--json FILE]
+
+Settings of a recipe are chosen with `--score val`, which scores a fifth of the training images that is held out, and
+does not read the test images. Those are scored once, when the recipe is decided: without `--score`.
 
 and which model should be the default on a CPU (docs/which-model.md), on data sets of others:
 
     python -m benchmarks ember --data bccd dice blood_png cars kangaroo=FOLDER … --only ember_n ember_mobilenet_v2
-                               --budgets 300 --seeds 2 --precision fp32 --json FILE
+                               --budgets 300 --seeds 2 --json FILE
 
-Every contestant trains on one thread, on the training images of a data set only, at the same image size or one of the
-same area, and is evaluated once, after its last step, on the test images, by this project's evaluation: AP and AP50 of
-the final weights. How many epochs fit a budget of CPU-seconds (user and system, of the whole training process from
-start to end) is measured beforehand by two short trainings, then by each training; the seconds that one took are in
-its row.
+Every contestant trains on one thread in fp32 (a row apart: ours in bf16), on the training images of a data set only,
+at the same image size or one of the same area, and is evaluated once, after its last step, on the test images, by this
+project's evaluation: AP and AP50 of the final weights. How many epochs fit a budget of CPU-seconds (user and system, of
+the whole training process from start to end) is measured beforehand by two short trainings, then by each training; the
+seconds that one took are in its row.
 
 Ultralytics' package is AGPL: it is no dependency and nothing of it is imported. It runs as a program of its own, by its
-own commands, in an environment that you make (`python -m venv E; E/bin/pip install ultralytics`); without
+own commands, in an environment that you make (`python -m venv E; E/bin/pip install 'ultralytics>=8.4'`); without
 `--ultralytics` it is left out. Its settings are its own defaults but batch 8, which is ours too, and no workers: so it
-computes in fp32 (we in bf16 where the processor has it), steps once for every 64 images (its `nbs`), takes one thread
-less than there are cores (measure on two), and evaluates the test images twice within its time, about 1 % of it.
+steps once for every 64 images (its `nbs`), takes one thread less than there are cores (measure on two), and evaluates
+the test images twice within its time, about 1 % of it. YOLO26n is trained and evaluated with its one-to-one head.
 
 Each training is written to --json FILE as it ends; what is there is not measured again.
 """
@@ -37,6 +40,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.accuracy.quality import SHOWN, trainval
@@ -47,7 +51,9 @@ from stoker.evaluation.evaluate import compute_metrics, ground_truth
 from stoker.evaluation.metrics import Detections, Metrics
 from stoker.models.weights import model_file
 
-OURS, TUNED, PEER = "ember_n", "ember_mobilenet_v2, from ImageNet", "yolo11n"
+OURS, TUNED, BF16 = "ember_n", "ember_mobilenet_v2, from ImageNet", "ember_n, bf16"
+PEERS = {"yolo26n": (0.03, 0.6), "yolo11n": (0.0, 0.9)}
+"""How much more AP ember_n has to reach than each, and its CPU-seconds per image of training over theirs, at most."""
 SIDE, BATCH = 320, 8
 GOALS = {("bccd", 675): (0.53, 0.84), ("bccd", 1300): (0.58, 0.885)}
 """AP and AP50 that the mean of ember_n has to reach, together with those of the peer in the same run."""
@@ -83,9 +89,19 @@ class Training:
     seed: int
 
 
-def make_data(name: str, shared: Path, folder: Path, *, side: int | None = None, source: Path | None = None) -> Data:
+def make_data(
+    name: str,
+    shared: Path,
+    folder: Path,
+    *,
+    side: int | None = None,
+    source: Path | None = None,
+    most: int | None = None,
+    score: str = "test",
+) -> Data:
     """side: a square image size for both; default: SIDE for the peer, and for ours one that suits the images. source:
-    the data set, if it is not in `shared`."""
+    the data set, if it is not in `shared`. most: of its training images. score: val holds out a fifth of the training
+    images and scores those, as the split "test" of a copy without the test images."""
     if name == "bccd":
         source = folder / name
         trainval(shared / "bccd" / "BCCD", source)
@@ -95,8 +111,11 @@ def make_data(name: str, shared: Path, folder: Path, *, side: int | None = None,
     splits = {split: index.image_indices(split) for split in ("train", "test") if split in index.splits}
     draws = len(splits.get("test", ())) < FEWEST_TEST_IMAGES
     if draws:  # a fifth of the images, and both sides read the copy
-        order = np.random.default_rng(0).permutation(len(index))
-        splits = {"train": np.sort(order[len(order) // 5 :]), "test": np.sort(order[: len(order) // 5])}
+        splits = drawn(np.arange(len(index)))
+    if score == "val":
+        splits, draws = drawn(splits["train"]), True
+    if most is not None and len(splits["train"]) > most:
+        splits["train"], draws = np.sort(np.random.default_rng(0).permutation(splits["train"])[:most]), True
     for split, rows in splits.items():
         for kind in ("images", "labels"):
             (theirs / kind / split).mkdir(parents=True)
@@ -113,6 +132,12 @@ def make_data(name: str, shared: Path, folder: Path, *, side: int | None = None,
     square = side or SIDE
     image_size = (288, 352) if side is None and name == "bccd" else (square, square)
     return Data(name, source, theirs / "peer.yaml", index, square, image_size)
+
+
+def drawn(rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    """The images in two splits, a fifth for the test."""
+    order = np.random.default_rng(0).permutation(rows)
+    return {"train": np.sort(order[len(order) // 5 :]), "test": np.sort(order[: len(order) // 5])}
 
 
 def yolo_lines(index: Index, row: int) -> Iterator[str]:
@@ -202,9 +227,10 @@ def score_of(found: list[dict[str, Any]], index: Index) -> Metrics:
 
 def contestants(asked: argparse.Namespace) -> dict[str, Contestant]:
     weights = str(asked.shared / "weights" / "mobilenet_v2_imagenet.pth")
-    precision = [] if asked.precision is None else ["--precision", asked.precision]
+    precision = ["--precision", "fp32"]
     made = {
         OURS: of_stoker(OURS, *precision),
+        BF16: of_stoker(OURS, "--precision", "bf16"),
         TUNED: of_stoker("ember_mobilenet_v2", "--weights", weights, *precision),
         "ember_s": of_stoker("ember_s", *precision),
         "retinanet_mobilenet_v2_fpn, from ImageNet": of_stoker(
@@ -213,8 +239,8 @@ def contestants(asked: argparse.Namespace) -> dict[str, Contestant]:
         "retinanet_tiny_fpn": of_stoker("retinanet_tiny_fpn", *precision),
     }
     if asked.ultralytics is not None:
-        made[PEER] = of_ultralytics(asked.ultralytics, PEER)
-    return {name: train for name, train in made.items() if name.split(",")[0] in asked.only}
+        made |= {peer: of_ultralytics(asked.ultralytics, peer) for peer in PEERS}
+    return {name: train for name, train in made.items() if {name, name.split(", from")[0]} & set(asked.only)}
 
 
 def epochs_for(budget: int, costs: list[tuple[int, float]]) -> int:
@@ -249,7 +275,8 @@ class Bench:
         if name not in self.made:
             path = dict(item.partition("=")[::2] for item in self.asked.data)[name]
             source = Path(path) if path else None
-            self.made[name] = make_data(name, self.asked.shared, self.folder, source=source)
+            most, score = self.asked.most, self.asked.score
+            self.made[name] = make_data(name, self.asked.shared, self.folder, source=source, most=most, score=score)
         return self.made[name]
 
     def train(self, train: Contestant, data: str, epochs: int, seed: int) -> Trained:
@@ -276,7 +303,7 @@ class Bench:
             done = self.train(train, key.data, epochs, key.seed)
             if epochs > SHORT[0]:  # each training says it better than the short ones
                 costs = self.rows[price]["costs"] = [costs[0], (epochs, done.cpu_s)]
-            if done.cpu_s <= LIMIT * key.budget or key.contestant == PEER or epochs <= SHORT[0]:
+            if done.cpu_s <= LIMIT * key.budget or key.contestant in PEERS or epochs <= SHORT[0]:
                 break
             print(f"{key}: {epochs} epochs took {done.cpu_s:.0f} s", file=sys.stderr, flush=True)
         commands = "; ".join(" ".join(command) for command in done.commands)
@@ -308,8 +335,8 @@ def earlier(path: Path | None) -> dict[Training, dict[str, Any]]:
 
 def main_run(asked: argparse.Namespace) -> Report:
     if asked.quick:
-        asked.data, asked.budgets, asked.seeds, asked.only = ["bccd"], [100], 1, [OURS, PEER]
-    report = Report("AP on test for the same CPU-seconds of training, mean of the seeds", asked.seeds)
+        asked.data, asked.budgets, asked.seeds, asked.only = ["bccd"], [100], 1, [OURS, *PEERS]
+    report = Report(f"AP on {asked.score} for the same CPU-seconds of training, mean of the seeds", asked.seeds)
     report.packages = ("stoker", "torch", "torchvision")
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder:
         bench = Bench(asked, Path(folder))
@@ -345,11 +372,12 @@ def conclude(report: Report, rows: list[dict[str, Any]]) -> None:
         where = f"{data}, {budget} CPU-seconds"
         for number, goal in zip(("AP", "AP50"), GOALS.get((data, budget), ()), strict=False):
             report.bars.append(Bar.at_least(f"{number} of {OURS}, {where}", mean[number], goal))
-        theirs, tuned = (means.get((data, budget, other)) for other in (PEER, TUNED))
-        if theirs is not None:
-            for number in ("AP", "AP50"):
-                over = mean[number] / theirs[number]
-                report.bars.append(Bar.at_least(f"{number} of {OURS} over {PEER}'s, {where}", over, 1.0))
+        for peer, (lead, _) in PEERS.items():
+            if (theirs := means.get((data, budget, peer))) is not None:
+                for number in ("AP", "AP50"):
+                    over = mean[number] - theirs[number]
+                    report.bars.append(Bar.at_least(f"{number} of {OURS} less {peer}'s, {where}", over, lead))
+        tuned = means.get((data, budget, TUNED))
         if tuned is not None:
             over = tuned["AP"] / mean["AP"]
             report.bars.append(Bar.at_least(f"AP fine-tuned over from scratch, {where}", over, 1.0))
@@ -357,19 +385,22 @@ def conclude(report: Report, rows: list[dict[str, Any]]) -> None:
     for (data, name), ms in cost.items():
         report.rows.append({"what": f"{name} on {data}: training", "ms per image": ms})
     for data, name in cost:
-        if name == OURS and (data, PEER) in cost:
-            text = f"CPU-seconds per image of training, {OURS} over {PEER}, {data}"
-            report.bars.append(Bar.at_most(text, cost[data, OURS] / cost[data, PEER], 0.9))
+        for peer in PEERS if name == OURS else ():
+            if (data, peer) in cost:
+                text = f"CPU-seconds per image of training, {OURS} over {peer}, {data}"
+                report.bars.append(Bar.at_most(text, cost[data, OURS] / cost[data, peer], PEERS[peer][1]))
 
 
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--ultralytics", type=Path, metavar="YOLO", help="its program, in an environment of its own")
-    made.add_argument("--only", nargs="+", metavar="NAME", default=[OURS, TUNED.split(",")[0], PEER],
-                      help="contestants, also ember_s, retinanet_mobilenet_v2_fpn, retinanet_tiny_fpn")  # fmt: skip
+    made.add_argument("--only", nargs="+", metavar="NAME", default=[OURS, TUNED.split(",")[0], *PEERS],
+                      help="contestants, also 'ember_n, bf16', ember_s, "
+                           "retinanet_mobilenet_v2_fpn, retinanet_tiny_fpn")  # fmt: skip
     made.add_argument("--data", nargs="+", metavar="NAME[=PATH]", default=["bccd", "dice"],
                       help="folders of --shared, or others; what has no test split gets one")  # fmt: skip
-    made.add_argument("--precision", choices=("fp32", "bf16"), help="ours; default: the best one of the machine")
+    made.add_argument("--most", type=int, metavar="N", help="training images of a data set; the rest is left out")
+    made.add_argument("--score", choices=("val", "test"), default="test", help="val to choose settings of a recipe")
     made.add_argument("--budgets", nargs="+", type=int, default=[675, 1300], help="CPU-seconds of a training")
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--shared", type=Path, default=Path(os.environ.get("STOKER_TEST_DATA", ROOT.parent / SHOWN[3:])),

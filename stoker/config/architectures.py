@@ -16,6 +16,12 @@ from stoker import regular_files
 from stoker.errors import ConfigError, nearest
 from stoker.knowledge import read_toml
 
+PRETRAINED_NAMES = ("coco", "objects365+coco", "objects365", "imagenet")
+"""Names that `--weights` accepts, besides `none` and files; the default is the first that a model has.
+`objects365+coco`: trained on Objects365, then on COCO; `imagenet`: weights of a classifier, for the backbone."""
+HUB_FILE = "https://huggingface.co/{}/resolve/main/model.safetensors"
+"""The file of weights of a repository of Hugging Face."""
+
 
 class ComputeCost(msgspec.Struct, frozen=True, kw_only=True):
     """For 80 classes at `default_image_size`. `python -m tests.models.test_table` computes these numbers."""
@@ -70,13 +76,13 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reasons: Mapping[str, str]
     """The reason for each field of `defaults`."""
     urls: Mapping[str, str]
-    """`coco` and `imagenet` → URL of pretrained weights; empty if there are none."""
+    """A name of PRETRAINED_NAMES → URL of pretrained weights; empty if there are none."""
     pretrained_norm_eps: float | None = None
     """Epsilon of the norms of the pretrained classifier, if it differs from the detector's."""
     tuning: Tuning | None = None
     """None: the general defaults apply."""
     pretrained_options: Mapping[str, Mapping[str, bool]] = {}
-    """Settings that pretrained weights decide, by their name (`coco`, `imagenet`)."""
+    """Settings that pretrained weights decide, by their name."""
 
 
 def read_architectures() -> dict[str, Architecture]:
@@ -103,7 +109,7 @@ def make_architecture(
             for name, default in defaults.items()
         },
         "reasons": {name: default["reason"] for name, default in defaults.items()},
-        "urls": {name: f"{url}/{file}" for name, file in files.items()},
+        "urls": {name: (HUB_FILE if "/" in file else f"{url}/{{}}").format(file) for name, file in files.items()},
         "tuning": (tuning or {}).get(row.get("family", "")),
     }
     return msgspec.convert(fields, Architecture)

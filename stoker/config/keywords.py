@@ -49,6 +49,8 @@ class Settings(TypedDict, total=False):
     reduced_tail: bool
     nms_free: bool
     depthwise: bool
+    queries: int
+    class_loss: Literal["vfl", "mal"]
     activation_checkpointing: bool
     optimizer: Literal["sgd", "adamw"]
     lr: float

@@ -111,7 +111,7 @@ class ModelSettings:
     model: str = AUTO
     """Architecture; `stoker models` lists them with their cost and purpose."""
     weights: str = AUTO
-    """Initial weights: coco, imagenet (backbone only), none, a file, or the URI of one."""
+    """Initial weights: coco, objects365, objects365+coco, imagenet (backbone only), none, a file, or the URI of one."""
     backbone_norm: Literal["frozen_bn", "bn", "sync_bn"] = AUTO
     """BatchNorm of the backbone: frozen_bn keeps the loaded statistics, bn trains them, sync_bn also shares them
     between devices."""
@@ -139,6 +139,10 @@ class ModelSettings:
     """Ember: train an additional one-to-one head, so that inference needs no NMS."""
     depthwise: bool = AUTO
     """Ember: use depthwise-separable convolutions in the neck (fewer FLOPs)."""
+    queries: int = AUTO
+    """D-FINE, DEIMv2, RF-DETR: boxes that are predicted for an image; at least as many as it has objects."""
+    class_loss: Literal["vfl", "mal"] = AUTO
+    """D-FINE, DEIMv2: varifocal loss, or DEIM's matchability-aware loss."""
     activation_checkpointing: bool = AUTO
     """Recompute activations in the backward pass: a larger batch in the same memory, slower steps."""
 

@@ -33,6 +33,8 @@ class RandSlot(enum.IntEnum):
     """8 … 11: the scales of the four tiles of a mosaic, row by row."""
     SAMPLE = 12
     """Which anchors and RoIs the losses of a two-stage detector sample (`models/layers/matching.py`)."""
+    DENOISING = 13
+    """The noise of denoising queries (`models/layers/denoising.py`)."""
 
 
 class Batch(NamedTuple):

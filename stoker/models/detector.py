@@ -36,6 +36,8 @@ class ClassHeadSpec(NamedTuple):
     outputs_per_class: int = 1
     has_background: bool = False
     """Whether a background class comes before the user's classes (softmax)."""
+    has_bias: bool = True
+    """False: an embedding of the classes."""
 
 
 class Part(NamedTuple):

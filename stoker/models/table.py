@@ -11,12 +11,16 @@ from stoker.config.architectures import Architecture, find_architecture, read_ar
 from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
 from stoker.models.detector import Detector
+from stoker.models.dfine import build_dfine
+from stoker.models.dfine_weights import convert_dfine
 from stoker.models.ember import build_ember, ember_options
 from stoker.models.faster_rcnn import build_faster_rcnn
 from stoker.models.fcos import build_fcos
 from stoker.models.layers.activation_checkpointing import checkpoint_activations
 from stoker.models.layers.winograd import use_winograd_without_avx512
 from stoker.models.retinanet import build_retinanet
+from stoker.models.rf_detr import RFDETR
+from stoker.models.rf_detr_weights import convert_rf_detr
 from stoker.models.ssd import SSD300, SSDLite, detect_reduced_tail
 
 
@@ -27,6 +31,9 @@ class Family(NamedTuple):
     """(settings, number of classes, **the row's `network`) → detector. No setting that it uses is AUTO."""
     options_from_weights: Callable[[Mapping[str, Tensor]], dict[str, bool]] | None = None
     """Fields of ModelSettings that a file of weights decides, from its tensors by name; None: there are none."""
+    convert: Callable[[Mapping[str, Tensor], Detector], dict[str, Tensor]] | None = None
+    """(tensors of a file by its publisher's names, model) → tensors by the model's names; those of another layout are
+    returned as they are. Only names and shapes are read of the model, which may be on the meta device."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -36,6 +43,8 @@ FAMILIES: dict[str, Family] = {
     "faster_rcnn": Family(build_faster_rcnn),
     "ssdlite": Family(SSDLite, lambda tensors: {"reduced_tail": detect_reduced_tail(tensors)}),
     "ssd300": Family(SSD300),
+    "dfine": Family(build_dfine, convert=convert_dfine),
+    "rf_detr": Family(RFDETR, convert=convert_rf_detr),
 }
 
 MODELS = read_architectures()

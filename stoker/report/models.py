@@ -29,7 +29,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     """Batch size of the recipe."""
     weights: dict[str, str]
-    """Pretrained weights → URL; keys are coco, imagenet."""
+    """Pretrained weights → URL; keys are values of `--weights`."""
     settings: dict[str, tuple[Any, str]]
     """Settings specific to the architecture: default and its reason."""
 

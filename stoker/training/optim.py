@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import XLA_KINDS, Device, set_scalar
 from stoker.models import Detector
+from stoker.models.layers.transformer import FiniteRMSNorm
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
@@ -41,7 +42,7 @@ class Clipped(NamedTuple):
     """float32 [number of gradients]: the norm of each, in the order of `names`; None where ranks have parts of them."""
 
 
-NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
+NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, FiniteRMSNorm)
 
 
 class Division(Protocol):

@@ -40,7 +40,7 @@ from stoker.runs.records import BEST, CONFIG, QUARANTINE, RunFolder
 from stoker.runs.schemas import Quarantined
 from stoker.training import checkpoint
 from stoker.training.cluster import Devices
-from stoker.training.defaults.checks import check_devices, warn_oversized_boxes, warn_random_weights
+from stoker.training.defaults.checks import check_devices, warn_few_queries, warn_oversized_boxes, warn_random_weights
 from stoker.training.defaults.derive import derive, total_steps
 from stoker.training.defaults.model_choice import Fetch
 from stoker.training.defaults.sync_choice import choose_sync
@@ -275,7 +275,12 @@ def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventL
 
 def warn_about_settings(resolved: ResolvedRun) -> list[str]:
     """What the derived settings cannot do well, as warnings."""
-    warnings = (warn_oversized_boxes(resolved.config, resolved.index), warn_random_weights(resolved.reasons))
+    config = resolved.config
+    warnings = (
+        warn_oversized_boxes(config, resolved.index),
+        warn_few_queries(config.model, resolved.index),
+        warn_random_weights(config.model, resolved.reasons),
+    )
     return [warning for warning in warnings if warning is not None]
 
 

@@ -41,6 +41,8 @@ def page() -> str:
     ]
     lines += [
         "",
+        *LICENSES.splitlines(),
+        "",
         "## Less memory",
         "",
         "`--activation-checkpointing` keeps only the input of each stage, block and head, and computes the rest again",
@@ -63,6 +65,30 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+LICENSES = """\
+## Pretrained weights and their licenses
+
+`--weights NAME` takes `coco`, `objects365+coco` (trained on Objects365, then on COCO), `objects365`, `imagenet` (the backbone
+only), `none`, or a file; without it, the first of these that the model has. A class head for other classes is replaced, and the
+output says so. Files of Hugging Face are safetensors, no pickle; `huggingface_hub` downloads them into its cache, so what you set
+for it applies: `HF_HOME`, `HF_ENDPOINT` (a mirror), `HF_HUB_OFFLINE`, tokens. Where a download fails, the message names the file,
+its URL and a folder to put it in: `STOKER_WEIGHTS_DIR` has `OWNER--REPOSITORY.safetensors`. The SHA-256 of a download is checked
+against the one that the server states; a mirror that states another one is not noticed.
+
+stoker distributes no weights: they come from their publishers under these terms. A license of code is not always one of weights.
+
+| weights | publisher | license of the weights | where that is stated |
+|---|---|---|---|
+| torchvision's, `coco` and `imagenet` | download.pytorch.org | not stated for each file; the code has BSD-3-Clause | torchvision's README, "Pre-trained Model License": they may have terms of their own, derived from the data set |
+| D-FINE: `coco` N 15.3 MB, S 41.5 MB, M 78.7 MB, L 126 MB, X 252 MB; `objects365`, `objects365+coco` S to X | `ustc-community` on Hugging Face | Apache-2.0 | the page of each repository; that of the data set Objects365, which may restrict commercial use, was not looked at: so `coco` is the default |
+| DEIMv2 with HGNetv2: `coco`, Pico 6.3 MB | `Intellindust` on Hugging Face | not stated: only the license of the code is, Apache-2.0 | `Intellindust-AI-Lab/DEIMv2` on GitHub, LICENSE |
+| RF-DETR N to L: `coco` | `Roboflow` on Hugging Face | Apache-2.0 | documentation of `rfdetr`, table of the models |
+
+Left out: DEIMv2 S to X, whose backbone is DINOv3 (Meta's DINOv3 license, not Apache); RF-DETR XL and 2XL (PML 1.0, with a paid
+plan); ECDet of EdgeCrafter (non-commercial since August 2026); YOLO26, YOLO11 and YOLO-Master (AGPL-3.0).
+Weights of ImageNet for D-FINE, DEIMv2 and RF-DETR: those of COCO include the backbone."""  # noqa: E501
+
+
 PEAKS = (3.8, 8.5)
 """GiB with and without checkpointing, as tests/models/test_memory.py has them."""
 
@@ -70,6 +96,15 @@ PEAKS = (3.8, 8.5)
 def test_the_page_is_current():
     hint = "python -m tests.cli.test_models_command writes it"
     assert page() == PAGE.read_text(), hint
+
+
+def test_each_publisher_of_weights_is_listed_with_its_license():
+    table = [line for line in LICENSES.splitlines() if line.startswith("| ")]
+    for row in MODELS.values():
+        for url in row.urls.values():
+            _, _, host, owner, *_ = url.split("/")
+            publisher = f"`{owner}` on Hugging Face" if host == "huggingface.co" else host
+            assert any(publisher in line for line in table), url
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

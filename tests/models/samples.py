@@ -8,6 +8,13 @@ from stoker.config.settings import ModelSettings
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.models import MODELS, Detector, build
 
+ALIKE = tuple(
+    name
+    for name in MODELS
+    if name.startswith(("dfine_", "deimv2_", "rf_detr_")) and name not in ("dfine_n", "deimv2_pico", "rf_detr_n")
+)
+"""Sizes that differ from a smaller one of their family in numbers only: expensive tests of every row leave them out."""
+
 
 def settings_of(name: str, **changes: Any) -> ModelSettings:
     """The architecture's own settings, nothing AUTO, with `changes`."""

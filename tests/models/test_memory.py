@@ -13,11 +13,11 @@ from stoker.models.layers.activation_checkpointing import segments
 from stoker.models.layers.norms import SafeSyncBatchNorm
 from tests import fakes
 from tests.host_sync import ForbidHostSync
-from tests.models.samples import make_batch, settings_of
+from tests.models.samples import ALIKE, make_batch, settings_of
 
 CANVAS, CLASSES = (64, 96), 5
 CHEAP = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpn")
-ALL = [name if name in CHEAP else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+ALL = [name if name in CHEAP else pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in ALIKE]
 
 
 def pair(name: str, norm: str = "bn") -> tuple[Detector, Detector]:

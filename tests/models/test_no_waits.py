@@ -20,7 +20,7 @@ from tests import fakes
 from tests.fixtures.models_no_waits import make_stepper
 from tests.host_sync import ForbidHostSync, HostSyncError
 from tests.models.oracle import SMALL_MODELS, oracle_losses, oracle_of
-from tests.models.samples import make_batch, settings_of
+from tests.models.samples import ALIKE, make_batch, settings_of
 
 CANVAS, CLASSES = (64, 96), 5
 
@@ -34,7 +34,7 @@ def train_step(losses: Callable[[], dict[str, Tensor]], stepper: OptimizerStep, 
 
 def steps_of(name: str) -> list[object]:
     """Parameters of the test: a small model of each kind once by default, everything else in the slow suite."""
-    cases = [("giou", "adamw"), ("l1", "sgd")][: 2 if MODELS[name].num_params < 10_000_000 else 1]
+    cases = [("giou", "adamw"), ("l1", "sgd")][: name not in ALIKE and 1 + (MODELS[name].num_params < 10_000_000)]
     is_default = [name in SMALL_MODELS and case is cases[0] for case in cases]
     return [
         pytest.param(name, *case, marks=[] if default else [pytest.mark.slow])

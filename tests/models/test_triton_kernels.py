@@ -67,44 +67,53 @@ TYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["_largest_ious_kernel", "_match_kernel", "_focal_sums_kernel", "_focal_gradient_kernel"]
-)
-def test_a_kernel_compiles_for_an_h200_without_spills(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def compile_for_h200(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], folder: Path
+) -> tuple[str, dict[str, int]]:
+    """The PTX of a kernel, and the resources that it uses. constants: with compiler options; types: of the parameters
+    that are not int32."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from stoker.models.layers import triton_kernels
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    is_focal = "focal" in name
-    constants = triton_kernels.focal_constants(2.0) | {"CLASSES": 80} if is_focal else triton_kernels.MATCH_CONSTANTS
-    kernel = getattr(triton_kernels, name)
     values = {parameter: constants[parameter] for parameter in kernel.arg_names if parameter in constants}
     source = ASTSource(
         fn=kernel,
         signature={
-            parameter: "constexpr" if parameter in values else TYPES.get(parameter, "i32")
+            parameter: "constexpr" if parameter in values else types.get(parameter, "i32")
             for parameter in kernel.arg_names
         },
         constexprs={(kernel.arg_names.index(parameter),): value for parameter, value in values.items()},
     )
     options = {option: value for option, value in constants.items() if option in ("num_warps", "enable_fp_fusion")}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    (tmp_path / "cubin").write_bytes(compiled.asm["cubin"])
+    (folder / "cubin").write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage = subprocess.run(
-        [tool, "--dump-resource-usage", tmp_path / "cubin"], capture_output=True, text=True, check=True
+        [tool, "--dump-resource-usage", folder / "cubin"], capture_output=True, text=True, check=True
     ).stdout
-    found = {kind: int(number) for kind, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    return compiled.asm["ptx"], {
+        kind: int(number) for kind, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["_largest_ious_kernel", "_match_kernel", "_focal_sums_kernel", "_focal_gradient_kernel"]
+)
+def test_a_kernel_compiles_for_an_h200_without_spills(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stoker.models.layers import triton_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    is_focal = "focal" in name
+    constants = triton_kernels.focal_constants(2.0) | {"CLASSES": 80} if is_focal else triton_kernels.MATCH_CONSTANTS
+    ptx, found = compile_for_h200(getattr(triton_kernels, name), TYPES, constants, tmp_path)
     with capsys.disabled():
         print(f"\n{name}: {found}")
     assert (found["STACK"], found["LOCAL"]) == (0, 0)  # spilled registers would be there
     if not is_focal:  # IoUs are rounded as those of separate operators
-        assert "fma" not in compiled.asm["ptx"]
-        assert "div.rn.f32" in compiled.asm["ptx"]
+        assert "fma" not in ptx
+        assert "div.rn.f32" in ptx
 
 
 def test_a_step_with_the_kernels_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

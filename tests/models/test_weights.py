@@ -330,4 +330,5 @@ def test_a_failed_download_leaves_nothing_and_says_what_to_do(address: str, tmp_
 
 def test_the_addresses_are_those_of_torchvision() -> None:
     assert MODELS[RESNET50].urls["coco"] == COCO_URL
-    assert all(url.startswith("https://download.pytorch.org/") for row in MODELS.values() for url in row.urls.values())
+    hosts = ("https://download.pytorch.org/", "https://huggingface.co/")
+    assert all(url.startswith(hosts) for row in MODELS.values() for url in row.urls.values())

@@ -1,13 +1,14 @@
 """Which model is trained by default: by device, image size and weights."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from stoker.config.settings import from_fields
+from stoker.config.settings import ModelSettings, from_fields
 from stoker.data.index import open_index
 from stoker.errors import WeightsError
 from stoker.hardware.device import Device
@@ -47,7 +48,8 @@ class Accelerator(Device):
         (SMALL_IMAGE_SIDE + 1, CPU, "none", "ember_n"),
         (SMALL_IMAGE_SIDE, CPU, "none", "retinanet_tiny_fpn"),
         (SMALL_IMAGE_SIDE, CPU, "imagenet", "ember_mobilenet_v2"),
-        (SMALL_IMAGE_SIDE, CPU, "coco", "ssdlite320_mobilenet_v3_large"),
+        (SMALL_IMAGE_SIDE, CPU, "coco", "deimv2_atto"),
+        (SMALL_IMAGE_SIDE, Accelerator(CPU.torch_device), "objects365", "dfine_s"),
         (SMALL_IMAGE_SIDE + 1, Accelerator(CPU.torch_device), None, "retinanet_resnet50_fpn"),
     ],
 )
@@ -84,8 +86,36 @@ def test_without_a_download_the_weights_are_random_and_the_reason_says_so(tmp_pa
     assert chosen == "ember_n"
     assert "ember_mobilenet_v2" in why
     assert "no route to host" in why
-    assert why in (warn_random_weights({"model": why}) or "")
-    assert warn_random_weights({"model": choose_model(index, CPU, "none")[1]}) is None
+    assert why in (warn_random_weights(ModelSettings(model="ember_n", weights="none"), {"model": why}) or "")
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "alternative"),
+    [
+        ("ember_n", "none", "--model ember_mobilenet_v2"),
+        ("ember_m", "none", "--model ember_mobilenet_v2"),
+        ("ember_mobilenet_v2", "none", "--weights imagenet"),
+        ("fcos_resnet50_fpn", "none", "--weights coco"),
+        ("ember_mobilenet_v2", "imagenet", None),
+        ("ember_n", "some.safetensors", None),
+        ("retinanet_tiny_fpn", "none", None),
+    ],
+)
+def test_what_random_weights_cost_is_one_line_with_the_alternative(
+    model: str, weights: str, alternative: str | None
+) -> None:
+    warning = warn_random_weights(ModelSettings(model=model, weights=weights), {})
+    assert (warning is None) == (alternative is None)
+    if warning is not None:
+        assert "\n" not in warning
+        assert alternative is not None
+        assert alternative in warning
+        page = (Path(__file__).resolve().parents[2] / "docs" / "which-model.md").read_text()
+        measured = re.search(
+            r"on (151) images .*? AP (\S+) and (\S+), on (288) .*? (\S+) and (\S+) ", " ".join(page.split())
+        )
+        assert measured is not None
+        assert set(measured.groups()) <= set(re.findall(r"[0-9.]*[0-9]", warning))
 
 
 def test_on_a_cpu_the_image_size_is_small_unless_boxes_are(tmp_path: Path) -> None:

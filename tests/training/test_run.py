@@ -68,7 +68,8 @@ def test_the_run_folder_is_complete(run: Path):
 def test_every_setting_has_a_value_and_derived_ones_a_reason(run: Path, data: Path):
     config, reasons = from_toml(run / CONFIG)
     assert unset_fields(config) == []
-    of_other_models, of_the_user = {"reduced_tail", "nms_free", "depthwise"}, {"train", "val", "splits"}
+    of_other_models = {"reduced_tail", "nms_free", "depthwise", "queries", "class_loss"}
+    of_the_user = {"train", "val", "splits"}
     assert set(SECTION_OF) - set(config.set_fields()) == of_other_models | of_the_user
     asked = set(settings(data, eval_every="6").set_fields())
     assert set(reasons) == set(config.set_fields()) - asked

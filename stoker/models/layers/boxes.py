@@ -115,6 +115,11 @@ def iou(boxes: Tensor, anchors: Tensor) -> Tensor:
 
 def giou(first: Tensor, second: Tensor) -> Tensor:
     """Generalized IoU (arXiv 1902.09630) of pairs of boxes, both [..., 4]: [...], -1 … 1."""
+    return iou_and_giou(first, second)[1]
+
+
+def iou_and_giou(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """IoU and generalized IoU of pairs of boxes, both [..., 4]: two [...]."""
     eps = 1e-7
     (first_min, first_max), (second_min, second_max) = torch.split(first, 2, dim=-1), torch.split(second, 2, dim=-1)
     first_size, second_size = first_max - first_min, second_max - second_min
@@ -125,7 +130,20 @@ def giou(first: Tensor, second: Tensor) -> Tensor:
     first_area, second_area, common_area, enclosing_area = (width * height).unbind()
     intersection = common_area.masked_fill((common_size <= 0).any(-1), 0.0)
     union = first_area + second_area - intersection
-    return intersection / (union + eps) - (enclosing_area - union) / (enclosing_area + eps)
+    overlap = intersection / (union + eps)
+    return overlap, overlap - (enclosing_area - union) / (enclosing_area + eps)
+
+
+def cxcywh_to_xyxy(boxes: Tensor) -> Tensor:
+    """Boxes [..., 4] given by center and size, as corners."""
+    center, half = boxes[..., :2], boxes[..., 2:] / 2
+    return torch.cat((center - half, center + half), dim=-1)
+
+
+def xyxy_to_cxcywh(boxes: Tensor) -> Tensor:
+    """Boxes [..., 4] given by corners, as center and size."""
+    low, high = boxes[..., :2], boxes[..., 2:]
+    return torch.cat(((low + high) / 2, high - low), dim=-1)
 
 
 def clip(boxes: Tensor, size: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def conv_norm(
     kernel_size: int = 3,
     stride: int = 1,
     groups: int = 1,
-    activation: type[nn.ReLU | nn.ReLU6 | nn.Hardswish] | None = nn.ReLU,
+    activation: type[nn.ReLU | nn.ReLU6 | nn.Hardswish | nn.SiLU] | None = nn.ReLU,
 ) -> nn.Sequential:
     """Convolution without bias, norm, activation (None for none): [B, in, H, W] → [B, out, H / stride, W / stride]."""
     if (kernel_size, stride) == (3, 2):

@@ -1,15 +1,17 @@
 """Finds files of pretrained weights: in the user's folder, in torch's cache, else by a download into one of the two.
 
-torchvision's files are checked against the hash in their name. Files at a URI of the user (`gs://`, `s3://`,
-`https://`) are cached under a name with a hash of their version, and downloaded again if that changes. A file gets its
-name only when it is complete. `load.py` reads the files.
+torchvision's files are checked against the hash in their name. Files on Hugging Face are downloaded by its library
+into its cache, so its mirrors (`HF_ENDPOINT`), tokens and offline mode apply; their SHA-256 is checked against the one
+in the URL, else against the one that the server names. Files at a URI of the user (`gs://`, `s3://`, `https://`) are
+cached under a name with a hash of their version, and downloaded again if that changes. A file gets its name only when
+it is complete. `load.py` reads the files.
 """
 
 import hashlib
 import os
+import re
 import socket
 import sys
-from http.client import HTTPException
 from pathlib import Path
 
 import torch
@@ -22,6 +24,10 @@ TIMEOUT_S = 30.0
 """A download fails after this time without data."""
 
 WEIGHTS_DIR_VARIABLE = "STOKER_WEIGHTS_DIR"
+HUB_URL = re.compile(
+    r"https://huggingface\.co/(?P<repo_id>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<filename>[^#]+)(?:#sha256=(\w+))?"
+)
+"""A file on Hugging Face: repository, revision, file name; its SHA-256 where that is known."""
 
 
 def weights_dirs() -> list[Path]:
@@ -31,30 +37,46 @@ def weights_dirs() -> list[Path]:
     return [Path(override).expanduser(), cache] if override else [cache]
 
 
+def file_name(url: str) -> str:
+    """Name under which the file at `url` is searched in `weights_dirs`: all of Hugging Face's have the same one."""
+    hub = HUB_URL.fullmatch(url)
+    return hub["repo_id"].replace("/", "--") + Path(hub["filename"]).suffix if hub else url.rsplit("/", 1)[1]
+
+
 def find_weights(url: str) -> Path | None:
     """The file of the weights at `url`, if it was downloaded before."""
-    name = url.rsplit("/", 1)[1]
-    return next((folder / name for folder in weights_dirs() if (folder / name).is_file()), None)
+    name = file_name(url)
+    found = next((folder / name for folder in weights_dirs() if (folder / name).is_file()), None)
+    if found is None and (hub := HUB_URL.fullmatch(url)):
+        from huggingface_hub import try_to_load_from_cache  # takes 0.15 s
+
+        cached = try_to_load_from_cache(**hub.groupdict())
+        found = Path(cached) if isinstance(cached, str) else None
+    return found
 
 
 def fetch_weights(url: str) -> tuple[Path, str]:
     """(file, sentence about where it was found) of the weights at `url`. Raises WeightsError if the download fails."""
     if (found := find_weights(url)) is not None:
         return found, f"found in {found.parent}"
-    name = url.rsplit("/", 1)[1]
-    path = weights_dirs()[0] / name
-    print_text(f"Downloading {url} to {path.parent}", file=sys.stderr, flush=True)
+    path = weights_dirs()[0] / file_name(url)
     try:
-        _download(url, path)
-    except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: another hash
+        if hub := HUB_URL.fullmatch(url):
+            target = _download_from_hub(hub)
+        else:
+            print_text(f"Downloading {url} to {path.parent}", file=sys.stderr, flush=True)
+            _download(url, target := path)
+    except Exception as error:  # httpx, the hub's library and http.client raise many types
+        cause = error.__cause__ or error  # the hub's library says what it was in there: offline mode, no connection
         raise WeightsError(
-            f"Pretrained weights could not be downloaded: {name}",
+            f"Pretrained weights could not be downloaded: {path.name}",
             location=url,
-            cause=str(error),
-            fix=f"download it elsewhere and put it into {path.parent} (or a folder in {WEIGHTS_DIR_VARIABLE}); "
-            "or --weights FILE; or --weights none, which starts from random weights",
+            cause=next(iter(str(cause).splitlines()), type(cause).__name__),
+            fix=f"download it elsewhere and put it into {path.parent} (or a folder in {WEIGHTS_DIR_VARIABLE})"
+            + (f" as {path.name}" if not url.endswith(path.name) else "")
+            + "; or --weights FILE; or --weights none, which starts from random weights",
         ) from error
-    return path, f"downloaded to {path.parent}"
+    return target, f"downloaded to {target.parent}"
 
 
 def local_path(location: str) -> Path:
@@ -84,6 +106,24 @@ def local_path(location: str) -> Path:
         fix = f"make room, or set {WEIGHTS_DIR_VARIABLE} to another folder"
         with writing("The weights cannot be written.", path.parent, fix=fix):
             download(store, uri.key, path)
+    return path
+
+
+def _download_from_hub(hub: re.Match[str]) -> Path:
+    """The file in Hugging Face's cache. Raises OSError for another SHA-256, after it removed the file; other errors are
+    the library's."""
+    from huggingface_hub import constants, hf_hub_download, hf_hub_url
+
+    print_text(f"Downloading {hf_hub_url(**hub.groupdict())} to {constants.HF_HUB_CACHE}", file=sys.stderr, flush=True)
+    path = Path(hf_hub_download(hub["repo_id"], hub["filename"], revision=hub["revision"]))
+    blob = Path(os.readlink(path)).name if path.is_symlink() else ""  # the ETag: of a large file its SHA-256
+    expected = hub[4] or (blob if re.fullmatch("[0-9a-f]{64}", blob) else None)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if expected not in (None, digest):
+        for part in (path.resolve(), path.parent / os.readlink(path) if blob else path, path):
+            part.unlink(missing_ok=True)
+        raise OSError(f"its SHA-256 is {digest}, it should be {expected}: damaged, or another version")
     return path
 
 

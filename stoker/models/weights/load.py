@@ -1,14 +1,14 @@
 """Loads weights into a model, and reports which layers were loaded and which stay random.
 
 Supported are state_dicts of torchvision's detectors that are in MODELS (also with its older names), of torchvision's
-classifiers with the same backbones, and stoker's own files, as .pth/.pt (bare or under "model") or .safetensors. A file
-is recognized by the names and shapes of its tensors. `hub.py` finds files; `model_file.py` loads a whole model that
-stoker saved.
+classifiers with the same backbones, of other publishers' detectors whose family has a `convert` (`table.Family`), and
+stoker's own files, as .pth/.pt (bare or under "model") or .safetensors. A file is recognized by the names and shapes of
+its tensors. `hub.py` finds files; `model_file.py` loads a whole model that stoker saved.
 
 The class head of a file is converted to the user's classes: matched by name if possible, else left random.
 `detector.ClassHeadSpec` describes the channels of such a layer. Files by stoker have one channel per class, after a
 background channel if the model has one. Files by torchvision always have a background channel; in its RetinaNet and
-FCOS, which have sigmoids, it is unused.
+FCOS, which have sigmoids, it is unused. Others have a channel per class: those from COCO 80, or 91 by category id.
 """
 
 import re
@@ -24,6 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.config.settings import ModelSettings
 from stoker.errors import WeightsError, make_error, nearest
 from stoker.knowledge import read_toml
@@ -31,8 +32,6 @@ from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.table import FAMILIES, MODELS, build, get_architecture
 from stoker.models.weights.hub import fetch_weights, local_path
 
-PRETRAINED_NAMES = ("coco", "imagenet")
-"""Names that `--weights` accepts, besides `none` and files."""
 MIN_MATCH_FRACTION = 0.9
 """Fraction of tensors of model and file that must have equal names and shapes for the file to be recognized. Below 1,
 so that the error for an incomplete file can name the missing tensor."""
@@ -77,7 +76,7 @@ def check_pretrained(settings: ModelSettings) -> None:
 
 
 def load_weights(model: Detector, settings: ModelSettings, *, class_names: Sequence[str]) -> list[str]:
-    """Loads `settings.weights` (coco, imagenet, none or a file) into `model`, which was built from `settings`.
+    """Loads `settings.weights` (a name, none or a file) into `model`, which was built from `settings`.
 
     Returns sentences: what was loaded from where, what was replaced or left random. Raises WeightsError if the weights
     cannot be downloaded or read, or belong to another architecture; the model is unchanged then.
@@ -89,7 +88,7 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
     arch = get_architecture(settings.model)
     path, source = fetch_weights(arch.urls[choice]) if choice in arch.urls else (local_path(choice), "")
     weights = read_weights(path, choices=(*arch.urls, "none"))
-    matched = _match_weights(weights.tensors, model)
+    matched = _match_weights(weights.tensors, model, arch.family)
     if matched.match_fraction < MIN_MATCH_FRACTION:
         actual_name = _detect_model(weights.tensors)
         if actual_name is not None:
@@ -111,7 +110,11 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
         tensors = _convert_epsilon(arch.pretrained_norm_eps, tensors)
     origin = f"{path.name}" + (f" ({source})" if source else "")
     if matched.is_detector:
-        tensors, sentence = fit_class_head(tensors, model.class_heads(), weights.class_names, class_names)
+        file_classes = weights.class_names
+        first = tensors.get(f"{model.class_heads()[0].name}.weight")
+        if choice in arch.urls and choice.endswith("coco") and first is not None and len(first) == len(COCO_CLASSES):
+            file_classes = COCO_CLASSES
+        tensors, sentence = fit_class_head(tensors, model.class_heads(), file_classes, class_names)
         sentences = [f"backbone, neck and heads from {origin}", sentence]
     else:
         sentences = [f"backbone from {origin}", "neck and heads are random"]
@@ -198,8 +201,9 @@ def _update_old_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return newer
 
 
-def _match_weights(tensors: Mapping[str, Tensor], model: Detector) -> WeightsMatch:
+def _match_weights(tensors: Mapping[str, Tensor], model: Detector, family: str) -> WeightsMatch:
     """The best mapping of a file's tensors to the model's names, and the fraction that matches."""
+    convert = FAMILIES[family].convert
     own_shapes = {name: tensor.shape for name, tensor in _without_wrappers(model.state_dict()).items()}
     head_by_tensor = class_tensors(model.class_heads())
     backbone_tensors = {
@@ -214,7 +218,7 @@ def _match_weights(tensors: Mapping[str, Tensor], model: Detector) -> WeightsMat
     own_names = own_shapes.keys() - head_by_tensor.keys()
     matches = [
         WeightsMatch(matched_fraction(variant, own_names), dict(variant), True)
-        for variant in (tensors, _update_old_names(tensors))
+        for variant in (tensors, _update_old_names(tensors) if convert is None else convert(tensors, model))
     ]
     matches.append(WeightsMatch(matched_fraction(backbone_tensors, backbone_names), backbone_tensors, False))
     return max(matches, key=lambda candidate: candidate.match_fraction)
@@ -229,7 +233,7 @@ def _detect_model(tensors: Mapping[str, Tensor]) -> str | None:
         settings = {"backbone_norm": "bn", "trainable_backbone_layers": 5, **arch.defaults, **options, "model": name}
         with shapes_only():
             model = build(ModelSettings(**settings), 1)
-        match_fraction = _match_weights(tensors, model).match_fraction
+        match_fraction = _match_weights(tensors, model, arch.family).match_fraction
         if match_fraction == 1:
             return name
         if match_fraction > best_fraction or (match_fraction == best_fraction and best_name is None):
@@ -278,11 +282,17 @@ def _check_fits(model: Detector, tensors: Mapping[str, Tensor], path: Path, *, i
 
 COCO_CHANNELS: tuple[str, ...] = tuple(read_toml("models.toml")["coco_channels"])
 """Classes of the channels of torchvision's COCO weights: by category id, with ids that have no category."""
+COCO_CLASSES = tuple(name for name in COCO_CHANNELS[1:] if name != "N/A")
+"""COCO's 80 classes, in the order of their category ids."""
 
 
 def class_tensors(class_heads: Iterable[ClassHeadSpec]) -> dict[str, ClassHeadSpec]:
     """Name of each tensor of the class heads → its layer."""
-    return {f"{head.name}.{kind}": head for head in class_heads for kind in ("weight", "bias")}
+    return {
+        f"{head.name}.{kind}": head
+        for head in class_heads
+        for kind in (("weight", "bias") if head.has_bias else ("weight",))
+    }
 
 
 def fit_class_head(

@@ -11,11 +11,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from stoker import models
+from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.config.settings import ModelSettings
 from stoker.errors import StokerError, WeightsError
 from stoker.models.table import MODELS
 from stoker.models.weights import hub
-from stoker.models.weights.load import COCO_CHANNELS, shapes_only
+from stoker.models.weights.load import COCO_CLASSES, shapes_only
 from stoker.runs.records import BEST, CHECKPOINTS, FINAL, fetch_run
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
@@ -101,14 +102,15 @@ def load_pretrained(name: str | os.PathLike[str]) -> tuple["models.Detector", Mo
     if "coco" not in architecture.urls:
         fix = f"stoker train DATA --model {name}"
         raise WeightsError(f"There are no COCO weights for {name}.", choices=PRETRAINED, fix=fix)
-    options = {**architecture.defaults, **architecture.pretrained_options.get("coco", {})}
-    settings = ModelSettings(**options, model=str(name), weights="coco")
-    class_names = tuple(channel for channel in COCO_CHANNELS[1:] if channel != "N/A")
+    weights = next(choice for choice in PRETRAINED_NAMES if choice in architecture.urls and choice.endswith("coco"))
+    options = {**architecture.defaults, **architecture.pretrained_options.get(weights, {})}
+    settings = ModelSettings(**options, model=str(name), weights=weights)
     side = architecture.default_image_size
-    resize = "squash" if architecture.family.startswith("ssd") else "letterbox"  # as torchvision trained them
-    metadata = ModelMetadata(settings=settings, class_names=class_names, image_size=(side, side), resize=resize)
-    model = models.build(settings, len(class_names))
-    models.load_weights(model, settings, class_names=class_names)
+    # As they were trained: torchvision's detectors keep the aspect ratio, its SSDs and the transformers do not.
+    resize = "letterbox" if architecture.family in ("retinanet", "fcos", "faster_rcnn") else "squash"
+    metadata = ModelMetadata(settings=settings, class_names=COCO_CLASSES, image_size=(side, side), resize=resize)
+    model = models.build(settings, len(COCO_CLASSES))
+    models.load_weights(model, settings, class_names=COCO_CLASSES)
     return model.eval(), metadata
 
 

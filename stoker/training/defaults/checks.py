@@ -8,6 +8,7 @@ derived settings cannot do well.
 from collections.abc import Mapping
 
 import msgspec
+import numpy as np
 
 from stoker.config.settings import Config, ModelSettings
 from stoker.config.sync_method import parse_sync
@@ -19,7 +20,7 @@ from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
 from stoker.models import get_architecture
 from stoker.training.cluster import ONE_DEVICE, Devices, can_divide
-from stoker.training.defaults.model_choice import FROM_SCRATCH, NOT_DOWNLOADED
+from stoker.training.defaults.model_choice import COST_OF_RANDOM_WEIGHTS, FROM_SCRATCH, NOT_DOWNLOADED, PRETRAINED
 
 
 class Conflict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,7 +142,28 @@ def warn_oversized_boxes(config: Config, index: Index) -> str | None:
     )
 
 
-def warn_random_weights(reasons: Mapping[str, str]) -> str | None:
-    """A warning if the model was chosen because pretrained weights could not be downloaded. reasons: of `derive`."""
-    reason = reasons.get("model", "")
-    return f"model: {FROM_SCRATCH}: {reason}" if reason.startswith(NOT_DOWNLOADED) else None
+def warn_few_queries(settings: ModelSettings, index: Index) -> str | None:
+    """A warning if images have more boxes than the model has queries, each of which predicts one, else None."""
+    if "queries" not in get_architecture(settings.model).defaults:
+        return None
+    images = index.image_indices("train")
+    counts = np.diff(index.offsets)[images]
+    above = int((counts > settings.queries).sum())
+    if not above:
+        return None
+    return (
+        f"{above:,} of {len(images):,} images have more boxes than {settings.model} has queries ({settings.queries}; "
+        f"up to {counts.max()} boxes), and a query detects one: --queries {-(-int(counts.max()) // 50) * 50}"
+    )
+
+
+def warn_random_weights(settings: ModelSettings, reasons: Mapping[str, str]) -> str | None:
+    """A warning if the run starts from random weights and there is a measured or pretrained alternative. reasons: of
+    `derive`; they say if the weights could not be downloaded."""
+    arch, reason = get_architecture(settings.model), reasons.get("model", "")
+    if reason.startswith(NOT_DOWNLOADED):
+        return f"model: {FROM_SCRATCH}: {reason}"
+    if settings.weights != "none" or not (arch.urls or arch.tuning):
+        return None
+    flag = f"--weights {next(iter(arch.urls))}" if arch.urls else f"--model {PRETRAINED}"
+    return f"weights: random ones cost accuracy: {COST_OF_RANDOM_WEIGHTS}; {flag} starts from pretrained ones"

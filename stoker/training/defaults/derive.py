@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.settings import SECTION_OF, Config, check, read_recipes, setting_rows
 from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
@@ -35,7 +36,7 @@ from stoker.hardware.device import Device, untested_accelerator
 from stoker.models import Architecture, get_architecture
 from stoker.models.table import FAMILIES, check_image_size, check_settings
 from stoker.models.weights.hub import local_path
-from stoker.models.weights.load import PRETRAINED_NAMES, check_pretrained, read_weights
+from stoker.models.weights.load import check_pretrained, read_weights
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.defaults import checks
 from stoker.training.defaults.dry_run import NO_TRIAL_OF_SHARDS, DryRun, find_batch_size
@@ -202,12 +203,13 @@ def derive_model(known: Known) -> Choice:
 
 
 def derive_weights(known: Known) -> Choice:
-    """coco, or else imagenet, if there are such weights for the model."""
-    if "coco" in known.arch.urls:
-        return "coco", "trained as a detector"
-    if known.arch.urls:
-        return "imagenet", "the backbone's; there are none for the whole detector"
-    return "none", "there are no pretrained weights for this model"
+    """The first of coco, objects365+coco, objects365, imagenet that the model has; else none."""
+    choice = next((name for name in PRETRAINED_NAMES if name in known.arch.urls), "none")
+    reasons = {
+        "imagenet": "the backbone's; there are none for the whole detector",
+        "none": "there are no pretrained weights for this model",
+    }
+    return choice, reasons.get(choice, "trained as a detector")
 
 
 def derive_format(known: Known) -> Choice:
@@ -580,7 +582,7 @@ SETTINGS: dict[str, Row] = {
     "anchor_sizes": derive_anchor_sizes,
     **dict.fromkeys(
         ("anchor_scales", "aspect_ratios", "fg_iou_thresh", "bg_iou_thresh", "focal_alpha", "focal_gamma", "box_loss",
-         "reduced_tail", "nms_free", "depthwise")
+         "reduced_tail", "nms_free", "depthwise", "queries", "class_loss")
     ),
     # The device and the batch.
     **_defaults("model", "optim", "run"),

@@ -9,20 +9,23 @@ from pathlib import Path
 
 import numpy as np
 
+from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.data.anchor_fit import best_image_size, box_dimensions
 from stoker.data.index import Index
 from stoker.errors import WeightsError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
 from stoker.models import MODELS, Architecture
-from stoker.models.weights.load import PRETRAINED_NAMES, detect_architecture
+from stoker.models.weights.load import detect_architecture
 
 SMALL_IMAGE_SIDE = 160
 """Images whose median area is at most the square of this side are learned fastest by `retinanet_tiny_fpn`."""
 PRETRAINED, FROM_SCRATCH = "ember_mobilenet_v2", "ember_n"
 """The models for a CPU, with and without ImageNet weights."""
+ON_GPU = "retinanet_resnet50_fpn"
 COST_OF_RANDOM_WEIGHTS = (
-    "from random ones, AP after the same time was 0.07 to 0.49 lower on three of four data sets (docs/which-model.md)"
+    "after the same time ember_n had AP 0.15 on 151 images and 0.12 on 288, ember_mobilenet_v2 from ImageNet weights "
+    "0.55 and 0.61 (on blood cells 0.07 less than ember_n; docs/which-model.md)"
 )
 GFLOP_PER_CORE_SECOND = 160.0
 """1e9 operations per second that a core trains with: ember_n in bf16 (LOG.md, "Ember"). Accurate enough to tell
@@ -31,7 +34,7 @@ whether a length in minutes is long."""
 
 Fetch = Callable[[str], tuple[Path, str]]
 """`hub.fetch_weights`."""
-NOT_DOWNLOADED = f"the pretrained weights of {PRETRAINED} could not be downloaded"
+NOT_DOWNLOADED = f"the pretrained weights of {PRETRAINED} could not be downloaded, and random ones cost accuracy"
 """Begins the reason for a model with random weights that was chosen instead."""
 
 
@@ -51,11 +54,11 @@ def choose_model(
         detected = detect_architecture(weights)
         if detected is not None:
             return detected, "the weights file is of that architecture, or of its backbone"
-    if not device.computes_on_host:
-        return "retinanet_resnet50_fpn", "the reference of the field; no model has been measured on a GPU yet"
-    if weights == "coco":
-        smallest = min((arch.num_params, name) for name, arch in MODELS.items() if weights in arch.urls)[1]
-        return smallest, f"the smallest model with {weights} weights"
+    if not device.computes_on_host and weights in (None, "none", *MODELS[ON_GPU].urls):
+        return ON_GPU, "the reference of the field; no model has been measured on a GPU yet"
+    having = [(arch.num_params, name) for name, arch in MODELS.items() if weights in arch.urls]
+    if having and weights != "imagenet":
+        return min(having)[1], f"the smallest model with {weights} weights"
     if weights == "imagenet":
         return PRETRAINED, f"the highest accuracy per CPU time of the models with {weights} weights"
     sizes = index.original_size[index.image_indices("train")]
