@@ -124,6 +124,7 @@ def interpreted_problems() -> list[tuple[Tensor, Tensor]]:
     return problems
 
 
+@pytest.mark.slow
 def test_the_kernel_equals_scipy_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton comes with the CUDA build of torch")
     program = (

@@ -181,6 +181,7 @@ def test_a_step_is_one_graph_without_waits() -> None:
         torch.testing.assert_close(term, expected[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
 def test_losses_stay_finite_at_the_limits_of_16_bits(dtype: torch.dtype, scale: float) -> None:
