@@ -63,14 +63,8 @@ def test_dfine_with_the_loss_of_deim(monkeypatch: pytest.MonkeyPatch) -> None:
     check_losses("dfine_n", "mal", monkeypatch)
 
 
-@pytest.mark.slow
-def test_without_the_union_of_matchings(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_losses("dfine_n", "vfl", monkeypatch, union=False)
-
-
-def check_losses(name: str, kind: str, monkeypatch: pytest.MonkeyPatch, *, union: bool = True) -> None:
+def check_losses(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle, model = make_pair(name, kind)
-    model.union = model.union and union
     batch = make_batch((4, 4), CANVAS, CLASSES)
     batch = batch._replace(boxes=batch.boxes.double(), rand=batch.rand.double())
     outputs = model.train()(batch.images)
