@@ -174,8 +174,12 @@ class Study:
             trials = self.trials()
             for trial in trials:
                 lock = None if trial.state.is_finished() else self._lock(trial.number)
-                if lock is not None:
-                    return self._start(Claim(trial.number, lock))
+                if lock is None:
+                    continue
+                if self.trials()[trial.number].state.is_finished():  # its worker ended it just now, and left its lock
+                    lock.close()
+                    continue
+                return self._start(Claim(trial.number, lock))
             number = len(trials)
             if number >= spec.trials:
                 return None

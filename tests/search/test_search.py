@@ -14,7 +14,7 @@ import pytest
 from stoker.errors import ConfigError, UsageError
 from stoker.search import page
 from stoker.search.space import Range, Space, default_space, defaults_in, make_space, read_space
-from stoker.search.study import JOURNAL, Study, StudySpec, TrialState, best_trials, create, importances
+from stoker.search.study import JOURNAL, Claim, Study, StudySpec, TrialState, best_trials, create, importances
 from stoker.search.worker import MAX_STARTS, work
 from tests.search.fake_worker import EVALUATIONS, objective
 
@@ -112,6 +112,26 @@ def test_a_trial_in_other_hands_is_not_taken(tmp_path: Path) -> None:
     assert second is not None
     assert (first[0], second[0]) == (0, 1)
     assert study.claim() == "wait"  # for the end of its round
+
+
+def test_a_trial_that_ends_while_another_worker_looks_is_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(tmp_path / "study", make_spec(trials=2, pruner="none"))
+    one, other = Study(tmp_path / "study"), Study(tmp_path / "study")
+    claim = one.claim()
+    assert isinstance(claim, Claim)
+    lock = Study._lock
+
+    def end_first(study: Study, number: int) -> Any:  # after the other has read the trials, before it asks for the lock
+        if not claim.lock.closed:
+            one.finish(claim, objective(one, claim))
+        return lock(study, number)
+
+    monkeypatch.setattr(Study, "_lock", end_first)
+    second = other.claim()
+    assert isinstance(second, Claim)
+    assert second.number == 1
 
 
 def test_pruned_trials_cost_less_than_half(undisturbed: Path) -> None:
