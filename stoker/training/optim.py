@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.config.settings import OptimSettings
-from stoker.hardware.device import XLA_KINDS, Device, set_scalar
+from stoker.hardware.device import XLA_KINDS, Device, device_of_constants, set_scalar
 from stoker.models import Detector
 from stoker.models.layers.transformer import FiniteRMSNorm
 
@@ -509,16 +509,14 @@ class LossAccumulator:
         values = sums[:-1]
         if not self._names:
             self._names = [*losses, "norm"]
-            # For XLA from the host, as data: zeros made there are constants, and the next step another program.
-            made_on = "cpu" if self._device.type in XLA_KINDS else self._device
-            self._sums = torch.zeros(sums.shape, device=made_on).to(self._device)
+            self._sums = torch.zeros(sums.shape, device=device_of_constants(self._device)).to(self._device)
         is_bad = (values.abs() < math.inf).logical_not_().logical_or_(found_inf)
         values.masked_fill_(is_bad, 0.0)
         self._sums += sums
         total = values[:-1].sum().reshape(1)
         row = total if tensor_norms is None else torch.cat([total, tensor_norms.masked_fill(found_inf > 0, 0.0)])
         if self._rows.shape[1] != len(row):
-            self._rows = torch.zeros(2, len(row), device=row.device)
+            self._rows = torch.zeros(2, len(row), device=device_of_constants(self._device)).to(self._device)
         is_worst = row[0] > self._rows[1, 0]
         self._rows[1].copy_(torch.where(is_worst, row, self._rows[1]))
         self._rows[0] += row
