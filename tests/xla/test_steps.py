@@ -1,4 +1,4 @@
-"""Twenty steps of every family through XLA's CPU client: losses, weights, moments, EMA weights and running statistics as
+"""Twenty steps of every family through XLA's CPU client: losses, weights, moments, EMA and running statistics as
 on a CPU, no operator that falls back to it, and two programs. `make test-xla`; skipped where torch_xla is not there.
 
 Most compare in float64. A float32 step differs from the exact one by more than 1e-4 on a CPU alone, since rounding
