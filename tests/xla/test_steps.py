@@ -15,7 +15,7 @@ os.environ["PJRT_DEVICE"] = "CPU"
 
 import torch
 
-from tests.xla.trials import BAD_STEP, Outcome, Trial, compare, distances
+from tests.xla.trials import BAD_STEP, Trial, compare, distances
 
 TOLERANCE = 1e-4
 """Of a loss, and of a tensor's norm, after all steps."""
