@@ -1,8 +1,10 @@
 """Twenty steps of every family through XLA's CPU client: losses, weights, moments, EMA and running statistics as
 on a CPU, no operator that falls back to it, and two programs. `make test-xla`; skipped where torch_xla is not there.
 
-Most compare in float64. A float32 step differs from the exact one by more than 1e-4 on a CPU alone, since rounding
-flips what has no derivative: ReLUs near zero, and the signs of AdamW's first steps (docs/gpu-status.md).
+They compare in float64. A float32 step differs from the exact one by more than 1e-4 on a CPU alone, since rounding
+flips what has no derivative: ReLUs near zero, and the signs of AdamW's first steps (docs/gpu-status.md). Deep models
+take SGD: with AdamW, weights of `ember_n` that differ by 1e-11 give other gradient norms after nine steps, on a CPU too.
+Faster R-CNN has fewer steps, as XLA's CPU client takes ten seconds for each in float64.
 """
 
 import os
@@ -25,10 +27,10 @@ TRIALS = (
     Trial(model="retinanet_tiny_fpn", counts=FOUR, micro_batches=2),
     Trial(model="retinanet_tiny_fpn", optimizer="adamw"),
     Trial(model="fcos_resnet18_fpn"),
-    Trial(model="faster_rcnn_mobilenet_v3_large_fpn"),
+    Trial(model="faster_rcnn_mobilenet_v3_large_fpn", steps=8),
     Trial(model="ssdlite320_mobilenet_v3_large"),
-    Trial(model="ember_n", optimizer="adamw"),
-    Trial(model="deimv2_atto", optimizer="adamw", programs=4),
+    Trial(model="ember_n"),
+    Trial(model="deimv2_atto", programs=4),
 )
 
 
@@ -49,7 +51,7 @@ def check(trial: Trial) -> None:
     assert too_far == {}
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: f"{trial.model}-{trial.optimizer}")
 def test_steps_are_those_of_the_cpu(trial: Trial):
     check(trial)
