@@ -3,7 +3,7 @@ on a CPU, no operator that falls back to it, and two programs. `make test-xla`; 
 
 They compare in float64. A float32 step differs from the exact one by more than 1e-4 on a CPU alone, since rounding
 flips what has no derivative: ReLUs near zero, and the signs of AdamW's first steps (docs/gpu-status.md). Deep models
-take SGD: with AdamW, a difference of 1e-11 in the weights of `ember_n` changes gradients after nine steps, on a CPU too.
+take SGD: with AdamW, a difference of 1e-11 in the weights of `ember_n` changes gradients after nine steps on a CPU too.
 Faster R-CNN has fewer steps, as XLA's CPU client takes ten seconds for each in float64.
 """
 
