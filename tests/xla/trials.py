@@ -71,7 +71,13 @@ def run(trial: Trial, device: Device, model: Detector) -> Outcome:
     losses, compilations = [], []
     for number in range(trial.steps):
         host = make_batch(trial.counts, trial.image_size, CLASSES, seed=number)
-        host = host._replace(scale=torch.full_like(host.scale, torch.nan if number == BAD_STEP else 1.0))
+        # Where a box and a denoising query end at the edge of the image, rounding says which is the larger one, and so
+        # which way the gradient of GIoU goes.
+        inside = host.boxes.clamp(1.5, min(trial.image_size) - 1.5)
+        host = host._replace(
+            boxes=torch.where(host.valid[..., None], inside, host.boxes),
+            scale=torch.full_like(host.scale, torch.nan if number == BAD_STEP else 1.0),
+        )
         tensors, ready = stream.to_device(host)
         ready.block_main_stream()
         optimizer.set_scalars(LR * (number + 1), number)
@@ -98,10 +104,11 @@ def compare(trial: Trial) -> tuple[Outcome, Outcome]:
 
 
 def distances(expected: Outcome, actual: Outcome) -> dict[str, float]:
-    """Of each tensor after the last step: the norm of the difference, as a fraction of the norm."""
+    """Of each tensor after the last step: the norm of the difference, as a fraction of the norm; of 1e-6 where that is
+    smaller: a bias before a norm has gradients of 1e-16."""
     assert expected.tensors.keys() == actual.tensors.keys()
     result = {}
     for name, tensor in expected.tensors.items():
         difference = float((actual.tensors[name].double() - tensor.double()).norm())
-        result[name] = difference / max(float(tensor.double().norm()), 1e-12) if difference else 0.0
+        result[name] = difference / max(float(tensor.double().norm()), 1e-6)
     return result
