@@ -1,6 +1,6 @@
 """Adds up the places of stack samples (`schemas.Place`) over a run: lines of the job's own code, and what they called.
 
-`watch/stacks.py` records them, `RunRecords.places` has the sums, rules look them up by `find_places`.
+`profiling/stacks.py` records them, `RunRecords.places` has the sums, rules look them up by `find_places`.
 """
 
 import collections

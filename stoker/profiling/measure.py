@@ -2,7 +2,8 @@
 
 It measures and writes records, nothing else: the loop's results, their order, its random numbers and its exceptions do
 not change. If the recording fails, one warning is printed and the loop goes on without records. All calls must come
-from the thread that entered the block. `run_writer.py` writes the records and shares the run folder between ranks,
+from the thread that entered the block. If that is the main thread, its stacks and those of loader workers are sampled
+as in a watched job (`stacks.py`). `run_writer.py` writes the records and shares the run folder between ranks,
 `torch_hooks.py` observes torch. Cost and use: docs/measure.md. Callbacks for frameworks: `callbacks/`; jobs whose code
 is not changed: `stoker/watch/`.
 """
@@ -24,6 +25,7 @@ from stoker.monitor.options import MonitoringOptions
 from stoker.profiling.hook.stoker_hook.instruments import count_images
 from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown
 from stoker.profiling.run_writer import RankRecorder, exit_code_for
+from stoker.profiling.stacks import StackSampler, allow_reading
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.profiling.torch_hooks import LazyDeviceClock, ScalarLogger, TorchHooks
 from stoker.runs.schemas import StepWindow
@@ -93,6 +95,7 @@ class Measure:
         self._window_start_s = 0.0
         self._scalars = ScalarLogger()
         self._telemetry: TelemetrySampler | None = None
+        self._stacks: StackSampler | None = None
 
     @property
     def path(self) -> Path | None:
@@ -125,6 +128,7 @@ class Measure:
         if self._writer.folder is not None:
             self._telemetry = TelemetrySampler(self._writer.folder)
             self._telemetry.start()
+        self._start_stacks()
         self._window_start_s = start_s
         self._recording = True
         _active = self
@@ -233,6 +237,8 @@ class Measure:
         self._recording = False
         if self._telemetry is not None:
             self._telemetry.stop()
+        if self._stacks is not None:
+            self._stacks.stop()
         self._run_safely(lambda: self._finish(error))
         self._writer.close()
 
@@ -303,6 +309,20 @@ class Measure:
         )
         self._written_steps, self._written_images = self.step_count, self.image_count
         self._writer.write(window)
+        self._start_stacks()
+
+    def _start_stacks(self) -> None:
+        """Once the folder is known; of the main thread, which is the one that is found from outside."""
+        folder, pid, rank, first = self._writer.folder, os.getpid(), self._writer.rank, self.step_count
+        if self._stacks is not None or self.closed or folder is None or threading.get_native_id() != pid:
+            return
+        allow_reading(pid)
+        self._stacks = StackSampler(
+            folder, pid, own_rank=rank,
+            on_unavailable=lambda reason: self._writer.event("info", f"stacks: {reason}"),
+            training_ranks=lambda: {pid: rank} if self.step_count > first else {},
+        )  # fmt: skip
+        self._stacks.start()
 
     def _finish(self, error: BaseException | None) -> None:
         text = None if error is None else f"{type(error).__name__}: {error}"
@@ -324,6 +344,8 @@ class Measure:
 
     def _abandon_after_fork(self) -> None:
         self._recording = False
+        if self._stacks is not None:
+            allow_reading(os.getppid())
         self._torch_hooks.abandon()
         self._writer.abandon()
 

@@ -24,9 +24,9 @@ import psutil
 
 from stoker import regular_files
 from stoker.profiling import hook
+from stoker.profiling.stacks import cpu_seconds, is_alive
 from stoker.runs.schemas import StepWindow
 from stoker.storage.local_files import temporary_folder
-from stoker.watch.stacks import cpu_seconds, is_alive
 
 HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"

@@ -19,12 +19,12 @@ from typing import Any, BinaryIO
 
 from stoker.errors import writing
 from stoker.hardware.cgroup import Cgroup
+from stoker.profiling import stacks
 from stoker.profiling.telemetry.environment import describe_job
 from stoker.profiling.telemetry.machine import list_process_tree, read_kernel_lines
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
 from stoker.secrets import mask_argv
-from stoker.watch import stacks
 from stoker.watch.hook_reader import HookReader
 from stoker.watch.output import LineSplitter, ProgressParser, ProgressWindows
 

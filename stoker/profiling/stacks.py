@@ -1,4 +1,4 @@
-"""Samples the Python stacks of a watched job into stacks.jsonl (data source 1), and classifies them.
+"""Samples the Python stacks of a watched or measured job into stacks.jsonl (data source 1), and classifies them.
 
 `py-spy record` reads the stacks from outside, without stopping the job, also if the job is stopped: one process of it
 for each training process, and one for a loader worker in turn. A window of 100 samples takes some 40 ms of a CPU, none
@@ -10,6 +10,7 @@ cannot be read, the reason is reported once.
 
 import collections
 import contextlib
+import ctypes
 import functools
 import linecache
 import os
@@ -26,10 +27,10 @@ from typing import Any, NamedTuple, Self
 import psutil
 
 from stoker.knowledge import read_toml
+from stoker.profiling.calls import find_call
 from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.runs.records import RANKS, STACKS, RunFolder
 from stoker.runs.schemas import Place, StackWindow
-from stoker.watch.calls import find_call
 
 WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 """Time of a line; the first one of a process is short, because only its stacks tell whether it trains."""
@@ -67,6 +68,8 @@ PERMISSION_HINT = (
 )
 RECORDED = "sampled by py-spy, from outside the job"
 
+_PR_SET_PTRACER = 0x59616D61
+"""linux/prctl.h."""
 _PYTHON = re.compile(r"(^|/)(python|pypy)[\d.]*\w?$")
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
@@ -112,9 +115,9 @@ PACKAGE_ROOT = "/site-packages/stoker/"
 
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
-_HOOK_FILE = re.compile(r"/profiling/hook/")
+_RECORDER_FILE = re.compile(r"/stoker/profiling/")
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
-_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/profiling/hook/")
+_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/stoker/profiling/")
 
 
 def is_python(pid: int) -> bool:
@@ -133,6 +136,13 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.Error:
         return False
+
+
+def allow_reading(pid: int) -> None:
+    """Lets a process and its descendants read the memory of this one, where Yama permits that to ancestors only."""
+    with contextlib.suppress(OSError):  # a kernel without Yama, which allows it anyway
+        if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def cpu_seconds(process: psutil.Process) -> float | None:
@@ -240,7 +250,11 @@ class _Recording:
         if self.cpu_s is not None:
             return True
         self._end_runnable_s = _runnable_seconds(self.target.pid) or self._end_runnable_s
-        pid, _, usage = os.wait4(self.pid, os.WNOHANG)
+        try:
+            pid, _, usage = os.wait4(self.pid, os.WNOHANG)
+        except ChildProcessError:  # the measured job has waited for all its children
+            self.cpu_s = 0.0
+            return True
         if pid:
             self.cpu_s = usage.ru_utime + usage.ru_stime
         return pid != 0
@@ -347,7 +361,8 @@ class StackSampler:
 
     pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_ranks:
     PID → rank of the live processes that train, as far as the hook knows them; then only these and their loader workers
-    are sampled, and not a launcher that waits for them.
+    are sampled, and not a launcher that waits for them. own_rank: `pid` is this process, the only one of this rank that
+    trains: other ranks sample themselves.
     """
 
     def __init__(
@@ -357,11 +372,13 @@ class StackSampler:
         *,
         on_unavailable: Callable[[str], None],
         training_ranks: Callable[[], Mapping[int, int]] = dict,
+        own_rank: int | None = None,
     ) -> None:
         self._folder = folder
         self._pid = pid
         self._on_unavailable = on_unavailable
         self._training_ranks = training_ranks
+        self._own_rank = own_rank
         self._processes: dict[psutil.Process, _Process] = {}
         self._not_python: set[psutil.Process] = set()
         self._recordings: list[_Recording] = []
@@ -375,10 +392,16 @@ class StackSampler:
         self._thread = threading.Thread(target=self._thread_main, name="stacks", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
         self._stop.set()
         self._thread.join(2 * STOP_TIMEOUT_S + 1.0)  # a thread that hangs is abandoned
 
@@ -431,7 +454,7 @@ class StackSampler:
         while self._recordings and time.monotonic() < deadline_s:
             self._read_ended()
             time.sleep(0.01)
-        if not self._any_sampled:
+        if not self._any_sampled and self._own_rank is None:  # a measured loop may be shorter than a window
             self._on_unavailable(f"not recorded: {self._last_failure}")
 
     def _read_ended(self) -> None:
@@ -442,7 +465,7 @@ class StackSampler:
             target = recording.target
             samples, reason = recording.read()
             if not samples:
-                if "ermission" in reason or "not permitted" in reason:
+                if ("ermission" in reason or "not permitted" in reason) and not self._any_sampled:
                     raise PermissionError(f"reading another process is not permitted here ({PERMISSION_HINT})")
                 self._last_failure = reason
                 target.failures += 1
@@ -504,6 +527,9 @@ class StackSampler:
         self._not_python = {process for process in self._not_python if process.is_running()}
         found = [target for target in alive.values() if target.failures < MAX_FAILURES]
         known_ranks = self._training_ranks()
+        if self._own_rank is not None:
+            found = [target for target in found if target.pid == self._pid or target.rank == self._own_rank]
+            known_ranks = {self._pid: self._own_rank}
         training_pids = {target.pid for target in found if target.pid in known_ranks or target.role == "training"}
         for target in found:
             if target.pid in known_ranks:
@@ -542,7 +568,7 @@ def _inside_worker(stack: Sequence[Frame]) -> Stack:
 def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, str]:
     """(line, function, call, leaf) of a stack, as in `Place`. A program that is installed as a whole has the frames of
     its own package as its own code."""
-    stack = [frame for frame in stack if not _HOOK_FILE.search(frame.file)]
+    stack = [frame for frame in stack if not _RECORDER_FILE.search(frame.file)]
     is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
     if True not in is_own:
         packages = [found[1] if (found := _PACKAGE.search(frame.file)) else "" for frame in stack]

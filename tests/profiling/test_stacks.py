@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from stoker.profiling import stacks
 from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
-from stoker.watch import stacks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.watch.calls import find_call
+from stoker.profiling.calls import find_call
 
 SOURCE = """\
 import copy, gc
