@@ -325,8 +325,7 @@ class Measure:
         self._stacks.start()
 
     def _finish(self, error: BaseException | None) -> None:
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        self._writer.write_end(text, step=self.step_count, exit_code=exit_code_for(error))
+        self._writer.write_end(error, step=self.step_count, exit_code=exit_code_for(error))
         if self._writer.rank == 0 and self._writer.path is not None:
             write_findings(self._writer.path, diagnose(self._writer.path))
 

@@ -42,8 +42,12 @@ much as 70 samples, so a longer window saves more than a lower rate."""
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take: py-spy and the thread that reads what it writes. Half of the 2 % of a job
 that watching may cost (benchmarks/diagnosis/watch_overhead.py)."""
-OWN_CPU_FRACTION = 0.003
-"""What that thread takes, until it is known."""
+COST_S = 0.05
+"""CPU-seconds of a window of WINDOW_S at 10 Hz, as of a loop in PyTorch, until it is known. Windows of imports, whose
+stacks are deep and new, say nothing of it."""
+OWN_CPU_FRACTION, PRIOR_S = 0.003, 60.0
+"""What that thread takes, and the time for which it counts as measured: the first windows cost more, because functions
+and files are new in them, and would lower the rate of a job of a minute to its end."""
 MAX_WINDOW_S = 60.0
 """Windows are at most so long, also where even the lowest rate costs too much."""
 MAX_PROCESSES = 8
@@ -212,7 +216,7 @@ class _Recording:
     """A window that py-spy records: a process of its own, which writes into memory when it ends. Raises OSError."""
 
     def __init__(self, target: _Process, py_spy: str, rate_hz: int) -> None:
-        self.target, self.rate_hz = target, rate_hz
+        self.target, self.rate_hz, self.trains = target, rate_hz, target.trains
         self.start_s, self.start_t = time.monotonic(), time.time()
         self._start_cpu_s, self._start_runnable_s = cpu_seconds(target.process), _runnable_seconds(target.pid)
         self._end_runnable_s = self._start_runnable_s
@@ -382,10 +386,10 @@ class StackSampler:
         self._processes: dict[psutil.Process, _Process] = {}
         self._not_python: set[psutil.Process] = set()
         self._recordings: list[_Recording] = []
-        self._cost_s = 0.05
-        """CPU-seconds of a window of WINDOW_S at 10 Hz; at first what PyTorch's stacks cost."""
-        self._own_cost_s, self._own_fraction = 0.0, OWN_CPU_FRACTION
-        """CPU-seconds of this thread so far, and the fraction of a core that it took lately."""
+        self._cost_s = COST_S
+        """CPU-seconds of a window of WINDOW_S at 10 Hz."""
+        self._own_fraction = OWN_CPU_FRACTION
+        """Fraction of a core that this thread takes."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = False
         self._stop = threading.Event()
@@ -421,21 +425,21 @@ class StackSampler:
         if py_spy is None:
             self._on_unavailable("not recorded: py-spy is not installed")
             return
-        next_poll_s, polled_s, targets = 0.0, time.monotonic(), list[_Process]()
+        next_poll_s, start_s, targets = 0.0, time.monotonic(), list[_Process]()
         while not self._stop.wait(TICK_S):
             self._read_ended()
             now_s = time.monotonic()
             if now_s >= next_poll_s:
                 targets = self._find_targets(now_s)
                 next_poll_s = now_s + (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10)
-                own_s, self._own_cost_s = time.thread_time() - self._own_cost_s, time.thread_time()
-                self._own_fraction += (own_s / max(TICK_S, now_s - polled_s) - self._own_fraction) / 10
-                polled_s = now_s
+                own_s = PRIOR_S * OWN_CPU_FRACTION + time.thread_time()
+                self._own_fraction = own_s / (PRIOR_S + now_s - start_s)
             rate_hz, window_s = self._window(max(1, len(targets)))
             for recording in self._recordings:
                 age_s, target = recording.age_s(), recording.target
                 starts = not target.trains and target.pid in self._training_ranks()
-                target.trains |= starts  # what it does from now on is a window of its own
+                if starts:  # what it does from now on is a window of its own, and costs less than imports
+                    target.trains, self._cost_s = True, COST_S
                 if not recording.is_ending and (starts or age_s >= (FIRST_WINDOW_S if target.is_new else window_s)):
                     recording.end()
                 elif age_s > 2 * MAX_WINDOW_S:
@@ -461,8 +465,9 @@ class StackSampler:
         """Writes the windows that py-spy has finished; raises PermissionError if it may not read the job."""
         for recording in [item for item in self._recordings if item.has_ended()]:
             self._recordings.remove(recording)
-            self._add_cost(recording)
             target = recording.target
+            if recording.trains == target.trains and not target.is_new:
+                self._add_cost(recording)
             samples, reason = recording.read()
             if not samples:
                 if ("ermission" in reason or "not permitted" in reason) and not self._any_sampled:

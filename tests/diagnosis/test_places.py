@@ -177,6 +177,31 @@ def test_workers_that_read_have_a_slow_storage(tmp_path: Path) -> None:
     assert (finding.confidence or 0) >= 0.7
 
 
+@pytest.mark.parametrize(("call", "first"), [("path.read_bytes", "slow_storage"), ("path.parse", "heavy_place")])
+def test_a_line_that_reads_is_slow_storage(call: str, first: str, tmp_path: Path) -> None:
+    """In the training thread, whose stacks show only that line."""
+    line = Place(line="data.py:9", function="load", call=call, kind="input_wait", samples=14)
+    stacks = [window(n, line, Place(kind="compute", samples=26)) for n in (1, 2, 3)]
+    findings = run_rules(read_run(make_run(tmp_path / "run", **WAITS, stacks=stacks)))
+    grave = [finding.id for finding in findings if finding.severity != "info"]
+    assert grave == [first]
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "is_sure"), [("decode", 4, True), ("decode", 3, False), ("python", 40, False)]
+)
+def test_decoding_in_workers_is_sure_from_few_samples_if_all_show_it(
+    kind: str, count: int, is_sure: bool, tmp_path: Path
+) -> None:
+    """The CPU time alone says only that the workers compute. 4 of 4: at least 51 % with 95 % confidence."""
+    busy = {"process_cpu": 3.7, "cpu_core_utilization": [0.95] * 4}
+    place = Place(line="data.py:9", function="load", call="transform", kind=kind, samples=count)
+    stacks = [window(1, place, role="worker", samples=count)]
+    files = make_run(tmp_path / "run", **(WAITS | {"host": lambda _: busy}), stacks=stacks)
+    found = [f for f in run_rules(read_run(files)) if f.id == "slow_decode" and f.severity != "info"]
+    assert [(f.confidence or 0) >= 0.7 for f in found] == [True] * is_sure
+
+
 @pytest.mark.parametrize(("call", "samples"), [("copy.deepcopy", 1), ("gc.collect", 2)])
 def test_a_cheap_call_is_no_finding(call: str, samples: int, tmp_path: Path) -> None:
     cheap = Place(line="train.py:53", function="update", call=call, kind="python", samples=samples)
