@@ -7,7 +7,7 @@ import ast
 import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_SOURCE_BYTES = 2_000_000
 """Larger files are generated; they are not parsed."""
@@ -50,6 +50,50 @@ def find_call(file: str, line: int, function: str, callee: str = "") -> str:
     if callee and callee not in _WRAPPERS:
         return next((name for name in names if name.rpartition(".")[2] == callee), "")
     return next((name for name in names if callee or name not in source.own), "")
+
+
+_GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})
+
+
+def find_growing_line(file: str, name: str) -> int:
+    """The first line that adds to a container, by the last part of its name (`cache` of `self.cache`); 0: none does, or
+    the file cannot be read."""
+    source = _read_source(file)
+    lines: list[int] = []
+    for node in ast.walk(source.tree) if source is not None else ():
+        holders: list[ast.expr] = []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWING_CALLS:
+            holders = [node.func.value]
+        elif isinstance(node, ast.AugAssign):
+            holders = [node.target]
+        elif isinstance(node, ast.Assign):
+            holders = [target.value for target in node.targets if isinstance(target, ast.Subscript)]
+        if any(_last_name(holder) == _last_name(ast.parse(name, mode="eval").body) for holder in holders):
+            lines.append(node.lineno)  # type: ignore[attr-defined]
+    return min(lines, default=0)
+
+
+def describe_growth(holders: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the hook found that grows (`stoker_hook/growth.py`), as `schemas.Holder`, the largest first: with the line
+    that adds to it, `losses in train.py:41`."""
+    described = []
+    for holder in holders:
+        line = find_growing_line(holder["file"], holder["name"])
+        place = Path(holder["file"]).name + (f":{line}" if line else "")
+        items = f" of {holder['items']}" if holder["items"] else ""
+        text = (
+            f"`{holder['name']}` in {place}: a {holder['type']}, {holder['after']:,} entries{items}, "
+            f"{holder['after'] - holder['before']:,} more in {holder['seconds']:,.0f} s"
+        )
+        kept = {name: holder[name] for name in ("name", "bytes", "graph", "grown")}
+        described.append({"text": text, "place": place, **kept})
+    return described
+
+
+def _last_name(node: ast.expr) -> str:
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,6 +22,8 @@ from typing import Any, Generic, Self, TypeVar
 from stoker.diagnosis.engine import diagnose, write_findings
 from stoker.errors import UsageError
 from stoker.monitor.options import MonitoringOptions
+from stoker.profiling.calls import describe_growth
+from stoker.profiling.hook.stoker_hook.growth import GrowthFinder
 from stoker.profiling.hook.stoker_hook.instruments import count_images
 from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown
 from stoker.profiling.run_writer import RankRecorder, exit_code_for
@@ -96,6 +98,7 @@ class Measure:
         self._scalars = ScalarLogger()
         self._telemetry: TelemetrySampler | None = None
         self._stacks: StackSampler | None = None
+        self._growth = GrowthFinder(self._report_growth)
 
     @property
     def path(self) -> Path | None:
@@ -160,6 +163,8 @@ class Measure:
         self.step_count += steps
         self.image_count += self._pending_images if num_images is None else num_images
         self._pending_images = 0
+        if self._recording and (now_s := time.monotonic()) >= self._growth.next_s:
+            self._growth.check(now_s)
         self._write_if_due()
 
     @contextlib.contextmanager
@@ -323,6 +328,10 @@ class Measure:
             training_ranks=lambda: {pid: rank} if self.step_count > first else {},
         )  # fmt: skip
         self._stacks.start()
+
+    def _report_growth(self, holders: list[dict[str, Any]]) -> None:
+        described = describe_growth(holders)
+        self._writer.event("info", described[0]["text"], facts={"growth": described})
 
     def _finish(self, error: BaseException | None) -> None:
         self._writer.write_end(error, step=self.step_count, exit_code=exit_code_for(error))

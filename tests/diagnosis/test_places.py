@@ -180,8 +180,8 @@ def test_workers_that_read_have_a_slow_storage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("call", "first"), [("path.read_bytes", "slow_storage"), ("path.parse", "heavy_place")])
 def test_a_line_that_reads_is_slow_storage(call: str, first: str, tmp_path: Path) -> None:
     """In the training thread, whose stacks show only that line."""
-    line = Place(line="data.py:9", function="load", call=call, kind="input_wait", samples=14)
-    stacks = [window(n, line, Place(kind="compute", samples=26)) for n in (1, 2, 3)]
+    line = Place(line="data.py:9", function="load", call=call, kind="input_wait", samples=26)
+    stacks = [window(n, line, Place(kind="compute", samples=14)) for n in (1, 2, 3)]
     findings = run_rules(read_run(make_run(tmp_path / "run", **WAITS, stacks=stacks)))
     grave = [finding.id for finding in findings if finding.severity != "info"]
     assert grave == [first]
