@@ -331,6 +331,23 @@ def test_the_slow_rank_is_found_where_the_wait_is_hidden(rank_0: int, rank_1: in
         assert "Rank 1 is slower" in findings[0].title
 
 
+@pytest.mark.parametrize(("num_ranks", "own", "is_slow"), [(4, 3, True), (2, 3, False), (2, 5, True)])
+def test_few_samples_name_a_slow_rank_if_chance_would_not(
+    num_ranks: int, own: int, is_slow: bool, tmp_path: Path
+) -> None:
+    """All samples in a line are of one rank: by chance 1 of 64 with four ranks, 1 of 8 and of 32 with two."""
+    run = make_run(tmp_path / "run", **(ON_TWO | {"ranks": [{"compute": 0.6, "comm": 0.4}] * (num_ranks - 1)}))
+    for rank in range(num_ranks):
+        samples = own if rank == 1 else 0
+        own_line = Place(line="train.py:48", function="step", call="sum", kind="idle", samples=samples)
+        rest = Place(line="train.py:53", function="step", call="loss.backward", kind="compute", samples=12 - samples)
+        places = [place for place in (own_line, rest) if place.samples]
+        line = {"attempt": 1, "pid": 7 + rank, "frames": {}} | window(4, *places, samples=12, wall_s=35.0)
+        name = f"ranks/{rank:04d}/stacks.jsonl" if rank else "stacks.jsonl"
+        (run / name).write_bytes(msgspec.json.encode(line) + b"\n")
+    assert (run_rules(read_run(run))[0].id == "straggler") is is_slow
+
+
 DECODE = {"kind": "decode", "function": "__call__"}
 
 
