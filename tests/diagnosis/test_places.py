@@ -331,11 +331,11 @@ def test_the_slow_rank_is_found_where_the_wait_is_hidden(rank_0: int, rank_1: in
         assert "Rank 1 is slower" in findings[0].title
 
 
-@pytest.mark.parametrize(("num_ranks", "own", "is_slow"), [(4, 3, True), (2, 3, False), (2, 5, True)])
+@pytest.mark.parametrize(("num_ranks", "own", "is_slow"), [(4, 4, True), (2, 4, False), (2, 5, True)])
 def test_few_samples_name_a_slow_rank_if_chance_would_not(
     num_ranks: int, own: int, is_slow: bool, tmp_path: Path
 ) -> None:
-    """All samples in a line are of one rank: by chance 1 of 64 with four ranks, 1 of 8 and of 32 with two."""
+    """All samples in a line are of one rank: by chance 1 of 256 with four ranks, 1 of 16 and of 32 with two."""
     run = make_run(tmp_path / "run", **(ON_TWO | {"ranks": [{"compute": 0.6, "comm": 0.4}] * (num_ranks - 1)}))
     for rank in range(num_ranks):
         samples = own if rank == 1 else 0

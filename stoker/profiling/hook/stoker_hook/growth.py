@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-CHECK_S, WINDOWS = 5.0, 4
-"""Time between reads of the memory, and how many of these make a trend."""
+CHECK_S, MAX_CHECK_S, WINDOWS = 5.0, 600.0, 4
+"""Time between reads of the memory, a twentieth of that since the first one between these bounds, so that growth by
+epochs is seen as well; and how many of these make a trend."""
 MIN_GROWTH_BYTES = 16 << 20
 """Of the memory over the windows; less is not looked for."""
 FIRST_GAP_S, MAX_GAP_S = 10.0, 300.0
@@ -47,7 +48,7 @@ class GrowthFinder:
     device; for tests."""
 
     def __init__(self, report: "Callable[[list[dict[str, Any]]], None]", memory_bytes: "Any" = None) -> None:
-        self.next_s = 0.0
+        self._start_s = self.next_s = 0.0
         """Monotonic time of the next read of the memory."""
         self._report = report
         self._memory_bytes = memory_bytes or read_memory_bytes
@@ -59,7 +60,8 @@ class GrowthFinder:
 
     def check(self, now_s: float) -> None:
         """Never raises. Called in the training thread, by its own code or by a library that this calls."""
-        self.next_s = now_s + CHECK_S
+        self._start_s = self._start_s or now_s
+        self.next_s = now_s + min(MAX_CHECK_S, max(CHECK_S, (now_s - self._start_s) / 20))
         try:
             used = self._memory_bytes()
             self._memory.append((now_s, used))
@@ -121,10 +123,12 @@ class GrowthFinder:
             code = frame.f_code
             if code.co_flags & _OPTIMIZED and not _NOT_OWN.search(code.co_filename):
                 names = frame.f_locals
-                yield "%s:%s" % (code.co_filename, code.co_name), dict(names)  # noqa: UP031
-                # before Python 3.13 the frame keeps this copy; not to be emptied if the job has asked for it, too
-                if isinstance(names, dict) and sys.getrefcount(names) <= FRAME_REFERENCES:
-                    names.clear()
+                try:
+                    yield "%s:%s" % (code.co_filename, code.co_name), dict(names)  # noqa: UP031
+                finally:
+                    # before Python 3.13 the frame keeps this copy; not to be emptied if the job has asked for it, too
+                    if isinstance(names, dict) and sys.getrefcount(names) <= FRAME_REFERENCES:
+                        names.clear()
         del frame
         for name, module in list(sys.modules.items()):
             if name not in self._own_modules:
