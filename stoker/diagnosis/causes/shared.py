@@ -315,6 +315,8 @@ def fit_stairs(series: TimeSeries) -> Stairs | None:
     """
     threshold = find_cause("host_memory_leak").threshold
     points = series.points
+    if series.span_s < threshold("min_stairs_span_s"):
+        return None
     kept = list(itertools.accumulate(reversed(series.values), min))[::-1]
     growth = kept[-1] - kept[0] if kept else 0.0
     rises: list[tuple[float, float, float]] = []  # start, end, size
