@@ -48,6 +48,8 @@ stacks are deep and new, say nothing of it."""
 OWN_CPU_FRACTION, PRIOR_S = 0.003, 60.0
 """What that thread takes, and the time for which it counts as measured: the first windows cost more, because functions
 and files are new in them, and would lower the rate of a job of a minute to its end."""
+REPAY_S = 30.0
+"""Time over which CPU time that was taken beyond that is saved again."""
 MAX_WINDOW_S = 60.0
 """Windows are at most so long, also where even the lowest rate costs too much."""
 MAX_PROCESSES = 8
@@ -390,6 +392,8 @@ class StackSampler:
         """CPU-seconds of a window of WINDOW_S at 10 Hz."""
         self._own_fraction = OWN_CPU_FRACTION
         """Fraction of a core that this thread takes."""
+        self._py_spy_s = self._overspent_s = 0.0
+        """CPU-seconds of py-spy so far, and those of it and this thread beyond MAX_CPU_FRACTION."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = False
         self._stop = threading.Event()
@@ -432,8 +436,9 @@ class StackSampler:
             if now_s >= next_poll_s:
                 targets = self._find_targets(now_s)
                 next_poll_s = now_s + (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10)
-                own_s = PRIOR_S * OWN_CPU_FRACTION + time.thread_time()
-                self._own_fraction = own_s / (PRIOR_S + now_s - start_s)
+                own_s, elapsed_s = time.thread_time(), now_s - start_s
+                self._own_fraction = (PRIOR_S * OWN_CPU_FRACTION + own_s) / (PRIOR_S + elapsed_s)
+                self._overspent_s = max(0.0, own_s + self._py_spy_s - MAX_CPU_FRACTION * elapsed_s)
             rate_hz, window_s = self._window(max(1, len(targets)))
             for recording in self._recordings:
                 age_s, target = recording.age_s(), recording.target
@@ -466,6 +471,7 @@ class StackSampler:
         for recording in [item for item in self._recordings if item.has_ended()]:
             self._recordings.remove(recording)
             target = recording.target
+            self._py_spy_s += recording.cpu_s or 0.0
             if recording.trains == target.trains and not target.is_new:
                 self._add_cost(recording)
             samples, reason = recording.read()
@@ -504,7 +510,7 @@ class StackSampler:
 
     def _window(self, num_targets: int) -> tuple[int, float]:
         """(samples a second, seconds) of the next windows: as many and as short as the budget allows."""
-        budget = max(MAX_CPU_FRACTION / 10, MAX_CPU_FRACTION - self._own_fraction)
+        budget = max(MAX_CPU_FRACTION / 10, MAX_CPU_FRACTION - self._own_fraction - self._overspent_s / REPAY_S)
         for rate_hz, times in WINDOWS:
             window_cost_s = num_targets * self._cost_s * (0.4 + 0.6 * times * rate_hz / RATES_HZ[0])
             if window_cost_s <= budget * times * WINDOW_S:
