@@ -17,6 +17,8 @@ _WRAPPERS = frozenset(
 )
 """Names of functions that stand for another one: of decorators, of modules and classes that are called."""
 
+_CLOCKS = frozenset({"time.time", "time.perf_counter", "time.monotonic", "time.process_time", "time.thread_time"})
+
 _COMPREHENSIONS = {
     "<listcomp>": ast.ListComp, "<setcomp>": ast.SetComp, "<dictcomp>": ast.DictComp,
     "<genexpr>": ast.GeneratorExp, "<lambda>": ast.Lambda,
@@ -49,6 +51,7 @@ def find_call(file: str, line: int, function: str, callee: str = "") -> str:
     names = [name for call in _calls_of_line(source.tree, line, function) if (name := _call_name(call, source))]
     if callee and callee not in _WRAPPERS:
         return next((name for name in names if name.rpartition(".")[2] == callee), "")
+    names.sort(key=_CLOCKS.__contains__)  # of a line with other calls, these take the time
     return next((name for name in names if callee or name not in source.own), "")
 
 
