@@ -145,7 +145,8 @@ def _calls_of_line(tree: ast.Module, line: int, function: str) -> list[ast.Call]
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _covers(node, line)]
     if not statements:
         return []
-    nodes = list(_expressions([max(statements, key=lambda node: node.lineno)]))
+    newest = max(node.lineno for node in statements)  # several statements may be in one line
+    nodes = list(_expressions([node for node in statements if node.lineno == newest]))
     if (kind := _COMPREHENSIONS.get(function)) is not None:
         bodies = [node for node in nodes if isinstance(node, kind) and _covers(node, line)]
         nodes = list(_expressions(bodies[-1:]))
