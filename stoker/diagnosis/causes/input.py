@@ -290,7 +290,7 @@ def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
         return None
     minimum = cause.threshold("min_decoding_fraction")
     decoding = loading_fraction(run, count_decoding, minimum)
-    evidence: list[Evidence | None] = [loader_cpu_evidence(cores), cpu_utilization_evidence(run)]
+    evidence = [loader_cpu_evidence(cores), cpu_utilization_evidence(run)]
     if decoding is not None and decoding >= minimum:
         text = f"of the samples of who loads the images, {percent(decoding)} were in decoding or a transform"
         evidence.append(make_evidence(text, decoding, "stacks.jsonl: places"))
