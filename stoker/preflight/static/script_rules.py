@@ -604,8 +604,9 @@ def _threads(source: Source) -> Iterator[Finding]:
         times = f"{workers} loader workers × " if workers else f"{ranks} ranks × " if ranks > 1 else ""
         if asked > 0 and asked * (workers or ranks) > cores and not source.conditions(node):
             good = max(1, cores // (workers or ranks))
-            found = {"threads": asked * (workers or ranks), "times": f"{times}{asked}", "text": _text(node)[:60]}
-            yield describe("too_many_threads", source.place(node), cores=cores, good=good, **found)
+            threads, times, text = asked * (workers or ranks), f"{times}{asked}", _text(node)[:60]
+            at = source.place(node)
+            yield describe("too_many_threads", at, threads=threads, cores=cores, times=times, text=text, good=good)
 
 
 def _thread_settings(source: Source) -> Iterator[tuple[ast.AST, int]]:
