@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.config.settings import OptimSettings
-from stoker.hardware.device import XLA_KINDS, Device, set_scalar
+from stoker.hardware.device import XLA_KINDS, Device, device_of_constants, set_scalar
 from stoker.models import Detector
 from stoker.models.layers.transformer import FiniteRMSNorm
 
@@ -488,7 +488,7 @@ class LossAccumulator:
         self._diverged_step = torch.full((), -1, dtype=torch.int64, device=self._device)
         self._worst = torch.zeros(0)
         """What was summed at the step with the largest loss, `_worst_total`."""
-        self._worst_total = torch.zeros((), device=self._device)
+        self._worst_total = torch.zeros((), device=device_of_constants(self._device)).to(self._device)
         self._worst_step = torch.full((), -1, dtype=torch.int64, device=self._device)
 
     def reset(self) -> None:
@@ -511,8 +511,7 @@ class LossAccumulator:
             sums = torch.cat([sums, tensor_norms])
         if self._sums.shape != sums.shape:
             self._names = [*losses, "norm"]
-            # For XLA from the host, as data: zeros made there are constants, and the next step another program.
-            made_on = "cpu" if self._device.type in XLA_KINDS else self._device
+            made_on = device_of_constants(self._device)
             self._sums, self._worst = (torch.zeros(sums.shape, device=made_on).to(self._device) for _ in range(2))
         values = sums[1:]
         values.nan_to_num_(0.0, 0.0, 0.0).mul_(1 - found_inf)
