@@ -7,7 +7,9 @@ the class logits (LQE). All layers, the first guess and the encoder's points are
 losses use the union of all matchings if `union`. Denoising queries (`layers/denoising.py`) need the boxes, so in
 training the decoder runs in `loss`, once for both kinds of queries.
 
-DEIMv2 has other norms and feed-forward layers, and its smallest sizes no losses of the distributions.
+DEIMv2 has other norms, feed-forward layers and activations, takes the points of the maps as they are, and gives all
+layers the positions of the first boxes; its smallest sizes have no losses of the distributions. Both equal their
+authors' code (tests/models/test_published_names.py says which version).
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -152,7 +154,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Queries and maps → predictions of each layer. modern: DEIMv2's layers; shared: one box head for all layers."""
+    """Queries and maps → predictions of each layer. modern: DEIMv2's layers, and positions of the queries from the boxes
+    that they start with; shared: one box head for all layers."""
 
     distances: Tensor
 
@@ -182,8 +185,9 @@ class Decoder(nn.Module):
         )
         self.class_embed = nn.ModuleList(make_class_layer(channels, num_classes) for _ in range(num_layers))
         self.lqe_layers = nn.ModuleList(
-            MLP((4 * (TOP_PROBABILITIES + 1), 64, 1), zero_last=True) for _ in range(num_layers)
+            MLP((4 * (TOP_PROBABILITIES + 1), 64, 1), activation, zero_last=True) for _ in range(num_layers)
         )
+        self.modern = modern
         self.register_buffer("distances", bin_distances().float(), persistent=False)
 
     def _apply(self, *args: object, **options: object) -> "Decoder":
@@ -201,7 +205,8 @@ class Decoder(nn.Module):
         side_logits: Tensor | None = None
         logits, boxes, sides = [], [], []
         for number, layer in enumerate(self.layers):
-            positions = at_least_fp32(self.query_pos_head(reference)).clamp(-10, 10)
+            if number == 0 or not self.modern:
+                positions = at_least_fp32(self.query_pos_head(reference)).clamp(-10, 10)
             x = layer(x, positions, reference, memory, grids, mask)
             if number == 0:
                 first = at_least_fp32(self.pre_bbox_head(x))
@@ -259,7 +264,9 @@ class DFine(Detector):
             else conv_norm(encoder_channels, channels, norm, kernel_size=1, activation=None)
             for _ in range(num_maps)
         )
-        self.enc_output = nn.Sequential(nn.Linear(channels, channels), FiniteLayerNorm(channels))
+        self.enc_output = (
+            nn.Identity() if modern else nn.Sequential(nn.Linear(channels, channels), FiniteLayerNorm(channels))
+        )
         self.enc_score_head = make_class_layer(channels, num_classes)
         activation = functional.silu if modern else functional.relu
         self.enc_bbox_head = MLP((channels, channels, channels, 4), activation, zero_last=True)
