@@ -29,6 +29,7 @@ from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.hgnet import HGNetBackbone, build_backbone
 from stoker.models.layers.box_distribution import (
     NUM_BINS,
+    REG_SCALE,
     bin_distances,
     ddf_loss,
     decode_sides,
@@ -170,6 +171,7 @@ class Decoder(nn.Module):
         modern: bool,
         gated: bool,
         shared: bool,
+        reg_scale: float,
     ) -> None:
         super().__init__()
         activation = functional.silu if modern else functional.relu
@@ -187,13 +189,13 @@ class Decoder(nn.Module):
         self.lqe_layers = nn.ModuleList(
             MLP((4 * (TOP_PROBABILITIES + 1), 64, 1), activation, zero_last=True) for _ in range(num_layers)
         )
-        self.modern = modern
-        self.register_buffer("distances", bin_distances().float(), persistent=False)
+        self.modern, self.reg_scale = modern, reg_scale
+        self.register_buffer("distances", bin_distances(reg_scale).float(), persistent=False)
 
     def _apply(self, *args: object, **options: object) -> "Decoder":
         super()._apply(*args, **options)
         if not self.distances.is_meta:  # `double` would only cast them as they were rounded
-            self.distances.copy_(bin_distances())
+            self.distances.copy_(bin_distances(self.reg_scale))
         return self
 
     def forward(
@@ -215,7 +217,7 @@ class Decoder(nn.Module):
             change = at_least_fp32(self.bbox_embed[number % len(self.bbox_embed)](x + previous))
             side_logits = change if side_logits is None else side_logits + change
             with torch.autocast(x.device.type, enabled=False):
-                refined = decode_sides(side_logits, anchor, self.distances)
+                refined = decode_sides(side_logits, anchor, self.distances, self.reg_scale)
             reference, previous = refined.detach(), x.detach()
             is_last = number == len(self.layers) - 1
             if self.training or is_last or number == 0:
@@ -393,9 +395,8 @@ class DFine(Detector):
         in_layers = box_index[:num_layers] >= 0
         if self.local:
             reference = decoded.first_boxes.detach()
-            target = side_targets(
-                reference, cxcywh_to_xyxy(matched(truth.boxes, box_index[:1])[0]), self.decoder.distances
-            )
+            wanted = cxcywh_to_xyxy(matched(truth.boxes, box_index[:1])[0])
+            target = side_targets(reference, wanted, self.decoder.distances, self.decoder.reg_scale)
             by_side = fgl_terms(decoded.side_logits, tuple(part.expand(num_layers, *part.shape) for part in target))  # type: ignore[arg-type]
             sums["fgl"] = (by_side * measured.iou[:num_layers], divisors[1])  # 0 without a box
         terms = {name: (term * weight).sum((1, 2)) / divisor for name, (term, divisor) in sums.items()}
@@ -455,10 +456,11 @@ def build_dfine(
     num_maps: int = 3,
     channels: int = 256,
     feedforward: int = 1024,
+    reg_scale: float = REG_SCALE,
     family: str = "dfine",
 ) -> DFine:
-    """depth: 3 · depth RepBlocks in a layer of the encoder; num_maps: of the backbone; one becomes two; family:
-    dfine, deimv2, or deimv2_lite (no gates, one box head, no losses of distributions, no union)."""
+    """depth: 3 · depth RepBlocks in a layer of the encoder; num_maps: of the backbone; one becomes two;
+    reg_scale: of `bin_distances`; family: dfine, deimv2, or deimv2_lite (no gates, one box head, no losses of distributions, no union)."""
     modern, lite = family != "dfine", family == "deimv2_lite"
     network = build_backbone(
         backbone,
@@ -480,6 +482,7 @@ def build_dfine(
         modern=modern,
         gated=not lite,
         shared=lite,
+        reg_scale=reg_scale,
     )
     return DFine(
         network,
