@@ -101,7 +101,7 @@ class DataSettings:
     mosaic: float = AUTO
     """Probability that an image becomes a mosaic of itself and three others; off in the last tenth of training."""
     mixup: float = AUTO
-    """Probability that an image of which mosaics are made is blended with another one; in the first half of training."""
+    """Probability that an image, before mosaics are made, is blended with another; in the first half of training."""
     repeat_thresh: float = AUTO
     """Repeat images of classes that fewer than this fraction of the images have; epochs stay as long (docs/data.md)."""
 

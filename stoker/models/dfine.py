@@ -155,8 +155,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Queries and maps → predictions of each layer. modern: DEIMv2's layers, and positions of the queries from the boxes
-    that they start with; shared: one box head for all layers."""
+    """Queries and maps → predictions of each layer. modern: DEIMv2's layers, and positions of the queries from the
+    boxes that they start with; shared: one box head for all layers."""
 
     distances: Tensor
 
@@ -459,8 +459,9 @@ def build_dfine(
     reg_scale: float = REG_SCALE,
     family: str = "dfine",
 ) -> DFine:
-    """depth: 3 · depth RepBlocks in a layer of the encoder; num_maps: of the backbone; one becomes two;
-    reg_scale: of `bin_distances`; family: dfine, deimv2, or deimv2_lite (no gates, one box head, no losses of distributions, no union)."""
+    """depth: 3 · depth RepBlocks in a layer of the encoder; num_maps: of the backbone; one becomes two; reg_scale: of
+    `bin_distances`; family: dfine, deimv2, or deimv2_lite (no gates, one box head, no losses of distributions, no
+    union)."""
     modern, lite = family != "dfine", family == "deimv2_lite"
     network = build_backbone(
         backbone,

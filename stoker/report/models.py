@@ -95,7 +95,7 @@ LEGEND = (
     "",
     "GFLOP: per image, in inference and in training. memory: predicted peak of a training step with this batch size,"
     " bf16.",
-    "`stoker models NAME` shows details, `stoker models NAME NAME` compares; `stoker train DATA --model NAME` trains it.",
+    "`stoker models NAME` shows details, of several it compares them; `stoker train DATA --model NAME` trains it.",
 )
 
 

@@ -132,8 +132,8 @@ def _correct_deimv2(model: Any) -> None:
     configs/base/deimv2.yml): SiLU in all heads and LQE, no projection and norm of the encoder's points, and one
     embedding of the boxes that the queries start with for all layers. transformers 5.23 has D-FINE's."""
     decoder = model.decoder
-    heads = (model.enc_bbox_head, decoder.pre_bbox_head, *decoder.bbox_embed, *(lqe.reg_conf for lqe in decoder.lqe_layers))
-    for mlp in heads:
+    quality = (layer.reg_conf for layer in decoder.lqe_layers)
+    for mlp in (model.enc_bbox_head, decoder.pre_bbox_head, *decoder.bbox_embed, *quality):
         mlp.act = nn.SiLU()
     model.enc_output = nn.Identity()
     embed, first = decoder.query_pos_head.forward, []

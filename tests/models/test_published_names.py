@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stoker.models import build
+from stoker.models.detr_weights import convert_dfine
 from stoker.models.dfine import DFine
-from stoker.models.dfine_weights import convert_dfine
 from tests.models.published.make import QUERIES, fill, images
 from tests.models.samples import settings_of
 

@@ -28,9 +28,7 @@ def bin_distances(reg_scale: float = REG_SCALE) -> Tensor:
     return torch.tensor([-value for value in reversed(positive)] + [0.0, *positive], dtype=torch.float64)
 
 
-def decode_sides(
-    side_logits: Tensor, reference: Tensor, distances: Tensor, reg_scale: float = REG_SCALE
-) -> Tensor:
+def decode_sides(side_logits: Tensor, reference: Tensor, distances: Tensor, reg_scale: float = REG_SCALE) -> Tensor:
     """Boxes [..., 4], center and size, from `side_logits` [..., 4 · NUM_BINS] and reference boxes [..., 4]; distances:
     `bin_distances(reg_scale)` in the dtype of the logits. A size may be below 0."""
     moved = 0.5 * reg_scale + side_logits.unflatten(-1, (4, NUM_BINS)).softmax(-1) @ distances

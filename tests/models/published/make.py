@@ -2,9 +2,10 @@
 
     python tests/models/published/make.py CHECKOUT NAME
 
-CHECKOUT is one of `Intellindust-AI-Lab/DEIMv2` or `Peterande/D-FINE`. The file NAME.txt gets the names and shapes of all
-tensors of the model that its configuration describes, and what it predicts for `images()` with `fill`ed weights in
-float64. It runs only to make these files; the tests need no checkout.
+CHECKOUT is one of `Intellindust-AI-Lab/DEIMv2` or `Peterande/D-FINE`. The file NAME.txt gets the names and shapes of
+all tensors of the model that its configuration describes, and what it predicts for `images()` with `fill`ed weights in
+float64: a line for each query, logit and number of its best class, and its box. It runs only to make these files; the
+tests need no checkout.
 """
 
 import importlib
