@@ -230,7 +230,7 @@ def test_the_operators_on_an_accelerator_do_not_grow_with_the_batch():
     small, large = painted(0, count=4, image_size=(32, 48)), painted(0, count=32, image_size=(32, 48))
     whole = count_operators(large, AtOnce(32, 3))
     assert whole == count_operators(small, AtOnce(4, 3))
-    assert whole.total() <= 180
+    assert whole.total() <= 205
     assert count_operators(large, None).total() > 2 * whole.total()  # as on a CPU: so the count can fail
 
 
