@@ -86,7 +86,7 @@ def strong_augmentations(settings: DataSettings, progress: float) -> tuple[bool,
     """Whether `augment_batch` mixes images and makes mosaics at this fraction of the training: all of it that depends
     on `progress`. Without mosaics nothing is mixed: there is room for the boxes of one image only."""
     makes_mosaics = settings.mosaic > 0 and progress < MOSAIC_END_FRACTION
-    return makes_mosaics and settings.mixup > 0 and progress < MIXUP_END_FRACTION, makes_mosaics
+    return makes_mosaics and bool(settings.mixup) and progress < MIXUP_END_FRACTION, makes_mosaics
 
 
 def mixup(batch: Batch, probability: float) -> Batch:

@@ -71,14 +71,14 @@ def page() -> str:
 DEIM = """\
 ## DEIM's recipe for D-FINE
 
-DEIM (arXiv 2412.04234) trains D-FINE with denser matching, by more boxes per image, and another class loss:
-`stoker train DATA --model dfine_s --class-loss mal --mosaic 0.5 --mixup 0.5`. Mixup ends after half of the training, mosaics
-after nine tenths. EMA, the smaller learning rate of the backbone and the clipping of gradients are in the recipe of all sizes
-(`stoker/knowledge/recipes.toml`). DEIMv2 has its class loss by default. DEIM's copies of objects are not there, nor was its gain
-measured here.
+DEIM (arXiv 2412.04234) trains D-FINE with more boxes per image and another class loss:
+`stoker train DATA --model dfine_s --class-loss mal --mosaic 0.5 --mixup 0.5`. Mixup ends after half of the training,
+mosaics after nine tenths. EMA, the smaller learning rate of the backbone and the clipping of gradients are in the recipe
+of all sizes (`stoker/knowledge/recipes.toml`). DEIMv2 has its class loss by default. DEIM's copies of objects are not
+there, nor was its gain measured here.
 
-The weights of DEIMv2 are computed with as its authors' code does, not as transformers 5.23, which projects and normalizes
-the points of the maps, embeds the boxes anew in each layer and has ReLU in the heads
+DEIMv2 is computed as its authors' code does, not as in transformers 5.23, which projects and normalizes the points of
+the maps, embeds the boxes anew in each layer and has ReLU in the heads
 (`tests/models/test_published_names.py`)."""
 LICENSES = """\
 ## Pretrained weights and their licenses
