@@ -73,8 +73,8 @@ DEIM = """\
 
 DEIM (arXiv 2412.04234) trains D-FINE with more boxes per image and another class loss:
 `stoker train DATA --model dfine_s --class-loss mal --mosaic 0.5 --mixup 0.5`. Mixup ends after half of the training,
-mosaics after nine tenths. EMA, the smaller learning rate of the backbone and the clipping of gradients are in the recipe
-of all sizes (`stoker/knowledge/recipes.toml`). DEIMv2 has its class loss by default. DEIM's copies of objects are not
+mosaics after nine tenths. EMA, the smaller learning rate of the backbone and the clipping of gradients are in all
+sizes' recipes (`stoker/knowledge/recipes.toml`). DEIMv2 has its class loss by default. DEIM's copies of objects are not
 there, nor was its gain measured here.
 
 DEIMv2 is computed as its authors' code does, not as in transformers 5.23, which projects and normalizes the points of
