@@ -24,8 +24,8 @@ FOUR = (3, 0, 1, 2)
 TRIALS = (
     Trial(model="retinanet_tiny_fpn", counts=FOUR, micro_batches=2),
     Trial(model="retinanet_tiny_fpn", optimizer="adamw"),
-    Trial(model="fcos_resnet18_fpn", dtype=torch.float32),
-    Trial(model="faster_rcnn_mobilenet_v3_large_fpn", dtype=torch.float32),
+    Trial(model="fcos_resnet18_fpn"),
+    Trial(model="faster_rcnn_mobilenet_v3_large_fpn"),
     Trial(model="ssdlite320_mobilenet_v3_large"),
     Trial(model="ember_n", optimizer="adamw"),
     Trial(model="deimv2_atto", optimizer="adamw"),
