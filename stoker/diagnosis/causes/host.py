@@ -256,7 +256,7 @@ def name_holder(run: RunRecords, finding: Finding | None) -> Finding | None:
         )
         text = f"{holder.text}{size}; the process had {holder.grown / 2**20:,.0f} MiB more meanwhile"
         evidence.append(make_evidence(text, holder.bytes, "events.jsonl: data.facts.growth"))
-    fix = HOST_MEMORY_LEAK.other_fixes["graph" if first.graph else "container"].format(name=first.name)
+    fix = HOST_MEMORY_LEAK.other_fixes["graph" if first.graph else "container"].replace("NAME", first.name)
     title = f"{finding.title}: `{first.name}` in {first.place} holds it"
     return msgspec.structs.replace(finding, title=title, evidence=evidence, fix=fix, place=first.place, confidence=0.9)
 
