@@ -165,8 +165,7 @@ class OptimizerStep:
         gradients, tensor_norms = self._gradients(), None
         if grad_norm is None and gradients:  # as `get_total_norm` computes it, whose norms of the tensors are lost
             tensor_norms = torch.stack(torch._foreach_norm(gradients))
-            grad_norm = torch.linalg.vector_norm(tensor_norms)
-            tensor_norms = tensor_norms.float()
+            grad_norm, tensor_norms = torch.linalg.vector_norm(tensor_norms), tensor_norms.float()
         grad_norm = (torch.nn.utils.get_total_norm(gradients) if grad_norm is None else grad_norm).float()
         if self.loss_scale is not None:
             grad_norm = grad_norm / self.loss_scale
@@ -411,10 +410,10 @@ def _step_by_operators(optimizer: torch.optim.Optimizer, clipped: Clipped) -> No
                 mean = state["exp_avg"] + (grad - state["exp_avg"]) * (1 - beta1)
                 square = state["exp_avg_sq"] * beta2 + grad * grad * (1 - beta2)
                 # 1 - beta ** step in float32 would lose four digits at the first steps.
-                corrections = [-torch.expm1(step * math.log(beta)) for beta in (beta1, beta2)]
+                corrections = [-torch.expm1(step.to(grad.dtype) * math.log(beta)) for beta in (beta1, beta2)]
                 change = mean / corrections[0] / ((square / corrections[1]).sqrt() + group["eps"])
                 updated = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
-                weight = parameter * (1 - lr * decay) - lr * change
+                weight = parameter - lr * (change + parameter * decay)
             else:
                 grad = grad + parameter * decay
                 updated = {name: buffer * group["momentum"] + grad for name, buffer in state.items()}
