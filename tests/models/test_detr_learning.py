@@ -1,5 +1,6 @@
-"""DEIMv2-Pico learns eight drawn images by heart, by the way that every training goes: derived settings,
-clipping, warm-up, EMA, evaluation. Parity of losses does not show that. AP50 was 1.0 and AP 0.81, in 63 CPU-seconds of one thread."""
+"""DEIMv2-Pico learns eight drawn images by heart, by the way that every training goes: derived settings, clipping,
+warm-up, EMA, evaluation. Parity of losses does not show that. AP50 was 1.0 and AP 0.81, in 63 CPU-seconds of a thread;
+after 10 steps both are 0."""
 
 import shutil
 from pathlib import Path
