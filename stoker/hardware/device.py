@@ -542,6 +542,12 @@ def end_step(device: torch.device) -> None:
         torch_xla.sync()
 
 
+def device_of_constants(device: torch.device) -> torch.device:
+    """Where to compute a tensor that is kept for all steps, to be moved to `device` then. For XLA on the host: it would
+    compile what is made there into the first step, and the other steps as another program."""
+    return torch.device("cpu") if device.type in XLA_KINDS else device
+
+
 def set_scalar(scalar: Tensor, value: float) -> None:
     """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile the numbers 0 and 1 as
     constants, another program for each."""

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
+from stoker.hardware.device import device_of_constants
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.hgnet import HGNetBackbone, build_backbone
 from stoker.models.layers.box_distribution import (
@@ -299,15 +300,16 @@ class DFine(Detector):
         key = (grids, like.device, dtype)
         if key not in self._anchors:
             with torch.inference_mode(False):  # tensors made in inference mode cannot be saved for backward later
-                levels = []
+                levels, made_on = [], device_of_constants(like.device)
                 for level, (height, width) in enumerate(grids):
-                    y, x = ((torch.arange(n, dtype=dtype, device=like.device) + 0.5) / n for n in (height, width))
-                    size = torch.full((height, width), ANCHOR_SIZE * 2**level, dtype=dtype, device=like.device)
+                    y, x = ((torch.arange(n, dtype=dtype, device=made_on) + 0.5) / n for n in (height, width))
+                    size = torch.full((height, width), ANCHOR_SIZE * 2**level, dtype=dtype, device=made_on)
                     centers = x.expand(height, width), y[:, None].expand(height, width)
                     levels.append(torch.stack((*centers, size, size), -1).flatten(0, 1))
                 boxes = torch.cat(levels)
                 inside = ((boxes > ANCHOR_MARGIN) & (boxes < 1 - ANCHOR_MARGIN)).all(-1, keepdim=True)
-                self._anchors[key] = torch.where(inside, (boxes / (1 - boxes)).log(), LARGE), inside
+                logits = torch.where(inside, (boxes / (1 - boxes)).log(), LARGE)
+                self._anchors[key] = logits.to(like.device), inside.to(like.device)
         return self._anchors[key]
 
     def decode_queries(self, encoded: Encoded, noisy: DenoisingQueries | None) -> Decoded:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
+from stoker.hardware.device import device_of_constants
 from stoker.models.backbones import BackboneWithNeck, build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import area, batched_gather, giou, rows_at
@@ -185,7 +186,8 @@ class PointGenerator:
         key = (image_size, device)
         if key not in self._cache:
             with torch.inference_mode(False):  # tensors made in inference mode cannot be saved for backward later
-                self._cache[key] = grid_points(image_size, grids, device, shift=self.shift)
+                points = grid_points(image_size, grids, device_of_constants(device), shift=self.shift)
+                self._cache[key] = Points(*(column.to(device) for column in points))
         return self._cache[key]
 
 
@@ -221,7 +223,8 @@ def assign_points(boxes: Tensor, valid: Tensor, points: Points, *, block: int | 
 
 def _assign(boxes: Tensor, valid: Tensor, boxes_per_block: int, *, points: Points) -> Tensor:
     shape = (boxes.shape[0], points.center.shape[0])
-    min_area = boxes.new_full(shape, math.inf)
+    largest = torch.finfo(boxes.dtype).max  # instead of infinity, whose minimum torch_xla gives as this number
+    min_area = boxes.new_full(shape, largest)
     best_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
     x, y = points.center.unbind(-1)
     for start in range(0, boxes.shape[1], boxes_per_block):
@@ -236,7 +239,7 @@ def _assign(boxes: Tensor, valid: Tensor, boxes_per_block: int, *, points: Point
         farthest = torch.maximum(torch.maximum(left, right), torch.maximum(top, bottom))
         is_candidate &= (farthest > points.min_distance) & (farthest < points.max_distance)
         best_area, gt_index = torch.where(
-            is_candidate, area(boxes[:, start : start + boxes_per_block])[..., None], math.inf
+            is_candidate, area(boxes[:, start : start + boxes_per_block])[..., None], largest
         ).min(dim=1)
         better = best_area < min_area  # strictly, so that the first of equal boxes keeps the point
         best_gt = torch.where(better, gt_index + start, best_gt)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.models.detector import Backbone, Part
-from stoker.models.layers.convolutions import conv_norm, fold_frozen_norms, pad_image_conv
+from stoker.models.layers.convolutions import conv_norm, fold_frozen_norms, pad_image_conv, upsample_2x
 from stoker.models.layers.norms import NORMS, Norm, NormKind, trainable_norm
 from stoker.models.layers.transformer import EncoderLayer, SinePositions
 
@@ -308,7 +308,7 @@ class HybridEncoder(nn.Module):
         top_down = [tokens.to(coarsest.dtype).transpose(1, 2).unflatten(2, coarsest.shape[2:])]
         for lateral, block, finer in zip(self.lateral_convs, self.fpn_blocks, reversed(maps[:-1]), strict=True):
             top_down[0] = lateral(top_down[0])
-            upsampled = functional.interpolate(top_down[0], scale_factor=2.0, mode="nearest")
+            upsampled = upsample_2x(top_down[0])
             top_down.insert(0, block(self._fuse(upsampled, finer)))
         out = top_down[:1]
         for downsample, block, same in zip(self.downsample_convs, self.pan_blocks, top_down[1:], strict=True):
@@ -334,7 +334,7 @@ class LiteEncoder(nn.Module):
         fine = self.input_proj[0](maps[0])
         coarse = self.down_conv1(functional.avg_pool2d(fine, 3, 2, 1))
         coarse = self.bi_fusion_conv(coarse + coarse.mean((2, 3), keepdim=True))
-        fine = self.fpn_block(fine + functional.interpolate(coarse, scale_factor=2.0, mode="nearest"))
+        fine = self.fpn_block(fine + upsample_2x(coarse))
         return [fine, self.pan_block(coarse + self.down_conv2(functional.avg_pool2d(fine, 3, 2, 1)))]
 
 

@@ -113,9 +113,8 @@ def print_comparison(names: Sequence[str], file: TextIO | None = None, *, width:
         ("their license", lambda model: "; ".join(dict.fromkeys(model.licenses.values())) or "n/a"),
     )
     rows = [[head, *map(value, models)] for head, value in quantities]
-    columns = table("", *(model.name for model in models), rows=rows)
-    uses = facts((model.name, model.use_case) for model in models)
-    print_renderables([columns, "", uses, *LEGEND], file, width=width)
+    costs = table("", *(model.name for model in models), rows=rows)
+    print_renderables([costs, "", facts((m.name, m.use_case) for m in models), *LEGEND], file, width=width)
 
 
 def print_model(name: str, file: TextIO | None = None, *, width: int | None = None) -> None:

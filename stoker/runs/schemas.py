@@ -114,6 +114,19 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Number of samples there."""
 
 
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds memory that grows, in `data.facts.growth` of an event: a list, dictionary, set or deque of the job's
+    own code. text: what it is and how it grew; place: the file, and the line that adds to it; bytes: estimate of what
+    was added; graph: tensors that keep their graph; grown: bytes that the process had more meanwhile."""
+
+    text: str
+    name: str
+    place: str
+    bytes: float
+    graph: bool
+    grown: float
+
+
 class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of stacks.jsonl: what the threads of a job ran, by samples of their stacks."""
 

@@ -10,7 +10,7 @@ from torch import nn
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
 from stoker.models import build
-from stoker.models.layers import convolutions, norms, postprocess, roi_align
+from stoker.models.layers import convolutions, deformable_attention, norms, postprocess, roi_align
 from stoker.training import optim
 from stoker.training.optim import OptimizerStep
 from tests.models.samples import make_batch, settings_of
@@ -38,6 +38,21 @@ def test_roi_align(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(roi_align, "XLA_KINDS", kinds)
         pooled = roi_align.multiscale_roi_align(levels, (8, 16), boxes)
         results.append([pooled, *torch.autograd.grad(pooled.square().sum(), levels)])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_sampling_of_deformable_attention(monkeypatch: pytest.MonkeyPatch):
+    """Also outside of the map, and at the centers of cells, where the slope is that of the right side."""
+    inputs = [torch.randn(2, 12, 4, 3, dtype=torch.float64), torch.rand(2, 5, 4, 6, 2, dtype=torch.float64) * 1.6 - 0.3]
+    inputs[1][0, 0] = torch.tensor([0.375, 0.5])
+    inputs.append(torch.rand(2, 5, 4, 6, dtype=torch.float64))
+    value, locations, weights = (tensor.requires_grad_() for tensor in inputs)
+    results = []
+    for kinds in (frozenset(), XLA_HERE):
+        monkeypatch.setattr(deformable_attention, "XLA_KINDS", kinds)
+        sampled = deformable_attention.sample_levels(value, [(2, 4), (2, 2)], locations, weights, [4, 2])
+        results.append([sampled, *torch.autograd.grad(sampled.square().sum(), (value, locations, weights))])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
 

@@ -1,5 +1,9 @@
-"""Steps of a small model through XLA's CPU client: as on a CPU, no operator that falls back to it, and no program that
-is compiled after the second step. `make test-xla`; skipped where torch_xla is not there."""
+"""Twenty steps of every family through XLA's CPU client: losses, weights, moments, EMA and running statistics as
+on a CPU, no operator that falls back to it, and two programs. `make test-xla`; skipped where torch_xla is not there.
+
+Most compare in float64. A float32 step differs from the exact one by more than 1e-4 on a CPU alone, since rounding
+flips what has no derivative: ReLUs near zero, and the signs of AdamW's first steps (docs/gpu-status.md).
+"""
 
 import os
 
@@ -11,10 +15,21 @@ os.environ["PJRT_DEVICE"] = "CPU"
 
 import torch
 
-from tests.xla.trials import Outcome, Trial, compare
+from tests.xla.trials import BAD_STEP, Outcome, Trial, compare, distances
 
 TOLERANCE = 1e-4
 """Of a loss, and of a tensor's norm, after all steps."""
+FOUR = (3, 0, 1, 2)
+
+TRIALS = (
+    Trial(model="retinanet_tiny_fpn", counts=FOUR, micro_batches=2),
+    Trial(model="retinanet_tiny_fpn", optimizer="adamw"),
+    Trial(model="fcos_resnet18_fpn"),
+    Trial(model="faster_rcnn_mobilenet_v3_large_fpn"),
+    Trial(model="ssdlite320_mobilenet_v3_large"),
+    Trial(model="ember_n", optimizer="adamw"),
+    Trial(model="deimv2_atto", optimizer="adamw"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,20 +39,20 @@ def one_thread() -> None:
 
 def check(cpu: Outcome, xla: Outcome) -> None:
     assert xla.fallbacks == []
-    # The first step, which computes the anchors as well; the second, which finds them; and `take` of the sums.
-    assert xla.compilations[-1] <= 3, xla.compilations
-    assert len(set(xla.compilations[2:])) == 1, xla.compilations
+    # The step, and `take` of the sums of losses: both in the first step, or in the second.
+    assert xla.compilations[-1] <= 2, xla.compilations
+    assert len(set(xla.compilations[1:])) == 1, xla.compilations
+    assert [step for step, losses in enumerate(xla.losses) if losses[-1]] == [BAD_STEP]
     for step, (expected, actual) in enumerate(zip(cpu.losses, xla.losses, strict=True)):
         assert actual == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE), f"step {step}"
-    assert cpu.tensors.keys() == xla.tensors.keys()
-    for name, tensor in cpu.tensors.items():
-        distance = (xla.tensors[name].double() - tensor.double()).norm()
-        assert distance <= TOLERANCE * tensor.double().norm() + 1e-6, name
+    too_far = {name: distance for name, distance in distances(cpu, xla).items() if not distance <= TOLERANCE}
+    assert too_far == {}
 
 
-@pytest.mark.timeout(600)
-def test_steps_are_those_of_the_cpu():
-    check(*compare(Trial(model="retinanet_tiny_fpn")))
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: f"{trial.model}-{trial.optimizer}")
+def test_steps_are_those_of_the_cpu(trial: Trial):
+    check(*compare(trial))
 
 
 @pytest.mark.timeout(600)
@@ -47,4 +62,4 @@ def test_a_step_without_a_copy_of_the_statistics_fails(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(optim, "_copy_stats", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="running_"):
-        check(*compare(Trial(model="retinanet_tiny_fpn")))
+        check(*compare(Trial(model="retinanet_tiny_fpn", dtype=torch.float32, steps=BAD_STEP + 2)))

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +16,25 @@ from stoker.training.step import PlainStep, make_loss_fn, train_step
 from tests.models.samples import make_batch, settings_of
 
 CLASSES = 5
+LR = 0.001
+"""Of the last step; it grows to that from step to step."""
+BAD_STEP = 3
+"""The step whose gradients are not finite."""
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
+    """Steps with clipping, EMA, a changing learning rate and one skipped step."""
+
     model: str
-    image_size: tuple[int, int] = (64, 96)
-    steps: int = 4
-    micro_batches: int = 1
     optimizer: str = "sgd"
-    lr: float = 0.001
-    ema_decay: float = 0.99
-    changing_lr: bool = False
-    bad_steps: tuple[int, ...] = ()
-    """Steps in which the pixel scale is NaN, so that their gradients are not finite."""
-    dtype: torch.dtype = torch.float32
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    counts: tuple[int, ...] = (3, 1)
+    """Boxes of the images of a batch."""
+    micro_batches: int = 1
+    image_size: tuple[int, int] = (64, 64)
+    steps: int = 20
+    dtype: torch.dtype = torch.float64
+    """float64: what differs then is not rounding, which a float32 step can amplify on its own."""
 
 
 @dataclasses.dataclass
@@ -48,32 +50,34 @@ class Outcome:
 
 def run(trial: Trial, device: Device, model: Detector) -> Outcome:
     """The steps, from the weights of `model`, which stays as it is."""
-    model = copy.deepcopy(model).to(device.torch_device).train()
+    model = copy.deepcopy(model).to(trial.dtype).to(device.torch_device).train()
     settings = OptimSettings(
         optimizer=trial.optimizer,  # type: ignore[arg-type]
-        lr=trial.lr, backbone_lr_mult=1.0, momentum=0.9, weight_decay=0.01, clip_grad_norm=1.0,
-        ema_decay=trial.ema_decay,
+        lr=LR, backbone_lr_mult=1.0, momentum=0.9, weight_decay=0.01, clip_grad_norm=1.0, ema_decay=0.99,
     )  # fmt: skip
     optimizer = OptimizerStep(model, settings, device, precision="fp32")
     accumulator = LossAccumulator(device, max_skipped_steps=10)
-    loss_fn = make_loss_fn(model, compile=False)
+    losses_of = make_loss_fn(model, compile=False)
+
+    def loss_fn(batch: Batch) -> dict[str, Tensor]:
+        return {name: loss * batch.scale[0, 0] for name, loss in losses_of(batch).items()}
+
     step = PlainStep(loss_fn, optimizer, accumulator, device.autocast("fp32"), trial.micro_batches)
     stream = device.make_stream()
     device.synchronize()
     metrics.clear_all()
     losses, compilations = [], []
     for number in range(trial.steps):
-        host = make_batch((3, 0, 1, 2), trial.image_size, CLASSES, seed=number)
-        if number in trial.bad_steps:
-            host = host._replace(boxes=torch.where(host.valid[..., None], torch.nan, host.boxes))
+        host = make_batch(trial.counts, trial.image_size, CLASSES, seed=number)
+        host = host._replace(scale=torch.full_like(host.scale, torch.nan if number == BAD_STEP else 1.0))
         tensors, ready = stream.to_device(host)
         ready.block_main_stream()
-        optimizer.set_scalars(trial.lr * (number + 1) / trial.steps if trial.changing_lr else trial.lr, number)
+        optimizer.set_scalars(LR * (number + 1) / trial.steps, number)
         train_step(step, Batch(*tensors))
-        compilations.append(metrics.counter_value("UncachedCompile") or 0)
         host_tensors, ready = stream.to_host(accumulator.take())
         ready.synchronize()
         losses.append([float(value) for value in host_tensors[0]])
+        compilations.append(metrics.counter_value("UncachedCompile") or 0)
     fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     state |= {f"ema.{name}": tensor for name, tensor in optimizer.ema_model.state_dict().items()}
@@ -86,6 +90,16 @@ def run(trial: Trial, device: Device, model: Detector) -> Outcome:
 def compare(trial: Trial) -> tuple[Outcome, Outcome]:
     """(on the CPU, through XLA)."""
     torch.manual_seed(0)
-    model = build(settings_of(trial.model, **trial.settings), CLASSES).to(trial.dtype)
+    model = build(settings_of(trial.model), CLASSES)
     xla = select_device("xla")  # before the first backward pass of the process: autograd then counts the devices
     return run(trial, select_device("cpu"), model), run(trial, xla, model)
+
+
+def distances(expected: Outcome, actual: Outcome) -> dict[str, float]:
+    """Of each tensor after the last step: the norm of the difference, as a fraction of the norm."""
+    assert expected.tensors.keys() == actual.tensors.keys()
+    result = {}
+    for name, tensor in expected.tensors.items():
+        difference = float((actual.tensors[name].double() - tensor.double()).norm())
+        result[name] = difference / max(float(tensor.double().norm()), 1e-12) if difference else 0.0
+    return result

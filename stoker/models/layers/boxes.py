@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from stoker.hardware.device import device_of_constants
+
 MAX_LOG_SCALE = math.log(1000 / 16)
 """Maximum of the predicted log sizes before exp, as in Detectron and torchvision: a box grows at most 62.5 times."""
 
@@ -174,21 +176,22 @@ class AnchorGenerator(nn.Module):
     def forward(self, image_size: tuple[int, int], grids: list[GridSize]) -> Tensor:
         """All anchors of an input size (height, width) with feature maps `grids`: float32 [A, 4], by map, then by
         row."""
-        first_base = self._base_anchors(0)
+        first_base = self.get_buffer("cells_0")
         key = (image_size, first_base.device, first_base.dtype)
         if key not in self._cache:
             with torch.inference_mode(False):  # a tensor made in inference mode cannot be saved for backward later
                 levels = [self.level_anchors(n, image_size, grid) for n, grid in enumerate(grids)]
-                self._cache[key] = torch.cat(levels)
+                self._cache[key] = torch.cat(levels).to(first_base.device)
         return self._cache[key]
 
     def num_anchors_per_level(self, grids: list[GridSize]) -> tuple[int, ...]:
         """Number of anchors of each map."""
-        return tuple(height * width * self._base_anchors(n).shape[0] for n, (height, width) in enumerate(grids))
+        return tuple(height * width * self.get_buffer(f"cells_{n}").shape[0] for n, (height, width) in enumerate(grids))
 
     def level_anchors(self, level: int, image_size: tuple[int, int], grid: GridSize) -> Tensor:
         """The anchors of one map, [height · width · n, 4]; here the first position is the input's corner."""
         return grid_anchors(self._base_anchors(level), grid, (image_size[0] // grid[0], image_size[1] // grid[1]))
 
     def _base_anchors(self, level: int) -> Tensor:
-        return self.get_buffer(f"cells_{level}")
+        cells = self.get_buffer(f"cells_{level}")
+        return cells.to(device_of_constants(cells.device))

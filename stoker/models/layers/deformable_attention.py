@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stoker.hardware.device import XLA_KINDS
 from stoker.models.layers.boxes import GridSize
 from stoker.models.layers.losses import at_least_fp32
 
@@ -32,8 +33,9 @@ def sample_levels(
     with torch.autocast(value.device.type, enabled=False):
         by_head = at_least_fp32(value).permute(0, 2, 3, 1).flatten(0, 1)
         points = (2 * at_least_fp32(locations) - 1).transpose(1, 2).flatten(0, 1)  # -1 … 1, for grid_sample
+        sample = _sample_by_gathers if value.device.type in XLA_KINDS else _sample
         sampled = [
-            functional.grid_sample(level.unflatten(2, grid), at, "bilinear", "zeros", align_corners=False)
+            sample(level.unflatten(2, grid), at)
             for level, grid, at in zip(
                 by_head.split([height * width for height, width in grids], dim=2),
                 grids,
@@ -44,6 +46,25 @@ def sample_levels(
         by_point = at_least_fp32(weights).transpose(1, 2).flatten(0, 1)[:, None]
         summed = (torch.cat(sampled, dim=3) * by_point).sum(3)
         return summed.view(batch_size, num_heads * channels, -1).transpose(1, 2)
+
+
+def _sample(maps: Tensor, at: Tensor) -> Tensor:
+    return functional.grid_sample(maps, at, "bilinear", "zeros", align_corners=False)
+
+
+def _sample_by_gathers(maps: Tensor, at: Tensor) -> Tensor:
+    """The same, [N, c, h, w] and [N, Q, P, 2] → [N, c, Q, P], for XLA, which has no `grid_sample`."""
+    height, width = maps.shape[2:]
+    x, y = ((at[..., axis] + 1) * (size / 2) - 0.5 for axis, size in enumerate((width, height)))
+    left, top = x.floor().detach(), y.floor().detach()
+    by_cell, sampled = maps.flatten(2), torch.zeros((), dtype=maps.dtype, device=maps.device)
+    for column, x_weight in ((left, 1 - (x - left)), (left + 1, x - left)):
+        for row, y_weight in ((top, 1 - (y - top)), (top + 1, y - top)):
+            inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+            cell = (row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).long().flatten(1)
+            values = by_cell.gather(2, cell[:, None].expand(-1, maps.shape[1], -1)).unflatten(2, x.shape[1:])
+            sampled = sampled + values * torch.where(inside, x_weight * y_weight, 0.0)[:, None]
+    return sampled
 
 
 class DeformableAttention(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stoker.hardware.device import device_of_constants
 from stoker.models.layers.losses import at_least_fp32
 
 FP16_MAX = 65504.0
@@ -126,13 +127,15 @@ class SinePositions:
         key = (like.shape[2], like.shape[3], like.device, dtype)
         if key not in self._cache:
             with torch.inference_mode(False):  # a tensor made in inference mode cannot be saved for backward later
+                made_on = device_of_constants(like.device)
                 frequency = 10000.0 ** -(
-                    torch.arange(self.num_frequencies, dtype=dtype, device=like.device) / self.num_frequencies
+                    torch.arange(self.num_frequencies, dtype=dtype, device=made_on) / self.num_frequencies
                 )
                 rows, columns = (
-                    torch.arange(size, dtype=dtype, device=like.device)[:, None] * frequency for size in key[:2]
+                    torch.arange(size, dtype=dtype, device=made_on)[:, None] * frequency for size in key[:2]
                 )
                 shape = (*key[:2], self.num_frequencies)
                 by_axis = [x for angle in (rows[:, None], columns[None]) for x in (angle.sin(), angle.cos())]
-                self._cache[key] = torch.cat([x.expand(shape) for x in by_axis], -1).flatten(0, 1)[None]
+                made = torch.cat([x.expand(shape) for x in by_axis], -1).flatten(0, 1)[None]
+                self._cache[key] = made.to(like.device)
         return self._cache[key]
