@@ -33,6 +33,8 @@ class Trial:
     micro_batches: int = 1
     image_size: tuple[int, int] = (64, 64)
     steps: int = 20
+    programs: int = 2
+    """The step, and `take` of the sums of losses. Matching on the host divides the step."""
     dtype: torch.dtype = torch.float64
     """float64: what differs then is not rounding, which a float32 step can amplify on its own."""
 
