@@ -3,12 +3,14 @@
 import itertools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 import stoker  # noqa: F401  (sets what must be set before torch is imported)
+from stoker.data import demo
 
 # How long an example takes says something about the machine, which others use, too.
 hypothesis.settings.register_profile("stoker", deadline=None)
@@ -25,13 +27,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or writes the user's cache."""
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No test reads or writes the user's cache; the demo data set is drawn by the first test that needs it."""
+    base = tmp_path_factory.getbasetemp()
     # a name of our own: to find the next number, pytest reads all of a folder that has one entry per test
-    cache = tmp_path_factory.getbasetemp() / f"cache-{next(_NUMBERS)}"
+    cache = base / f"cache-{next(_NUMBERS)}"
     cache.mkdir()
     monkeypatch.setenv("STOKER_CACHE_DIR", str(cache))
-    return cache
+    drawn, name = base / "demo", f"demo-v{demo.VERSION}"
+    if drawn.exists():
+        (cache / name).symlink_to(drawn)
+    yield cache
+    if not drawn.exists() and (cache / name).exists():
+        (cache / name).rename(drawn)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -44,7 +44,7 @@ from stoker.training.optim import OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn
 from tests.host_sync import ForbidHostSync
 
-AUGMENTATIONS = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5)
+AUGMENTATIONS = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5, mixup=0.0)
 """All of them, in every trial."""
 
 

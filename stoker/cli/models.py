@@ -102,14 +102,17 @@ def export(
 
 
 @described
-def list_models(name: str | None = None, /, *, json: bool = False) -> None:
-    """Lists the architectures of `--model`: purpose, cost, available weights."""
-    from stoker.printable import print_json
-    from stoker.report.models import find_model, print_model, print_models, read_models
+def list_models(*names: str, json: bool = False) -> None:
+    """Lists the architectures of `--model`: purpose, cost, available weights. One name: its details; several: a
+    comparison."""
+    from stoker.report.models import find_model, print_comparison, print_model, print_models, read_models
 
     if json:
-        print_json(read_models() if name is None else find_model(name))
-    elif name is None:
+        found = [find_model(name) for name in names] or read_models()
+        print_json(found[0] if len(names) == 1 else found)
+    elif not names:
         print_models()
+    elif len(names) == 1:
+        print_model(names[0])
     else:
-        print_model(name)
+        print_comparison(names)

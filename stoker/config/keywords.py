@@ -33,6 +33,7 @@ class Settings(TypedDict, total=False):
     saturation: float
     hue: float
     mosaic: float
+    mixup: float
     repeat_thresh: float
     model: str
     weights: str

@@ -100,6 +100,8 @@ class DataSettings:
     """The hue is rotated by up to ± this fraction of the color circle, 0 … 0.5."""
     mosaic: float = AUTO
     """Probability that an image becomes a mosaic of itself and three others; off in the last tenth of training."""
+    mixup: float = AUTO
+    """Probability that an image, before mosaics are made, is blended with another; in the first half of training."""
     repeat_thresh: float = AUTO
     """Repeat images of classes that fewer than this fraction of the images have; epochs stay as long (docs/data.md)."""
 
@@ -409,6 +411,8 @@ def check(config: Config) -> None:
             cause="a mosaic is made of four consecutive images of the batch",
             fix=f"--batch-size {max(4, run.batch_size // 4 * 4)}, or --mosaic 0",
         )
+    if data.mixup and data.mosaic == 0:
+        raise ConfigError(f"--mixup {data.mixup:g} needs mosaics.", fix="--mosaic 0.5, or --mixup 0")
     for name in ("anchor_sizes", "anchor_scales", "aspect_ratios"):
         values = getattr(model, name)
         if values is not None and not (values and all(0 < value < math.inf for value in values)):

@@ -1,4 +1,4 @@
-"""Augmentation of whole batches on the device: flip, color jitter, mosaic.
+"""Augmentation of whole batches on the device: flip, color jitter, mixup, mosaic.
 
 Fixed shapes, no host wait, uint8 channels last in and out. All randomness comes from `Batch.rand`. What is off costs
 nothing, because strengths and probabilities are numbers of the settings, not tensors. Crop and scale are applied
@@ -30,6 +30,10 @@ MOSAIC_END_FRACTION = 0.9
 """Fraction of the training after which no mosaics are made, so that the last images look like those at inference. YOLOX
 (Ge et al. 2021, section 2) stops strong augmentation for the last 15 of 300 epochs; trainings here are shorter, and
 their learning rate falls late."""
+MIXUP_END_FRACTION = 0.5
+"""The same of mixup: DEIM (Huang et al. 2024, arXiv 2412.04234) has it until epoch 29 of 58."""
+MIXUP_WEIGHT_RANGE = (0.45, 0.55)
+"""Weight of the other image; as in DEIM's code."""
 MOSAIC_CENTER_RANGE = (0.3, 0.7)
 """Where the four tiles of a mosaic meet, as a fraction of height and width."""
 MOSAIC_SCALE_RANGE = (0.5, 0.8)
@@ -60,7 +64,7 @@ def default_at_once(images: Tensor) -> AtOnce:
 
 
 def augment_batch(batch: Batch, settings: DataSettings, progress: float, at_once: AtOnce | None = None) -> Batch:
-    """Applies the settings in the order flip, color, mosaic: a tile has its image's own flip and color.
+    """Applies the settings in the order flip, color, mixup, mosaic: a tile has its image's own flip and color.
 
     progress: fraction of the training that is done, 0 … 1; at_once: default `default_at_once`. Raises ConfigError for
     a mosaic with a batch size that is not a multiple of 4.
@@ -70,14 +74,47 @@ def augment_batch(batch: Batch, settings: DataSettings, progress: float, at_once
     strengths = settings.brightness, settings.contrast, settings.saturation, settings.hue
     if max(strengths) > 0:
         batch = color_jitter(batch, *strengths, at_once=at_once)
-    if makes_mosaics(settings, progress):
+    mixes, makes = strong_augmentations(settings, progress)
+    if mixes:
+        batch = mixup(batch, settings.mixup)
+    if makes:
         batch = mosaic(batch, settings.mosaic, at_once)
     return batch
 
 
-def makes_mosaics(settings: DataSettings, progress: float) -> bool:
-    """Whether `augment_batch` makes mosaics at this fraction of the training: all of it that depends on `progress`."""
-    return settings.mosaic > 0 and progress < MOSAIC_END_FRACTION
+def strong_augmentations(settings: DataSettings, progress: float) -> tuple[bool, bool]:
+    """Whether `augment_batch` mixes images and makes mosaics at this fraction of the training: all of it that depends
+    on `progress`. Without mosaics nothing is mixed: there is room for the boxes of one image only."""
+    makes_mosaics = settings.mosaic > 0 and progress < MOSAIC_END_FRACTION
+    return makes_mosaics and bool(settings.mixup) and progress < MIXUP_END_FRACTION, makes_mosaics
+
+
+def mixup(batch: Batch, probability: float) -> Batch:
+    """Blends images whose random number is below `probability` with the other one of their pair (positions 2n and
+    2n + 1 of the stream), which may be blended too. They get the boxes of both (Zhang et al. 2018, arXiv 1710.09412;
+    without weights of the losses, as DEIM has it), unless max_boxes is too small for them. Of an odd number of images,
+    the last one is left as it is.
+    """
+    count, max_boxes = batch.valid.shape
+    other = (_indices(count, batch.rand.device) ^ 1).clamp(max=count - 1)
+    draw = batch.rand[:, RandSlot.MIXUP]
+    valid = torch.cat((batch.valid, batch.valid[other]), 1)
+    chosen = (draw < probability) & (valid.sum(1) <= max_boxes) & (other != _indices(count, draw.device))
+    order = valid.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :max_boxes]
+    boxes = torch.cat((batch.boxes, batch.boxes[other]), 1).gather(1, order[:, :, None].expand(-1, -1, 4))
+    labels = torch.cat((batch.labels, batch.labels[other]), 1).gather(1, order)
+    low, high = MIXUP_WEIGHT_RANGE
+    weight = torch.where(chosen, low + (high - low) / probability * draw, 0.0)[:, None, None, None]
+    pixels = batch.images.permute(0, 2, 3, 1)
+    mixed = torch.lerp(pixels.float(), pixels[other].float(), weight).round_().to(torch.uint8)
+    row = chosen[:, None]
+    return batch._replace(
+        images=mixed.permute(0, 3, 1, 2),
+        boxes=torch.where(row[:, :, None], boxes, batch.boxes),
+        labels=torch.where(row, labels, batch.labels),
+        valid=torch.where(row, valid.gather(1, order), batch.valid),
+        resized_size=torch.where(row, batch.resized_size.maximum(batch.resized_size[other]), batch.resized_size),
+    )
 
 
 def horizontal_flip(batch: Batch, probability: float) -> Batch:

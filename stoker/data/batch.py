@@ -35,6 +35,8 @@ class RandSlot(enum.IntEnum):
     """Which anchors and RoIs the losses of a two-stage detector sample (`models/layers/matching.py`)."""
     DENOISING = 13
     """The noise of denoising queries (`models/layers/denoising.py`)."""
+    MIXUP = 14
+    """Whether an image is blended with another one, and how much."""
 
 
 class Batch(NamedTuple):

@@ -15,7 +15,7 @@ from stoker.diagnosis import postmortem
 from stoker.diagnosis.causes import gpu, host, input, learning, overhead, steps
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, Cause, cause_ids, common_threshold, find_cause
 from stoker.diagnosis.endings import UNEXPLAINED, endings
-from stoker.diagnosis.places import describe_place, list_places
+from stoker.diagnosis.places import count_blocked, describe_place, list_places
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import SEVERITIES, Evidence, Finding
@@ -80,7 +80,10 @@ def run_rules(run: RunRecords) -> list[Finding]:
 
 def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
     """Whether a finding is the reason of the time that a less exact one has lost. A line is so if who loads the data is
-    there for most of it."""
+    there for most of it. A line that reads is explained by slow storage."""
+    if other.id == "heavy_place":
+        here = [place for place in run.places if place.line == other.place and not place.is_startup]
+        return 2 * sum(map(count_blocked, here)) > sum(place.samples for place in here)
     if finding.id != "heavy_place" or not finding.place:
         return finding.id != "heavy_place" or other.id != "slow_decode"
     here = [place for place in run.places if place.line == finding.place]

@@ -1,13 +1,13 @@
 """Adds up the places of stack samples (`schemas.Place`) over a run: lines of the job's own code, and what they called.
 
-`watch/stacks.py` records them, `RunRecords.places` has the sums, rules look them up by `find_places`.
+`profiling/stacks.py` records them, `RunRecords.places` has the sums, rules look them up by `find_places`.
 """
 
 import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
 import msgspec
@@ -212,7 +212,10 @@ def _wilson(fraction: float, count: int) -> tuple[float, float]:
 
 _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm"})
 _LOADER_CALL = re.compile(r"^torch\.utils\.data\.|^multiprocessing\.|^threading\.|^queue\.")
-_READ = re.compile(r"(^|[._])(read|readinto|open|recv\w*|urlopen|request|get|stat|scandir|listdir|download\w*)( \(|$)")
+_READ = re.compile(
+    r"(^|[._])(read|readinto|readlines?|read_bytes|read_text|fromfile|open|recv\w*|urlopen|request|get|stat|scandir"
+    r"|listdir|download\w*)( \(|$)"
+)
 _DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albumentations|skimage|transforms")
 """Calls and frames of libraries that decode or transform images."""
 _RUNS_STEP = re.compile(r"^(quick_execute|call_function|execute) \((eager/)?(execute|context)\.py\)")
@@ -222,7 +225,7 @@ IMPORT = r"^import |^importlib\."
 STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
 """Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
 MIN_LOADER_SAMPLES = 10
-"""Samples of who loads the data below which nothing is said of them."""
+"""Samples of who loads the data from which their fractions are used; fewer, if the interval is clear."""
 
 
 def list_places(run: RunRecords) -> list[PlaceTotal]:
@@ -350,9 +353,9 @@ def describe_place(place: PlaceTotal) -> str:
     return f"{place.call}, called at {place.line}" if place.call else f"{place.function} at {place.line}"
 
 
-def blocked_fraction(run: RunRecords) -> float | None:
-    """Fraction of the time in which who loads the data (workers, else the training thread) was in a call that reads, or
-    blocked in another one, of the time in which it did not wait for its loader; None: not sampled often enough."""
+def loading_fraction(run: RunRecords, count: Callable[[PlaceTotal], int], minimum: float) -> float | None:
+    """Fraction of the samples of who loads the data (workers, else the training thread), without waits for its loader,
+    that `count` counts in a place; None: too few to tell whether it is the minimum."""
     role = "worker" if any(place.role == "worker" for place in run.places) else "training"
     loading = [
         place
@@ -360,19 +363,24 @@ def blocked_fraction(run: RunRecords) -> float | None:
         if place.role == role and not place.is_startup and place.line and not _LOADER_CALL.search(place.call)
         if role == "worker" or place.kind in ("input_wait", "decode")
     ]
-    samples = sum(place.samples for place in loading)
-    if samples < MIN_LOADER_SAMPLES:
+    samples, counted = sum(place.samples for place in loading), sum(map(count, loading))
+    if not samples:
         return None
-    blocked = 0
-    for place in loading:
-        if place.call == "time.sleep":
-            continue  # blocked, but not by a storage
-        if place.kind == "idle":
-            blocked += place.samples
-        else:
-            reads = sum(count for leaf, count in place.leaves.items() if _READ.search(leaf))
-            blocked += place.samples if _READ.search(place.call) else reads
-    return blocked / samples
+    low, high = _wilson(counted / samples, samples)
+    return counted / samples if samples >= MIN_LOADER_SAMPLES or not low < minimum <= high else None
+
+
+def count_blocked(place: PlaceTotal) -> int:
+    """Samples in a call that reads, or blocked in another one; a sleep is not blocked by a storage."""
+    if place.call == "time.sleep":
+        return 0
+    if place.kind == "idle" or _READ.search(place.call):
+        return place.samples
+    return sum(count for leaf, count in place.leaves.items() if _READ.search(leaf))
+
+
+def count_decoding(place: PlaceTotal) -> int:
+    return place.samples if place.kind == "decode" else 0
 
 
 _LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.communicate$")

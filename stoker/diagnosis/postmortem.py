@@ -12,6 +12,7 @@ import signal
 
 import msgspec
 
+from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.shared import make_evidence
 from stoker.diagnosis.endings import (
     SECONDARY_ERROR,
@@ -36,6 +37,8 @@ from stoker.findings.finding import Evidence, Finding, Severity
 NEARLY_FULL_FRACTION = 0.95
 """Fraction of a memory limit in the last sample from which a kill without a message is attributed to it. Heuristic:
 samples are at most a second old, and the rest is room for a batch or two."""
+_FULL_FILE = re.compile(r"No space left on device: \S")
+DISK_NEARLY_FULL = find_cause("disk_nearly_full")
 _MAX_QUOTED_CHARS = 500
 """Quoted characters of a line."""
 _MAX_QUOTED_LINES = 3
@@ -94,7 +97,7 @@ def explain(termination: Termination) -> list[Finding]:
         findings = [_make_finding("ended_without_record", evidence, severity="info")]
     elif termination.exit_code != 0 or _ends_in_traceback(termination.output):
         findings = _explain_end(termination, matches, bad_losses)
-        findings = [_name_place(termination.output, finding) for finding in findings]
+        findings = [_name_place(termination.output, _name_full_device(termination, finding)) for finding in findings]
     if bad_losses and all(finding.id != "diverged" for finding in findings):
         findings.insert(
             0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(bad_losses))
@@ -140,6 +143,20 @@ def _ends_in_traceback(lines: tuple[LogLine, ...]) -> bool:
     spans = find_tracebacks(lines)
     is_main = bool(spans) and spans[-1] not in find_thread_exceptions(lines)
     return is_main and spans[-1][1] == last and is_exception_line(lines[last].text)
+
+
+def _name_full_device(termination: Termination, finding: Finding) -> Finding:
+    """The finding of a full disk as one of shared memory, where only that was full and no line names a file."""
+    free_bytes, shm = termination.disk_free_bytes, termination.shm_fraction
+    names_file = any(_FULL_FILE.search(item.text) for item in finding.evidence)
+    if finding.id != "disk_full" or names_file or free_bytes is None or shm is None or shm < NEARLY_FULL_FRACTION:
+        return finding
+    if DISK_NEARLY_FULL.severity(free_bytes) is not None:
+        return finding
+    text = f"the disk of the run had {free_bytes / 2**30:,.1f} GiB free"
+    found = _make_finding("shared_memory_full", finding.evidence)
+    found.evidence.append(make_evidence(text, free_bytes, termination.samples_source))
+    return found
 
 
 def _name_place(lines: tuple[LogLine, ...], finding: Finding) -> Finding:

@@ -156,6 +156,7 @@ class Termination:
     gpu_used: bool | None = None
     """Whether a kernel ran on any GPU."""
     shm_fraction: float | None = None
+    disk_free_bytes: int | None = None
     samples_source: str = ""
     empty_inputs: tuple[str, ...] = ()
     hang: "HangInfo | None" = None

@@ -162,7 +162,8 @@ class EndReader:
         if self._has_output:
             output = _read_attempt_output(self._run_dir, self._events.output_start)
         elif end is not None:
-            output = tuple(LogLine(text[:MAX_LINE_CHARS], source) for text in end.text.splitlines())
+            lines = end_data.get("traceback") or end.text.splitlines()  # of a measured job: with where it was raised
+            output = tuple(LogLine(str(text)[:MAX_LINE_CHARS], source) for text in lines)
         gpu_fractions = [_fraction(gpu.memory_used_bytes, gpu.memory_total_bytes) for gpu in newest.gpus]
         return Termination(
             exit_code=None if end is None else _infer_exit_code(end),
@@ -177,6 +178,7 @@ class EndReader:
             gpu_memory_fraction=max((fraction for fraction in gpu_fractions if fraction is not None), default=None),
             gpu_used=self._gpu_used,
             shm_fraction=_fraction(newest.shm_used_bytes, newest.shm_total_bytes),
+            disk_free_bytes=newest.disk_free_bytes,
             samples_source=self._samples_source,
             empty_inputs=tuple(end_data.get("empty_inputs", ())),
             hang=self._hang(),

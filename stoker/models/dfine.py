@@ -7,7 +7,9 @@ the class logits (LQE). All layers, the first guess and the encoder's points are
 losses use the union of all matchings if `union`. Denoising queries (`layers/denoising.py`) need the boxes, so in
 training the decoder runs in `loss`, once for both kinds of queries.
 
-DEIMv2 has other norms and feed-forward layers, and its smallest sizes no losses of the distributions.
+DEIMv2 has other norms, feed-forward layers and activations, takes the points of the maps as they are, and gives all
+layers the positions of the first boxes; its smallest sizes have no losses of the distributions. Both equal their
+authors' code (tests/models/test_published_names.py says which version).
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -28,6 +30,7 @@ from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.hgnet import HGNetBackbone, build_backbone
 from stoker.models.layers.box_distribution import (
     NUM_BINS,
+    REG_SCALE,
     bin_distances,
     ddf_loss,
     decode_sides,
@@ -153,7 +156,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Queries and maps → predictions of each layer. modern: DEIMv2's layers; shared: one box head for all layers."""
+    """Queries and maps → predictions of each layer. modern: DEIMv2's layers, and positions of the queries from the
+    boxes that they start with; shared: one box head for all layers."""
 
     distances: Tensor
 
@@ -168,6 +172,7 @@ class Decoder(nn.Module):
         modern: bool,
         gated: bool,
         shared: bool,
+        reg_scale: float,
     ) -> None:
         super().__init__()
         activation = functional.silu if modern else functional.relu
@@ -183,14 +188,15 @@ class Decoder(nn.Module):
         )
         self.class_embed = nn.ModuleList(make_class_layer(channels, num_classes) for _ in range(num_layers))
         self.lqe_layers = nn.ModuleList(
-            MLP((4 * (TOP_PROBABILITIES + 1), 64, 1), zero_last=True) for _ in range(num_layers)
+            MLP((4 * (TOP_PROBABILITIES + 1), 64, 1), activation, zero_last=True) for _ in range(num_layers)
         )
-        self.register_buffer("distances", bin_distances().float(), persistent=False)
+        self.modern, self.reg_scale = modern, reg_scale
+        self.register_buffer("distances", bin_distances(reg_scale).float(), persistent=False)
 
     def _apply(self, *args: object, **options: object) -> "Decoder":
         super()._apply(*args, **options)
         if not self.distances.is_meta:  # `double` would only cast them as they were rounded
-            self.distances.copy_(bin_distances())
+            self.distances.copy_(bin_distances(self.reg_scale))
         return self
 
     def forward(
@@ -202,7 +208,8 @@ class Decoder(nn.Module):
         side_logits: Tensor | None = None
         logits, boxes, sides = [], [], []
         for number, layer in enumerate(self.layers):
-            positions = at_least_fp32(self.query_pos_head(reference)).clamp(-10, 10)
+            if number == 0 or not self.modern:
+                positions = at_least_fp32(self.query_pos_head(reference)).clamp(-10, 10)
             x = layer(x, positions, reference, memory, grids, mask)
             if number == 0:
                 first = at_least_fp32(self.pre_bbox_head(x))
@@ -211,7 +218,7 @@ class Decoder(nn.Module):
             change = at_least_fp32(self.bbox_embed[number % len(self.bbox_embed)](x + previous))
             side_logits = change if side_logits is None else side_logits + change
             with torch.autocast(x.device.type, enabled=False):
-                refined = decode_sides(side_logits, anchor, self.distances)
+                refined = decode_sides(side_logits, anchor, self.distances, self.reg_scale)
             reference, previous = refined.detach(), x.detach()
             is_last = number == len(self.layers) - 1
             if self.training or is_last or number == 0:
@@ -260,7 +267,9 @@ class DFine(Detector):
             else conv_norm(encoder_channels, channels, norm, kernel_size=1, activation=None)
             for _ in range(num_maps)
         )
-        self.enc_output = nn.Sequential(nn.Linear(channels, channels), FiniteLayerNorm(channels))
+        self.enc_output = (
+            nn.Identity() if modern else nn.Sequential(nn.Linear(channels, channels), FiniteLayerNorm(channels))
+        )
         self.enc_score_head = make_class_layer(channels, num_classes)
         activation = functional.silu if modern else functional.relu
         self.enc_bbox_head = MLP((channels, channels, channels, 4), activation, zero_last=True)
@@ -388,9 +397,8 @@ class DFine(Detector):
         in_layers = box_index[:num_layers] >= 0
         if self.local:
             reference = decoded.first_boxes.detach()
-            target = side_targets(
-                reference, cxcywh_to_xyxy(matched(truth.boxes, box_index[:1])[0]), self.decoder.distances
-            )
+            wanted = cxcywh_to_xyxy(matched(truth.boxes, box_index[:1])[0])
+            target = side_targets(reference, wanted, self.decoder.distances, self.decoder.reg_scale)
             by_side = fgl_terms(decoded.side_logits, tuple(part.expand(num_layers, *part.shape) for part in target))  # type: ignore[arg-type]
             sums["fgl"] = (by_side * measured.iou[:num_layers], divisors[1])  # 0 without a box
         terms = {name: (term * weight).sum((1, 2)) / divisor for name, (term, divisor) in sums.items()}
@@ -450,10 +458,12 @@ def build_dfine(
     num_maps: int = 3,
     channels: int = 256,
     feedforward: int = 1024,
+    reg_scale: float = REG_SCALE,
     family: str = "dfine",
 ) -> DFine:
-    """depth: 3 · depth RepBlocks in a layer of the encoder; num_maps: of the backbone; one becomes two; family:
-    dfine, deimv2, or deimv2_lite (no gates, one box head, no losses of distributions, no union)."""
+    """depth: 3 · depth RepBlocks in a layer of the encoder; num_maps: of the backbone; one becomes two; reg_scale: of
+    `bin_distances`; family: dfine, deimv2, or deimv2_lite (no gates, one box head, no losses of distributions, no
+    union)."""
     modern, lite = family != "dfine", family == "deimv2_lite"
     network = build_backbone(
         backbone,
@@ -475,6 +485,7 @@ def build_dfine(
         modern=modern,
         gated=not lite,
         shared=lite,
+        reg_scale=reg_scale,
     )
     return DFine(
         network,

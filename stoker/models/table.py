@@ -11,8 +11,8 @@ from stoker.config.architectures import Architecture, find_architecture, read_ar
 from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
 from stoker.models.detector import Detector
+from stoker.models.detr_weights import convert_dfine, convert_rf_detr
 from stoker.models.dfine import build_dfine
-from stoker.models.dfine_weights import convert_dfine
 from stoker.models.ember import build_ember, ember_options
 from stoker.models.faster_rcnn import build_faster_rcnn
 from stoker.models.fcos import build_fcos
@@ -20,7 +20,6 @@ from stoker.models.layers.activation_checkpointing import checkpoint_activations
 from stoker.models.layers.winograd import use_winograd_without_avx512
 from stoker.models.retinanet import build_retinanet
 from stoker.models.rf_detr import RFDETR
-from stoker.models.rf_detr_weights import convert_rf_detr
 from stoker.models.ssd import SSD300, SSDLite, detect_reduced_tail
 
 

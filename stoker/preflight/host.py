@@ -18,13 +18,13 @@ from stoker.diagnosis.causes.host import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, 
 from stoker.findings.finding import Finding, Severity
 from stoker.hardware.cgroup import Cgroup
 from stoker.preflight.catalog import describe
+from stoker.preflight.static.tables import THREAD_VARIABLES
 from stoker.profiling.telemetry import machine
 from stoker.report import format as fmt
 
 CORES_PER_GPU = 4
 """Where the loader's need is not known: fewer than the smallest GPU machines of the clouds have (AWS g4dn.xlarge: 4,
 GCP g2-standard-4: 4)."""
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 MIN_FREE_MEMORY_BYTES = 2 * 2**30
 """torch with CUDA takes 1 GiB and more of a process; the rest is for images (heuristic)."""
 MIN_FILES = 1024

@@ -2,7 +2,8 @@
 
 It measures and writes records, nothing else: the loop's results, their order, its random numbers and its exceptions do
 not change. If the recording fails, one warning is printed and the loop goes on without records. All calls must come
-from the thread that entered the block. `run_writer.py` writes the records and shares the run folder between ranks,
+from the thread that entered the block. If that is the main thread, its stacks and those of loader workers are sampled
+as in a watched job (`stacks.py`). `run_writer.py` writes the records and shares the run folder between ranks,
 `torch_hooks.py` observes torch. Cost and use: docs/measure.md. Callbacks for frameworks: `callbacks/`; jobs whose code
 is not changed: `stoker/watch/`.
 """
@@ -21,9 +22,12 @@ from typing import Any, Generic, Self, TypeVar
 from stoker.diagnosis.engine import diagnose, write_findings
 from stoker.errors import UsageError
 from stoker.monitor.options import MonitoringOptions
+from stoker.profiling.calls import describe_growth
+from stoker.profiling.hook.stoker_hook.growth import GrowthFinder
 from stoker.profiling.hook.stoker_hook.instruments import count_images
 from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown
 from stoker.profiling.run_writer import RankRecorder, exit_code_for
+from stoker.profiling.stacks import StackSampler, allow_reading
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.profiling.torch_hooks import LazyDeviceClock, ScalarLogger, TorchHooks
 from stoker.runs.schemas import StepWindow
@@ -93,6 +97,8 @@ class Measure:
         self._window_start_s = 0.0
         self._scalars = ScalarLogger()
         self._telemetry: TelemetrySampler | None = None
+        self._stacks: StackSampler | None = None
+        self._growth = GrowthFinder(self._report_growth)
 
     @property
     def path(self) -> Path | None:
@@ -125,6 +131,7 @@ class Measure:
         if self._writer.folder is not None:
             self._telemetry = TelemetrySampler(self._writer.folder)
             self._telemetry.start()
+        self._start_stacks()
         self._window_start_s = start_s
         self._recording = True
         _active = self
@@ -156,6 +163,8 @@ class Measure:
         self.step_count += steps
         self.image_count += self._pending_images if num_images is None else num_images
         self._pending_images = 0
+        if self._recording and (now_s := time.monotonic()) >= self._growth.next_s:
+            self._growth.check(now_s)
         self._write_if_due()
 
     @contextlib.contextmanager
@@ -233,6 +242,8 @@ class Measure:
         self._recording = False
         if self._telemetry is not None:
             self._telemetry.stop()
+        if self._stacks is not None:
+            self._stacks.stop()
         self._run_safely(lambda: self._finish(error))
         self._writer.close()
 
@@ -303,10 +314,27 @@ class Measure:
         )
         self._written_steps, self._written_images = self.step_count, self.image_count
         self._writer.write(window)
+        self._start_stacks()
+
+    def _start_stacks(self) -> None:
+        """Once the folder is known; of the main thread, which is the one that is found from outside."""
+        folder, pid, rank, first = self._writer.folder, os.getpid(), self._writer.rank, self.step_count
+        if self._stacks is not None or self.closed or folder is None or threading.get_native_id() != pid:
+            return
+        allow_reading(pid)
+        self._stacks = StackSampler(
+            folder, pid, own_rank=rank,
+            on_unavailable=lambda reason: self._writer.event("info", f"stacks: {reason}"),
+            training_ranks=lambda: {pid: rank} if self.step_count > first else {},
+        )  # fmt: skip
+        self._stacks.start()
+
+    def _report_growth(self, holders: list[dict[str, Any]]) -> None:
+        described = describe_growth(holders)
+        self._writer.event("info", described[0]["text"], facts={"growth": described})
 
     def _finish(self, error: BaseException | None) -> None:
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        self._writer.write_end(text, step=self.step_count, exit_code=exit_code_for(error))
+        self._writer.write_end(error, step=self.step_count, exit_code=exit_code_for(error))
         if self._writer.rank == 0 and self._writer.path is not None:
             write_findings(self._writer.path, diagnose(self._writer.path))
 
@@ -324,6 +352,8 @@ class Measure:
 
     def _abandon_after_fork(self) -> None:
         self._recording = False
+        if self._stacks is not None:
+            allow_reading(os.getppid())
         self._torch_hooks.abandon()
         self._writer.abandon()
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections import deque
 from pathlib import Path
@@ -29,6 +30,7 @@ RUNS_DIR = Path("runs")
 _FIX = 'give another folder: stoker.measure("runs/NAME"); of several ranks, enter it after init_process_group'
 _MAX_PENDING_WINDOWS = 3600
 """Windows that are kept while the folder is not known: at least an hour."""
+_MAX_TRACEBACK_LINES = 100
 _JOIN_TIMEOUT_S = 5.0
 """How long a rank waits for the folder at its end."""
 
@@ -99,8 +101,8 @@ class RankRecorder:
             text = text if self.rank == 0 else f"rank {self.rank}: {text}"
             self.folder.event(kind, text, step=step, **data, **rank_data)
 
-    def write_end(self, error: str | None, *, step: int, exit_code: int) -> None:
-        """The last event. error: the text of the exception that ended the loop; None: it finished."""
+    def write_end(self, error: BaseException | None, *, step: int, exit_code: int) -> None:
+        """The last event. error: the exception that ended the loop; None: it finished."""
         self._share_run_dir()
         deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
         while self.folder is None and error is None and time.monotonic() < deadline_s and _process_group_store():
@@ -115,12 +117,14 @@ class RankRecorder:
             if self.rank == 0:
                 self.event("finished", f"{step:,} steps", step=step)
             return
+        text = f"{type(error).__name__}: {error}"
         events = read_lines(self.folder.path, EVENTS, Event)
         if any(event.kind == "failed" and event.attempt == self.folder.attempt for event in events):
             # another rank failed first; this failure is its consequence
-            self.event("warning", f"ended after that: {error}", step=step, exit_code=exit_code)
+            self.event("warning", f"ended after that: {text}", step=step, exit_code=exit_code)
         else:
-            self.event("failed", error, step=step, exit_code=exit_code)
+            lines = [line for part in traceback.format_exception(error) for line in part.splitlines()]
+            self.event("failed", text, step=step, exit_code=exit_code, traceback=lines[-_MAX_TRACEBACK_LINES:])
 
     def warn(self, text: str) -> None:
         """Warns the user and writes an event, once; the loop goes on."""

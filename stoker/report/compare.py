@@ -115,18 +115,20 @@ def check_speed(before: str | Path, after: str | Path, threshold: float) -> Spee
 def _block_speeds(run: Path) -> list[float]:
     """Logarithms of images per second of consecutive parts, without the start and compiling. Raises UsageError."""
     rows: list[tuple[float, int]] = []
+    seconds = 0.0
     for line in read_lines(run, STEPS, StepWindow):
         started_s = sum(line.phases.get(name, 0.0) for name in ("startup", "compile", "recovery")) / line.devices
-        if line.wall_s > started_s:
-            rows.append((line.wall_s - started_s, line.num_images))
+        seconds += max(0.0, line.wall_s - started_s)
+        if line.num_images and seconds:  # the time of a window without images, as of an evaluation, goes to the next
+            rows.append((seconds, line.num_images))
+            seconds = 0.0
     count = min(BLOCKS, len(rows) // 2)
     blocks = [rows[k * len(rows) // count : (k + 1) * len(rows) // count] for k in range(count)]
     speeds = [sum(images for _, images in block) / sum(seconds for seconds, _ in block) for block in blocks]
-    speeds = [speed for speed in speeds if speed > 0]
     if len(speeds) < MIN_BLOCKS:
         raise UsageError(
             "The run is too short to compare its speed.", location=run,
-            cause=f"it has {len(rows)} windows of a second or more; {2 * MIN_BLOCKS} are needed", fix="train longer",
+            cause=f"it has {len(rows)} windows with images; {2 * MIN_BLOCKS} are needed", fix="train longer",
         )  # fmt: skip
     return [math.log(speed) for speed in speeds]
 

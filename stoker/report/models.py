@@ -1,8 +1,9 @@
-"""`stoker models`: lists the architectures, and shows one in detail.
+"""`stoker models`: lists the architectures, compares some, and shows one in detail.
 
 It reads knowledge/models.toml, so it needs no torch and starts fast.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from stoker.config.architectures import read_architectures
 from stoker.config.settings import read_recipes
 from stoker.errors import ConfigError, nearest
+from stoker.knowledge import read_toml
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables, table
 
@@ -30,12 +32,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Batch size of the recipe."""
     weights: dict[str, str]
     """Pretrained weights → URL; keys are values of `--weights`."""
+    licenses: dict[str, str]
+    """Pretrained weights → their license, in a few words."""
     settings: dict[str, tuple[Any, str]]
     """Settings specific to the architecture: default and its reason."""
 
 
 def read_models() -> list[ModelInfo]:
-    models = []
+    models, licenses = [], read_toml("models.toml")["licenses"]
     for name, arch in read_architectures().items():
         side = arch.default_image_size // arch.size_divisor * arch.size_divisor
         models.append(
@@ -48,6 +52,10 @@ def read_models() -> list[ModelInfo]:
                 recipe=arch.recipe,
                 batch_size=read_recipes()[arch.recipe].run.batch_size,
                 weights=dict(arch.urls),
+                licenses={
+                    kind: next(text for start, text in licenses.items() if url.startswith(start))
+                    for kind, url in arch.urls.items()
+                },
                 settings={field: (value, arch.reasons[field]) for field, value in arch.defaults.items()},
             )
         )
@@ -87,8 +95,26 @@ LEGEND = (
     "",
     "GFLOP: per image, in inference and in training. memory: predicted peak of a training step with this batch size,"
     " bf16.",
-    "`stoker models NAME` shows details; `stoker train DATA --model NAME` trains it.",
+    "`stoker models NAME` shows details, of several it compares them; `stoker train DATA --model NAME` trains it.",
 )
+
+
+def print_comparison(names: Sequence[str], file: TextIO | None = None, *, width: int | None = None) -> None:
+    """Prints a column per model. Raises ConfigError for a name that there is not."""
+    models = [find_model(name) for name in dict.fromkeys(names)]
+    quantities: tuple[tuple[str, Callable[[ModelInfo], str]], ...] = (
+        ("parameters", lambda model: f"{model.parameters / 1e6:.1f} M"),
+        ("image size", lambda model: str(model.image_size[0])),
+        ("GFLOP", lambda model: fmt.number(model.gflop)),
+        ("GFLOP, training", lambda model: fmt.number(model.training_gflop)),
+        ("memory", lambda model: f"{model.memory_gib:.2g} GiB / {model.batch_size}"),
+        ("recipe", lambda model: model.recipe),
+        ("weights", lambda model: " ".join(model.weights) or "none"),
+        ("their license", lambda model: "; ".join(dict.fromkeys(model.licenses.values())) or "n/a"),
+    )
+    rows = [[head, *map(value, models)] for head, value in quantities]
+    costs = table("", *(model.name for model in models), rows=rows)
+    print_renderables([costs, "", facts((m.name, m.use_case) for m in models), *LEGEND], file, width=width)
 
 
 def print_model(name: str, file: TextIO | None = None, *, width: int | None = None) -> None:
@@ -103,7 +129,7 @@ def print_model(name: str, file: TextIO | None = None, *, width: int | None = No
         ("compute", gflop),
         ("memory", memory),
         ("recipe", f"{model.recipe}, batch size {model.batch_size}"),
-        *((f"{kind} weights", uri) for kind, uri in model.weights.items()),
+        *((f"{kind} weights", f"{uri} (license: {model.licenses[kind]})") for kind, uri in model.weights.items()),
         *([] if model.weights else [("weights", "none: trained from scratch")]),
     ]
     settings = (

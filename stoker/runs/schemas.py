@@ -114,6 +114,23 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Number of samples there."""
 
 
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds memory that grows, in `data.facts.growth` of an event."""
+
+    text: str
+    """What it is and how it grew: a list, dictionary, set or deque of the job's own code."""
+    name: str
+    """As the source has it."""
+    place: str
+    """File and line that adds to it."""
+    bytes: float
+    """Estimate of what was added."""
+    graph: bool
+    """Whether it has tensors that keep the graph of their step."""
+    grown: float
+    """Bytes that the process had more meanwhile."""
+
+
 class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of stacks.jsonl: what the threads of a job ran, by samples of their stacks."""
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.config.sync_method import parse_sync
-from stoker.data.augment import makes_mosaics
+from stoker.data.augment import strong_augmentations
 from stoker.data.batch import Batch
 from stoker.errors import CaptureFailed
 from stoker.hardware.device import Device, is_out_of_memory
@@ -167,7 +167,7 @@ class Step:
         self._train: Callable[[Batch], None] = functools.partial(train_step, parallel)
         if setup.config.run.cuda_graph and parallel.can_be_captured and not has_failed(setup.folder.path):
             data = setup.config.data
-            self._train = CudaGraphStep(self._train, CudaCapture(), lambda: makes_mosaics(data, setup.progress))
+            self._train = CudaGraphStep(self._train, CudaCapture(), lambda: strong_augmentations(data, setup.progress))
 
     def prepare(self) -> None:
         """Chooses kernels and compiles, if that was asked for, before the first image is loaded."""

@@ -485,14 +485,14 @@ class LossAccumulator:
         self._sums = torch.zeros(0)
         self._skipped_streak = torch.zeros((), device=self._device)
         self._diverged_step = torch.full((), -1, dtype=torch.int64, device=self._device)
-        self._rows = torch.zeros(2, 0)
-        """[2, 1 + gradients]: loss and norms of gradients, summed, and of the step with the largest loss."""
+        self._worst = torch.zeros(0)
+        """What was summed at the step with the largest loss, `_worst_total`."""
+        self._worst_total = torch.zeros((), device=device_of_constants(self._device)).to(self._device)
         self._worst_step = torch.full((), -1, dtype=torch.int64, device=self._device)
 
     def reset(self) -> None:
         """Forgets all steps."""
-        self._sums.zero_()
-        self._rows.zero_()
+        self._clear()
         self._skipped_streak.zero_()
         self._diverged_step.fill_(-1)
 
@@ -505,21 +505,20 @@ class LossAccumulator:
         tensor_norms: Tensor | None = None,
     ) -> None:
         """losses: scalars of this step; they count only if the step was not skipped. All is updated in place."""
-        sums = torch.stack([*(loss.detach().float() for loss in losses.values()), grad_norm, found_inf])
-        values = sums[:-1]
-        if not self._names:
+        sums = torch.stack([found_inf, *(loss.detach().float() for loss in losses.values()), grad_norm])
+        if tensor_norms is not None:
+            sums = torch.cat([sums, tensor_norms])
+        if self._sums.shape != sums.shape:
             self._names = [*losses, "norm"]
-            self._sums = torch.zeros(sums.shape, device=device_of_constants(self._device)).to(self._device)
-        is_bad = (values.abs() < math.inf).logical_not_().logical_or_(found_inf)
-        values.masked_fill_(is_bad, 0.0)
+            made_on = device_of_constants(self._device)
+            self._sums, self._worst = (torch.zeros(sums.shape, device=made_on).to(self._device) for _ in range(2))
+        values = sums[1:]
+        values.nan_to_num_(0.0, 0.0, 0.0).mul_(1 - found_inf)
         self._sums += sums
-        total = values[:-1].sum().reshape(1)
-        row = total if tensor_norms is None else torch.cat([total, tensor_norms.masked_fill(found_inf > 0, 0.0)])
-        if self._rows.shape[1] != len(row):
-            self._rows = torch.zeros(2, len(row), device=device_of_constants(self._device)).to(self._device)
-        is_worst = row[0] > self._rows[1, 0]
-        self._rows[1].copy_(torch.where(is_worst, row, self._rows[1]))
-        self._rows[0] += row
+        total = values[: len(losses)].sum()
+        is_worst = total > self._worst_total
+        torch.where(is_worst, sums, self._worst, out=self._worst)
+        torch.maximum(self._worst_total, total, out=self._worst_total)
         self._worst_step.copy_(torch.where(is_worst, step, self._worst_step))
         self._skipped_streak.add_(1).mul_(found_inf)
         has_diverged = (self._skipped_streak >= self._max_skipped_steps) & (self._diverged_step < 0)
@@ -538,26 +537,29 @@ class LossAccumulator:
 
     def take(self) -> list[Tensor]:
         """The sums since the last call, as tensors to copy to the host and pass to `read`."""
-        tensors = [self._sums.clone(), self._diverged_step.clone(), self._rows.clone(), self._worst_step.clone()]
-        self._sums.zero_()
-        self._rows.zero_()
+        tensors = [t.clone() for t in (self._sums, self._diverged_step, self._worst, self._worst_step)]
+        self._clear()
         return tensors
+
+    def _clear(self) -> None:
+        for sums in (self._sums, self._worst, self._worst_total):
+            sums.zero_()
 
     def read(self, tensors: list[Tensor], steps: int) -> "StepStats":
         """tensors: host copies of what `take` returned; steps: how many they cover."""
-        sums = [float(x) for x in tensors[0]]
-        skipped_steps = round(sums[-1]) if sums else 0
+        sums, worst = tensors[0].tolist(), tensors[2].tolist()
+        skipped_steps = round(sums[0]) if sums else 0
         counted_steps = steps - skipped_steps
-        means = {n: s / counted_steps for n, s in zip(self._names, sums, strict=False)} if counted_steps else {}
+        all_means = [value / counted_steps for value in sums[1:]] if counted_steps else []
+        means = dict(zip(self._names, all_means, strict=False))
         grad_norm = means.pop("norm", None)
+        has_worst = any(worst[1 : len(self._names)])
         if means:
             means["total"] = sum(means.values())
         diverged_step = int(tensors[1])
-        summed, worst = tensors[2].tolist()
         return StepStats(
             means, grad_norm, skipped_steps, diverged_step if diverged_step >= 0 else None,
-            int(tensors[3]) if worst and worst[0] > 0 else None, worst[1:],
-            [norm / counted_steps for norm in summed[1:]] if counted_steps else [],
+            int(tensors[3]) if has_worst else None, worst[1 + len(self._names) :], all_means[len(self._names) :],
         )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 of this process or of a worker process, in turn. Each rank samples itself.
 
 A thread reads them from inside, because py-spy, which reads those of watched jobs from outside, is not allowed to read
-its parent everywhere. What a stack means is the same (`watch/stacks.py`): kinds, places, windows. A stack can only be
-read when the interpreter's lock is free; a sample counts for all the times at which it was not. The rate follows the
+its parent everywhere. What a stack means is the same (`profiling/stacks.py`): kinds, places, windows. A stack can only
+be read when the interpreter's lock is free; a sample counts for all the times at which it was not. The rate follows the
 CPU time of the sampler's own thread, with all that it writes.
 """
 
@@ -16,8 +16,7 @@ from pathlib import Path
 
 from stoker.data.loading.processes import WorkerProcesses
 from stoker.data.loading.thread_stacks import Stack, next_loader_thread, read_stacks
-from stoker.runs.records import STACKS, RunFolder
-from stoker.watch.stacks import (
+from stoker.profiling.stacks import (
     FIRST_WINDOW_S,
     MAX_CPU_FRACTION,
     PACKAGE_ROOT,
@@ -27,6 +26,7 @@ from stoker.watch.stacks import (
     Samples,
     make_window,
 )
+from stoker.runs.records import STACKS, RunFolder
 
 STOP_TIMEOUT_S = 5.0
 

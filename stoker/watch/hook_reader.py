@@ -17,16 +17,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import psutil
 
 from stoker import regular_files
 from stoker.profiling import hook
+from stoker.profiling.calls import describe_growth
+from stoker.profiling.stacks import cpu_seconds, is_alive
 from stoker.runs.schemas import StepWindow
 from stoker.storage.local_files import temporary_folder
-from stoker.watch.stacks import cpu_seconds, is_alive
 
 HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
@@ -459,6 +460,16 @@ class HookReader:
     def recompiled_function(self) -> str:
         """The function that was compiled again most often; empty: none, or not known."""
         return next((state.recompiled for state in self._states.values() if state.recompiled), "")
+
+    def growing(self) -> list[dict[str, Any]]:
+        """What holds the memory that grows, of the process that reported last (`stoker_hook/growth.py`); empty: nothing
+        was found. Raises nothing for a file that the hook has not written."""
+        reports = sorted(self._directory.glob("*.growth"), key=lambda path: path.stat().st_mtime)
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            for path in reports[-1:]:
+                data = regular_files.read_bytes(path, max_bytes=MAX_ERROR_BYTES)
+                return describe_growth(msgspec.json.decode(data, type=list[dict[str, Any]]))
+        return []
 
     def next_windows(self, now_s: float, wall_s: float) -> dict[int, StepWindow]:
         """The window since the last one, for each rank that trains, the lowest first; before the first step, for the

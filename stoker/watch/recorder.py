@@ -19,12 +19,12 @@ from typing import Any, BinaryIO
 
 from stoker.errors import writing
 from stoker.hardware.cgroup import Cgroup
+from stoker.profiling import stacks
 from stoker.profiling.telemetry.environment import describe_job
 from stoker.profiling.telemetry.machine import list_process_tree, read_kernel_lines
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
 from stoker.secrets import mask_argv
-from stoker.watch import stacks
 from stoker.watch.hook_reader import HookReader
 from stoker.watch.output import LineSplitter, ProgressParser, ProgressWindows
 
@@ -143,6 +143,7 @@ class Recorder:
         self._hook_reader = HookReader(hook_dir, devices=self._devices, now_s=self._start_s)
         self._windows = ProgressWindows(attempt=folder.attempt, devices=self._devices, start_s=time.time())
         self._events_written: set[str] = set()
+        self._holders: list[dict[str, Any]] = []
         log = folder.path / OUTPUT
         start = log.stat().st_size if log.exists() else 0  # earlier attempts wrote that
         self._read_output = output or LogTail(log, start).read
@@ -249,6 +250,9 @@ class Recorder:
             has_news = windows.has_new_progress() or hook_reader.has_new_steps()
             if stopping or (window_s >= MIN_WINDOW_S and has_news) or window_s >= MAX_IDLE_WINDOW_S:
                 self._write_windows(time.time())
+                if (holders := hook_reader.growing()) and holders != self._holders:
+                    self._holders = holders
+                    self._folder.event("info", holders[0]["text"], facts={"growth": holders})
             if hook_reader.is_on and (stopping or hook_reader.has_trained()):
                 self.set_coverage(HOOK_SOURCE, hook_reader.status())
                 if (workers := hook_reader.num_loader_workers()) is not None:

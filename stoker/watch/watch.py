@@ -37,10 +37,11 @@ from stoker.hardware.cgroup import Cgroup, usable_cores, users_environment
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_text
+from stoker.profiling import stacks
 from stoker.profiling.telemetry.environment import describe_job
 from stoker.runs.records import OUTPUT
 from stoker.secrets import mask_argv
-from stoker.watch import output_relay, stacks
+from stoker.watch import output_relay
 from stoker.watch.hook_reader import add_hook_env, hook_state_dir
 from stoker.watch.output_relay import RotatingLog
 from stoker.watch.recorder import DEFAULT_COVERAGE, HOOK_SOURCE, STACKS_SOURCE, Recorder, job_name, open_run_folder

@@ -84,7 +84,7 @@ ULTRALYTICS = [
     "fliplr=0.5",
     "bgr=0.0",
     "mosaic=1.0",
-    "mixup=0.0",
+    "cutmix=0.0",
     "cutmix=0.0",
     "copy_paste=0.0",
     "erasing=0.4",
@@ -231,11 +231,11 @@ def test_each_row_of_the_table_means_one_thing() -> None:
 
 def test_all_bad_flags_are_named_at_once() -> None:
     with pytest.raises(UsageError) as caught:
-        translate(shlex.split("train D --epochz 3 --lrf 0.1 --mixup 0.1 degrees=3 --device 2,3 --nonsense"))
+        translate(shlex.split("train D --epochz 3 --lrf 0.1 --cutmix 0.1 degrees=3 --device 2,3 --nonsense"))
     text = str(caught.value)
     for words in (
         "--epochz: did you mean `--epochs`?",
-        "--mixup, degrees: ",
+        "--cutmix, degrees: ",
         "--lrf: ",
         "--device 2,3: ",
         "--nonsense",
@@ -285,8 +285,8 @@ def test_python_takes_what_the_command_takes(capsys: pytest.CaptureFixture[str])
         "auto_batch": True,
     }  # fmt: skip
     assert len(capsys.readouterr().err.splitlines()) == 7
-    with pytest.raises(UsageError, match="has no mixup, bath_size") as caught:
-        stoker.train("nowhere", imgsz=64, mixup=1.0, bath_size=3)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="has no cutmix, bath_size") as caught:
+        stoker.train("nowhere", imgsz=64, cutmix=1.0, bath_size=3)  # type: ignore[call-arg]
     assert "did you mean `--batch-size`?" in str(caught.value)
     for wrong in ({"batch_size": 3.7}, {"seed": 1.5}, {"workers": 2.5}, {"steps": 1.5}, {"devices": 1.5}):
         with pytest.raises(ConfigError):

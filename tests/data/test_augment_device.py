@@ -21,6 +21,7 @@ from stoker.data.augment import (
     augment_batch,
     color_jitter,
     horizontal_flip,
+    mixup,
     mosaic,
 )
 from stoker.data.batch import NUM_RAND, PAD_COLOR, Batch, RandSlot
@@ -82,8 +83,8 @@ def test_flip_has_no_data_dependent_part():
 
 # Everything together.
 
-OFF = DataSettings(hflip=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0, mosaic=0.0)
-ALL = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.05, mosaic=0.7)
+OFF = DataSettings(hflip=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0, mosaic=0.0, mixup=0.0)
+ALL = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.05, mosaic=0.7, mixup=0.5)
 SEEDS = st.integers(0, 2**32 - 1)
 CORNERS = [(255 * (n & 1), 255 * (n >> 1 & 1), 255 * (n >> 2)) for n in range(8)]
 """Eight colors, one for each rectangle of a group; a pixel nearer to one of them than to gray belongs to it."""
@@ -229,7 +230,7 @@ def test_the_operators_on_an_accelerator_do_not_grow_with_the_batch():
     small, large = painted(0, count=4, image_size=(32, 48)), painted(0, count=32, image_size=(32, 48))
     whole = count_operators(large, AtOnce(32, 3))
     assert whole == count_operators(small, AtOnce(4, 3))
-    assert whole.total() <= 180
+    assert whole.total() <= 205
     assert count_operators(large, None).total() > 2 * whole.total()  # as on a CPU: so the count can fail
 
 
@@ -381,6 +382,31 @@ def test_the_end_of_training_has_no_mosaics():
     batch, only = painted(5), dataclasses.replace(OFF, mosaic=1.0)
     assert not same(augment_batch(batch, only, MOSAIC_END_FRACTION - 1e-9), batch)
     assert augment_batch(batch, only, MOSAIC_END_FRACTION) is batch
+
+
+def test_mixup_shows_two_images_and_their_boxes():
+    before = painted(5)
+    made = mixup(before, 1.0)
+    assert made.valid.sum(1).tolist() == [4] * 4
+    for k in range(4):
+        wanted = sorted(before.labels[k ^ n, m].item() for n in range(2) for m in range(2))
+        assert sorted(made.labels[k, made.valid[k]].tolist()) == wanted
+        height, width = before.resized_size[[k, k ^ 1]].amax(0).tolist()
+        assert made.resized_size[k].tolist() == [height, width]
+        share = (made.images[k].float() - before.images[k]) / (before.images[k ^ 1].float() - before.images[k])
+        seen = share[(before.images[k ^ 1].int() - before.images[k].int()).abs() > 60]
+        assert ((seen > 0.43) & (seen < 0.57)).all()
+        assert len(seen) > 500
+    assert same(mixup(before, 1e-9), before)
+    full = before._replace(valid=torch.ones_like(before.valid))
+    assert same(mixup(full, 1.0), full)  # max_boxes would not do
+
+
+def test_mixup_is_of_the_first_half_of_training_and_of_mosaics():
+    batch, only = painted(5), dataclasses.replace(OFF, mosaic=1e-9, mixup=1.0)
+    assert not same(augment_batch(batch, only, 0.499), batch)
+    assert same(augment_batch(batch, only, 0.5), batch)
+    assert augment_batch(batch, dataclasses.replace(only, mosaic=0.0), 0.0) is batch
 
 
 def test_a_mosaic_needs_whole_groups():

@@ -16,6 +16,13 @@ from stoker.data import demo
 from stoker.data.index import open_index, require_images
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Not that of other tests, where the data set may be already."""
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "IMAGES_PER_SPLIT", {"train": 12, "valid": 6})

@@ -177,6 +177,31 @@ def test_workers_that_read_have_a_slow_storage(tmp_path: Path) -> None:
     assert (finding.confidence or 0) >= 0.7
 
 
+@pytest.mark.parametrize(("call", "first"), [("path.read_bytes", "slow_storage"), ("path.parse", "heavy_place")])
+def test_a_line_that_reads_is_slow_storage(call: str, first: str, tmp_path: Path) -> None:
+    """In the training thread, whose stacks show only that line."""
+    line = Place(line="data.py:9", function="load", call=call, kind="input_wait", samples=26)
+    stacks = [window(n, line, Place(kind="compute", samples=14)) for n in (1, 2, 3)]
+    findings = run_rules(read_run(make_run(tmp_path / "run", **WAITS, stacks=stacks)))
+    grave = [finding.id for finding in findings if finding.severity != "info"]
+    assert grave == [first]
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "is_sure"), [("decode", 4, True), ("decode", 3, False), ("python", 40, False)]
+)
+def test_decoding_in_workers_is_sure_from_few_samples_if_all_show_it(
+    kind: str, count: int, is_sure: bool, tmp_path: Path
+) -> None:
+    """The CPU time alone says only that the workers compute. 4 of 4: at least 51 % with 95 % confidence."""
+    busy = {"process_cpu": 3.7, "cpu_core_utilization": [0.95] * 4}
+    place = Place(line="data.py:9", function="load", call="transform", kind=kind, samples=count)
+    stacks = [window(1, place, role="worker", samples=count)]
+    files = make_run(tmp_path / "run", **(WAITS | {"host": lambda _: busy}), stacks=stacks)
+    found = [f for f in run_rules(read_run(files)) if f.id == "slow_decode" and f.severity != "info"]
+    assert [(f.confidence or 0) >= 0.7 for f in found] == [True] * is_sure
+
+
 @pytest.mark.parametrize(("call", "samples"), [("copy.deepcopy", 1), ("gc.collect", 2)])
 def test_a_cheap_call_is_no_finding(call: str, samples: int, tmp_path: Path) -> None:
     cheap = Place(line="train.py:53", function="update", call=call, kind="python", samples=samples)
@@ -304,6 +329,23 @@ def test_the_slow_rank_is_found_where_the_wait_is_hidden(rank_0: int, rank_1: in
     if first == "straggler":
         assert findings[0].place == "train.py:48"
         assert "Rank 1 is slower" in findings[0].title
+
+
+@pytest.mark.parametrize(("num_ranks", "own", "is_slow"), [(4, 4, True), (2, 4, False), (2, 5, True)])
+def test_few_samples_name_a_slow_rank_if_chance_would_not(
+    num_ranks: int, own: int, is_slow: bool, tmp_path: Path
+) -> None:
+    """All samples in a line are of one rank: by chance 1 of 256 with four ranks, 1 of 16 and of 32 with two."""
+    run = make_run(tmp_path / "run", **(ON_TWO | {"ranks": [{"compute": 0.6, "comm": 0.4}] * (num_ranks - 1)}))
+    for rank in range(num_ranks):
+        samples = own if rank == 1 else 0
+        own_line = Place(line="train.py:48", function="step", call="sum", kind="idle", samples=samples)
+        rest = Place(line="train.py:53", function="step", call="loss.backward", kind="compute", samples=12 - samples)
+        places = [place for place in (own_line, rest) if place.samples]
+        line = {"attempt": 1, "pid": 7 + rank, "frames": {}} | window(4, *places, samples=12, wall_s=35.0)
+        name = f"ranks/{rank:04d}/stacks.jsonl" if rank else "stacks.jsonl"
+        (run / name).write_bytes(msgspec.json.encode(line) + b"\n")
+    assert (run_rules(read_run(run))[0].id == "straggler") is is_slow
 
 
 DECODE = {"kind": "decode", "function": "__call__"}

@@ -70,6 +70,20 @@ def test_no_space_for_a_multiprocessing_lock_is_full_shared_memory() -> None:
 HARMLESS = "W tensorflow] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.2GiB with freed_by_count=0."
 
 
+@pytest.mark.parametrize(
+    ("line", "shm", "free_gib", "cause"),
+    [
+        ("OSError: [Errno 28] No space left on device", 0.99, 50, "shared_memory_full"),
+        ("OSError: [Errno 28] No space left on device: '/psm_e2a4c9f1'", 0.1, 50, "shared_memory_full"),
+        ("OSError: [Errno 28] No space left on device", 0.5, 50, "disk_full"),
+        ("OSError: [Errno 28] No space left on device", 0.99, 0, "disk_full"),
+        ("OSError: [Errno 28] No space left on device: '/data/last.pt'", 0.99, 50, "disk_full"),
+    ],
+)
+def test_a_full_shm_is_told_from_a_full_disk(line: str, shm: float, free_gib: int, cause: str) -> None:
+    assert died(line, shm_fraction=shm, disk_free_bytes=free_gib << 30)[0].id == cause
+
+
 def test_harmless_lines_are_shown_and_decide_nothing() -> None:
     assert died(f"{HARMLESS}\nstep 90\n", exit_code=0) == []
     (unknown,) = died(f"{HARMLESS}\n", exit_code=KILLED)

@@ -64,6 +64,7 @@ def test_stairs_of_epochs_are_a_leak_and_stairs_that_end_are_not() -> None:
         [100.0 + 60 * (1 - 0.4 ** (t // 10)) for t in range(60)],  # an allocator warms up
         [100.0 + 10 * (t % 7) for t in range(60)],  # a sawtooth
         [100.0 + 50 * (t % 15 > 10) for t in range(60)],  # what an evaluation needs is free after it
+        [100.0 + 30 * (t // 4) for t in range(13)],  # seen for too short a time
         [100.0] * 60,
         [],
     ):

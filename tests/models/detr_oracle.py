@@ -78,7 +78,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[int], dict[str, Any]]] = {
                                 "depth_mult": 0.67}),
     "dfine_l": (B4, [2, 3, 4], _THREE),
     "dfine_x": (B5, [2, 3, 4], {**_THREE, "encoder_hidden_dim": 384, "encoder_ffn_dim": 2048,
-                                "decoder_in_channels": [384, 384, 384]}),
+                                "decoder_in_channels": [384, 384, 384], "reg_scale": 8.0}),
     "deimv2_atto": (_lite_backbone(256, 1, 3), [3], _lite(64, 160, 256)),
     "deimv2_femto": (_lite_backbone(512, 1, 5), [3], _lite(96, 256, 512)),
     "deimv2_pico": (_lite_backbone(512, 2, 5), [3], _lite(112, 320, 512)),
@@ -110,9 +110,8 @@ def make_oracle(name: str, classes: int, queries: int, *, seed: int = 0) -> nn.M
     if not rest.get("share_bbox_head"):
         decoder.bbox_embed = nn.ModuleList(copy.deepcopy(decoder.bbox_embed[0]) for _ in decoder.class_embed)
     model.class_embed, model.bbox_embed = decoder.class_embed, decoder.bbox_embed
-    if is_deim:  # as the authors' code (`mlp_act: silu`); transformers has ReLU in the box heads
-        for mlp in (model.model.enc_bbox_head, decoder.pre_bbox_head, *decoder.bbox_embed):
-            mlp.act = nn.SiLU()
+    if is_deim:
+        _correct_deimv2(model.model)
     model = model.double()
     with torch.no_grad():
         for key, tensor in model.named_parameters():
@@ -126,6 +125,26 @@ def make_oracle(name: str, classes: int, queries: int, *, seed: int = 0) -> nn.M
             if key.endswith("running_var"):
                 buffer.uniform_(0.8, 1.2)
     return model
+
+
+def _correct_deimv2(model: Any) -> None:
+    """As the authors' code (engine/deim/deim_decoder.py at 0fff8d4, with `activation` and `mlp_act: silu` of
+    configs/base/deimv2.yml): SiLU in all heads and LQE, no projection and norm of the encoder's points, and one
+    embedding of the boxes that the queries start with for all layers. transformers 5.23 has D-FINE's."""
+    decoder = model.decoder
+    quality = (layer.reg_conf for layer in decoder.lqe_layers)
+    for mlp in (model.enc_bbox_head, decoder.pre_bbox_head, *decoder.bbox_embed, *quality):
+        mlp.act = nn.SiLU()
+    model.enc_output = nn.Identity()
+    embed, first = decoder.query_pos_head.forward, []
+    decoder.register_forward_pre_hook(lambda *_: first.clear())
+
+    def embed_once(boxes: Tensor) -> Tensor:
+        if not first:
+            first.append(embed(boxes))
+        return first[0]
+
+    decoder.query_pos_head.forward = embed_once
 
 
 def labels_of(batch: Batch) -> list[dict[str, Tensor]]:

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stoker.config.settings import OptimSettings
+from stoker.hardware.device import Device
 from stoker.models import build
+from stoker.models.detr_weights import convert_dfine
 from stoker.models.dfine import LOSS_WEIGHTS, DFine
-from stoker.models.dfine_weights import convert_dfine
 from stoker.models.layers.box_distribution import decode_sides
 from stoker.models.layers.denoising import make_denoising_queries
 from stoker.models.layers.set_criterion import make_truth
+from stoker.training.optim import OptimizerStep
 from tests.models.detr_oracle import CONFIGS, give_noise, labels_of, make_oracle, oracle_terms
 from tests.models.samples import make_batch, settings_of
 
@@ -91,33 +94,37 @@ def check_losses(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = {key: p.grad for key, p in model.named_parameters()}
     assert own.keys() - wanted_gradients.keys() == set()
     for key, gradient in own.items():
-        scale = wanted_gradients[key].norm() + 1e-9
+        scale = wanted_gradients[key].norm() + 1e-8  # biases before a norm have 0, but for rounding
         assert (gradient - wanted_gradients[key]).norm() < 1e-4 * scale, key
 
 
 class CountOperators(TorchDispatchMode):
-    count = 0
+    """Of all operators, and of those that compute something: the others only describe memory anew."""
+
+    count = computing = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
+        self.computing += not (func.is_view or func is torch.ops.aten.detach.default)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"),
+    ("name", "limit", "computing"),
     [
-        ("deimv2_pico", 5000),
-        pytest.param("dfine_l", 7000, marks=pytest.mark.slow),
-        pytest.param("dfine_x", 7700, marks=pytest.mark.slow),
+        ("deimv2_pico", 4000, 2400),
+        pytest.param("dfine_l", 7000, 4000, marks=pytest.mark.slow),
+        pytest.param("dfine_x", 7700, 4500, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_issues_few_operators(name: str, limit: int) -> None:
+def test_a_step_issues_few_operators(name: str, limit: int, computing: int) -> None:
     torch.set_default_dtype(torch.float32)
     model, batch = build(settings_of(name), CLASSES).train(), make_batch((3, 0), CANVAS, CLASSES)
     with CountOperators() as counter:
         sum(model.loss(model(batch.images), batch).values()).backward()
-    print(f"{name}: {counter.count} operators")
+    print(f"{name}: {counter.count} operators, {counter.computing} compute")
     assert counter.count <= limit
+    assert counter.computing <= computing
 
 
 @pytest.mark.parametrize("name", ["deimv2_pico", pytest.param("dfine_n", marks=pytest.mark.slow)])
@@ -171,12 +178,30 @@ def test_extreme_predictions_have_finite_losses_and_gradients(dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_half_precision_step_survives_overflows(dtype: torch.dtype) -> None:
-    """Feed-forward layers whose products overflow fp16 give neither NaN nor infinite losses."""
+    """Feed-forward layers whose products overflow fp16 give neither NaN nor infinite losses. Their gradients are finite
+    in bf16 and not in fp16: the step is skipped there, with a smaller loss scale for the next one."""
     torch.set_default_dtype(torch.float32)
     model, batch = build(settings_of("deimv2_pico"), CLASSES).train(), make_batch((3, 0), CANVAS, CLASSES)
     with torch.no_grad():
         for layer in model.decoder.layers:
             layer.mlp.down_proj.weight.mul_(1e4)
+    precision = "fp16" if dtype == torch.float16 else "bf16"
+    settings = OptimSettings(
+        optimizer="adamw", momentum=0.9, weight_decay=0.0, clip_grad_norm=0.1, ema_decay=0.0, backbone_lr_mult=1.0
+    )
+    optimizer = OptimizerStep(model, settings, Device(torch.device("cpu")), precision=precision)
+    before = [parameter.clone() for parameter in model.parameters()]
     with torch.autocast("cpu", dtype):
         losses = model.loss(model(batch.images), batch)
     assert all(loss.isfinite() for loss in losses.values()), losses
+    optimizer.backward(torch.stack(list(losses.values())).sum())
+    norm, found_inf = optimizer.step(1e-4, 0)
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    if dtype == torch.bfloat16:
+        assert norm.isfinite()
+        assert found_inf == 0
+        assert any(changed)
+    else:
+        assert optimizer.loss_scale is not None
+        assert (found_inf == 1) == (optimizer.loss_scale < 2.0**14) == (not any(changed))
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -109,7 +109,7 @@ def test_a_step_issues_few_operators(outcomes: list[fakes.Outcome]) -> None:
     assert of_32 == of_8
     assert of_32["loss"] <= 200
     assert sum(of_32.values()) <= 1000
-    assert sum(ember.values()) <= 900
+    assert sum(ember.values()) <= 910  # 10 of them keep the gradients of the step with the largest loss
     assert sum(two_stages.values()) <= 1500
 
 

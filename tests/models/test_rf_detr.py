@@ -14,8 +14,8 @@ from transformers.loss.loss_lw_detr import LwDetrHungarianMatcher, LwDetrImageLo
 from stoker.export import graph, parity
 from stoker.inference.runtime import OnnxModel
 from stoker.models import MODELS, build
+from stoker.models.detr_weights import convert_rf_detr
 from stoker.models.rf_detr import RFDETR
-from stoker.models.rf_detr_weights import convert_rf_detr
 from stoker.models.weights import model_file
 from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of

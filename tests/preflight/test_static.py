@@ -70,6 +70,40 @@ DDP = (
 )
 
 
+WORKER_THREADS = (
+    "import torch\nfrom torch.utils.data import DataLoader\n\n\n"
+    "def start(_):\n    torch.set_num_threads({threads})\n\n\n"
+    "loader = DataLoader(data, num_workers=4, worker_init_fn=start)\n"
+)
+RANK_THREADS = (
+    "import torch\n\n\ndef train(rank):\n    torch.set_num_threads({threads})\n\n\n"
+    "torch.multiprocessing.spawn(train, (), nprocs=2)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "threads"),
+    [
+        ("import torch\ntorch.set_num_threads(9)\n", 9),
+        ("import torch\ntorch.set_num_threads(8)\n", None),
+        ("import torch\nif debug:\n    torch.set_num_threads(9)\n", None),
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '16'\nimport torch\n", 16),
+        ("import os\nos.environ['OMP_NUM_THREADS'] = str(n)\nimport torch\n", None),
+        ("import os\nos.environ.setdefault('MKL_NUM_THREADS', '16')\nimport torch\n", 16),
+        (WORKER_THREADS.format(threads=3), 12),
+        (WORKER_THREADS.format(threads=2), None),
+        (RANK_THREADS.format(threads=5), 10),
+        (RANK_THREADS.format(threads=4), None),
+    ],
+)
+def test_threads_of_all_processes_are_counted_against_the_cores(
+    script: str, threads: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.preflight.static.script_rules.host_cores", lambda: 8)
+    found = [finding for finding in check_files(tmp_path, {"train.py": script}) if finding.id == "too_many_threads"]
+    assert [finding.title for finding in found] == ([f"{threads} threads for 8 cores"] if threads else [])
+
+
 @pytest.mark.parametrize(
     ("name", "red", "green"),
     [

@@ -15,21 +15,24 @@ import pytest
 import torch
 
 import stoker
+from stoker.diagnosis.engine import diagnose
 from stoker.diagnosis.reader import read_run
 from stoker.errors import ConfigError, DataError, UsageError
 from stoker.monitor.options import MonitoringOptions
 from stoker.profiling import measure as measure_module
+from stoker.profiling import stacks
 from stoker.profiling.measure import PHASES
 from stoker.report.explain import explain_run
 from stoker.runs.records import (
     CONFIG,
     EVENTS,
     FINDINGS,
+    STACKS,
     STEPS,
     locked,
     read_lines,
 )
-from stoker.runs.schemas import Event, StepWindow
+from stoker.runs.schemas import Event, StackWindow, StepWindow
 
 
 def events(run: Path) -> list[Event]:
@@ -430,3 +433,31 @@ def test_an_end_without_leaving_the_block_is_recorded(run: Path) -> None:
     job = subprocess.run([sys.executable, "-c", NOT_LEFT, str(run)], capture_output=True, check=False)
     assert job.returncode == 1
     assert events(run)[-1].text == "ValueError: the block is not left"
+
+
+def test_the_loop_samples_its_own_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By py-spy, a child of this process, which is only known to train from the first step on."""
+    monkeypatch.setattr(stacks, "FIRST_WINDOW_S", 0.3)
+    deadline_s = time.monotonic() + 60
+    own: list[StackWindow] = []  # children of this process are sampled in turn with it
+    with stoker.measure(tmp_path / "run") as m:
+        while not own and time.monotonic() < deadline_s:
+            with m.step():
+                sum(range(10_000))
+            windows = read_lines(tmp_path / "run", STACKS, StackWindow)
+            own = [window for window in windows if window.pid == os.getpid()]
+    (window, *_) = own
+    assert window.role == "training"
+    assert any("test_measure.py" in place.line for place in window.places)
+    assert not any("profiling/measure.py" in place.line for place in window.places), "it is not the loop's own code"
+
+
+def test_an_exception_is_recorded_with_where_it_was_raised(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space"), stoker.measure(tmp_path / "run"):
+        os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+    (failed,) = [event for event in events(tmp_path / "run") if event.kind == "failed"]
+    assert failed.text == "OSError: [Errno 28] No space left on device"
+    assert failed.data["traceback"][-1] == failed.text
+    (finding, *_) = diagnose(tmp_path / "run")
+    assert finding.id == "disk_full"
+    assert (finding.place or "").startswith("test_measure.py:")

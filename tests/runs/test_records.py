@@ -46,7 +46,7 @@ FILES = {
     "traces.jsonl": [schemas.TraceWindow, schemas.Gap],
     "stacks.jsonl": [schemas.StackWindow, schemas.Place],
     "probes.jsonl": [schemas.Probe],
-    "events.jsonl": [schemas.Event],
+    "events.jsonl": [schemas.Event, schemas.Holder],
     "quarantine.jsonl": [schemas.Quarantined],
     "findings.json": [Finding, Evidence],
     "evaluation.json": [

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stoker.profiling import stacks
 from stoker.profiling.telemetry.machine import list_process_tree
-from stoker.watch import stacks
 from stoker.watch.recorder import JobProcesses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -1,6 +1,6 @@
 """Python stacks of threads of this process, as plain values; standard library only.
 
-`training/own_stacks.py` counts and records them; the worker processes of the loader send it theirs. `watch/stacks.py`
+`training/own_stacks.py` counts and records them; worker processes of the loader send it theirs. `profiling/stacks.py`
 says what a stack means, and reads the stacks of other programs from outside.
 """
 

@@ -1,5 +1,6 @@
 """The machine: its cores, memory, disks and open files; and a job that makes no progress on it."""
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from stoker.diagnosis.causes.shared import (
 from stoker.diagnosis.places import describe_stuck, stuck_places
 from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
+from stoker.runs.schemas import Holder
 
 _ESTIMATE = "this fraction of the CPU time, of the phases that wait for the CPU"
 
@@ -234,10 +236,29 @@ def host_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
     evidence: list[Evidence | None] = [make_evidence(text, slope, "devices.jsonl: rss_bytes")]
     if run.ended_for_memory:
         evidence.append(make_evidence("it grew until the job ended because memory was full", source="its end"))
-        return make_finding(run, cause, 0.0, evidence, confidence=0.9)
+        return name_holder(run, make_finding(run, cause, 0.0, evidence, confidence=0.9))
     remaining_s = host.memory_free_bytes / slope
     evidence.append(time_to_full_evidence(run, remaining_s))
-    return make_finding(run, cause, remaining_s / 3600, evidence)
+    return name_holder(run, make_finding(run, cause, remaining_s / 3600, evidence))
+
+
+def name_holder(run: RunRecords, finding: Finding | None) -> Finding | None:
+    """The finding of growing memory with what holds it, if that was seen from inside the job."""
+    holders: list[Holder] = []
+    with contextlib.suppress(msgspec.ValidationError):  # written by something else
+        holders = msgspec.convert(run.facts.get("growth", []), list[Holder])
+    if finding is None or not holders:
+        return finding
+    first, evidence = holders[0], list(finding.evidence)
+    for holder in holders:
+        size = (
+            "; the tensors keep the graph of their step" if holder.graph else f", about {holder.bytes / 2**20:,.0f} MiB"
+        )
+        text = f"{holder.text}{size}; the process had {holder.grown / 2**20:,.0f} MiB more meanwhile"
+        evidence.append(make_evidence(text, holder.bytes, "events.jsonl: data.facts.growth"))
+    fix = HOST_MEMORY_LEAK.other_fixes["graph" if first.graph else "container"].replace("NAME", first.name)
+    title = f"{finding.title}: `{first.name}` in {first.place} holds it"
+    return msgspec.structs.replace(finding, title=title, evidence=evidence, fix=fix, place=first.place, confidence=0.9)
 
 
 def _describe_growth(run: RunRecords, rss: TimeSeries) -> tuple[str, float] | None:
@@ -323,7 +344,7 @@ def gpu_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
     slope = None if fit is None else fit.slope
     grown = make_evidence(text, slope, "devices.jsonl: gpus.memory_used_bytes")
     evidence = [grown, time_to_full_evidence(run, remaining_s)]
-    return make_finding(run, cause, remaining_s / 3600, evidence)
+    return name_holder(run, make_finding(run, cause, remaining_s / 3600, evidence))
 
 
 SHARED_MEMORY_SMALL = find_cause("shared_memory_small")

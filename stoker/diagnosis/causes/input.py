@@ -24,7 +24,7 @@ from stoker.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker.diagnosis.places import blocked_fraction
+from stoker.diagnosis.places import count_blocked, count_decoding, loading_fraction
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding
 
@@ -233,8 +233,9 @@ def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
     idle_evidence = idle_while_waiting_evidence(run)
     if idle_evidence is None or decodes_in_training_thread(run):
         return None
-    blocked = blocked_fraction(run)
-    if blocked is not None and blocked < cause.threshold("min_blocked_fraction"):
+    minimum = cause.threshold("min_blocked_fraction")
+    blocked = loading_fraction(run, count_blocked, minimum)
+    if blocked is not None and blocked < minimum:
         return None  # idle cores are not slow storage: who loads was elsewhere
     # CPU time of the training thread in the wait is decoding, which faster storage does not save.
     computed_s = run.totals.thread_cpu_s.get("input_wait", 0.0)
@@ -287,7 +288,13 @@ def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
     cores = loader_cpu(run)
     if cores is None or idle_while_waiting_evidence(run) is not None:
         return None
+    minimum = cause.threshold("min_decoding_fraction")
+    decoding = loading_fraction(run, count_decoding, minimum)
     evidence = [loader_cpu_evidence(cores), cpu_utilization_evidence(run)]
+    if decoding is not None and decoding >= minimum:
+        text = f"of the samples of who loads the images, {percent(decoding)} were in decoding or a transform"
+        evidence.append(make_evidence(text, decoding, "stacks.jsonl: places"))
+        return make_input_wait_finding(run, cause, evidence, is_computing=True)
     return make_input_wait_finding(run, cause, evidence, confidence=0.65, is_computing=True)
 
 

@@ -146,8 +146,12 @@ def samples_contradict(run: RunRecords, fraction: float, *kinds: str) -> bool:
     count, seen = run.stacks.samples, round(run.stacks.fraction(*kinds) * run.stacks.samples)
     if not has_enough_stacks(run) or not 0 < fraction <= 1 or seen >= fraction * count / 2:
         return False
-    chance = sum(math.comb(count, n) * fraction**n * (1 - fraction) ** (count - n) for n in range(seen + 1))
-    return chance < common_threshold("max_chance")
+    return binomial_tail(count - seen, count, 1 - fraction) < common_threshold("max_chance")
+
+
+def binomial_tail(successes: int, count: int, fraction: float) -> float:
+    """Probability of at least so many successes of `count`."""
+    return sum(math.comb(count, n) * fraction**n * (1 - fraction) ** (count - n) for n in range(successes, count + 1))
 
 
 def stack_fraction(run: RunRecords, cause: Cause, *kinds: str) -> float | None:
@@ -311,6 +315,8 @@ def fit_stairs(series: TimeSeries) -> Stairs | None:
     """
     threshold = find_cause("host_memory_leak").threshold
     points = series.points
+    if series.span_s < threshold("min_stairs_span_s"):
+        return None
     kept = list(itertools.accumulate(reversed(series.values), min))[::-1]
     growth = kept[-1] - kept[0] if kept else 0.0
     rises: list[tuple[float, float, float]] = []  # start, end, size

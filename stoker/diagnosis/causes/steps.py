@@ -1,13 +1,15 @@
 """The device is idle in or between steps: the host issues work too late or waits, the batch is too small, or devices
 wait for each other: for one slow rank, or in collectives that computing does not hide."""
 
+import collections
 import re
 
 import msgspec
 
-from stoker.diagnosis.causes.cause import Cause, find_cause, worst
+from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause, worst
 from stoker.diagnosis.causes.host import contended_fraction, cpu_demand, cpu_demand_ratio, thread_cpu_utilization
 from stoker.diagnosis.causes.shared import (
+    binomial_tail,
     device_seconds,
     driver_utilization,
     fraction_of_phase,
@@ -425,9 +427,13 @@ def _own_excess(run: RunRecords) -> tuple[int, float, Evidence, PlaceTotal] | No
     """(rank, seconds, evidence, the place) of the line outside of steps that takes certainly more of one rank's time
     than of any other's; None if nothing does."""
     by_line: dict[str, dict[int, list[PlaceTotal]]] = {}
+    samples: collections.Counter[int] = collections.Counter()
     for place in run.places:
         is_own = place.kind in _OWN_KINDS and place.line and not re.search(IMPORT, place.call)
-        if place.role == "training" and not place.is_startup and is_own:
+        if place.role != "training" or place.is_startup:
+            continue
+        samples[place.rank] += place.samples
+        if is_own:
             by_line.setdefault(place.line, {}).setdefault(place.rank, []).append(place)
     best: tuple[int, float, Evidence, PlaceTotal] | None = None
     for line, ranks in by_line.items():
@@ -435,7 +441,11 @@ def _own_excess(run: RunRecords) -> tuple[int, float, Evidence, PlaceTotal] | No
         rank = max(totals, key=lambda rank: totals[rank].seconds)
         others_s = max((total.seconds for other, total in totals.items() if other != rank), default=0.0)
         place, seconds = totals[rank], totals[rank].seconds - others_s
-        is_seen = place.samples >= STRAGGLER.threshold("min_samples")
+        # if all ranks were there equally often, these samples would be a part of all in the line, by chance
+        chance = binomial_tail(
+            place.samples, sum(total.samples for total in totals.values()), samples[rank] / samples.total()
+        )
+        is_seen = chance <= common_threshold("max_chance")
         is_certain = place.low_s - others_s >= STRAGGLER.threshold("min_own_fraction") * run.steady.wall_s
         if is_seen and is_certain and (best is None or seconds > best[1]):
             text = f"rank {rank} spent {seconds:,.1f} s more than the others in {place.call or place.kind} at {line}"

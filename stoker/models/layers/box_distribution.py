@@ -15,34 +15,36 @@ from torch.nn import functional
 MAX_BIN = 32
 NUM_BINS = MAX_BIN + 1
 REG_SCALE, UPPER = 4.0, 0.5
-"""Section 4.1: c and a of W(n): the last but one distance is a · c, in units of size / c."""
+"""Section 4.1: c and a of W(n): the last but one distance is a · c, in units of size / c. D-FINE-X has c = 8."""
 TEMPERATURE = 5.0
 """Of the distributions that DDF compares."""
 
 
-def bin_distances() -> Tensor:
-    """W(n), equation 5: float64 [NUM_BINS], in units of the reference box's size / REG_SCALE."""
-    bound = UPPER * REG_SCALE
+def bin_distances(reg_scale: float = REG_SCALE) -> Tensor:
+    """W(n), equation 5: float64 [NUM_BINS], in units of the reference box's size / reg_scale."""
+    bound = UPPER * reg_scale
     step = (bound + 1) ** (2 / (MAX_BIN - 2))
     positive = [step**n - 1 for n in range(1, MAX_BIN // 2)] + [2 * bound]
     return torch.tensor([-value for value in reversed(positive)] + [0.0, *positive], dtype=torch.float64)
 
 
-def decode_sides(side_logits: Tensor, reference: Tensor, distances: Tensor) -> Tensor:
+def decode_sides(side_logits: Tensor, reference: Tensor, distances: Tensor, reg_scale: float = REG_SCALE) -> Tensor:
     """Boxes [..., 4], center and size, from `side_logits` [..., 4 · NUM_BINS] and reference boxes [..., 4]; distances:
-    `bin_distances` in the dtype of the logits. A size may be below 0."""
-    moved = 0.5 * REG_SCALE + side_logits.unflatten(-1, (4, NUM_BINS)).softmax(-1) @ distances
+    `bin_distances(reg_scale)` in the dtype of the logits. A size may be below 0."""
+    moved = 0.5 * reg_scale + side_logits.unflatten(-1, (4, NUM_BINS)).softmax(-1) @ distances
     center, size = reference.split(2, dim=-1)
-    low_distance, high_distance = (moved * (size / REG_SCALE).repeat(*[1] * (size.dim() - 1), 2)).split(2, dim=-1)
+    low_distance, high_distance = (moved * (size / reg_scale).repeat(*[1] * (size.dim() - 1), 2)).split(2, dim=-1)
     return torch.cat((center + (high_distance - low_distance) / 2, low_distance + high_distance), dim=-1)
 
 
-def side_targets(reference: Tensor, boxes: Tensor, distances: Tensor) -> tuple[Tensor, Tensor]:
+def side_targets(
+    reference: Tensor, boxes: Tensor, distances: Tensor, reg_scale: float = REG_SCALE
+) -> tuple[Tensor, Tensor]:
     """(bin, weight of the bin after it), each [..., 4]: where the sides of `boxes` [..., 4] xyxy lie around reference
     boxes [..., 4] (center and size)."""
     center, size = reference.split(2, dim=-1)
-    unit = size / REG_SCALE + 1e-16
-    wanted = torch.cat(((center - boxes[..., :2]) / unit, (boxes[..., 2:] - center) / unit), dim=-1) - 0.5 * REG_SCALE
+    unit = size / reg_scale + 1e-16
+    wanted = torch.cat(((center - boxes[..., :2]) / unit, (boxes[..., 2:] - center) / unit), dim=-1) - 0.5 * reg_scale
     lower = (torch.bucketize(wanted, distances, right=True) - 1).clamp(0, MAX_BIN - 1)
     below, above = distances[lower], distances[lower + 1]
     return lower, ((wanted - below) / (above - below)).clamp(0, 1)

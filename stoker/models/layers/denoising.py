@@ -59,7 +59,7 @@ def make_denoising_queries(truth: Truth, rand: Tensor, num_classes: int) -> Deno
     noisy = (cxcywh_to_xyxy(boxes) + (distance * sign).to(boxes.dtype) * half_size).clamp(0, 1)
     return DenoisingQueries(
         labels,
-        xyxy_to_cxcywh(noisy),
+        xyxy_to_cxcywh(noisy).abs(),  # sides of far ones may have crossed
         torch.where(is_used, group, -1),
         torch.where(is_negative, BACKGROUND, index[0]),
         torch.where(is_used, 1 / (NUM_DENOISING // size), 0.0).to(boxes.dtype),

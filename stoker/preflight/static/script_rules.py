@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stoker.findings.finding import Finding
+from stoker.hardware.cgroup import host_cores
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.requirements import read_text
-from stoker.preflight.static.tables import SCRIPTS
+from stoker.preflight.static.tables import SCRIPTS, THREAD_VARIABLES
 
 MAX_BYTES = 1 << 20
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -586,4 +587,50 @@ def _parallel(source: Source) -> Iterator[Finding]:
         yield describe("sampler_epoch_missing", source.place(sampler))
 
 
-_TORCH_RULES = (_on_cpu, _loaders, _host_syncs, _gradients, _parallel)
+def _threads(source: Source) -> Iterator[Finding]:
+    """Threads that the script asks for by itself, times the processes that it starts with them, against the cores of
+    this machine. A loader worker has one thread of torch, unless its `worker_init_fn` asks for more."""
+    cores = host_cores()
+    in_workers: dict[ast.AST, int] = {}
+    for call in source.calls:
+        init = source.function(keyword(call, "worker_init_fn"))
+        workers = source.integer(keyword(call, "num_workers"))
+        if source.called(call) == "torch.utils.data.DataLoader" and init is not None and workers:
+            in_workers |= dict.fromkeys(source.reached_calls(init), workers)
+    spawned = [call for call in source.calls if source.called(call).endswith("multiprocessing.spawn")]
+    ranks = max((source.integer(argument(call, 2, "nprocs")) or 1 for call in spawned), default=1)
+    for node, asked in _thread_settings(source):
+        workers = in_workers.get(node, 0)
+        times = f"{workers} loader workers × " if workers else f"{ranks} ranks × " if ranks > 1 else ""
+        if asked > 0 and asked * (workers or ranks) > cores and not source.conditions(node):
+            good = max(1, cores // (workers or ranks))
+            threads, times, text = asked * (workers or ranks), f"{times}{asked}", _text(node)[:60]
+            at = source.place(node)
+            yield describe("too_many_threads", at, threads=threads, cores=cores, times=times, text=text, good=good)
+
+
+def _thread_settings(source: Source) -> Iterator[tuple[ast.AST, int]]:
+    """(call or assignment, number of threads), where the script has the number."""
+    for call in source.calls:
+        name = source.called(call)
+        if name in ("torch.set_num_threads", "cv2.setNumThreads") and call.args:
+            yield call, source.integer(call.args[0]) or 0
+        elif name in ("os.environ.setdefault", "os.putenv") and len(call.args) == 2 and _names_threads(call.args[0]):
+            yield call, _number(call.args[1])
+    for node in source.nodes:
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        is_variable = isinstance(target, ast.Subscript) and source.dotted(target.value) == "os.environ"
+        if is_variable and _names_threads(target.slice):  # type: ignore[union-attr]
+            yield node, _number(node.value)  # type: ignore[attr-defined]
+
+
+def _names_threads(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value in THREAD_VARIABLES
+
+
+def _number(node: ast.AST) -> int:
+    text = node.value if isinstance(node, ast.Constant) else ""
+    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 6 else 0
+
+
+_TORCH_RULES = (_on_cpu, _loaders, _host_syncs, _gradients, _parallel, _threads)

@@ -173,3 +173,7 @@ def library_family(cuda: Minor) -> str:
 def cuda_of_tag(tag: str) -> Minor | None:
     """11.8 of cu118; None for a tag without CUDA."""
     return Minor((int(tag[2:-1]), int(tag[-1]))) if re.fullmatch(r"cu\d{2,3}", tag) else None
+
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""Variables with the number of threads of a process."""

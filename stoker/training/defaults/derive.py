@@ -193,7 +193,7 @@ class Known:
 Derive = Callable[[Known], Choice | None]
 Row = Choice | Derive | None
 
-AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic")
+AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic", "mixup")
 """Settings that `--augment none` sets to 0."""
 
 

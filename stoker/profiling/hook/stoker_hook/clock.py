@@ -23,6 +23,7 @@ from time import monotonic, thread_time
 from weakref import ref
 
 from .failures import STATE_DIR, report_failure
+from .growth import GrowthFinder
 from .instruments import count_images, timed
 
 TYPE_CHECKING = False
@@ -105,6 +106,7 @@ class PhaseClock:
         self._other_steps = 0
         self.device_events: Any = None
         """Events of the device, if there is one."""
+        self._growth = GrowthFinder(self._report_growth)
         for unknown in (RANK, LR, WORKERS, RECOMPILES):
             self.values[unknown] = -1.0
         self.values[BEGIN] = self.values[LAST_UPDATE] = self._last = monotonic()
@@ -356,8 +358,17 @@ class PhaseClock:
             self._set_slot(self._stack[-1])
             if self.device_events is not None:
                 self.device_events.pause()
+            if self._last >= self._growth.next_s:
+                self._growth.check(self._last)
         except Exception as error:  # noqa: BLE001
             self.disable("step", error)
+
+    def _report_growth(self, holders: "list[dict[str, Any]]") -> None:
+        """A file for the watcher, next to the state file; the newest replaces the one before."""
+        path = os.path.join(self._directory, "%d.growth" % os.getpid())  # noqa: UP031
+        with open(path + ".new", "w") as file:
+            json.dump(holders, file)
+        os.replace(path + ".new", path)
 
     def _finish(self) -> None:
         """At process exit: the rest of the time is in no phase."""

@@ -1,14 +1,19 @@
-"""Names of published weights of D-FINE and DEIMv2 → names of `models/dfine.py`.
+"""Names of published weights of D-FINE, DEIMv2 and RF-DETR → names of `models/dfine.py` and `models/rf_detr.py`.
 
-Two layouts: that of `transformers` (files of ustc-community/dfine-*, also as written before its version 5), and that of
-the authors' code (files of Intellindust/DEIMv2_HGNetv2_*).
+Layouts: that of `transformers` (files of ustc-community/dfine-*, also as written before its version 5, and of
+Roboflow/rf-detr-*), and that of the authors' code (files of Intellindust/DEIMv2_HGNetv2_*).
 """
+
+# mypy: disable-error-code="no-untyped-call"
+# (`unflatten` of tensors is untyped)
 
 import re
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+
+from stoker.models.rf_detr import GROUPS
 
 Rules = tuple[tuple[str, str], ...]
 
@@ -63,6 +68,19 @@ BOTH: Rules = (
     (r"^(backbone\..*|decoder_input_proj\.\d+)\.(bn|norm|normalization)\.", r"\1.1."),
     (r"^(backbone\..*)\.lab\.", r"\1.3."),
 )
+RF_DETR: Rules = (
+    (r"^model\.", ""),
+    (r"^backbone\.backbone\.embeddings\.", "backbone."),
+    (r"^backbone\.patch_embeddings\.projection\.", "backbone.patch_embeddings."),
+    (r"^backbone\.backbone\.encoder\.layer\.", "backbone.layers."),
+    (r"^backbone\.backbone\.layernorm\.", "backbone.layernorm."),
+    (r"^backbone\.projector\.projector_layer\.", "projector."),
+    (r"^backbone\.projector\.", "projector."),
+    (r"(bottlenecks\.\d+)\.conv1\.", r"\1.0."),
+    (r"(bottlenecks\.\d+)\.conv2\.", r"\1.1."),
+    (r"\.fc1\.", ".layers.0."),
+    (r"\.fc2\.", ".layers.1."),
+)
 
 
 def convert_dfine(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -85,6 +103,19 @@ def convert_dfine(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
     for name, tensor in tensors.items():
         renamed |= _split(_rename(name, (*rules, *after_csp, *BOTH)), tensor)
     return {name: tensor for name, tensor in renamed.items() if name in names}
+
+
+def convert_rf_detr(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The same for an `RFDETR`; with fewer queries, the first of each group."""
+    if not any(".encoder.layer." in name for name in tensors):
+        return dict(tensors)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    renamed = {_rename(name, RF_DETR): tensor for name, tensor in tensors.items()}
+    for name in ("reference_point_embed.weight", "query_feat.weight"):
+        if name in renamed and len(renamed[name]) > shapes[name][0]:
+            count = shapes[name][0] // GROUPS
+            renamed[name] = renamed[name].unflatten(0, (GROUPS, -1))[:, :count].flatten(0, 1)
+    return {name: tensor for name, tensor in renamed.items() if name in shapes}
 
 
 def _rename(name: str, rules: Rules) -> str:

@@ -1,4 +1,4 @@
-"""Samples the Python stacks of a watched job into stacks.jsonl (data source 1), and classifies them.
+"""Samples the Python stacks of a watched or measured job into stacks.jsonl (data source 1), and classifies them.
 
 `py-spy record` reads the stacks from outside, without stopping the job, also if the job is stopped: one process of it
 for each training process, and one for a loader worker in turn. A window of 100 samples takes some 40 ms of a CPU, none
@@ -10,6 +10,7 @@ cannot be read, the reason is reported once.
 
 import collections
 import contextlib
+import ctypes
 import functools
 import linecache
 import os
@@ -26,10 +27,10 @@ from typing import Any, NamedTuple, Self
 import psutil
 
 from stoker.knowledge import read_toml
+from stoker.profiling.calls import find_call
 from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.runs.records import RANKS, STACKS, RunFolder
 from stoker.runs.schemas import Place, StackWindow
-from stoker.watch.calls import find_call
 
 WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 """Time of a line; the first one of a process is short, because only its stacks tell whether it trains."""
@@ -41,8 +42,14 @@ much as 70 samples, so a longer window saves more than a lower rate."""
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take: py-spy and the thread that reads what it writes. Half of the 2 % of a job
 that watching may cost (benchmarks/diagnosis/watch_overhead.py)."""
-OWN_CPU_FRACTION = 0.003
-"""What that thread takes, until it is known."""
+COST_S = 0.05
+"""CPU-seconds of a window of WINDOW_S at 10 Hz, as of a loop in PyTorch, until it is known. Windows of imports, whose
+stacks are deep and new, say nothing of it."""
+OWN_CPU_FRACTION, PRIOR_S = 0.003, 60.0
+"""What that thread takes, and the time for which it counts as measured: the first windows cost more, because functions
+and files are new in them, and would lower the rate of a job of a minute to its end."""
+REPAY_S = 30.0
+"""Time over which CPU time that was taken beyond that is saved again."""
 MAX_WINDOW_S = 60.0
 """Windows are at most so long, also where even the lowest rate costs too much."""
 MAX_PROCESSES = 8
@@ -67,6 +74,8 @@ PERMISSION_HINT = (
 )
 RECORDED = "sampled by py-spy, from outside the job"
 
+_PR_SET_PTRACER = 0x59616D61
+"""linux/prctl.h."""
 _PYTHON = re.compile(r"(^|/)(python|pypy)[\d.]*\w?$")
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
@@ -112,9 +121,9 @@ PACKAGE_ROOT = "/site-packages/stoker/"
 
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
-_HOOK_FILE = re.compile(r"/profiling/hook/")
+_RECORDER_FILE = re.compile(r"/stoker/profiling/")
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
-_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/profiling/hook/")
+_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/stoker/profiling/")
 
 
 def is_python(pid: int) -> bool:
@@ -133,6 +142,13 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.Error:
         return False
+
+
+def allow_reading(pid: int) -> None:
+    """Lets a process and its descendants read the memory of this one, where Yama permits that to ancestors only."""
+    with contextlib.suppress(OSError):  # a kernel without Yama, which allows it anyway
+        if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def cpu_seconds(process: psutil.Process) -> float | None:
@@ -202,7 +218,7 @@ class _Recording:
     """A window that py-spy records: a process of its own, which writes into memory when it ends. Raises OSError."""
 
     def __init__(self, target: _Process, py_spy: str, rate_hz: int) -> None:
-        self.target, self.rate_hz = target, rate_hz
+        self.target, self.rate_hz, self.trains = target, rate_hz, target.trains
         self.start_s, self.start_t = time.monotonic(), time.time()
         self._start_cpu_s, self._start_runnable_s = cpu_seconds(target.process), _runnable_seconds(target.pid)
         self._end_runnable_s = self._start_runnable_s
@@ -240,7 +256,11 @@ class _Recording:
         if self.cpu_s is not None:
             return True
         self._end_runnable_s = _runnable_seconds(self.target.pid) or self._end_runnable_s
-        pid, _, usage = os.wait4(self.pid, os.WNOHANG)
+        try:
+            pid, _, usage = os.wait4(self.pid, os.WNOHANG)
+        except ChildProcessError:  # the measured job has waited for all its children
+            self.cpu_s = 0.0
+            return True
         if pid:
             self.cpu_s = usage.ru_utime + usage.ru_stime
         return pid != 0
@@ -347,7 +367,8 @@ class StackSampler:
 
     pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_ranks:
     PID → rank of the live processes that train, as far as the hook knows them; then only these and their loader workers
-    are sampled, and not a launcher that waits for them.
+    are sampled, and not a launcher that waits for them. own_rank: `pid` is this process, the only one of this rank that
+    trains: other ranks sample themselves.
     """
 
     def __init__(
@@ -357,28 +378,38 @@ class StackSampler:
         *,
         on_unavailable: Callable[[str], None],
         training_ranks: Callable[[], Mapping[int, int]] = dict,
+        own_rank: int | None = None,
     ) -> None:
         self._folder = folder
         self._pid = pid
         self._on_unavailable = on_unavailable
         self._training_ranks = training_ranks
+        self._own_rank = own_rank
         self._processes: dict[psutil.Process, _Process] = {}
         self._not_python: set[psutil.Process] = set()
         self._recordings: list[_Recording] = []
-        self._cost_s = 0.05
-        """CPU-seconds of a window of WINDOW_S at 10 Hz; at first what PyTorch's stacks cost."""
-        self._own_cost_s, self._own_fraction = 0.0, OWN_CPU_FRACTION
-        """CPU-seconds of this thread so far, and the fraction of a core that it took lately."""
+        self._cost_s = COST_S
+        """CPU-seconds of a window of WINDOW_S at 10 Hz."""
+        self._own_fraction = OWN_CPU_FRACTION
+        """Fraction of a core that this thread takes."""
+        self._py_spy_s = self._overspent_s = 0.0
+        """CPU-seconds of py-spy so far, and those of it and this thread beyond MAX_CPU_FRACTION."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._thread_main, name="stacks", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
         self._stop.set()
         self._thread.join(2 * STOP_TIMEOUT_S + 1.0)  # a thread that hangs is abandoned
 
@@ -398,21 +429,22 @@ class StackSampler:
         if py_spy is None:
             self._on_unavailable("not recorded: py-spy is not installed")
             return
-        next_poll_s, polled_s, targets = 0.0, time.monotonic(), list[_Process]()
+        next_poll_s, start_s, targets = 0.0, time.monotonic(), list[_Process]()
         while not self._stop.wait(TICK_S):
             self._read_ended()
             now_s = time.monotonic()
             if now_s >= next_poll_s:
                 targets = self._find_targets(now_s)
                 next_poll_s = now_s + (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10)
-                own_s, self._own_cost_s = time.thread_time() - self._own_cost_s, time.thread_time()
-                self._own_fraction += (own_s / max(TICK_S, now_s - polled_s) - self._own_fraction) / 10
-                polled_s = now_s
+                own_s, elapsed_s = time.thread_time(), now_s - start_s
+                self._own_fraction = (PRIOR_S * OWN_CPU_FRACTION + own_s) / (PRIOR_S + elapsed_s)
+                self._overspent_s = max(0.0, own_s + self._py_spy_s - MAX_CPU_FRACTION * elapsed_s)
             rate_hz, window_s = self._window(max(1, len(targets)))
             for recording in self._recordings:
                 age_s, target = recording.age_s(), recording.target
                 starts = not target.trains and target.pid in self._training_ranks()
-                target.trains |= starts  # what it does from now on is a window of its own
+                if starts:  # what it does from now on is a window of its own, and costs less than imports
+                    target.trains, self._cost_s = True, COST_S
                 if not recording.is_ending and (starts or age_s >= (FIRST_WINDOW_S if target.is_new else window_s)):
                     recording.end()
                 elif age_s > 2 * MAX_WINDOW_S:
@@ -431,18 +463,20 @@ class StackSampler:
         while self._recordings and time.monotonic() < deadline_s:
             self._read_ended()
             time.sleep(0.01)
-        if not self._any_sampled:
+        if not self._any_sampled and self._own_rank is None:  # a measured loop may be shorter than a window
             self._on_unavailable(f"not recorded: {self._last_failure}")
 
     def _read_ended(self) -> None:
         """Writes the windows that py-spy has finished; raises PermissionError if it may not read the job."""
         for recording in [item for item in self._recordings if item.has_ended()]:
             self._recordings.remove(recording)
-            self._add_cost(recording)
             target = recording.target
+            self._py_spy_s += recording.cpu_s or 0.0
+            if recording.trains == target.trains and not target.is_new:
+                self._add_cost(recording)
             samples, reason = recording.read()
             if not samples:
-                if "ermission" in reason or "not permitted" in reason:
+                if ("ermission" in reason or "not permitted" in reason) and not self._any_sampled:
                     raise PermissionError(f"reading another process is not permitted here ({PERMISSION_HINT})")
                 self._last_failure = reason
                 target.failures += 1
@@ -476,7 +510,7 @@ class StackSampler:
 
     def _window(self, num_targets: int) -> tuple[int, float]:
         """(samples a second, seconds) of the next windows: as many and as short as the budget allows."""
-        budget = max(MAX_CPU_FRACTION / 10, MAX_CPU_FRACTION - self._own_fraction)
+        budget = max(MAX_CPU_FRACTION / 10, MAX_CPU_FRACTION - self._own_fraction - self._overspent_s / REPAY_S)
         for rate_hz, times in WINDOWS:
             window_cost_s = num_targets * self._cost_s * (0.4 + 0.6 * times * rate_hz / RATES_HZ[0])
             if window_cost_s <= budget * times * WINDOW_S:
@@ -504,6 +538,9 @@ class StackSampler:
         self._not_python = {process for process in self._not_python if process.is_running()}
         found = [target for target in alive.values() if target.failures < MAX_FAILURES]
         known_ranks = self._training_ranks()
+        if self._own_rank is not None:
+            found = [target for target in found if target.pid == self._pid or target.rank == self._own_rank]
+            known_ranks = {self._pid: self._own_rank}
         training_pids = {target.pid for target in found if target.pid in known_ranks or target.role == "training"}
         for target in found:
             if target.pid in known_ranks:
@@ -542,7 +579,7 @@ def _inside_worker(stack: Sequence[Frame]) -> Stack:
 def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, str]:
     """(line, function, call, leaf) of a stack, as in `Place`. A program that is installed as a whole has the frames of
     its own package as its own code."""
-    stack = [frame for frame in stack if not _HOOK_FILE.search(frame.file)]
+    stack = [frame for frame in stack if not _RECORDER_FILE.search(frame.file)]
     is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
     if True not in is_own:
         packages = [found[1] if (found := _PACKAGE.search(frame.file)) else "" for frame in stack]

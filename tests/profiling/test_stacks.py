@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from stoker.profiling import stacks
 from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
-from stoker.watch import stacks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
 
@@ -267,6 +267,8 @@ def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert windows(0.0) == [(10, 10.0), (4, 10.0), (4, 20.0), (1, 23.4), (1, 20.8)]
     assert windows(0.003) == [(4, 10.0), (4, 20.0), (2, 20.0), (1, 33.4), (1, 29.7)]
     assert {rate_hz for rate_hz, _ in windows(0.02)} == {1}
+    sampler._overspent_s = 0.15  # half of the budget of 30 s
+    assert windows(0.0)[0] == (4, 20.0)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.watch.calls import find_call
+from stoker.profiling.calls import find_call
 
 SOURCE = """\
 import copy, gc
@@ -28,6 +28,9 @@ def train(sock, path, items):
     with open(path) as file:
         pass
     return open(path).read()
+def timed():
+    begun = time.perf_counter(); gc.collect(); took = time.perf_counter() - begun
+    return time.perf_counter()
 """
 
 
@@ -51,6 +54,8 @@ def train(sock, path, items):
         (18, "<lambda>", "", "gc.collect"),
         (19, "train", "", "open"),
         (21, "train", "", "read"),
+        (23, "timed", "", "gc.collect"),
+        (24, "timed", "", "time.perf_counter"),
         (99, "train", "", ""),
     ],
 )

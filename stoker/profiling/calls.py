@@ -7,7 +7,7 @@ import ast
 import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_SOURCE_BYTES = 2_000_000
 """Larger files are generated; they are not parsed."""
@@ -16,6 +16,8 @@ _WRAPPERS = frozenset(
     {"wrapper", "wrapped", "inner", "decorate_context", "_wrapped_call_impl", "_fn", "__call__", "__init__", "__new__"}
 )
 """Names of functions that stand for another one: of decorators, of modules and classes that are called."""
+
+_CLOCKS = frozenset({"time.time", "time.perf_counter", "time.monotonic", "time.process_time", "time.thread_time"})
 
 _COMPREHENSIONS = {
     "<listcomp>": ast.ListComp, "<setcomp>": ast.SetComp, "<dictcomp>": ast.DictComp,
@@ -49,7 +51,52 @@ def find_call(file: str, line: int, function: str, callee: str = "") -> str:
     names = [name for call in _calls_of_line(source.tree, line, function) if (name := _call_name(call, source))]
     if callee and callee not in _WRAPPERS:
         return next((name for name in names if name.rpartition(".")[2] == callee), "")
+    names.sort(key=_CLOCKS.__contains__)  # of a line with other calls, these take the time
     return next((name for name in names if callee or name not in source.own), "")
+
+
+_GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})
+
+
+def find_growing_line(file: str, name: str) -> int:
+    """The first line that adds to a container, by the last part of its name (`cache` of `self.cache`); 0: none does, or
+    the file cannot be read."""
+    source = _read_source(file)
+    lines: list[int] = []
+    for node in ast.walk(source.tree) if source is not None else ():
+        holders: list[ast.expr] = []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWING_CALLS:
+            holders = [node.func.value]
+        elif isinstance(node, ast.AugAssign):
+            holders = [node.target]
+        elif isinstance(node, ast.Assign):
+            holders = [target.value for target in node.targets if isinstance(target, ast.Subscript)]
+        if any(_last_name(holder) == _last_name(ast.parse(name, mode="eval").body) for holder in holders):
+            lines.append(node.lineno)  # type: ignore[attr-defined]
+    return min(lines, default=0)
+
+
+def describe_growth(holders: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the hook found that grows (`stoker_hook/growth.py`), as `schemas.Holder`, the largest first: with the line
+    that adds to it, `losses in train.py:41`."""
+    described = []
+    for holder in holders:
+        line = find_growing_line(holder["file"], holder["name"])
+        place = Path(holder["file"]).name + (f":{line}" if line else "")
+        items = f" of {holder['items']}" if holder["items"] else ""
+        text = (
+            f"`{holder['name']}` in {place}: a {holder['type']}, {holder['after']:,} entries{items}, "
+            f"{holder['after'] - holder['before']:,} more in {holder['seconds']:,.0f} s"
+        )
+        kept = {name: holder[name] for name in ("name", "bytes", "graph", "grown")}
+        described.append({"text": text, "place": place, **kept})
+    return described
+
+
+def _last_name(node: ast.expr) -> str:
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,7 +145,8 @@ def _calls_of_line(tree: ast.Module, line: int, function: str) -> list[ast.Call]
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _covers(node, line)]
     if not statements:
         return []
-    nodes = list(_expressions([max(statements, key=lambda node: node.lineno)]))
+    newest = max(node.lineno for node in statements)  # several statements may be in one line
+    nodes = list(_expressions([node for node in statements if node.lineno == newest]))
     if (kind := _COMPREHENSIONS.get(function)) is not None:
         bodies = [node for node in nodes if isinstance(node, kind) and _covers(node, line)]
         nodes = list(_expressions(bodies[-1:]))
