@@ -273,7 +273,10 @@ class SideStream:
             if self._device.is_cpu:
                 return list(tensors), ReadyEvent(None)
             # XLA may read the host memory later than this call returns, when it has the next batch: so a copy of it.
-            return [tensor.clone().to(self._device.torch_device) for tensor in tensors], ReadyEvent(None)
+            copies = [tensor.clone().to(self._device.torch_device) for tensor in tensors]
+            if self._device.kind == "xla":
+                _divide_among_chips(copies)
+            return copies, ReadyEvent(None)
         with self._stream:
             copies = [tensor.to(self._device.torch_device, non_blocking=True) for tensor in tensors]
         main = torch.accelerator.current_stream(self._device.torch_device)
@@ -512,7 +515,10 @@ def select_device(name: str | None = None) -> Device:
         raise make_error(PreflightError, "device-not-usable", choices=available_devices(), device=str(device))
     if device.type == "xla":
         import torch_xla
+        from torch_xla import runtime
 
+        if device.index is None and runtime.global_runtime_device_count() > 1:
+            runtime.use_spmd()
         device = torch_xla.device(device.index)
     elif device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
@@ -546,6 +552,22 @@ def device_of_constants(device: torch.device) -> torch.device:
     """Where to compute a tensor that is kept for all steps, to be moved to `device` then. For XLA on the host: it would
     compile what is made there into the first step, and the other steps as another program."""
     return torch.device("cpu") if device.type in XLA_KINDS else device
+
+
+def _divide_among_chips(tensors: Sequence[Tensor]) -> None:
+    """Divides a batch among the chips of this process, where there are several (SPMD): one program computes what one
+    chip would, and XLA exchanges what sums over images need, as gradients and the statistics of norms do."""
+    from torch_xla import runtime
+
+    if not runtime.is_spmd():
+        return
+    from torch_xla.distributed import spmd
+
+    chips = runtime.global_runtime_device_count()
+    mesh = spmd.Mesh(list(range(chips)), (chips,), ("images",))
+    for tensor in tensors:
+        if tensor.dim() and tensor.shape[0] % chips == 0:
+            spmd.mark_sharding(tensor, mesh, ("images", *[None] * (tensor.dim() - 1)))
 
 
 def set_scalar(scalar: Tensor, value: float) -> None:

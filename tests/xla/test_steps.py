@@ -8,6 +8,8 @@ Faster R-CNN has fewer steps, as XLA's CPU client takes ten seconds for each in 
 """
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -65,3 +67,26 @@ def test_a_step_without_a_copy_of_the_statistics_fails(monkeypatch: pytest.Monke
     monkeypatch.setattr(optim, "_copy_stats", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="running_"):
         check(Trial(model="retinanet_tiny_fpn", dtype=torch.float32, steps=BAD_STEP + 2))
+
+
+TWO_CHIPS = """
+import torch, torch_xla
+from stoker.hardware.device import select_device
+from tests.xla.test_steps import check
+from tests.xla.trials import Trial
+
+(images,), _ = select_device("xla").make_stream().to_device([torch.zeros(4, 3, 8, 8)])
+print(torch_xla._XLAC._get_xla_sharding_spec(images))
+check(Trial(model="retinanet_tiny_fpn", steps=5, programs=3))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_two_chips_divide_a_batch_and_make_the_steps_of_a_cpu():
+    """In a process of its own, as XLA's CPU client counts its devices once. The second step is a program of its own: its
+    weights are where the first left them."""
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_CHIPS], env={**os.environ, "CPU_NUM_DEVICES": "2"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "devices=[2,1,1,1]" in done.stdout

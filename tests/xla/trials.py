@@ -42,7 +42,7 @@ class Trial:
 @dataclasses.dataclass
 class Outcome:
     losses: list[list[float]]
-    """Of each step: the mean losses, the gradient's norm, and the number of skipped steps."""
+    """Of each step: the losses, their sum and the gradient's norm; and 1 if it was skipped, then without losses."""
     tensors: dict[str, Tensor]
     """Weights, running statistics, EMA weights and the optimizer's state after the last step, on the host."""
     compilations: list[int]
@@ -84,7 +84,8 @@ def run(trial: Trial, device: Device, model: Detector) -> Outcome:
         train_step(step, Batch(*tensors))
         host_tensors, ready = stream.to_host(accumulator.take())
         ready.synchronize()
-        losses.append([float(value) for value in host_tensors[0]])
+        stats = accumulator.read(host_tensors, 1)
+        losses.append([*stats.losses.values(), stats.grad_norm or 0.0, stats.skipped_steps])
         compilations.append(metrics.counter_value("UncachedCompile") or 0)
     fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
