@@ -517,7 +517,7 @@ def select_device(name: str | None = None) -> Device:
         import torch_xla
         from torch_xla import runtime
 
-        if device.index is None and runtime.global_runtime_device_count() > 1:
+        if name == "xla" and runtime.global_runtime_device_count() > 1:  # all chips, not one by its number
             runtime.use_spmd()
         device = torch_xla.device(device.index)
     elif device.type != "cpu" and device.index is not None:

@@ -83,7 +83,7 @@ check(Trial(model="retinanet_tiny_fpn", steps=5, programs=3))
 
 @pytest.mark.timeout(600)
 def test_two_chips_divide_a_batch_and_make_the_steps_of_a_cpu():
-    """In a process of its own, as XLA's CPU client counts its devices once. The second step is a program of its own: its
+    """In a process of its own, as XLA's CPU client counts its devices once. The second step is another program: its
     weights are where the first left them."""
     done = subprocess.run(
         [sys.executable, "-c", TWO_CHIPS], env={**os.environ, "CPU_NUM_DEVICES": "2"}, capture_output=True, text=True
