@@ -61,7 +61,7 @@ _GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "
 def find_growing_line(file: str, name: str) -> int:
     """The first line that adds to a container, by the last part of its name (`cache` of `self.cache`); 0: none does, or
     the file cannot be read."""
-    source = _read_source(file)
+    source, wanted = _read_source(file), _last_name(ast.parse(name, mode="eval").body)
     lines: list[int] = []
     for node in ast.walk(source.tree) if source is not None else ():
         holders: list[ast.expr] = []
@@ -71,7 +71,7 @@ def find_growing_line(file: str, name: str) -> int:
             holders = [node.target]
         elif isinstance(node, ast.Assign):
             holders = [target.value for target in node.targets if isinstance(target, ast.Subscript)]
-        if any(_last_name(holder) == _last_name(ast.parse(name, mode="eval").body) for holder in holders):
+        if wanted in map(_last_name, holders):
             lines.append(node.lineno)  # type: ignore[attr-defined]
     return min(lines, default=0)
 

@@ -72,23 +72,25 @@ def find_model(name: str) -> ModelInfo:
     return models[name]
 
 
+COSTS: dict[str, Callable[[ModelInfo], str]] = {
+    "params": lambda model: f"{model.parameters / 1e6:.1f} M",
+    "image size": lambda model: str(model.image_size[0]),
+    "GFLOP": lambda model: fmt.number(model.gflop),
+    "training": lambda model: fmt.number(model.training_gflop),
+    "memory": lambda model: f"{model.memory_gib:.2g} GiB / {model.batch_size}",
+    "weights": lambda model: " ".join(model.weights) or "none",
+}
+"""Head → text of what models are compared by."""
+
+
 def print_models(file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints one line per model, ascending in GFLOP."""
-    heads = ("model", "params", "image size", "GFLOP", "training", "memory", "weights", "use case")
     rows = (
-        [
-            model.name,
-            f"{model.parameters / 1e6:.1f} M",
-            str(model.image_size[0]),
-            fmt.number(model.gflop),
-            fmt.number(model.training_gflop),
-            f"{model.memory_gib:.2g} GiB / {model.batch_size}",
-            " ".join(model.weights) or "none",
-            model.use_case,
-        ]
+        [model.name, *(text(model) for text in COSTS.values()), model.use_case]
         for model in sorted(read_models(), key=lambda model: model.gflop)
     )
-    print_renderables([table(*heads, right=range(1, 6), rows=rows), *LEGEND], file, width=width)
+    shown = table("model", *COSTS, "use case", right=range(1, 6), rows=rows)
+    print_renderables([shown, *LEGEND], file, width=width)
 
 
 LEGEND = (
@@ -102,17 +104,12 @@ LEGEND = (
 def print_comparison(names: Sequence[str], file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints a column per model. Raises ConfigError for a name that there is not."""
     models = [find_model(name) for name in dict.fromkeys(names)]
-    quantities: tuple[tuple[str, Callable[[ModelInfo], str]], ...] = (
-        ("parameters", lambda model: f"{model.parameters / 1e6:.1f} M"),
-        ("image size", lambda model: str(model.image_size[0])),
-        ("GFLOP", lambda model: fmt.number(model.gflop)),
-        ("GFLOP, training", lambda model: fmt.number(model.training_gflop)),
-        ("memory", lambda model: f"{model.memory_gib:.2g} GiB / {model.batch_size}"),
-        ("recipe", lambda model: model.recipe),
-        ("weights", lambda model: " ".join(model.weights) or "none"),
-        ("their license", lambda model: "; ".join(dict.fromkeys(model.licenses.values())) or "n/a"),
-    )
-    rows = [[head, *map(value, models)] for head, value in quantities]
+    long_heads = {"params": "parameters", "training": "GFLOP, training"}
+    quantities = {long_heads.get(head, head): text for head, text in COSTS.items()} | {
+        "their license": lambda model: "; ".join(dict.fromkeys(model.licenses.values())) or "n/a",
+        "recipe": lambda model: model.recipe,
+    }
+    rows = [[head, *map(text, models)] for head, text in quantities.items()]
     costs = table("", *(model.name for model in models), rows=rows)
     print_renderables([costs, "", facts((m.name, m.use_case) for m in models), *LEGEND], file, width=width)
 

@@ -78,7 +78,7 @@ sizes' recipes (`stoker/knowledge/recipes.toml`). DEIMv2 has its class loss by d
 there, nor was its gain measured here.
 
 DEIMv2 is computed as its authors' code does, not as in transformers 5.23, which projects and normalizes the points of
-the maps, embeds the boxes anew in each layer and has ReLU in the heads
+the maps, embeds the boxes in every layer and has ReLU in the heads
 (`tests/models/test_published_names.py`)."""
 LICENSES = """\
 ## Pretrained weights and their licenses

@@ -99,7 +99,7 @@ def check_losses(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CountOperators(TorchDispatchMode):
-    """Of all operators, and of those that compute something: the others only describe memory anew."""
+    """Of all operators, and of those that compute something: the others are views."""
 
     count = computing = 0
 
