@@ -223,6 +223,28 @@ class OptimizerStep:
         if self.sharding is not None:
             self.model.zero_grad(set_to_none=True)
 
+    @torch.no_grad()
+    def update_ratios(self) -> dict[str, float]:
+        """Norm of what the moments now change in a step over the norm of the weights, by the name of each trained
+        weight matrix or kernel; of this rank's rows. {} for SGD without momentum. Waits for the device.
+
+        Biases and norms are left out: they begin at zero.
+        """
+        names = dict(zip(self._trainable_params, self.names, strict=True))
+        ratios: dict[str, Tensor] = {}
+        for group in self._optimizer.param_groups:
+            for weight in group["params"]:
+                state = self._optimizer.state[weight]
+                change = state.get("momentum_buffer")
+                if "exp_avg" in state:
+                    corrections = [1 - beta ** state["step"].clamp(min=1) for beta in group["betas"]]
+                    change = state["exp_avg"] / corrections[0]
+                    change /= (state["exp_avg_sq"] / corrections[1]).sqrt_().add_(group["eps"])
+                if weight.dim() > 1 and change is not None:
+                    ratios[names[weight]] = group["lr"] * change.norm() / weight.norm()
+        values = torch.stack(list(ratios.values())).tolist() if ratios else []
+        return {name: value for name, value in zip(ratios, values, strict=True) if math.isfinite(value)}
+
     def weights(self) -> list[Tensor]:
         """The trained parameters, not divided among ranks."""
         return self._trainable_params

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 import statistics
 import time
 from collections import deque
@@ -148,6 +149,9 @@ def is_spike(loss: float, previous: Sequence[float]) -> bool:
 JUMPED_RATIO = 4.0
 """A gradient of a tensor in the step with the largest loss, over its mean in the windows before, that is named; and by
 how much it must exceed the same ratio of half of the tensors: a jump of all says nothing about one. Heuristics."""
+LARGE_UPDATE = 0.03
+"""Change of a weight in a step over its norm that is named at a spike. About 0.001 is usual (A. Karpathy, CS231n, "Ratio
+of weights:updates"), 0.01 in heads that begin small. A heuristic."""
 
 
 class Suspects(NamedTuple):
@@ -159,6 +163,8 @@ class Suspects(NamedTuple):
     """The images of the step after so many steps."""
     clip_grad_norm: float = 0.0
     """The setting of the run; 0: no clipping."""
+    update_ratios: Callable[[], dict[str, float]] = dict
+    """Of the weights now (`OptimizerStep.update_ratios`)."""
 
 
 NO_SUSPECTS = Suspects()
@@ -228,6 +234,10 @@ class StabilityAlerts:
         if largest > JUMPED_RATIO * max(1.0, statistics.median(ratios)):
             data |= {"parameter": suspects.parameters[ratios.index(largest)], "gradient_ratio": largest}
             text += f"; the gradient of {data['parameter']} was {largest:.0f} times its mean there"
+        updates = suspects.update_ratios()
+        if updates and max(updates.values()) > LARGE_UPDATE:
+            data["fastest_parameter"], data["update_ratio"] = max(updates.items(), key=operator.itemgetter(1))
+            text += f"; a step changes {data['fastest_parameter']} by {data['update_ratio']:.1%}, usual are 0.1%"
         norm = math.hypot(*stats.worst_norms)
         limit = float(f"{2 * statistics.median(norm for norm, _ in self._recent_norms):.2g}")
         if norm > JUMPED_RATIO * limit and not 0 < suspects.clip_grad_norm <= limit:
@@ -267,8 +277,9 @@ class Recorder:
             )
         self._last_read_step = setup.state.step
         suspects = Suspects(
-            setup.optimizer.names, functools.partial(name_images, setup), setup.config.optim.clip_grad_norm or 0.0
-        )
+            setup.optimizer.names, functools.partial(name_images, setup), setup.config.optim.clip_grad_norm or 0.0,
+            setup.optimizer.update_ratios,
+        )  # fmt: skip
         self._alerts = StabilityAlerts(self._attempt.log_event, self._recovery.peak_lr, suspects)
 
     def after_step(self) -> None:

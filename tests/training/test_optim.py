@@ -159,6 +159,27 @@ def test_the_norm_of_each_gradient_has_its_name():
     assert float(clipped.grad_norm) == pytest.approx(math.hypot(*expected.values()), rel=1e-4)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_update_ratios_are_what_the_last_step_changed(optimizer: str):
+    stepper = OptimizerStep(make_model(), settings(optimizer=optimizer), CPU, precision="fp32")
+    for step in range(6):
+        before = {name: weight.detach().clone() for name, weight in stepper.model.named_parameters()}
+        stepper.backward(stepper.model(make_images(step, bad=False)).square().mean())
+        stepper.step(0.01, step)
+    expected = {
+        name: ((weight - before[name]).norm() / weight.norm()).item()
+        for name, weight in stepper.model.named_parameters()
+        if weight.dim() > 1
+    }
+    # AdamW's decay, 0.01 of the learning rate, is no part of its moments.
+    assert stepper.update_ratios() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert min(expected.values()) > 1e-3
+
+
+def test_without_momentum_there_are_no_update_ratios():
+    assert OptimizerStep(make_model(), settings(momentum=0.0), CPU, precision="fp32").update_ratios() == {}
+
+
 def test_the_accumulator_keeps_the_norms_of_the_step_with_the_largest_loss():
     meter, ok, skipped = LossAccumulator(CPU, max_skipped_steps=9), torch.tensor(0.0), torch.tensor(1.0)
     steps = [

@@ -332,6 +332,24 @@ def test_a_spike_names_images_layer_and_setting(
     assert text.endswith("--lr 0.0033" + (f" or --clip-grad-norm {limit:g}" if limit else ""))
 
 
+@pytest.mark.parametrize(("ratio", "named"), [(0.0423, "b"), (0.029, None)])
+def test_a_spike_names_a_weight_that_a_step_changes_much(ratio: float, named: str | None):
+    found: list[tuple[str, dict[str, Any]]] = []
+    suspects = Suspects(["a", "b"], str, 0.0, lambda: {"a": 0.001, "b": ratio})
+    alerts = StabilityAlerts(lambda _kind, text, /, **data: found.append((text, data)), 0.01, suspects)
+    for n in range(30):
+        loss = 9.0 if n == 29 else 1.0
+        window = StepWindow(
+            t=0.0, attempt=1, step=n, window_steps=1, num_images=1, wall_s=1.0, devices=1, phases={},
+            losses={"total": loss}, lr=0.01, grad_norm=1.0, skipped_steps=0,
+        )  # fmt: skip
+        stats = StepStats(window.losses, 1.0, 0, None, n, [1.0, 1.0], [1.0, 1.0])
+        alerts.check(window, stats, tolerated_skips=0)
+    ((text, data),) = found
+    assert data.get("fastest_parameter") == named
+    assert ("a step changes b by 4.2%" in text) == (named is not None)
+
+
 @pytest.mark.slow
 def test_a_spike_of_a_training_names_what_caused_it(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[list[int]] = []
@@ -343,19 +361,24 @@ def test_a_spike_of_a_training_names_what_caused_it(data: Path, tmp_path: Path, 
         seen.append(batch.image_index.tolist())
         if len(seen) != 41:
             return losses
-        name, weight = [row for row in self.optimizer.model.named_parameters() if row[1].grad is not None][10]
+        kernels = [row for row in self.optimizer.model.named_parameters() if row[1].dim() > 1]
+        name, weight = [row for row in kernels if row[1].grad is not None][10]
         weight.grad *= 1e4
         named.append(name)
         return {name: 100 * loss for name, loss in losses.items()}
 
     monkeypatch.setattr(PlainStep, "forward_backward", poisoned)
-    run = trained(data, tmp_path / "run", monkeypatch, max_duration="60", auto_batch=False)
+    run = trained(
+        data, tmp_path / "run", monkeypatch, max_duration="60", auto_batch=False, clip_grad_norm=0.0, optimizer="sgd"
+    )
     (spike,) = events_of(run, "loss_spike")
     first = len(seen) - 60
     index = open_index_of(settings(data).data)
     assert spike.data["worst_step"] == 41 - first
     assert spike.data["images"].split(", ") == [index.display_source(n) for n in seen[40]]
     assert [spike.data["parameter"]] == named
+    assert [spike.data["fastest_parameter"]] == named
+    assert spike.data["update_ratio"] > 0.3
 
 
 def test_skipped_steps_are_said_when_they_have_doubled():
