@@ -150,8 +150,8 @@ JUMPED_RATIO = 4.0
 """A gradient of a tensor in the step with the largest loss, over its mean in the windows before, that is named; and by
 how much it must exceed the same ratio of half of the tensors: a jump of all says nothing about one. Heuristics."""
 LARGE_UPDATE = 0.03
-"""Change of a weight in a step over its norm that is named at a spike. About 0.001 is usual (A. Karpathy, CS231n, "Ratio
-of weights:updates"), 0.01 in heads that begin small. A heuristic."""
+"""Change of a weight in a step over its norm that is named at a spike. About 0.001 is usual (A. Karpathy, CS231n,
+"Ratio of weights:updates"), 0.01 in heads that begin small. A heuristic."""
 
 
 class Suspects(NamedTuple):
