@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
+from stoker.hardware.device import device_of_constants
 from stoker.models.detector import Backbone, ClassHeadSpec, Detector, Part
 from stoker.models.layers.boxes import GridSize, batched_gather, cxcywh_to_xyxy
 from stoker.models.layers.deformable_attention import DeformableAttention
@@ -159,14 +160,22 @@ class WindowedViT(Backbone):
         side = math.isqrt(of_patches.shape[1])
         grid = of_patches.transpose(1, 2).unflatten(2, (side, side))
         if patches.shape[2:] != grid.shape[2:]:
+            height, width = (_resizing(side, int(size), grid) for size in patches.shape[2:])
             with torch.autocast(images.device.type, enabled=False):
-                grid = functional.interpolate(
-                    grid.float(), patches.shape[2:], mode="bicubic", align_corners=False, antialias=True
-                ).to(grid.dtype)
+                grid = height @ grid @ width.T
         windows = (patches + grid).unflatten(2, (WINDOWS, -1)).unflatten(4, (WINDOWS, -1)).permute(0, 2, 4, 1, 3, 5)
         windows = windows.flatten(0, 2)
         class_tokens = (self.cls_token + of_class).transpose(1, 2)[..., None].expand(windows.shape[0], -1, -1, -1)
         return class_tokens.to(windows.dtype), windows
+
+
+def _resizing(old: int, new: int, like: Tensor) -> Tensor:
+    """[new, old]: what an antialiased bicubic `interpolate` does along an axis. As a product, its gradient is the same
+    in every run on CUDA, and XLA has it."""
+    device = device_of_constants(like.device)
+    basis = torch.eye(old, device=device)[None, None]
+    matrix = functional.interpolate(basis, (old, new), mode="bicubic", align_corners=False, antialias=True)
+    return matrix[0, 0].T.to(like.device, like.dtype)
 
 
 class ConvNorm(nn.Module):
