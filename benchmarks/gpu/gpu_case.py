@@ -370,8 +370,8 @@ def measure_eager(work: Work) -> None:
     say(**memory(work, work.eagerly))
     if about["how"] == "eager":  # the counter knows no fused convolution
         say(**flops(work))
-    sums = work.meter.take()[0].tolist()
-    say(skipped=round(sums[-1]), steps=work.done)
+    stats = work.meter.read([tensor.cpu() for tensor in work.meter.take()], work.done)
+    say(skipped=stats.skipped_steps, steps=work.done)
 
 
 def measure_compiled(work: Work) -> None:
