@@ -10,7 +10,6 @@ two bins around the true distance, DDF distils the last layer into the others. T
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 MAX_BIN = 32
 NUM_BINS = MAX_BIN + 1
@@ -68,7 +67,7 @@ def ddf_loss(student: Tensor, teacher: Tensor, weight: Tensor, positive: Tensor)
     """
     teacher_log = (teacher.detach() / TEMPERATURE).unflatten(-1, (4, NUM_BINS)).log_softmax(-1)
     student_log = (student / TEMPERATURE).unflatten(-1, (4, NUM_BINS)).log_softmax(-1)
-    divergence = functional.kl_div(student_log, teacher_log.expand_as(student_log), reduction="none", log_target=True)
+    divergence = teacher_log.exp() * (teacher_log - student_log)  # XLA has no gradient of `kl_div`
     by_query = weight * TEMPERATURE**2 * divergence.sum((-2, -1)) / 4
     sums, counts = [], []
     for mask in (positive, ~positive):
