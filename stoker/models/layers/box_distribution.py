@@ -44,7 +44,7 @@ def side_targets(
     center, size = reference.split(2, dim=-1)
     unit = size / reg_scale + 1e-16
     wanted = torch.cat(((center - boxes[..., :2]) / unit, (boxes[..., 2:] - center) / unit), dim=-1) - 0.5 * reg_scale
-    lower = (torch.bucketize(wanted, distances, right=True) - 1).clamp(0, MAX_BIN - 1)
+    lower = ((wanted[..., None] >= distances).sum(-1) - 1).clamp(0, MAX_BIN - 1)  # XLA has no `bucketize`
     below, above = distances[lower], distances[lower + 1]
     return lower, ((wanted - below) / (above - below)).clamp(0, 1)
 

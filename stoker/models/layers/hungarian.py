@@ -41,7 +41,8 @@ def _assign(cost: Tensor, valid: Tensor) -> Tensor:
 
         return hungarian_kernel.assign(cost, valid)
     with allow_host_sync("assign"):
-        costs, is_box = cost.double().cpu().numpy(), valid.cpu().numpy()
+        both = torch.cat((cost, valid[:, None].to(cost.dtype)), 1).double().cpu().numpy()  # one wait, one XLA program
+        costs, is_box = both[:, :-1], both[:, -1] > 0
         assigned = np.full(is_box.shape, UNASSIGNED, np.int64)
         for problem, boxes in enumerate(is_box):
             if boxes.any():
