@@ -4,7 +4,8 @@ on a CPU, no operator that falls back to it, and two programs. `make test-xla`; 
 They compare in float64. A float32 step differs from the exact one by more than 1e-4 on a CPU alone, since rounding
 flips what has no derivative: ReLUs near zero, and the signs of AdamW's first steps (docs/gpu-status.md). Deep models
 take SGD: with AdamW, a difference of 1e-11 in the weights of `ember_n` changes gradients after nine steps on a CPU too.
-Faster R-CNN has fewer steps, as XLA's CPU client takes ten seconds for each in float64.
+Faster R-CNN has fewer steps, as XLA's CPU client takes ten seconds for each in float64; D-FINE and RF-DETR, since a
+step takes it a minute to compile. A DETR model has a program more for each matching, which is on the host.
 """
 
 import os
@@ -32,7 +33,9 @@ TRIALS = (
     Trial(model="faster_rcnn_mobilenet_v3_large_fpn", steps=8),
     Trial(model="ssdlite320_mobilenet_v3_large"),
     Trial(model="ember_n"),
-    Trial(model="deimv2_atto", programs=4),
+    Trial(model="deimv2_atto", programs=3),
+    Trial(model="dfine_n", programs=3, steps=5),
+    Trial(model="rf_detr_n", programs=4, steps=5),
 )
 
 
