@@ -212,7 +212,8 @@ _ERRORS: dict[FailureKind, type[StorageError]] = {
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Times in seconds. total_s: of a request with all its retries (STOKER_STORAGE_TIMEOUT_S)."""
+    """Times in seconds. total_s: of a request with all its retries (STOKER_STORAGE_TIMEOUT_S), of which an attempt counts
+    for at most twice `stall_s`: a process that was stopped, or a machine that slept, has not waited."""
 
     total_s: float = 120.0
 
@@ -257,7 +258,8 @@ class RetryState:
 
     def __init__(self, timeouts: Timeouts, counters: RequestCounters) -> None:
         self._timeouts, self._counters = timeouts, counters
-        self._start_s = time.monotonic()
+        self._start_s = self._attempt_start_s = time.monotonic()
+        self._spent_s = 0.0
         self.failures: list[Failure] = []
         counters.requests += 1
 
@@ -272,11 +274,15 @@ class RetryState:
         total_s = self._timeouts.total_s
         if failure.connection_failed and not counters.has_responded:
             total_s /= CONNECT_TIMEOUT_DIVISOR
-        remaining_s = self._start_s + total_s - time.monotonic()
+        now = time.monotonic()
+        self._spent_s += min(now - self._attempt_start_s, 2 * self._timeouts.stall_s)
+        remaining_s = total_s - self._spent_s
         # Not the global generator of `random`, whose numbers a training may use.
         wait_s = _RANDOM.uniform(0.0, min(BACKOFF_MAX_S, BACKOFF_BASE_S * 2.0 ** (len(self.failures) - 1)))
         if wait_s >= remaining_s:
             return None
+        self._spent_s += wait_s
+        self._attempt_start_s = now + wait_s
         counters.requests += 1
         counters.retries += 1
         return wait_s

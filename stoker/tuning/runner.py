@@ -409,7 +409,7 @@ class Runner:
 
     def _start_base(self, settings: Any) -> TrialProcess:
         """The process with these settings that is running, or a new one."""
-        if self._base is None or self._base.settings != dict(settings):
+        if self._base is None or self._base.has_failed or self._base.settings != dict(settings):
             self._replace_base(None)
             self._base = self._start(dict(settings))
         return self._base

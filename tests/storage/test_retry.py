@@ -42,10 +42,26 @@ def test_connection_failures_of_an_unknown_endpoint_end_early() -> None:
     patience = {}
     for name, counters in (("new", new), ("proved", proved)):
         tries = RetryState(Timeouts(total_s=60.0), counters)
-        tries._start_s -= 60.0 / failures.CONNECT_TIMEOUT_DIVISOR + 1.0
+        tries._spent_s += 60.0 / failures.CONNECT_TIMEOUT_DIVISOR + 1.0
         patience[name] = tries.next_wait_s(lost)
     assert patience["new"] is None
     assert patience["proved"] is not None
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now)
+    tries, stall_s = RetryState(Timeouts(), RequestCounters()), Timeouts().stall_s
+    now += 3600.0  # stopped, then the stalled connection is closed
+    assert (wait_s := tries.next_wait_s(BUSY)) is not None
+    for _ in range(3):
+        now += wait_s + stall_s
+        assert (wait_s := tries.next_wait_s(BUSY)) is not None
+    for _ in range(8):
+        now += (wait_s or 0.0) + stall_s
+        wait_s = tries.next_wait_s(BUSY)
+    assert wait_s is None
+    assert "in 37" in tries.describe(), "what a clock saw"
 
 
 def test_timeout_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,17 @@ def test_changes_that_pay_and_train_the_same_are_kept(request_: TuneRequest) -> 
     assert any("unavailable" in text for text in said)
 
 
+def test_a_base_that_fails_in_a_trial_is_started_again_for_the_next(
+    request_: TuneRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL_ONCE", str(tmp_path / "failed"))
+    result = tune(request_, lambda _: None)
+    failed = [trial for trial in result.trials if "the bucket did not respond" in trial.reason]
+    assert [trial.state for trial in failed] == ["unavailable"]
+    assert not any("the process ended" in trial.reason for trial in result.trials)
+    assert result.changes
+
+
 def test_losses_are_compared_from_the_first_sample_on_after_the_bounds(request_: TuneRequest) -> None:
     request = dataclasses.replace(request_, config=BAD.replace(eval_every="0"), levers=("batch_size",))
     result = tune(request, lambda _: None)
