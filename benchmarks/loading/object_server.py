@@ -22,6 +22,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 PIECE = 1 << 18
+PIECE_S = 0.01
+"""Time of the link that a piece takes at most, so that many connections of a slow one all get bytes, as they would."""
 SLACK_S = 0.01
 """Time of the link that is not lost while the server itself is late."""
 DATE = "Wed, 01 Jan 2025 00:00:00 GMT"
@@ -33,6 +35,7 @@ class Link:
         self._latency_s, self._bytes_per_s = arguments.latency_ms / 1000, arguments.mb_per_s * 1e6
         self._slow_fraction, self._slow_s = arguments.slow_fraction, arguments.slow_ms / 1000
         self._random, self._free_at = random.Random(0), 0.0
+        self.piece = max(1024, min(PIECE, int(self._bytes_per_s * PIECE_S))) if self._bytes_per_s else PIECE
 
     def latency_s(self) -> float:
         """Seconds to the first byte of a response."""
@@ -82,8 +85,8 @@ class Connection(asyncio.Protocol):
             head, body = self._answer(request)
             await asyncio.sleep(self._link.latency_s())
             self._transport.write(head)
-            for at in range(0, len(body), PIECE):
-                piece = body[at : at + PIECE]
+            for at in range(0, len(body), self._link.piece):
+                piece = body[at : at + self._link.piece]
                 await self._can_write.wait()
                 wait_s = self._link.reserve(self._loop.time(), len(piece))
                 if wait_s:

@@ -35,7 +35,7 @@ TRIALS = (
     Trial(model="ember_n"),
     Trial(model="deimv2_atto", programs=3),
     Trial(model="dfine_n", programs=3, steps=5),
-    Trial(model="rf_detr_n", programs=4, steps=5),
+    Trial(model="rf_detr_n", programs=5, steps=5),
 )
 
 
