@@ -84,7 +84,9 @@ class PlaceCounter:
         process.groups.setdefault(group, _Count()).add(_Count(window.samples, window.wall_s, 1))
         seen: set[_Key] = set()
         for place in window.places:
-            key = _Key(group, place.kind, place.line, place.function, place.call, place.part)
+            # Such a call of the job's own computes with torch, as copy.deepcopy of a model does, but is no step.
+            kind = "python" if place.kind == "compute" and _NEVER_A_STEP.match(place.call) else place.kind
+            key = _Key(group, kind, place.line, place.function, place.call, place.part)
             if key not in process.places and len(process.places) >= MAX_PLACES:
                 continue
             is_new = key not in seen
@@ -210,6 +212,8 @@ def _wilson(fraction: float, count: int) -> tuple[float, float]:
     return max(0.0, (center - error) / scale), min(1.0, (center + error) / scale)
 
 
+_NEVER_A_STEP = re.compile(r"(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv)\.")
+"""Calls of the standard library that no forward pass, backward pass or optimizer step goes through."""
 _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm"})
 _LOADER_CALL = re.compile(r"^torch\.utils\.data\.|^multiprocessing\.|^threading\.|^queue\.")
 _READ = re.compile(

@@ -212,8 +212,8 @@ _ERRORS: dict[FailureKind, type[StorageError]] = {
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Times in seconds. total_s: of a request with all its retries (STOKER_STORAGE_TIMEOUT_S), of which an attempt counts
-    for at most twice `stall_s`: a process that was stopped, or a machine that slept, has not waited."""
+    """Times in seconds. total_s: of a request with all its retries (STOKER_STORAGE_TIMEOUT_S), of which an attempt
+    counts for at most twice `stall_s`: a process that was stopped, or a machine that slept, has not waited."""
 
     total_s: float = 120.0
 
