@@ -114,6 +114,20 @@ def explain(termination: Termination) -> list[Finding]:
     return findings
 
 
+def explain_hang(output: tuple[LogLine, ...]) -> list[Finding]:
+    """What the output of a job that lives says since the progress before its last, where that is a known failure: the
+    last may be the line of a bar, which is written again and again."""
+    progress = find_progress(output)
+    lines = drop_ignored_exceptions(output[progress[-2] if len(progress) > 1 else 0 :])
+    faults = [match for match in _find_matches(lines) if match.ending.role == "fault" and not match.pattern.harmless]
+    found = sorted({match.ending.id: match.ending for match in faults}.values(), key=_rank)
+    return [
+        _make_finding(ending.id, _quote_lines([match.line for match in faults if match.ending is ending]))
+        for ending in found
+        if ending.id not in UNEXPLAINED
+    ]
+
+
 def _find_normal_end(termination: Termination, matches: list[_Match]) -> LogLine | None:
     """The line of a normal end, if the end itself is not recorded and nothing after the line speaks against it."""
     if termination.exit_code is not None or termination.source:

@@ -100,6 +100,7 @@ def read_run(run_dir: Path, *, observers: Iterable[Observer] = ()) -> RunRecords
         probe.probe: probe for probe in run_records.all_probes if not probe.reason and probe.ratio > 0
     }
     run_records.termination = end.termination()
+    run_records.read_output = end.output_so_far
     run_records.price_per_device_hour = run_records.recorded_price
     return run_records
 

@@ -9,6 +9,7 @@ job that has ended.
 import dataclasses
 import math
 import signal
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -528,6 +529,8 @@ class RunRecords:
     """Path → error, of the first few."""
     num_quarantined: int = 0
     termination: Termination | None = None
+    read_output: Callable[[], tuple[LogLine, ...]] = tuple
+    """The output so far of a run that lives."""
     """What is known of its end, if it neither runs nor finished."""
     ended_for_memory: bool = False
     """Its end was that host memory was full: set by the engine, which explains the end before it asks the rules."""

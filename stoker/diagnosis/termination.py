@@ -184,6 +184,11 @@ class EndReader:
             hang=self._hang(),
         )
 
+    def output_so_far(self) -> tuple[LogLine, ...]:
+        """Of an attempt that has not ended; () where none is kept."""
+        lives = self._events.end is None and self._has_output
+        return _read_attempt_output(self._run_dir, self._events.output_start) if lives else ()
+
     def _hang(self) -> HangInfo | None:
         """The time without progress before the end."""
         end, progress_t = self._events.end, self._progress_t

@@ -1,0 +1,34 @@
+"""What a job that hangs has logged comes before that it hangs."""
+
+from pathlib import Path
+
+import pytest
+
+from stoker.diagnosis import termination
+from stoker.diagnosis.engine import run_rules
+from stoker.diagnosis.reader import read_run
+from tests.diagnosis.built import make_run
+
+SHM = "RuntimeError: unable to allocate shared memory(shm) for file </torch_135_41_6>: No space left on device (28)"
+"""PyTorch's message (aten/src/ATen/MapAllocator.cpp), as a loader worker prints it while the training waits for it."""
+
+
+@pytest.mark.parametrize(
+    ("lines", "first"),
+    [
+        (["step 1 loss 0.5", "step 2 loss 0.4", SHM, "step 3 loss 0.4"], "shared_memory_full"),
+        ([SHM, "step 1 loss 0.5", "step 2 loss 0.4", "step 3 loss 0.4"], "hung"),  # it went on after that
+        (["step 1 loss 0.5", "step 2 loss 0.4"], "hung"),
+    ],
+)
+def test_what_a_hanging_job_has_logged(
+    lines: list[str], first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(termination, "is_held", lambda *_: True)  # it lives
+    run = make_run(
+        tmp_path / "run", external=True, silent=60, end=None, host=lambda s: {"process_cpu": 0.01} if s > 44 else {}
+    )
+    (run / "output.log").write_text("\n".join(lines))
+    found = [finding.id for finding in run_rules(read_run(run))]
+    assert found[0] == first
+    assert "hung" in found
