@@ -84,7 +84,7 @@ class PlaceCounter:
         process.groups.setdefault(group, _Count()).add(_Count(window.samples, window.wall_s, 1))
         seen: set[_Key] = set()
         for place in window.places:
-            # Such a call of the job's own computes with torch, as copy.deepcopy of a model does, but is no step.
+            # copy.deepcopy of a model ends in torch's frames, so its samples are recorded as compute.
             kind = "python" if place.kind == "compute" and _NEVER_A_STEP.match(place.call) else place.kind
             key = _Key(group, kind, place.line, place.function, place.call, place.part)
             if key not in process.places and len(process.places) >= MAX_PLACES:

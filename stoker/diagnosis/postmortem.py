@@ -119,12 +119,10 @@ def explain_hang(output: tuple[LogLine, ...]) -> list[Finding]:
     last may be the line of a bar, which is written again and again."""
     progress = find_progress(output)
     lines = drop_ignored_exceptions(output[progress[-2] if len(progress) > 1 else 0 :])
-    faults = [match for match in _find_matches(lines) if match.ending.role == "fault" and not match.pattern.harmless]
-    found = sorted({match.ending.id: match.ending for match in faults}.values(), key=_rank)
     return [
-        _make_finding(ending.id, _quote_lines([match.line for match in faults if match.ending is ending]))
-        for ending in found
-        if ending.id not in UNEXPLAINED
+        _make_finding(ending_id, _quote_lines(quoted))
+        for ending_id, quoted in _faults_by_ending(_find_matches(lines)).items()
+        if ending_id not in UNEXPLAINED
     ]
 
 
@@ -400,13 +398,11 @@ def _hang_evidence(termination: Termination) -> list[Evidence]:
 def _other_findings(termination: Termination, matches: list[_Match], reported_ids: set[str]) -> list[Finding]:
     """Other failures in the output and the kernel's log, the most specific first."""
     findings = []
-    faults = [match for match in matches if match.ending.role == "fault" and not match.pattern.harmless]
-    for ending in sorted({match.ending.id: match.ending for match in faults}.values(), key=_rank):
-        if ending.id not in reported_ids:
-            lines = [match.line for match in faults if match.ending is ending]
+    for ending_id, lines in _faults_by_ending(matches).items():
+        if ending_id not in reported_ids:
             note = make_evidence("in the output; not what ended it, as far as its end shows")
             findings.append(
-                _make_finding(ending.id, [*_quote_lines(lines[-_MAX_QUOTED_LINES:]), note], severity="info")
+                _make_finding(ending_id, [*_quote_lines(lines[-_MAX_QUOTED_LINES:]), note], severity="info")
             )
     fault_lines = [line for line in termination.kernel_log if _xid_pid(line.text) is not None]
     if fault_lines and "gpu_fault" not in reported_ids:
@@ -420,6 +416,13 @@ def _other_findings(termination: Termination, matches: list[_Match], reported_id
         if xid_lines:
             findings.insert(0, _make_finding("gpu_fault", _quote_lines(xid_lines[-_MAX_QUOTED_LINES:])))
     return findings
+
+
+def _faults_by_ending(matches: list[_Match]) -> dict[str, list[LogLine]]:
+    """Id of each failure → its lines, the most specific failure first."""
+    faults = [match for match in matches if match.ending.role == "fault" and not match.pattern.harmless]
+    endings_found = sorted({match.ending.id: match.ending for match in faults}.values(), key=_rank)
+    return {ending.id: [match.line for match in faults if match.ending is ending] for ending in endings_found}
 
 
 def _find_matches(lines: tuple[LogLine, ...]) -> list[_Match]:

@@ -529,9 +529,9 @@ class RunRecords:
     """Path → error, of the first few."""
     num_quarantined: int = 0
     termination: Termination | None = None
-    read_output: Callable[[], tuple[LogLine, ...]] = tuple
-    """The output so far of a run that lives."""
     """What is known of its end, if it neither runs nor finished."""
+    read_output: Callable[[], tuple[LogLine, ...]] = tuple
+    """Reads the output so far of a run that has not ended: only where a rule needs it."""
     ended_for_memory: bool = False
     """Its end was that host memory was full: set by the engine, which explains the end before it asks the rules."""
 

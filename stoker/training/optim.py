@@ -233,14 +233,14 @@ class OptimizerStep:
         names = dict(zip(self._trainable_params, self.names, strict=True))
         ratios: dict[str, Tensor] = {}
         for group in self._optimizer.param_groups:
-            for weight in group["params"]:
+            for weight in (parameter for parameter in group["params"] if parameter.dim() > 1):
                 state = self._optimizer.state[weight]
                 change = state.get("momentum_buffer")
                 if "exp_avg" in state:
                     corrections = [1 - beta ** state["step"].clamp(min=1) for beta in group["betas"]]
                     change = state["exp_avg"] / corrections[0]
                     change /= (state["exp_avg_sq"] / corrections[1]).sqrt_().add_(group["eps"])
-                if weight.dim() > 1 and change is not None:
+                if change is not None:
                     ratios[names[weight]] = group["lr"] * change.norm() / weight.norm()
         values = torch.stack(list(ratios.values())).tolist() if ratios else []
         return {name: value for name, value in zip(ratios, values, strict=True) if math.isfinite(value)}

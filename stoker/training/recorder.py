@@ -237,7 +237,7 @@ class StabilityAlerts:
         updates = suspects.update_ratios()
         if updates and max(updates.values()) > LARGE_UPDATE:
             data["fastest_parameter"], data["update_ratio"] = max(updates.items(), key=operator.itemgetter(1))
-            text += f"; a step changes {data['fastest_parameter']} by {data['update_ratio']:.1%}, usual are 0.1%"
+            text += f"; a step changes {data['fastest_parameter']} by {data['update_ratio']:.1%}, about 0.1% is usual"
         norm = math.hypot(*stats.worst_norms)
         limit = float(f"{2 * statistics.median(norm for norm, _ in self._recent_norms):.2g}")
         if norm > JUMPED_RATIO * limit and not 0 < suspects.clip_grad_norm <= limit:

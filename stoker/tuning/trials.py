@@ -54,6 +54,7 @@ class TrialProcess:
         self.is_fresh = True
         """Whether its stream of samples is at the first one, and its weights are as in any other process."""
         self.has_failed = False
+        """Whether its last request had no answer, or an error: it ends then."""
         self._limit_s = max(COMPILE_S if settings.get("compile") else ANSWER_S, budget_s / 2)
         self._log, self._rest = log, b""
         try:
@@ -113,18 +114,16 @@ class TrialProcess:
 
     def _exchange(self, message: Start | Request) -> Reply:
         assert self._process.stdin is not None
+        self.has_failed = True  # until it has answered
         try:
-            try:
-                self._process.stdin.write(msgspec.json.encode(message) + b"\n")
-                self._process.stdin.flush()
-            except BrokenPipeError:
-                raise TrialError(self._describe_end()) from None
-            reply = msgspec.json.decode(self._read_line(), type=Reply)
-            if reply.error:
-                raise TrialError(reply.error, unavailable=reply.unavailable)
-        except TrialError:
-            self.has_failed = True
-            raise
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise TrialError(self._describe_end()) from None
+        reply = msgspec.json.decode(self._read_line(), type=Reply)
+        if reply.error:
+            raise TrialError(reply.error, unavailable=reply.unavailable)
+        self.has_failed = False
         return reply
 
     def _read_line(self) -> bytes:
