@@ -50,12 +50,14 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     """train: whole steps. step: the same on one batch that is kept on the device. load: loading alone. losses: the
     total loss and the inputs of each `group` of images, with updates at `lr`. eval, checkpoint: the seconds of one.
     ramp: a step at `lr`, and its loss before the update; the first begins with the weights of a run. restore: back to
-    before it."""
+    before it. drained: what a bucket has sent, or was asked for, is loaded before the clock starts: it arrived while
+    the process was stopped, and a run has no such pauses."""
 
     do: Literal["train", "step", "load", "losses", "eval", "checkpoint", "ramp", "restore"]
     images: int = 0
     group: int = 1
     lr: float = 0.0
+    drained: bool = False
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -70,6 +72,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
     """Three of each group: the means of the left and the right half of the pixels, and that of the boxes' sides."""
     workers: int = 0
     prefetch_depth: int = 0
+    requested: int = 0
+    """Images that a bucket is asked for ahead of the loader: a window of fewer may see none arrive."""
     error: str = ""
     """Why it could not be done; the process ends then."""
     unavailable: bool = False
@@ -128,6 +132,9 @@ class Trial(DryRun):
         if request.do in ("eval", "checkpoint"):
             return Reply(seconds=self._evaluate() if request.do == "eval" else self._copy_state())
         steps = max(1, -(-request.images // self.batch_size))
+        ahead = self.loader.stats()
+        if request.drained and ahead.requested:
+            self._load(ahead.ready + ahead.loading + ahead.requested)
         self.device.synchronize()
         self.ledger.window(0.0)
         start_s = time.perf_counter()
@@ -149,6 +156,7 @@ class Trial(DryRun):
             phases={} if breakdown is None else breakdown.phases,
             losses=losses,
             inputs=inputs,
+            requested=self.loader.stats().requested,
         )
 
     def _next_batch(self) -> Batch:

@@ -130,6 +130,8 @@ class Situation(NamedTuple):
     spent_s: float
     trial_s: float
     """Expected of the next trial."""
+    confirm_s: float
+    """Expected of the confirmation: its windows are of the first settings, the longest that there are."""
 
 
 def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
@@ -145,7 +147,7 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
     for trial in kept:
         if trial.phases:
             windows, seconds = trial.phases, [after for _, after in trial.pairs]
-    durations = sorted(trial.seconds for trial in trials if trial.probe != BOUNDS and trial.steps)
+    measured = [trial for trial in trials if trial.probe != BOUNDS and trial.steps and trial.pairs]
     return Situation(
         settings,
         add_events(windows, settings, bounds, context.facts),
@@ -153,8 +155,20 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
         bounds,
         kept,
         sum(trial.seconds for trial in trials),
-        durations[-1] if durations else FIRST_TRIAL_S,
+        _expect_seconds(measured[-1]) if measured else FIRST_TRIAL_S,
+        FIRST_TRIAL_S + max((_window_seconds(trial, settings) for trial in measured), default=0.0),
     )
+
+
+def _expect_seconds(trial: Probe) -> float:
+    """Of the next trial: as many as this one took, less where it made the windows shorter."""
+    return max(FIRST_TRIAL_S, trial.seconds / (max(1.0, trial.ratio) if trial.kept else 1.0))
+
+
+def _window_seconds(trial: Probe, settings: Mapping[str, Any]) -> float:
+    """All windows of a trial, of both sides."""
+    images = trial.steps * (restore_types(trial.changes).get("batch_size") or settings["batch_size"])
+    return float(images) * statistics.fmean(before + after for before, after in trial.pairs)
 
 
 def restore_types(changes: Changes) -> Changes:
@@ -223,7 +237,7 @@ def next_action(lines: Iterable[Probe], context: Context) -> Action:
     end = Action(CONFIRM, number, _all_changes(now))
     if not now.kept:
         end = _next_suggestion(trials, now, context, "nothing pays")
-    reserve_s = now.trial_s if now.kept else 0.0
+    reserve_s = now.confirm_s if now.kept else 0.0
     candidates = _candidates(trials, now, context)
     has_time = now.spent_s + now.trial_s + reserve_s <= context.budget_s
     for expected, lever, changes, fraction in candidates:

@@ -307,12 +307,13 @@ class Runner:
         base.warm_up()
         depth = base.batch_size * (base.ready.prefetch_depth + 1)
         found = measure_in_turn(
-            lambda images: base.ask("step", images), lambda images: base.ask("train", images),
+            lambda images, _drained: base.ask("step", images),
+            lambda images, drained: base.ask("train", images, drained=drained),
             unit=base.batch_size, is_enough=lambda pairs: len(pairs) == min(policy.LOOKS),
         )  # fmt: skip
         base.ask("load", depth)  # what was loaded ahead
         images = max(depth, found.steps * base.batch_size // len(found.pairs))
-        load = base.ask("load", images)
+        load = base.ask("load", images, drained=True)
         bounds = {
             "step": statistics.median(step for step, _ in found.pairs),
             "train": statistics.median(train for _, train in found.pairs),

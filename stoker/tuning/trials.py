@@ -27,7 +27,8 @@ COMMAND = (sys.executable, "-m", "stoker.training.trial")
 NUM_IMAGES = 256
 """Of the training split, which a trial repeats: a cache has all of them after seconds."""
 WINDOW_S = (0.6, 4.0)
-"""Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least."""
+"""Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least, and as
+many images as a bucket is asked for at a time: they arrive together, and a shorter window sees none of them, or all."""
 ANSWER_S = 180.0
 """A process that does not answer for so long (or half of the budget, if longer) hangs; compiling takes minutes."""
 COMPILE_S = 900.0
@@ -67,7 +68,7 @@ class TrialProcess:
             raise PreflightError("A trial cannot be started.", location=command[0], cause=error.strerror) from error
         try:
             self.ready = self._exchange(Start(settings=self.settings, num_images=NUM_IMAGES))
-            self._signal(signal.SIGSTOP)
+            self._stop()
         except BaseException:
             self.close()
             raise
@@ -77,7 +78,7 @@ class TrialProcess:
         self.is_fresh = False
         self._signal(signal.SIGCONT)
         reply = self._exchange(Request(do=do, images=images, **more))
-        self._signal(signal.SIGSTOP)
+        self._stop()
         return reply
 
     def first_images(self, images: int, group: int, lr: float) -> dict[str, list[float]]:
@@ -107,6 +108,11 @@ class TrialProcess:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         self._process.wait()
+
+    def _stop(self) -> None:
+        """Waits for it: the kernel ends only a group that has stopped before this process is killed."""
+        self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -154,8 +160,8 @@ class Measured(msgspec.Struct):
     steps: int
 
 
-Window = Callable[[int], Reply]
-"""Works on so many images."""
+Window = Callable[[int, bool], Reply]
+"""Works on so many images; True: after what has arrived while the process was stopped."""
 
 
 def measure_in_turn(
@@ -163,17 +169,19 @@ def measure_in_turn(
 ) -> Measured:
     """Pairs of windows with the same number of images, in the order A B B A, until `is_enough`. unit: images that are a
     whole number of steps for both sides."""
-    trial_s = sorted(_per_image(window(2 * unit)) for window in (before, after))
+    first = [window(2 * unit, False) for window in (before, after)]
+    trial_s = sorted(map(_per_image, first))
     images = unit * max(2, min(math.ceil(WINDOW_S[0] / trial_s[0] / unit), int(WINDOW_S[1] / trial_s[1] / unit)))
+    images = max(images, *(math.ceil(reply.requested / unit) * unit for reply in first))
     pairs: list[tuple[float, float]] = []
     replies: list[Reply] = []
     while not pairs or not is_enough(pairs):
         if len(pairs) % 2 == 0:
-            first, second = before(images), after(images)
+            a, b = before(images, True), after(images, True)
         else:
-            second, first = after(images), before(images)
-        pairs.append((_per_image(first), _per_image(second)))
-        replies.append(second)
+            b, a = after(images, True), before(images, True)
+        pairs.append((_per_image(a), _per_image(b)))
+        replies.append(b)
     return Measured(pairs, sum_phases(replies), len(pairs) * replies[0].steps)
 
 
@@ -188,8 +196,8 @@ def compare(base: TrialProcess, candidate: TrialProcess, *, until_s: float) -> M
 
     unit = math.lcm(base.batch_size, candidate.batch_size)
     return measure_in_turn(
-        lambda images: base.ask("train", images),
-        lambda images: candidate.ask("train", images),
+        lambda images, drained: base.ask("train", images, drained=drained),
+        lambda images, drained: candidate.ask("train", images, drained=drained),
         unit=unit,
         is_enough=is_enough,
     )

@@ -18,11 +18,16 @@ from stoker.errors import DataError, UsageError
 from stoker.hardware.device import select_device
 from stoker.runs.records import PROBES, read_lines
 from stoker.runs.schemas import TRIAL_STATES, Probe
+from stoker.storage.store import open_store
+from stoker.storage.uri import parse_uri
 from stoker.training.start import resolve_run
-from stoker.training.trial import Request, Trial
+from stoker.training.trial import Reply, Request, Trial
 from stoker.tuning import runner
 from stoker.tuning.policy import same_training
 from stoker.tuning.runner import TuneRequest, tune
+from stoker.tuning.trials import measure_in_turn
+from tests.drawn import draw
+from tests.storage.servers import apply, google_server
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_trial.py")))
 BAD = Config().replace(
@@ -106,6 +111,41 @@ def test_a_trial_with_a_cache_trains_on_the_samples_of_one_without(cache: str, t
     assert [reply.inputs for reply in after] == [before.inputs, later.inputs]
     assert [reply.losses for reply in after] == [before.losses, later.losses]
     assert not same_training(before.inputs, later.inputs, 0.02), "other images are seen"
+
+
+def test_a_drained_window_uses_nothing_that_arrived_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bucket, which goes on sending while the process is stopped."""
+    folder = draw(tmp_path / "drawn")
+    with google_server() as server, server.bucket().through() as (served, _proxy):
+        apply(monkeypatch, served.environment)
+        store = open_store(parse_uri(served.uri))
+        for path in filter(Path.is_file, folder.rglob("*")):
+            store.write(str(path.relative_to(folder)), path.read_bytes())
+        for data, is_bucket in ((served.uri, True), (str(folder), False)):
+            config = resolve_run(BAD.replace(data=data), None).config
+            trial = Trial(config, open_index_of(config.data), select_device("cpu"), 16)
+            try:
+                reply = trial.answer(Request(do="train", images=4))
+                ahead = trial.loader.stats()
+                assert trial.loader.position == 4
+                assert (reply.requested > 0) == is_bucket
+                trial.answer(Request(do="train", images=4, drained=True))
+                drained = ahead.ready + ahead.loading + ahead.requested if is_bucket else 0
+                assert trial.loader.position == 8 + drained + drained % 2  # whole batches of 2
+            finally:
+                trial.loader.close()
+
+
+def test_a_window_has_as_many_images_as_a_bucket_is_asked_for() -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def window(images: int, drained: bool) -> Reply:
+        asked.append((images, drained))
+        return Reply(seconds=0.1 * images, images=images, steps=images // 4, requested=21)
+
+    found = measure_in_turn(window, window, unit=4, is_enough=lambda pairs: len(pairs) == 2)
+    assert asked == [(8, False)] * 2 + [(24, True)] * 4
+    assert found.steps == 12
 
 
 KILLED = """

@@ -89,6 +89,8 @@ class LoaderStats:
     """Batches that are decoded ahead."""
     wait_s: float
     """The caller waiting in `__next__`: training is faster than the loader."""
+    requested: int = 0
+    """Samples beyond the batch buffers whose bytes a bucket was asked for."""
     processes_cpu_s: float = 0.0
     """CPU-seconds of the worker processes since they were started."""
 

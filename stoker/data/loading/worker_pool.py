@@ -102,6 +102,11 @@ class Prefetcher:
             return self._samples.buffer_images  # what the order needs, derived from the memory at the start of the run
         return affordable
 
+    @property
+    def num_requested(self) -> int:
+        """Samples whose bytes were requested, or are there, and which no batch buffer has yet."""
+        return sum(request is not None for request in self._requests.values())
+
     def top_up(self) -> None:
         """Requests images until `max_in_flight` are under way."""
         limit, target = self.max_in_flight, self._fetcher.target_in_flight
