@@ -88,7 +88,7 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
     if finding.id != "heavy_place" or not finding.place:
         return finding.id != "heavy_place" or other.id != "slow_decode"
     here = [place for place in run.places if place.line == finding.place]
-    loads = any(place.role == "worker" or place.kind in _LOADING_KINDS for place in here)
+    loads = any(place.role != "training" or place.kind in _LOADING_KINDS for place in here)
     if other.id == "slow_decode":  # a line of the job's own inside of the transforms, not one that reads images
         loads = any(place.kind == "decode" for place in here)
     return loads and (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
@@ -120,7 +120,7 @@ def _possible_causes(run: RunRecords, group: list[Finding], *, loads: bool) -> F
     """The place of some uncertain findings: a line, if stacks show one, else the phase."""
     first = max(group, key=lambda finding: finding.lost_device_s or 0.0)
     place = next((place for place in list_places(run) if place.low_s > 0
-                  and loads == (place.role == "worker" or place.kind in _LOADING_KINDS)), None)  # fmt: skip
+                  and loads == (place.role != "training" or place.kind in _LOADING_KINDS)), None)  # fmt: skip
     sources = [item.source.partition("phases.")[2] for item in first.evidence]
     where = next((f"the phase {name}" for name in sources if name), "the training thread")
     if place is not None:

@@ -65,8 +65,8 @@ class _Process:
     kinds: set[str] = dataclasses.field(default_factory=set)
     groups: dict[_Group, _Count] = dataclasses.field(default_factory=dict)
     places: dict[_Key, _Count] = dataclasses.field(default_factory=dict)
-    newest: set[_Key] = dataclasses.field(default_factory=set)
-    """Places of its newest line."""
+    newest: dict[str, set[_Key]] = dataclasses.field(default_factory=dict)
+    """Role → places of its newest line."""
 
 
 class PlaceCounter:
@@ -79,7 +79,8 @@ class PlaceCounter:
         if not window.places or not window.samples:
             return
         process = self._processes.setdefault((window.attempt, window.pid), _Process())
-        process.kinds.update(window.main_thread if window.role == "training" else [window.role])
+        if window.role != "thread":
+            process.kinds.update(window.main_thread if window.role == "training" else [window.role])
         group = _Group(window.role, rank, is_startup)
         process.groups.setdefault(group, _Count()).add(_Count(window.samples, window.wall_s, 1))
         seen: set[_Key] = set()
@@ -94,12 +95,12 @@ class PlaceCounter:
                 samples=place.samples,
                 seconds=window.wall_s * place.samples / window.samples,
                 windows=int(is_new),
-                bursts=int(is_new and key not in process.newest),
+                bursts=int(is_new and key not in process.newest.get(window.role, ())),
                 leaves=collections.Counter({place.leaf: place.samples}),
             )
             process.places.setdefault(key, _Count()).add(count)
             seen.add(key)
-        process.newest = seen
+        process.newest[window.role] = seen
 
     def totals(self, launcher_kinds: Set[str]) -> tuple[list[PlaceTotal], dict[tuple[str, int], float]]:
         """(the places, the largest first; (role, rank) → seconds that the samples cover), without processes that were
@@ -116,6 +117,9 @@ class PlaceCounter:
         seconds: dict[tuple[str, int], float] = {}
         for group, count in groups.items():
             seconds[group.role, group.rank] = seconds.get((group.role, group.rank), 0.0) + count.seconds
+        for role, rank in seconds:
+            if role == "thread":  # its windows are only those in which it worked
+                seconds[role, rank] = max(seconds[role, rank], seconds.get(("training", rank), 0.0))
         return sorted(totals, key=lambda total: -total.seconds), seconds
 
 
@@ -245,7 +249,7 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
     merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
     phases = run.steady.phases
     waited = phases.get("input_wait", 0.0) / sum(phases.values()) if any(phases.values()) else 1.0
-    costs = {"worker": waited}  # what a worker does costs only the time in which the training waits for it
+    costs = {"worker": waited, "thread": waited}  # what they do costs only the time in which the training waits
     return sorted(merged, key=lambda place: -place.seconds * costs.get(place.role, 1.0))
 
 
@@ -286,8 +290,9 @@ def place_trees(run: RunRecords) -> list[PlaceNode]:
         groups.setdefault((total.role, total.rank, total.is_startup), []).append(total)
     largest = sorted(groups, key=lambda key: -sum(total.samples for total in groups[key]))[:MAX_TREES]
     trees: list[PlaceNode] = []
+    names = {"training": "training thread", "thread": "other threads", "worker": "each loader worker"}
     for role, rank, is_startup in sorted(largest, key=lambda key: (key[0] != "training", key[1], key[2])):
-        name = "training thread" if role == "training" else "each loader worker"
+        name = names[role]
         name += f" of rank {rank}" if run.num_ranks > 1 else ""
         sampled = [
             _Sampled((*_path(total), *filter(None, [leaf])), total.kind, _scale(total, {leaf: count}).seconds, count)
@@ -337,7 +342,7 @@ def _make_node(name: str, sampled: list[_Sampled], depth: int, root: list[_Sampl
 def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     """Lines of `list_places` with a call that took at least this fraction of the time, at the low end of their
     interval; without waits for a loader, steps of TensorFlow, imports, and what other causes explain: compiling,
-    checkpoints, decoders."""
+    checkpoints, decoders. Of threads besides the training thread also functions without a call."""
     lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
     for place in list_places(run):
         is_own = place.kind in ("python", "gc", "other", "idle", "input_wait") or (
@@ -345,8 +350,9 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
         )
         in_step = sum(count for leaf, count in place.leaves.items() if _RUNS_STEP.search(leaf))
         is_known = _LOADER_CALL.search(place.call) or re.search(IMPORT, place.call)
-        if place.call and is_own and in_step < place.samples / 2 and not is_known:
-            lines.setdefault((place.role, place.rank, place.line), []).append(place)
+        if is_own and in_step < place.samples / 2 and not is_known and (place.call or place.role == "thread"):
+            where = place.line if place.call else place.function
+            lines.setdefault((place.role, place.rank, where), []).append(place)
     merged = [total for group in lines.values() if (total := merge_places(group)) is not None]
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)

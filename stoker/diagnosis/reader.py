@@ -487,9 +487,13 @@ def _read_stacks(
     for rank, folder in ranks.items():
         for number, window in records.numbered_lines(folder, records.STACKS, StackWindow):
             is_own = any(place.part for place in window.places)
-            if rank == 0 and not is_own:
+            if rank == 0 and not is_own and window.role != "thread":
                 end.stacks(number, window)
-            if window.attempt == run_records.totals.attempts and window.t - window.wall_s / 2 > last_step_t:
+            if (
+                window.role != "thread"
+                and window.attempt == run_records.totals.attempts
+                and window.t - window.wall_s / 2 > last_step_t
+            ):
                 run_records.newest_stacks[rank, window.pid] = window
             steady_span = steady_spans.get(window.attempt)
             middle_t = window.t - window.wall_s / 2

@@ -173,21 +173,38 @@ _RAW_LINE = re.compile(r"thread \((\w+)\)(?:: ([^;]*))?;(.*) (\d+)")
 _RAW_FRAME = re.compile(r"(.*?) \((.*?)(?::(\d+))?\)")
 
 
-def parse_samples(text: str, pid: int, cwd: str = "") -> Samples:
-    """The stacks of the main thread in py-spy's raw format: a line is `thread (ID): NAME;FRAME;FRAME 7`, the outermost
-    frame first. cwd: older Pythons keep relative file names."""
-    samples: Samples = []
+def parse_samples(text: str, pid: int, cwd: str = "") -> tuple[Samples, dict[int, Samples]]:
+    """(the stacks of the main thread, kernel's ID → those of each other thread) in py-spy's raw format: a line is
+    `thread (ID): NAME;FRAME;FRAME 7`, the outermost frame first. cwd: older Pythons keep relative file names."""
+    main: Samples = []
+    others: dict[int, Samples] = {}
     for line in text.splitlines():
         match = _RAW_LINE.fullmatch(line)
-        if match is None or (match[1] != str(pid) and match[2] != "MainThread"):
+        if match is None or not match[1].isdecimal():
             continue
         frames = [found for frame in match[3].split(";") if (found := _RAW_FRAME.fullmatch(frame)) is not None]
         stack = [
             Frame(found[1], found[2] if found[2].startswith("<") else os.path.join(cwd, found[2]), int(found[3] or 0))
             for found in reversed(frames)
         ]
-        samples.append((stack, int(match[4])))
-    return samples
+        is_main = match[1] == str(pid) or match[2] == "MainThread"
+        (main if is_main else others.setdefault(int(match[1]), [])).append((stack, int(match[4])))
+    return main, others
+
+
+def working_threads(others: Mapping[int, Samples], total: int, find_runnable: Callable[[int], float | None]) -> Samples:
+    """The samples in which threads besides the main one worked in the job's own code, filled up to `total`, those of
+    the main thread. find_runnable: fraction of the time in which a thread could run, None if it ended; where that is
+    much less, it waits in a function that no rule knows."""
+    found: Samples = []
+    for thread, samples in others.items():
+        own = [(stack, count) for stack, count in samples
+               if any(map(is_job_code, stack)) and classify(stack, active=True) != "idle"]  # fmt: skip
+        if own and (find_runnable(thread) or 0.0) * total >= sum(count for _, count in own) / 2:
+            found += own
+    if found and (rest := total - sum(count for _, count in found)) > 0:
+        found.append(([], rest))
+    return found
 
 
 class _Process:
@@ -207,11 +224,23 @@ class _Process:
         """The hook has counted a step of it."""
         self.sampled_s = 0.0
         """Monotonic time at which its newest window began."""
+        self.threads: dict[int, tuple[float, float]] = {}
+        """Kernel's IDs of the threads with own code, besides the main one → (monotonic time, seconds in which it ran or
+        waited for a core until then)."""
         env: dict[str, str] = {}
         self.cwd, self.parent = "", 0
         with contextlib.suppress(psutil.Error):  # it ended, or may not be read
             env, self.cwd, self.parent = process.environ(), process.cwd(), process.ppid()
         self.rank = next((int(env[name]) for name in _RANK_VARIABLES if env.get(name, "").isdecimal()), 0)
+
+    def thread_runnable(self, thread: int) -> float | None:
+        """The fraction of the time since the last call in which a thread ran or waited for a core; None: it ended."""
+        now_s, seconds = time.monotonic(), _runnable_seconds(self.pid, thread)
+        if seconds is None:
+            return None
+        start_s, before_s = self.threads.get(thread) or (_thread_start(self.pid, thread), 0.0)
+        self.threads[thread] = now_s, seconds
+        return (seconds - before_s) / max(1e-3, now_s - start_s)
 
 
 class _Recording:
@@ -265,16 +294,16 @@ class _Recording:
             self.cpu_s = usage.ru_utime + usage.ru_stime
         return pid != 0
 
-    def read(self) -> tuple[Samples, str]:
-        """(the samples, or the reason why there are none), once it has ended."""
+    def read(self) -> tuple[Samples, dict[int, Samples], str]:
+        """(the samples, those of other threads, or the reason why there are none), once it has ended."""
         texts = []
         for fd in (self._output, self._errors):
             with os.fdopen(fd, "rb") as file:
                 file.seek(0)
                 texts.append(file.read().decode(errors="replace"))
-        samples = parse_samples(texts[0], self.target.pid, self.target.cwd)
+        samples, others = parse_samples(texts[0], self.target.pid, self.target.cwd)
         lines = [line for line in texts[1].splitlines() if line.strip() and not line.startswith("py-spy>")]
-        return samples, "" if samples else next(iter(lines), "py-spy saw no main thread")
+        return samples, others, "" if samples else next(iter(lines), "py-spy saw no main thread")
 
     def cpu_fractions(self, end_s: float) -> tuple[float | None, float | None]:
         """Cores that the process used, and the fraction of the time in which its main thread ran or waited for a core;
@@ -288,13 +317,23 @@ class _Recording:
         return process_cpu, runnable
 
 
-def _runnable_seconds(pid: int) -> float | None:
-    """Seconds in which the main thread ran or waited for a core; None: it ended, or the kernel does not count them."""
+def _runnable_seconds(pid: int, thread: int | None = None) -> float | None:
+    """Seconds in which a thread (None: the main one) ran or waited for a core; None: it ended, or the kernel does not
+    count them."""
     try:
-        running_ns, waiting_ns, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+        running_ns, waiting_ns, _ = Path(f"/proc/{pid}/task/{thread or pid}/schedstat").read_text().split()
     except (OSError, ValueError):
         return None
     return (int(running_ns) + int(waiting_ns)) / 1e9
+
+
+def _thread_start(pid: int, thread: int) -> float:
+    """Monotonic time at which a thread began; 0, too early, if it ended."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ticks = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[19]
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic() - age_s
+    return 0.0
 
 
 def find_role(samples: Samples) -> str:
@@ -474,7 +513,7 @@ class StackSampler:
             self._py_spy_s += recording.cpu_s or 0.0
             if recording.trains == target.trains and not target.is_new:
                 self._add_cost(recording)
-            samples, reason = recording.read()
+            samples, others, reason = recording.read()
             if not samples:
                 if ("ermission" in reason or "not permitted" in reason) and not self._any_sampled:
                     raise PermissionError(f"reading another process is not permitted here ({PERMISSION_HINT})")
@@ -488,16 +527,21 @@ class StackSampler:
             if role and target.role != "training":
                 target.role = role
             if target.role != HELPER:
-                self._write(recording, samples)
+                self._write(recording, samples, others)
 
-    def _write(self, recording: _Recording, samples: Samples) -> None:
+    def _write(self, recording: _Recording, samples: Samples, others: Mapping[int, Samples]) -> None:
         target, now_s = recording.target, time.monotonic()
         process_cpu, runnable = recording.cpu_fractions(now_s)
-        window = make_window(
-            samples, role=target.role or "training", cwd=target.cwd, runnable=runnable, process_cpu=process_cpu,
-            t=time.time(), attempt=self._folder.attempt, pid=target.pid, wall_s=now_s - recording.start_s,
-        )  # fmt: skip
-        if window is not None:
+        fields: dict[str, Any] = {
+            "cwd": target.cwd, "t": time.time(), "attempt": self._folder.attempt, "pid": target.pid,
+            "wall_s": now_s - recording.start_s,
+        }  # fmt: skip
+        role = target.role or "training"
+        windows = [make_window(samples, role=role, runnable=runnable, process_cpu=process_cpu, **fields)]
+        if role == "training":
+            working = working_threads(others, sum(count for _, count in samples), target.thread_runnable)
+            windows.append(make_window(working, role="thread", **fields))
+        for window in filter(None, windows):
             name = STACKS if target.rank == 0 else f"{RANKS}/{target.rank:04d}/{STACKS}"
             (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
             self._folder.append(name, window)

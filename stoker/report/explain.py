@@ -108,7 +108,8 @@ class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
         """`37 s (±5) copy.deepcopy ← train.py:53, each step`."""
         error_s = (self.high_s - self.low_s) / 2
         often = f", {self.frequency}" if self.frequency else ""
-        whose = ", in each loader worker" if self.role == "worker" else f", rank {self.rank}" if self.rank else ""
+        whose = f", rank {self.rank}" if self.rank else ""
+        whose = {"worker": ", in each loader worker", "thread": ", in another thread"}.get(self.role, whose)
         what = f"{self.call} ← {self.line}" if self.call else f"{self.function} {self.line}"
         if self.part and not self.line:
             what = f"{self.part}, mostly in {self.function}"

@@ -198,13 +198,31 @@ nonsense
 """
 
 
-def test_only_the_main_thread_is_read_from_the_raw_format() -> None:
-    samples = stacks.parse_samples(RAW, 12, "/job")
+def test_the_main_thread_is_told_from_the_others_in_the_raw_format() -> None:
+    samples, others = stacks.parse_samples(RAW, 12, "/job")
+    assert list(others) == [13]
     assert [(stack[0], count) for stack, count in samples[1:]] == [
         (stacks.Frame("load", "/data (old)/set.py", 3), 4),
         (stacks.Frame("_find_and_load", "<frozen importlib._bootstrap>", 1360), 2),
     ]
     assert samples[1][0][1] == stacks.Frame("<module>", "/job/train.py", 9)
+
+
+def test_threads_that_work_in_the_jobs_code_are_samples_and_those_that_wait_are_not() -> None:
+    """A function that a pipeline of TensorFlow calls, a thread that waits for a lock, one that blocks in a socket, one
+    that has ended, and one of a library."""
+    wait = stacks.Frame("wait", "/usr/lib/python3.11/threading.py", 327)
+    denoise, pulls, logs = (stacks.Frame(name, "/job/set.py", 9) for name in ("denoise", "pulls", "logs"))
+    library = stacks.Frame("run", SITE + "tensorboard/writer.py", 4)
+    others = {2: [([denoise], 60), ([wait, denoise], 40)], 3: [([wait, pulls], 100)], 4: [([logs], 100)],
+              5: [([pulls], 100)], 6: [([library], 100)]}  # fmt: skip
+    found = stacks.working_threads(others, 100, {2: 0.6, 3: 0.0, 4: 0.01, 5: None, 6: 1.0}.get)
+    assert found == [([denoise], 60), ([], 40)]
+    window = window_of(found, role="thread", cwd="/job")
+    assert [(p.line, p.function, p.kind, p.samples) for p in window.places] == [
+        ("set.py:9", "denoise", "python", 60), ("", "", "other", 40)
+    ]  # fmt: skip
+    assert stacks.working_threads({3: others[3]}, 100, {3: 1.0}.get) == []
 
 
 def window_of(samples: stacks.Samples, **fields: object) -> StackWindow:

@@ -79,6 +79,8 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         measured, what = place.seconds / observed_s, "the training thread"
         if place.role == "worker":  # what they do costs only the time in which the training waits for them
             measured, what = measured * input_wait, "each loader worker"
+        elif place.role == "thread":
+            measured, what = min(measured, input_wait), "a thread besides the training thread"
         elif idle_fraction is not None:  # the place costs no more than the time in which the device was idle
             measured = min(measured, idle_fraction)
         if place.samples < cause.threshold("min_samples") or measured * observed_s < cause.threshold("min_duration_s"):
