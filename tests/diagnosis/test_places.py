@@ -389,6 +389,25 @@ def test_own_code_in_the_transforms_is_a_place_and_a_decoder_is_none(
         assert named[0].lost_device_s == pytest.approx(0.6 * 45, rel=0.15), "of the clock between steps"
 
 
+@pytest.mark.parametrize(("waited", "is_found"), [(0.5, True), (0.02, False)])
+def test_a_function_of_another_thread_is_named_while_the_training_waits(
+    waited: float, is_found: bool, tmp_path: Path
+) -> None:
+    """As one that tf.py_function calls: its loop has no call, and its lines are one place; the lost time is at most
+    the wait."""
+    lines = [Place(line=f"data.py:{n}", function="denoise", kind="python", samples=k) for n, k in ((9, 14), (8, 11))]
+    works = [window(n, *lines, Place(kind="other", samples=15), role="thread") for n in (2, 3, 4)]
+    trains = [window(n, Place(line="train.py:5", function="main", kind="compute", samples=40)) for n in (1, 2, 3, 4)]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=45,
+                   fractions={"input_wait": waited, "compute": 1 - waited}, stacks=trains + works)  # fmt: skip
+    named = [finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place" and finding.place]
+    assert [(finding.place, finding.title.partition(" s in ")[2]) for finding in named] == [
+        ("data.py:9", "denoise at data.py:9")
+    ] * is_found
+    for finding in named:
+        assert 0.35 * 45 < (finding.lost_device_s or 0.0) <= waited * 45
+
+
 def test_what_a_worker_does_ranks_by_the_wait_for_it(tmp_path: Path) -> None:
     """A checkpoint of five seconds costs more than ten of a worker for which nobody waits."""
     saves = Place(line="train.py:9", function="main", call="torch.save", kind="checkpoint", samples=5)
