@@ -35,6 +35,8 @@ from stoker.training.make_step import CudaCapture, CudaGraphStep
 from stoker.training.start import build_initial_model, make_training_loader, start_worker_processes
 from stoker.training.step import PlainStep, make_loss_fn, split_batch, train_step
 
+SETTLE_S = 2.0
+"""Most seconds for what has arrived in a pause to be read."""
 MAX_EVALUATED = 64
 """Images of a measured evaluation; the time of all follows from their number."""
 
@@ -50,14 +52,15 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     """train: whole steps. step: the same on one batch that is kept on the device. load: loading alone. losses: the
     total loss and the inputs of each `group` of images, with updates at `lr`. eval, checkpoint: the seconds of one.
     ramp: a step at `lr`, and its loss before the update; the first begins with the weights of a run. restore: back to
-    before it. drained: what a bucket has sent, or was asked for, is loaded before the clock starts: it arrived while
-    the process was stopped, and a run has no such pauses."""
+    before it. steady: as in the middle of a run, which has no pauses in which a bucket goes on sending. train: the clock
+    starts after some steps, and the images take as long as the bucket takes to send as many; load: it starts after what
+    was asked for in time of the pause."""
 
     do: Literal["train", "step", "load", "losses", "eval", "checkpoint", "ramp", "restore"]
     images: int = 0
     group: int = 1
     lr: float = 0.0
-    drained: bool = False
+    steady: bool = False
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -73,7 +76,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     workers: int = 0
     prefetch_depth: int = 0
     requested: int = 0
-    """Images that a bucket is asked for ahead of the loader: a window of fewer may see none arrive."""
+    """Images that a bucket is asked for ahead of the loader; 0: none is used."""
     error: str = ""
     """Why it could not be done; the process ends then."""
     unavailable: bool = False
@@ -132,9 +135,13 @@ class Trial(DryRun):
         if request.do in ("eval", "checkpoint"):
             return Reply(seconds=self._evaluate() if request.do == "eval" else self._copy_state())
         steps = max(1, -(-request.images // self.batch_size))
-        ahead = self.loader.stats()
-        if request.drained and ahead.requested:
-            self._load(ahead.ready + ahead.loading + ahead.requested)
+        before = self.loader.stats()
+        if request.steady and before.requested:
+            if request.do == "load":
+                self._load(before.ready + before.loading + before.requested)
+            else:
+                self._settle(max(1, steps // 2))
+            before = self.loader.stats()
         self.device.synchronize()
         self.ledger.window(0.0)
         start_s = time.perf_counter()
@@ -149,15 +156,29 @@ class Trial(DryRun):
                 self._step(self._keep_batch() if request.do == "step" else None)
         self.device.synchronize()
         seconds, breakdown = time.perf_counter() - start_s, self.ledger.window(0.0)
+        images, after = steps * self.batch_size, self.loader.stats()
+        phases = {} if breakdown is None else dict(breakdown.phases)
+        if request.steady and request.do == "train" and after.requested:  # it used up what was there
+            wait_s = seconds * max(0.0, images / max(1, after.fetched - before.fetched) - 1.0)
+            phases["input_wait"] = phases.get("input_wait", 0.0) + wait_s
+            seconds += wait_s
         return Reply(
             seconds=seconds,
-            images=steps * self.batch_size,
+            images=images,
             steps=steps,
-            phases={} if breakdown is None else breakdown.phases,
+            phases=phases,
             losses=losses,
             inputs=inputs,
-            requested=self.loader.stats().requested,
+            requested=after.requested,
         )
+
+    def _settle(self, steps: int) -> None:
+        """Waits for what a bucket has sent in a pause, and trains until requests are as far apart as in a run."""
+        limit_s, fetched = time.perf_counter() + SETTLE_S, -1
+        while fetched != (fetched := self.loader.stats().fetched) and time.perf_counter() < limit_s:
+            time.sleep(SETTLE_S / 10)
+        for _ in range(steps):
+            self._step(None)
 
     def _next_batch(self) -> Batch:
         with self.ledger.phase("input_wait"):

@@ -307,13 +307,13 @@ class Runner:
         base.warm_up()
         depth = base.batch_size * (base.ready.prefetch_depth + 1)
         found = measure_in_turn(
-            lambda images, _drained: base.ask("step", images),
-            lambda images, drained: base.ask("train", images, drained=drained),
+            lambda images, _: base.ask("step", images),
+            lambda images, steady: base.ask("train", images, steady=steady),
             unit=base.batch_size, is_enough=lambda pairs: len(pairs) == min(policy.LOOKS),
         )  # fmt: skip
         base.ask("load", depth)  # what was loaded ahead
         images = max(depth, found.steps * base.batch_size // len(found.pairs))
-        load = base.ask("load", images, drained=True)
+        load = base.ask("load", max(images, base.requested), steady=True)
         bounds = {
             "step": statistics.median(step for step, _ in found.pairs),
             "train": statistics.median(train for _, train in found.pairs),

@@ -27,8 +27,8 @@ COMMAND = (sys.executable, "-m", "stoker.training.trial")
 NUM_IMAGES = 256
 """Of the training split, which a trial repeats: a cache has all of them after seconds."""
 WINDOW_S = (0.6, 4.0)
-"""Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least, and as
-many images as a bucket is asked for at a time: they arrive together, and a shorter window sees none of them, or all."""
+"""Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least. With
+a bucket it has the most on the faster side: few images arrive in a shorter one."""
 ANSWER_S = 180.0
 """A process that does not answer for so long (or half of the budget, if longer) hangs; compiling takes minutes."""
 COMPILE_S = 900.0
@@ -54,6 +54,8 @@ class TrialProcess:
         self.compared: dict[tuple[int, float], dict[str, list[float]]] = {}
         self.is_fresh = True
         """Whether its stream of samples is at the first one, and its weights are as in any other process."""
+        self.requested = 0
+        """Images that a bucket was asked for ahead, in its last reply."""
         self.has_failed = False
         """Whether its last request had no answer, or an error: it ends then."""
         self._limit_s = max(COMPILE_S if settings.get("compile") else ANSWER_S, budget_s / 2)
@@ -78,6 +80,7 @@ class TrialProcess:
         self.is_fresh = False
         self._signal(signal.SIGCONT)
         reply = self._exchange(Request(do=do, images=images, **more))
+        self.requested = reply.requested
         self._stop()
         return reply
 
@@ -161,7 +164,7 @@ class Measured(msgspec.Struct):
 
 
 Window = Callable[[int, bool], Reply]
-"""Works on so many images; True: after what has arrived while the process was stopped."""
+"""Works on so many images; True: `Request.steady`."""
 
 
 def measure_in_turn(
@@ -172,7 +175,8 @@ def measure_in_turn(
     first = [window(2 * unit, False) for window in (before, after)]
     trial_s = sorted(map(_per_image, first))
     images = unit * max(2, min(math.ceil(WINDOW_S[0] / trial_s[0] / unit), int(WINDOW_S[1] / trial_s[1] / unit)))
-    images = max(images, *(math.ceil(reply.requested / unit) * unit for reply in first))
+    if any(reply.requested for reply in first):
+        images = max(images, math.ceil(WINDOW_S[1] / trial_s[0] / unit) * unit)
     pairs: list[tuple[float, float]] = []
     replies: list[Reply] = []
     while not pairs or not is_enough(pairs):
@@ -196,8 +200,8 @@ def compare(base: TrialProcess, candidate: TrialProcess, *, until_s: float) -> M
 
     unit = math.lcm(base.batch_size, candidate.batch_size)
     return measure_in_turn(
-        lambda images, drained: base.ask("train", images, drained=drained),
-        lambda images, drained: candidate.ask("train", images, drained=drained),
+        lambda images, steady: base.ask("train", images, steady=steady),
+        lambda images, steady: candidate.ask("train", images, steady=steady),
         unit=unit,
         is_enough=is_enough,
     )

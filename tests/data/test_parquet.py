@@ -1,6 +1,8 @@
 """Parquet as on the Hugging Face hub. Layout: the features of cppe-5 (README of intelli-zen/cppe-5): image, objects
 with bbox, category as ClassLabel."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,34 @@ def test_a_file_without_the_names_of_the_others_is_reported(tmp_path: Path) -> N
     assert problem.count == 1
     assert problem.examples[0].endswith("row 0: '1'")
     assert index.bad_boxes["train"] == 1
+
+
+EDITED = """
+import sys
+from pathlib import Path
+
+from stoker.data.formats.parquet import _open
+import pyarrow as pa
+
+path, outcomes = Path(sys.argv[1]), {"read": 0, "refused": 0}
+data = path.read_bytes()
+footer_bytes = int.from_bytes(data[-8:-4], "little")
+for place in range(len(data) - 8 - footer_bytes, len(data) - 8):
+    path.write_bytes(data[:place] + b"'" + data[place + 1 :])
+    try:
+        _open(path, "image", ["objects"])
+        outcomes["read"] += 1
+    except (OSError, pa.ArrowException):
+        outcomes["refused"] += 1
+print(outcomes["read"] > 0 < outcomes["refused"])
+"""
+
+
+def test_a_footer_with_any_byte_changed_does_not_end_the_process(tmp_path: Path) -> None:
+    """pyarrow aborts in `RowGroupMetaData.column` where the statistics of a column are damaged: "Repetition level
+    histogram size mismatch"."""
+    write_hub_parquet(tmp_path / "train.parquet", [row([[1, 2, 3, 4]], [0])], ["cell"])
+    done = subprocess.run(
+        [sys.executable, "-c", EDITED, str(tmp_path / "train.parquet")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

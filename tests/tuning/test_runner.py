@@ -27,8 +27,9 @@ from stoker.tuning.policy import same_training
 from stoker.tuning.runner import TuneRequest, tune
 from stoker.tuning.trials import measure_in_turn
 from tests.drawn import draw
-from tests.storage.servers import apply, google_server
+from tests.storage.servers import Conditions, apply, google_server
 
+CPU = select_device("cpu")
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_trial.py")))
 BAD = Config().replace(
     batch_size=2, workers=1, worker_processes=0, cache="none", eval_every="50", max_duration="10ep", image_size=(64, 64)
@@ -113,39 +114,44 @@ def test_a_trial_with_a_cache_trains_on_the_samples_of_one_without(cache: str, t
     assert not same_training(before.inputs, later.inputs, 0.02), "other images are seen"
 
 
-def test_a_drained_window_uses_nothing_that_arrived_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a bucket, which goes on sending while the process is stopped."""
-    folder = draw(tmp_path / "drawn")
-    with google_server() as server, server.bucket().through() as (served, _proxy):
+def test_a_window_of_a_bucket_takes_as_long_as_the_bucket_takes_to_send_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images are there when it begins, as after a pause in which the bucket has sent what it was asked for."""
+    folder = draw(tmp_path / "drawn", train=100)
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path / "cache"))
+    with google_server() as server, server.bucket().through() as (served, proxy):
         apply(monkeypatch, served.environment)
         store = open_store(parse_uri(served.uri))
         for path in filter(Path.is_file, folder.rglob("*")):
             store.write(str(path.relative_to(folder)), path.read_bytes())
+        config = resolve_run(BAD.replace(data=served.uri), None).config
         for data, is_bucket in ((served.uri, True), (str(folder), False)):
-            config = resolve_run(BAD.replace(data=data), None).config
-            trial = Trial(config, open_index_of(config.data), select_device("cpu"), 16)
+            trial = Trial(config.replace(data=data), open_index_of(config.replace(data=data).data), CPU, 100)
             try:
-                reply = trial.answer(Request(do="train", images=4))
-                ahead = trial.loader.stats()
-                assert trial.loader.position == 4
-                assert (reply.requested > 0) == is_bucket
-                trial.answer(Request(do="train", images=4, drained=True))
-                drained = ahead.ready + ahead.loading + ahead.requested if is_bucket else 0
-                assert trial.loader.position == 8 + drained + drained % 2  # whole batches of 2
+                trial.answer(Request(do="train", images=4))
+                proxy.conditions = Conditions(latency_s=1.5)
+                short, steady = (trial.answer(Request(do="train", images=16, steady=n)) for n in (False, True))
             finally:
+                proxy.conditions = Conditions()
                 trial.loader.close()
+            assert (short.requested > 0) == is_bucket
+            assert (steady.seconds > 4 * short.seconds) == is_bucket
+            waited = steady.phases["input_wait"] - short.phases["input_wait"]
+            assert is_bucket == (waited > 0.5 * steady.seconds)
 
 
-def test_a_window_has_as_many_images_as_a_bucket_is_asked_for() -> None:
+@pytest.mark.parametrize(("requested", "images"), [(0, 8), (64, 40)])
+def test_a_window_of_a_bucket_is_long(requested: int, images: int) -> None:
     asked: list[tuple[int, bool]] = []
 
-    def window(images: int, drained: bool) -> Reply:
-        asked.append((images, drained))
-        return Reply(seconds=0.1 * images, images=images, steps=images // 4, requested=21)
+    def window(count: int, steady: bool) -> Reply:
+        asked.append((count, steady))
+        return Reply(seconds=0.1 * count, images=count, steps=count // 4, requested=requested)
 
     found = measure_in_turn(window, window, unit=4, is_enough=lambda pairs: len(pairs) == 2)
-    assert asked == [(8, False)] * 2 + [(24, True)] * 4
-    assert found.steps == 12
+    assert asked == [(8, False)] * 2 + [(images, True)] * 4
+    assert found.steps == images // 2
 
 
 KILLED = """

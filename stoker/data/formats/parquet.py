@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from stoker import regular_files
 from stoker.data.formats.objects import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS
-from stoker.data.formats.parquet_pages import check_pages, max_unpacked_bytes, text_bytes, texts_of
+from stoker.data.formats.parquet_pages import check_pages, max_unpacked_bytes, read_footer, text_bytes, texts_of
 from stoker.data.formats.shards import (
     ShardSamples,
     make_table,
@@ -157,8 +157,9 @@ def _open(path: Path, image_column: str, columns: list[str]) -> tuple[pq.Parquet
     used, images = [image_column, *columns], (image_column, f"{image_column}.bytes")
     with open_shard(path) as (read, size_bytes):
         metadata = pq.read_metadata(path)
-        largest = check_pages(read, size_bytes, metadata, used)
-    texts = texts_of(metadata, used, but=images)
+        footer = read_footer(read, size_bytes, metadata)
+        largest = check_pages(read, size_bytes, metadata, footer, used)
+    texts = texts_of(metadata, footer, used, but=images)
     file = pq.ParquetFile(regular_files.open_file(path), metadata=metadata, read_dictionary=texts)
     return file, max(1, min(BATCH_ROWS, BATCH_BYTES // max(largest, 1))), max_unpacked_bytes(size_bytes)
 

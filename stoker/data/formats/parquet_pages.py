@@ -2,11 +2,13 @@
 
 A page of a few hundred bytes can unpack to 2 GiB, and stand for as many values. The sums at the end of the file may say
 something else, and pyarrow checks neither, so the headers themselves are read: Thrift's compact protocol, as in
-https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift. Not here: the rows (`parquet.py`).
+https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift. So are the chunks in the footer:
+`RowGroupMetaData.column` of pyarrow ends the process where their statistics are damaged. Not here: the rows
+(`parquet.py`).
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,7 +26,46 @@ MAX_FIXED_BYTES = 64
 _HEADER_BYTES, _MAX_HEADER_BYTES = 1 << 12, 1 << 20
 """A header with the least and largest value of its page can have some KB."""
 
+_MAX_DEPTH = 8
+"""Of structures in one another; the deepest is the unit of a logical type."""
+_DELTA_BYTE_ARRAY = 7
+_MAGIC = b"PAR1"
+
 ReadAt = Callable[[int, int], bytes]
+
+
+class Chunk(NamedTuple):
+    """The values of a column in a row group, as the footer has them."""
+
+    starts: tuple[int, ...]
+    """Bytes at which the data and the dictionary begin."""
+    num_values: int
+    encodings: tuple[int, ...]
+
+
+Footer = list[list[Chunk]]
+"""Row group → column → chunk."""
+
+
+def read_footer(read: ReadAt, size_bytes: int, metadata: pq.FileMetaData) -> Footer:
+    """The chunks of a file. Raises ArrowInvalid for a footer that cannot be read, or has other columns than
+    `metadata`."""
+    tail = read(max(0, size_bytes - 8), 8)
+    length = int.from_bytes(tail[:4], "little")
+    footer: Footer = []
+    try:
+        if tail[4:] != _MAGIC or not 0 < length <= size_bytes - 8:
+            raise ValueError("no footer")
+        for group in _read_struct(read(size_bytes - 8 - length, length), 0)[0].get(4, []):
+            columns = [column[3] for column in group[1]]
+            footer.append([Chunk((c[9], c[11]) if 11 in c else (c[9],), c[5], tuple(c[2])) for c in columns])
+            if len(columns) != metadata.num_columns or not all(
+                isinstance(n, int) for chunk in footer[-1] for n in (*chunk.starts, chunk.num_values, *chunk.encodings)
+            ):
+                raise ValueError("a row group with other columns")
+    except (IndexError, KeyError, TypeError, AttributeError, ValueError, OverflowError):
+        raise pa.ArrowInvalid("the description of its row groups at the end of the file cannot be read") from None
+    return footer
 
 
 def max_unpacked_bytes(size_bytes: int) -> int:
@@ -32,7 +73,9 @@ def max_unpacked_bytes(size_bytes: int) -> int:
     return MIN_UNPACKED_BYTES + MAX_RATIO * size_bytes
 
 
-def check_pages(read: ReadAt, size_bytes: int, metadata: pq.FileMetaData, columns: Collection[str]) -> int:
+def check_pages(
+    read: ReadAt, size_bytes: int, metadata: pq.FileMetaData, footer: Footer, columns: Collection[str]
+) -> int:
     """The bytes of the largest unpacked page of these top-level columns: no single value is larger. Raises ArrowInvalid
     for pages that expand, have too many values, or cannot be read."""
     largest = values = 0
@@ -44,10 +87,9 @@ def check_pages(read: ReadAt, size_bytes: int, metadata: pq.FileMetaData, column
             raise pa.ArrowInvalid(
                 f"{leaf.path} has values of {leaf.length:,} bytes; at most {MAX_FIXED_BYTES} are read"
             )
-        for group in range(metadata.num_row_groups):
-            chunk = metadata.row_group(group).column(number)
-            starts = [start for start in (chunk.dictionary_page_offset, chunk.data_page_offset) if start]
-            offset, remaining = min(starts, default=0), chunk.num_values
+        for group in footer:
+            chunk = group[number]
+            offset, remaining = min(filter(None, chunk.starts), default=0), chunk.num_values
             while remaining > 0:
                 unpacked, packed, num_values, length = _read_header(read, offset, leaf.path)
                 if unpacked > max(MAX_PAGE_BYTES, MAX_PAGE_RATIO * packed):
@@ -62,7 +104,7 @@ def check_pages(read: ReadAt, size_bytes: int, metadata: pq.FileMetaData, column
     return largest
 
 
-def texts_of(metadata: pq.FileMetaData, columns: Collection[str], *, but: Collection[str]) -> list[str]:
+def texts_of(metadata: pq.FileMetaData, footer: Footer, columns: Collection[str], *, but: Collection[str]) -> list[str]:
     """The texts and byte strings in these top-level columns, to be read as dictionaries: a text that is repeated in all
     rows is then in memory once, until `text_bytes` has counted it. pyarrow cannot do that with encoding
     DELTA_BYTE_ARRAY, which is read as it is where a row has one value."""
@@ -71,8 +113,7 @@ def texts_of(metadata: pq.FileMetaData, columns: Collection[str], *, but: Collec
         leaf = metadata.schema.column(number)
         if leaf.physical_type != "BYTE_ARRAY" or leaf.path in but or leaf.path.partition(".")[0] not in columns:
             continue
-        chunks = (metadata.row_group(group).column(number) for group in range(metadata.num_row_groups))
-        if leaf.max_repetition_level or not any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks):
+        if leaf.max_repetition_level or not any(_DELTA_BYTE_ARRAY in group[number].encodings for group in footer):
             found.append(leaf.path)
     return found
 
@@ -106,28 +147,45 @@ def _read_header(read: ReadAt, offset: int, name: str) -> tuple[int, int, int, i
 
 
 def _read_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict[int, Any], int]:
-    """(field → value, the position after it). Raises IndexError at the end of the data, ValueError for what no header
-    of a page has."""
+    """(field → value, the position after it). Raises IndexError at the end of the data, ValueError for what neither a
+    header of a page nor a footer has."""
     fields, field = dict[int, Any](), 0
     while byte := data[at]:
         kind, step = byte & 15, byte >> 4
         field, at = (field + step, at + 1) if step else _read_number(data, at + 1)
-        value: Any = None
         if kind in (1, 2):  # a truth value, which has no bytes
-            value = kind == 1
-        elif kind in (4, 5, 6):
-            value, at = _read_number(data, at)
-        elif kind == 8:  # a text
-            length, at = _read_number(data, at, is_signed=False)
-            at += length
-        elif kind == 12 and depth < 4:
-            value, at = _read_struct(data, at, depth + 1)
+            value: Any = kind == 1
         else:
-            raise ValueError(f"a field of type {kind}")
+            value, at = _read_value(data, at, kind, depth)
         if field in fields:  # readers do not agree on which one counts
             raise ValueError(f"field {field} twice")
         fields[field] = value
     return fields, at + 1
+
+
+def _read_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
+    """A value of this type of Thrift, None for a text; and the position after it."""
+    if kind == 3:  # a byte
+        return data[at], at + 1
+    if kind in (4, 5, 6):
+        return _read_number(data, at)
+    if kind == 8:
+        length, at = _read_number(data, at, is_signed=False)
+        return None, at + length
+    if kind == 12 and depth < _MAX_DEPTH:
+        return _read_struct(data, at, depth + 1)
+    if kind == 9 and depth < _MAX_DEPTH:
+        count, kind, at = data[at] >> 4, data[at] & 15, at + 1
+        if count == 15:
+            count, at = _read_number(data, at, is_signed=False)
+        if kind in (1, 2, 3):  # a byte each
+            return None, at + count
+        values = []
+        for _ in range(count):  # each takes a byte or more, so the end of the data ends this
+            value, at = _read_value(data, at, kind, depth + 1)
+            values.append(value)
+        return values, at
+    raise ValueError(f"a value of type {kind}")
 
 
 def _read_number(data: bytes, at: int, *, is_signed: bool = True) -> tuple[int, int]:

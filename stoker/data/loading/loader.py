@@ -311,6 +311,7 @@ class Loader:
             prefetch_depth=self._prefetch_depth,
             wait_s=self._wait_s,
             requested=self._prefetcher.num_requested if self._prefetcher else 0,
+            fetched=self._prefetcher.num_fetched if self._prefetcher else 0,
             processes_cpu_s=self._process_pool.ring.cpu_s if self._process_pool else 0.0,
         )
 

@@ -91,6 +91,8 @@ class LoaderStats:
     """The caller waiting in `__next__`: training is faster than the loader."""
     requested: int = 0
     """Samples beyond the batch buffers whose bytes a bucket was asked for."""
+    fetched: int = 0
+    """Samples whose bytes a bucket has sent, since the loader's position was last set."""
     processes_cpu_s: float = 0.0
     """CPU-seconds of the worker processes since they were started."""
 

@@ -72,7 +72,8 @@ class Prefetcher:
     def __init__(self, samples: SampleStream, fetcher: "Fetcher", positions: Iterator[int]) -> None:
         """positions: those that this rank loads, in order, endless."""
         self._samples, self._fetcher, self._positions = samples, fetcher, positions
-        self._num_fetched = self._fetched_bytes = 0
+        self.num_fetched = self._fetched_bytes = 0
+        """Samples whose bytes have arrived; the bytes."""
         self._next_position = next(positions)
         self._requests: dict[int, PendingRead | None] = {}
         """Position → its request; None where there is nothing to request."""
@@ -94,7 +95,7 @@ class Prefetcher:
     @property
     def max_in_flight(self) -> int:
         """For how many samples beyond the batch buffers bytes should be requested."""
-        mean_bytes = self._fetched_bytes / self._num_fetched if self._fetched_bytes else DEFAULT_IMAGE_BYTES
+        mean_bytes = self._fetched_bytes / self.num_fetched if self._fetched_bytes else DEFAULT_IMAGE_BYTES
         affordable = int(self._memory_budget_bytes / mean_bytes)
         if not self._samples.reads_ranges:
             return min(self._fetcher.target_in_flight, affordable)
@@ -144,7 +145,7 @@ class Prefetcher:
         first, is_range = reads[0].start, reads[0].length is not None
 
         def on_done(future: "Future[bytes]") -> None:
-            self._num_fetched += len(reads)
+            self.num_fetched += len(reads)
             self._in_flight.discard(future)
             error = CancelledError() if future.cancelled() else future.exception()
             data = b"" if error is not None else future.result()
