@@ -52,9 +52,9 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     """train: whole steps. step: the same on one batch that is kept on the device. load: loading alone. losses: the
     total loss and the inputs of each `group` of images, with updates at `lr`. eval, checkpoint: the seconds of one.
     ramp: a step at `lr`, and its loss before the update; the first begins with the weights of a run. restore: back to
-    before it. steady: as in the middle of a run, which has no pauses in which a bucket goes on sending. train: the clock
-    starts after some steps, and the images take as long as the bucket takes to send as many; load: it starts after what
-    was asked for in time of the pause."""
+    before it. steady: as in the middle of a run, which has no pauses in which a bucket goes on sending. train: the
+    clock starts after some steps, and the images take as long as the bucket takes to send as many; load: it starts
+    after what was asked for before."""
 
     do: Literal["train", "step", "load", "losses", "eval", "checkpoint", "ramp", "restore"]
     images: int = 0
