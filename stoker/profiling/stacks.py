@@ -56,6 +56,8 @@ MAX_PROCESSES = 8
 """The busiest Python processes are sampled, besides one loader worker."""
 HELPER_RECHECK_S = 120.0
 """Time after which a process that waited for others is sampled again: it may train now."""
+MAX_THREADS = 256
+"""Threads of a process whose time on a core is read; of 100 it takes 1 ms for each window."""
 MAX_FRAMES = 5
 MAX_PLACES = 40
 """Places of a line; the rest is one sum."""
@@ -224,23 +226,11 @@ class _Process:
         """The hook has counted a step of it."""
         self.sampled_s = 0.0
         """Monotonic time at which its newest window began."""
-        self.threads: dict[int, tuple[float, float]] = {}
-        """Kernel's IDs of the threads with own code, besides the main one → (monotonic time, seconds in which it ran or
-        waited for a core until then)."""
         env: dict[str, str] = {}
         self.cwd, self.parent = "", 0
         with contextlib.suppress(psutil.Error):  # it ended, or may not be read
             env, self.cwd, self.parent = process.environ(), process.cwd(), process.ppid()
         self.rank = next((int(env[name]) for name in _RANK_VARIABLES if env.get(name, "").isdecimal()), 0)
-
-    def thread_runnable(self, thread: int) -> float | None:
-        """The fraction of the time since the last call in which a thread ran or waited for a core; None: it ended."""
-        now_s, seconds = time.monotonic(), _runnable_seconds(self.pid, thread)
-        if seconds is None:
-            return None
-        start_s, before_s = self.threads.get(thread) or (_thread_start(self.pid, thread), 0.0)
-        self.threads[thread] = now_s, seconds
-        return (seconds - before_s) / max(1e-3, now_s - start_s)
 
 
 class _Recording:
@@ -251,6 +241,7 @@ class _Recording:
         self.start_s, self.start_t = time.monotonic(), time.time()
         self._start_cpu_s, self._start_runnable_s = cpu_seconds(target.process), _runnable_seconds(target.pid)
         self._end_runnable_s = self._start_runnable_s
+        self._start_threads_s = {thread: _runnable_seconds(target.pid, thread) for thread in _list_threads(target.pid)}
         self.cpu_s: float | None = None
         """CPU-seconds that py-spy took, once it has ended."""
         self.is_ending = False
@@ -316,6 +307,18 @@ class _Recording:
             runnable = (self._end_runnable_s - self._start_runnable_s) / wall_s
         return process_cpu, runnable
 
+    def thread_runnable(self, thread: int) -> float | None:
+        """The fraction of the window in which a thread ran or waited for a core; None: it ended."""
+        seconds, wall_s = _runnable_seconds(self.target.pid, thread), max(1e-3, time.monotonic() - self.start_s)
+        return None if seconds is None else (seconds - (self._start_threads_s.get(thread) or 0.0)) / wall_s
+
+
+def _list_threads(pid: int) -> list[int]:
+    """The kernel's IDs of the threads of a process, MAX_THREADS at most; empty: it ended."""
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")[:MAX_THREADS]]
+    return []
+
 
 def _runnable_seconds(pid: int, thread: int | None = None) -> float | None:
     """Seconds in which a thread (None: the main one) ran or waited for a core; None: it ended, or the kernel does not
@@ -325,15 +328,6 @@ def _runnable_seconds(pid: int, thread: int | None = None) -> float | None:
     except (OSError, ValueError):
         return None
     return (int(running_ns) + int(waiting_ns)) / 1e9
-
-
-def _thread_start(pid: int, thread: int) -> float:
-    """Monotonic time at which a thread began; 0, too early, if it ended."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        ticks = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[19]
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
-        return time.monotonic() - age_s
-    return 0.0
 
 
 def find_role(samples: Samples) -> str:
@@ -539,7 +533,7 @@ class StackSampler:
         role = target.role or "training"
         windows = [make_window(samples, role=role, runnable=runnable, process_cpu=process_cpu, **fields)]
         if role == "training":
-            working = working_threads(others, sum(count for _, count in samples), target.thread_runnable)
+            working = working_threads(others, sum(count for _, count in samples), recording.thread_runnable)
             windows.append(make_window(working, role="thread", **fields))
         for window in filter(None, windows):
             name = STACKS if target.rank == 0 else f"{RANKS}/{target.rank:04d}/{STACKS}"

@@ -36,6 +36,8 @@ AP_QUANTILE = 4.303
 """Student's t for a 95 % interval of three pairs."""
 AP_SHARE = 0.25
 """Fraction of the budget for the six trainings that measure what one change does to AP."""
+MEAN_TOLERANCE = 0.01
+"""Of the losses, from which they are compared as means."""
 BOUNDS, CONFIRM, DONE = "bounds", "confirm", "done"
 
 
@@ -75,6 +77,16 @@ def judge(pairs: Sequence[tuple[float, float]]) -> Literal["more", "better", "no
     if found.low > MIN_RATIO:
         return "better"
     return "not better" if found.high < 1 + MIN_EXPECTED or len(pairs) == max(LOOKS) else "more"
+
+
+def mean_losses(losses: Sequence[float], tolerance: float) -> list[float]:
+    """The losses that are compared with this tolerance, of a list whose first half is from before any update. Rounding
+    to bfloat16 gives a box another anchor here and there, which changes the loss of a few images by more than that of
+    all: from MEAN_TOLERANCE on, the mean of each half."""
+    if tolerance < MEAN_TOLERANCE or not losses:
+        return list(losses)
+    half = max(1, len(losses) // 2)
+    return [statistics.fmean(losses[:half]), statistics.fmean(losses[half:] or losses[:half])]
 
 
 def same_training(before: Sequence[float], after: Sequence[float], tolerance: float) -> bool:

@@ -398,6 +398,8 @@ class Runner:
         before, after = (process.first_images(images, group, lr)[lever.compare] for process in (base, candidate))
         if base.batch_size != candidate.batch_size:  # the updates differ, the losses before them do not
             before, after = before[: len(before) // 2], after[: len(after) // 2]
+        if lever.compare == "losses":
+            before, after = (policy.mean_losses(losses, tolerance) for losses in (before, after))
         if policy.same_training(before, after, tolerance):
             return ""
         apart = max((abs(a - b) / max(abs(a), 1e-6) for a, b in zip(before, after, strict=False)), default=math.nan)

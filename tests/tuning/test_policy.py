@@ -171,6 +171,20 @@ def test_the_same_training_has_the_same_losses() -> None:
     assert not policy.same_training([1.0, 2.0], [1.0], 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("after", "tolerance", "is_same"),
+    [
+        ([1.0, 2.3, 1.9, 1.0, 1.0, 1.2], 0.05, True),  # single images
+        ([1.0, 2.3, 1.9, 1.0, 1.0, 1.2], 0.001, False),
+        ([1.0, 2.0, 2.0, 1.1, 1.3, 1.4], 0.05, False),  # after updates
+    ],
+)
+def test_rounding_may_change_the_loss_of_single_images(after: list[float], tolerance: float, is_same: bool) -> None:
+    before = [1.0, 2.0, 2.0, 1.1, 1.0, 1.1]
+    means = [policy.mean_losses(losses, tolerance) for losses in (before, after)]
+    assert policy.same_training(*means, tolerance) is is_same
+
+
 def test_the_table_names_settings_phases_rules_and_causes_that_exist() -> None:
     for lever in all_levers().values():
         assert lever.setting in SECTION_OF
