@@ -242,7 +242,8 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     for total in run.places:
         waits = total.kind == "idle" and total.role == "training" and total.call == "time.sleep"
-        if total.is_startup or not total.line or (total.kind in _STEP_KINDS and not waits):
+        in_step = total.kind in _STEP_KINDS and total.role != "thread"
+        if total.is_startup or not total.line or (in_step and not waits):
             continue
         rank = total.rank if total.role == "training" else 0
         groups.setdefault((total.role, rank, total.line, total.call), []).append(total)
@@ -345,8 +346,10 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     checkpoints, decoders. Of threads besides the training thread also functions without a call."""
     lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
     for place in list_places(run):
-        is_own = place.kind in ("python", "gc", "other", "idle", "input_wait") or (
-            place.kind == "decode" and not _DECODES.search(" ".join((place.call, *place.leaves)))
+        is_own = (
+            place.role == "thread"
+            or place.kind in ("python", "gc", "other", "idle", "input_wait")
+            or (place.kind == "decode" and not _DECODES.search(" ".join((place.call, *place.leaves))))
         )
         in_step = sum(count for leaf, count in place.leaves.items() if _RUNS_STEP.search(leaf))
         is_known = _LOADER_CALL.search(place.call) or re.search(IMPORT, place.call)

@@ -633,7 +633,9 @@ def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, st
         name = _module_path(callee)
     # imports have thousands of innermost frames
     leaf = _describe_leaf(stack[0]) if index > 1 and not name.startswith("import ") else ""
-    return f"{_relative_file(own.file, cwd)}:{own.line}", _base_name(own.function), name, leaf
+    outer = (_base_name(frame.function) for frame in stack[index:] if frame.file == own.file)
+    function = next((text for text in outer if not text.endswith(("comp>", "genexpr>", "lambda>"))), "")
+    return f"{_relative_file(own.file, cwd)}:{own.line}", function or _base_name(own.function), name, leaf
 
 
 def find_part(stack: Sequence[Frame]) -> str:

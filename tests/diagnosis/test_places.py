@@ -395,7 +395,8 @@ def test_a_function_of_another_thread_is_named_while_the_training_waits(
 ) -> None:
     """As one that tf.py_function calls: its loop has no call, and its lines are one place; the lost time is at most
     the wait."""
-    lines = [Place(line=f"data.py:{n}", function="denoise", kind="python", samples=k) for n, k in ((9, 14), (8, 11))]
+    lines = [Place(line=f"data.py:{n}", function="denoise", kind=kind, samples=k)
+             for n, kind, k in ((9, "python", 14), (8, "sync", 11))]  # fmt: skip
     works = [window(n, *lines, Place(kind="other", samples=15), role="thread") for n in (2, 3, 4)]
     trains = [window(n, Place(line="train.py:5", function="main", kind="compute", samples=40)) for n in (1, 2, 3, 4)]
     run = make_run(tmp_path / "run", external=True, config=None, seconds=45,

@@ -212,12 +212,13 @@ def test_threads_that_work_in_the_jobs_code_are_samples_and_those_that_wait_are_
     """A function that a pipeline of TensorFlow calls, a thread that waits for a lock, one that blocks in a socket, one
     that has ended, and one of a library."""
     wait = stacks.Frame("wait", "/usr/lib/python3.11/threading.py", 327)
+    inner = stacks.Frame("denoise.<locals>.<listcomp>", "/job/set.py", 9)
     denoise, pulls, logs = (stacks.Frame(name, "/job/set.py", 9) for name in ("denoise", "pulls", "logs"))
     library = stacks.Frame("run", SITE + "tensorboard/writer.py", 4)
-    others = {2: [([denoise], 60), ([wait, denoise], 40)], 3: [([wait, pulls], 100)], 4: [([logs], 100)],
+    others = {2: [([inner, denoise], 60), ([wait, denoise], 40)], 3: [([wait, pulls], 100)], 4: [([logs], 100)],
               5: [([pulls], 100)], 6: [([library], 100)]}  # fmt: skip
     found = stacks.working_threads(others, 100, {2: 0.6, 3: 0.0, 4: 0.01, 5: None, 6: 1.0}.get)
-    assert found == [([denoise], 60), ([], 40)]
+    assert found == [([inner, denoise], 60), ([], 40)]
     window = window_of(found, role="thread", cwd="/job")
     assert [(p.line, p.function, p.kind, p.samples) for p in window.places] == [
         ("set.py:9", "denoise", "python", 60), ("", "", "other", 40)
