@@ -39,6 +39,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "startup": ("stoker/cli", "stoker/training/start.py", "stoker/training/run.py"),
     "step": MODELS,
     "storage": ("stoker/storage",),
+    "tune": ("stoker/tuning", "stoker/training/trial.py", *LOADING),
 }  # fmt: skip
 """Benchmark → the code it measures."""
 
