@@ -56,8 +56,6 @@ MAX_PROCESSES = 8
 """The busiest Python processes are sampled, besides one loader worker."""
 HELPER_RECHECK_S = 120.0
 """Time after which a process that waited for others is sampled again: it may train now."""
-MAX_THREADS = 256
-"""Threads of a process whose time on a core is read; of 100 it takes 1 ms for each window."""
 MAX_FRAMES = 5
 MAX_PLACES = 40
 """Places of a line; the rest is one sum."""
@@ -182,14 +180,16 @@ def parse_samples(text: str, pid: int, cwd: str = "") -> tuple[Samples, dict[int
     others: dict[int, Samples] = {}
     for line in text.splitlines():
         match = _RAW_LINE.fullmatch(line)
-        if match is None or not match[1].isdecimal():
+        if match is None:
+            continue
+        is_main = match[1] == str(pid) or match[2] == "MainThread"
+        if not is_main and not match[1].isdecimal():  # not the kernel's ID
             continue
         frames = [found for frame in match[3].split(";") if (found := _RAW_FRAME.fullmatch(frame)) is not None]
         stack = [
             Frame(found[1], found[2] if found[2].startswith("<") else os.path.join(cwd, found[2]), int(found[3] or 0))
             for found in reversed(frames)
         ]
-        is_main = match[1] == str(pid) or match[2] == "MainThread"
         (main if is_main else others.setdefault(int(match[1]), [])).append((stack, int(match[4])))
     return main, others
 
@@ -314,9 +314,9 @@ class _Recording:
 
 
 def _list_threads(pid: int) -> list[int]:
-    """The kernel's IDs of the threads of a process, MAX_THREADS at most; empty: it ended."""
+    """The kernel's IDs of the threads of a process; empty: it ended."""
     with contextlib.suppress(OSError):
-        return [int(name) for name in os.listdir(f"/proc/{pid}/task")[:MAX_THREADS]]
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     return []
 
 

@@ -37,7 +37,7 @@ AP_QUANTILE = 4.303
 AP_SHARE = 0.25
 """Fraction of the budget for the six trainings that measure what one change does to AP."""
 MEAN_TOLERANCE = 0.01
-"""Of the losses, from which they are compared as means."""
+"""Tolerance of a lever from which losses are compared as means over images, not one by one."""
 BOUNDS, CONFIRM, DONE = "bounds", "confirm", "done"
 
 
@@ -80,13 +80,13 @@ def judge(pairs: Sequence[tuple[float, float]]) -> Literal["more", "better", "no
 
 
 def mean_losses(losses: Sequence[float], tolerance: float) -> list[float]:
-    """The losses that are compared with this tolerance, of a list whose first half is from before any update. Rounding
-    to bfloat16 gives a box another anchor here and there, which changes the loss of a few images by more than that of
-    all: from MEAN_TOLERANCE on, the mean of each half."""
+    """What is compared of losses whose first half is from before any update: with a tolerance below MEAN_TOLERANCE each
+    of them, else the mean of each half. Rounding to bfloat16 assigns a box to another anchor here and there, which
+    changes the loss of a few images by more than that of all."""
     if tolerance < MEAN_TOLERANCE or not losses:
         return list(losses)
-    half = max(1, len(losses) // 2)
-    return [statistics.fmean(losses[:half]), statistics.fmean(losses[half:] or losses[:half])]
+    half = -(-len(losses) // 2)
+    return [statistics.fmean(part) for part in (losses[:half], losses[half:]) if part]
 
 
 def same_training(before: Sequence[float], after: Sequence[float], tolerance: float) -> bool:

@@ -27,8 +27,8 @@ COMMAND = (sys.executable, "-m", "stoker.training.trial")
 NUM_IMAGES = 256
 """Of the training split, which a trial repeats: a cache has all of them after seconds."""
 WINDOW_S = (0.6, 4.0)
-"""Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least. With
-a bucket it has the most on the faster side: few images arrive in a shorter one."""
+"""Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least.
+Where images come from a bucket, also the faster side takes the longer time: in a shorter one few images arrive."""
 ANSWER_S = 180.0
 """A process that does not answer for so long (or half of the budget, if longer) hangs; compiling takes minutes."""
 COMPILE_S = 900.0

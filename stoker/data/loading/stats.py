@@ -92,7 +92,7 @@ class LoaderStats:
     requested: int = 0
     """Samples beyond the batch buffers whose bytes a bucket was asked for."""
     fetched: int = 0
-    """Samples whose bytes a bucket has sent, since the loader's position was last set."""
+    """Samples whose request to a bucket has ended, since the loader's position was last set."""
     processes_cpu_s: float = 0.0
     """CPU-seconds of the worker processes since they were started."""
 

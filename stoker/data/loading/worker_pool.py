@@ -72,8 +72,9 @@ class Prefetcher:
     def __init__(self, samples: SampleStream, fetcher: "Fetcher", positions: Iterator[int]) -> None:
         """positions: those that this rank loads, in order, endless."""
         self._samples, self._fetcher, self._positions = samples, fetcher, positions
-        self.num_fetched = self._fetched_bytes = 0
-        """Samples whose bytes have arrived; the bytes."""
+        self.num_fetched = 0
+        """Samples whose request has ended."""
+        self._fetched_bytes = 0
         self._next_position = next(positions)
         self._requests: dict[int, PendingRead | None] = {}
         """Position → its request; None where there is nothing to request."""
@@ -106,7 +107,8 @@ class Prefetcher:
     @property
     def num_requested(self) -> int:
         """Samples whose bytes were requested, or are there, and which no batch buffer has yet."""
-        return sum(request is not None for request in self._requests.values())
+        requests = list(self._requests.values())  # the thread that asks for batches may be adding to them
+        return sum(request is not None for request in requests)
 
     def top_up(self) -> None:
         """Requests images until `max_in_flight` are under way."""
