@@ -22,6 +22,7 @@ def tune(
     budget: str = "10min",
     levers: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
     allow: Literal["accuracy"] | None = None,
+    devices: int = 1,
     out: Path | None = None,
     json: bool = False,
 ) -> None:
@@ -43,6 +44,7 @@ def tune(
         levers=tuple(name for names in levers for name in names.split(",")),
         allow_accuracy=allow == "accuracy",
         out=out,
+        devices=devices,
     )
 
     def show(text: str) -> None:

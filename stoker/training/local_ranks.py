@@ -114,7 +114,7 @@ class _Starter:
     def __init__(self, devices: int, request: RankRequest, reports: Path) -> None:
         self._request, self._reports = request, reports
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._places = _make_places(devices)
+        self._places = make_places(devices)
 
     def start(self) -> None:
         data = msgspec.json.encode(self._request) + b"\n"
@@ -195,7 +195,7 @@ class _Starter:
         return RankError(f"Rank {rank} ended with exit code {code}.", cause="\n".join(lines) or None)
 
 
-def _make_places(devices: int) -> list[RankPlace]:
+def make_places(devices: int) -> list[RankPlace]:
     """Of the ranks of this machine, which is one of several where the environment says so."""
     machine = find_place()
     first, port = (0, find_free_port()) if machine is None else (machine.rank * devices, machine.port)

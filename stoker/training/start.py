@@ -169,9 +169,41 @@ def build(
     sharding = make_sharding(config, model, ranks, device) if is_divided else None
     if sharding is not None and ranks.share_value(starts_here):
         model.load_state_dict(ranks.share_tensors(model.state_dict()))
-    train_indices, val_indices = index.image_indices("train"), index.image_indices("val")
+    setup = make_setup(
+        resolved,
+        model,
+        folder,
+        log_event,
+        checkpoint.CheckpointWriter(folder.path, log_event, has_folder=ranks.is_main),
+        processes,
+        ranks=ranks,
+        sharding=sharding,
+        quarantine=_make_quarantine_reporter(folder, log_event),
+        accept_changed_data=accept_changed_data,
+        initial_ranks=ranks.share(lambda: read_initial_ranks(folder.path)),
+    )
+    return setup, loaded
+
+
+def make_setup(
+    resolved: ResolvedRun,
+    model: models.Detector,
+    folder: RunFolder,
+    log_event: EventLogger,
+    writer: checkpoint.CheckpointWriter,
+    processes: WorkerProcesses | None,
+    *,
+    ranks: Ranks,
+    quarantine: Callable[[QuarantinedImage], None],
+    sharding: Division | None = None,
+    accept_changed_data: bool = False,
+    initial_ranks: int = 1,
+    image_indices: NDArray[np.int64] | None = None,
+) -> TrainSetup:
+    """What steps need, of a model with its first weights. image_indices: see `make_training_loader`."""
+    config, device, index = resolved.config, resolved.device, resolved.index
+    train_indices = index.image_indices("train")
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
-    quarantine = _make_quarantine_reporter(folder, log_event)
     loader = make_training_loader(
         config,
         index,
@@ -181,21 +213,22 @@ def build(
         processes=processes,
         on_quarantine=quarantine,
         ranks=ranks,
+        image_indices=image_indices,
     )
-    setup = TrainSetup(
+    return TrainSetup(
         folder=folder,
         config=config,
         device=device,
         index=index,
         train_indices=train_indices,
-        val_indices=val_indices,
+        val_indices=index.image_indices("val"),
         model=model,
         optimizer=OptimizerStep(model, config.optim, device, precision=config.run.precision, sharding=sharding),
         loss_accumulator=LossAccumulator(device, max_skipped_steps=config.optim.max_skipped_steps),
         loader=loader,
         processes=processes,
         quarantine=quarantine,
-        writer=checkpoint.CheckpointWriter(folder.path, log_event, has_folder=ranks.is_main),
+        writer=writer,
         metadata=ModelMetadata(
             settings=config.model,
             class_names=index.class_names,
@@ -208,9 +241,8 @@ def build(
         total_steps=total_steps(parse_duration(config.run.max_duration), len(train_indices), config.run.batch_size),
         max_boxes=max_boxes,
         ranks=ranks,
-        initial_ranks=ranks.share(lambda: read_initial_ranks(folder.path)),
+        initial_ranks=initial_ranks,
     )
-    return setup, loaded
 
 
 def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:

@@ -3,49 +3,62 @@
     python -m stoker.training.trial
 
 It reads a `Start`, then `Request`s, as JSON lines from stdin, and answers each with a `Reply`; it ends at the end of
-stdin. Steps use the data, settings and loader of a run on random weights: speed does not depend on them. The stream of
-samples begins at position 0 in every process, so that two processes that get the same requests train on the same
+stdin. Steps are those of a run, from its first weights. The stream of samples begins at position 0 in every process, so that two processes that get the same requests train on the same
 samples. Who asks is `stoker/tuning/trials.py`.
+
+With several devices it is rank 0: it starts the others, which get what it reads and answer to nobody. All are of one
+group of processes, so what stops it stops them.
 """
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from stoker.config.settings import Config, check, from_fields
-from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index_of
 from stoker.errors import CaptureFailed, OutOfMemoryError, StokerError
 from stoker.evaluation.evaluate import detect, evaluation_loader
 from stoker.hardware.device import Device, configure_malloc, is_out_of_memory, select_device
 from stoker.profiling.ledger import Ledger
-from stoker.training.defaults.dry_run import DryRun
-from stoker.training.make_step import CudaCapture, CudaGraphStep
-from stoker.training.start import build_initial_model, make_training_loader, start_worker_processes
-from stoker.training.step import PlainStep, make_loss_fn, split_batch, train_step
+from stoker.runs.records import RunFolder
+from stoker.training.checkpoint import CheckpointWriter
+from stoker.training.cluster import RankPlace, find_place
+from stoker.training.local_ranks import make_places
+from stoker.training.make_step import CudaCapture, CudaGraphStep, make_parallel
+from stoker.training.ranks import Ranks, joined
+from stoker.training.start import ResolvedRun, build_initial_model, make_setup, start_worker_processes
+from stoker.training.step import split_batch, train_step
 
 SETTLE_S = 2.0
 """Most seconds for what has arrived in a pause to be read."""
+OTHER_RANK = "other-rank"
+"""Argument of a process that rank 0 starts."""
 MAX_EVALUATED = 64
 """Images of a measured evaluation; the time of all follows from their number."""
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):
-    """The first line. settings: all of a run; num_images: of the training split, which the stream repeats."""
+    """The first line. settings: all of a run; num_images: of the training split, which the stream repeats; devices:
+    that train together."""
 
     settings: dict[str, Any]
     num_images: int
+    devices: int = 1
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,39 +96,41 @@ class Reply(msgspec.Struct, omit_defaults=True):
     """It cannot be done on this machine, rather than failed."""
 
 
-class Trial(DryRun):
-    """Steps of a configuration."""
+class Trial:
+    """Steps of a configuration. ranks: those that train together; all get the same requests."""
 
-    def __init__(self, config: Config, index: Index, device: Device, num_images: int) -> None:
-        torch.manual_seed(config.run.seed)
-        super().__init__(config, index, device)
-        run, model = config.run, self.optimizer.model
-        self.batch_size = run.batch_size
-        autocast = device.autocast(run.precision)
-        self.plain = _AugmentedStep(
-            config, make_loss_fn(model, compile=run.compile), self.optimizer, None, autocast,
-            config.optim.grad_accum_steps,
-        )  # fmt: skip
-        self._train: Callable[[Batch], None] = lambda batch: train_step(self.plain, batch)
-        if run.cuda_graph:
-            self._train = CudaGraphStep(self._train, CudaCapture())
+    def __init__(
+        self, config: Config, index: Index, device: Device, num_images: int, ranks: Ranks | None = None
+    ) -> None:
+        self.ranks = ranks = ranks or Ranks()
+        config = config.replace(max_bad_fraction=1.0)
         train_indices = index.image_indices("train")
         chosen = np.linspace(0, len(train_indices) - 1, min(num_images, len(train_indices))).astype(np.int64)
-        self.loader = make_training_loader(
-            config.replace(max_bad_fraction=1.0),
-            index,
-            device,
-            max_boxes=self.max_boxes,
-            log_event=_ignore_event,
-            processes=start_worker_processes(config, index, device, _ignore_event),
+        nowhere = Path("nowhere")  # a trial writes no records and no checkpoints
+        setup = make_setup(
+            ResolvedRun(config, {}, device, index),
+            build_initial_model(config, index, device, _ignore_event),
+            RunFolder(nowhere, 1),
+            _ignore_event,
+            CheckpointWriter(nowhere, _ignore_event, has_folder=False),
+            start_worker_processes(config, index, device, _ignore_event),
+            ranks=ranks,
+            quarantine=lambda _: None,
             image_indices=train_indices[chosen],
         )
+        self.setup, self.optimizer, self.loader, self.device = setup, setup.optimizer, setup.loader, device
+        self.batch_size = config.run.batch_size
+        self.parallel = make_parallel(setup, _ignore_event)
+        self.parallel.micro_batches = config.optim.grad_accum_steps
+        self._train: Callable[[Batch], None] = functools.partial(train_step, self.parallel)
+        if config.run.cuda_graph and self.parallel.can_be_captured:
+            self._train = CudaGraphStep(self._train, CudaCapture())
         self.ledger = Ledger(device.make_clock(), start_s=time.perf_counter())
         self.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         self._kept_batch: Batch | None = None
         self._before_ramp: dict[str, Any] | None = None
         self._ramp_steps = 0
-        if run.cache != "none":  # in a run, all but the first epoch finds the images there
+        if config.run.cache != "none":  # in a run, all but the first epoch finds the images there
             first = self.loader.state_dict()
             self._load(len(chosen))
             self.loader.load_state_dict(first)  # the samples are those of a trial without a cache
@@ -138,10 +153,11 @@ class Trial(DryRun):
         before = self.loader.stats()
         if request.steady and before.requested:
             if request.do == "load":
-                self._load(before.ready + before.loading + before.requested)
+                self._load((before.ready + before.loading + before.requested) * self.ranks.world_size)
             else:
                 self._settle(max(1, steps // 2))
             before = self.loader.stats()
+        self.ranks.barrier()
         self.device.synchronize()
         self.ledger.window(0.0)
         start_s = time.perf_counter()
@@ -152,25 +168,31 @@ class Trial(DryRun):
         elif request.do == "load":
             self._load(steps * self.batch_size)
         else:
-            for _ in range(steps):
-                self._step(self._keep_batch() if request.do == "step" else None)
+            with self.parallel.timing_waits(self.ledger):
+                for _ in range(steps):
+                    self._step(self._keep_batch() if request.do == "step" else None)
         self.device.synchronize()
         seconds, breakdown = time.perf_counter() - start_s, self.ledger.window(0.0)
         images, after = steps * self.batch_size, self.loader.stats()
         phases = {} if breakdown is None else dict(breakdown.phases)
         if request.steady and request.do == "train" and after.requested:  # it used up what was there
-            wait_s = seconds * max(0.0, images / max(1, after.fetched - before.fetched) - 1.0)
+            own_images = images / self.ranks.world_size
+            wait_s = seconds * max(0.0, own_images / max(1, after.fetched - before.fetched) - 1.0)
             phases["input_wait"] = phases.get("input_wait", 0.0) + wait_s
             seconds += wait_s
         return Reply(
-            seconds=seconds,
+            seconds=self._longest(seconds),
             images=images,
             steps=steps,
             phases=phases,
             losses=losses,
             inputs=inputs,
-            requested=after.requested,
+            requested=after.requested * self.ranks.world_size,
         )
+
+    def _longest(self, seconds: float) -> float:
+        """Of all ranks."""
+        return max(self.ranks.gather_all(seconds))
 
     def _settle(self, steps: int) -> None:
         """Waits for what a bucket has sent in a pause, and trains until requests are as far apart as in a run."""
@@ -203,31 +225,46 @@ class Trial(DryRun):
 
     def _compute_losses(self, steps: int, group: int, lr: float) -> tuple[list[float], list[float]]:
         """One update of the weights for each batch, which is split into groups that the model gets one by one."""
-        losses, inputs = [], []
+        losses: list[float] = []
+        inputs: list[float] = []
+        parts = max(1, self.setup.rank_batch_size // group)
         for _ in range(steps):
-            batch = self.plain.augment(self._next_batch())
-            parts = max(1, self.batch_size // group)
+            batch = self._next_batch()
+            means = []
             for part in split_batch(batch, parts):
-                total = self.compute_loss(part)
-                self.optimizer.backward(total / parts)
-                losses.append(total.detach())
                 halves = part.images.float().tensor_split(2, dim=3)
-                inputs += [*(half.mean() for half in halves), part.boxes.float().mean()]
-            self.optimizer.step(lr, 0)
-        return [float(loss) for loss in losses], [float(value) for value in inputs]
+                means += [*(half.mean() for half in halves), part.boxes.float().mean()]
+            own = self._update(batch, lr, 0, parts), [float(mean) for mean in means]
+            for rank_losses, rank_means in self.ranks.gather_all(own):  # in the order of the images of a batch
+                losses += rank_losses
+                inputs += rank_means
+        return losses, inputs
+
+    def _update(self, batch: Batch, lr: float, completed_steps: int, parts: int) -> list[float]:
+        """A step without a CUDA graph, and the loss of each part of the batch before it."""
+        parallel, compute = self.parallel, self.parallel.loss_fn
+        found: list[Tensor] = []
+
+        def record(part: Batch) -> dict[str, Tensor]:
+            losses = compute(part)
+            found.append(torch.stack([loss.detach() for loss in losses.values()]).sum())
+            return losses
+
+        micro_batches, parallel.micro_batches, parallel.loss_fn = parallel.micro_batches, parts, record
+        try:
+            self.optimizer.set_scalars(lr, completed_steps)
+            train_step(parallel, batch)
+        finally:
+            parallel.micro_batches, parallel.loss_fn = micro_batches, compute
+        return [float(loss) for loss in found]
 
     def _ramp(self, lr: float) -> float:
         """The loss of the next batch, and an update; all groups of parameters keep the ratio of their rates."""
         if self._before_ramp is None:
-            initial = build_initial_model(self.config, self.index, self.device, _ignore_event).state_dict()
-            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"model": initial}, initial)
             self._before_ramp = copy.deepcopy(self._state())
-        self.optimizer.set_scalars(lr, self._ramp_steps)
-        losses = self.plain.forward_backward(self.plain.augment(self._next_batch()))
-        self.optimizer.update(self.optimizer.clip())
-        self.optimizer.update_ema()
+        losses = self._update(self._next_batch(), lr, self._ramp_steps, self.parallel.micro_batches)
         self._ramp_steps += 1
-        return float(torch.stack(list(losses.values())).sum())
+        return statistics.fmean(map(statistics.fmean, self.ranks.gather_all(losses)))
 
     def _state(self) -> dict[str, Any]:
         """All that a ramp changes."""
@@ -254,19 +291,21 @@ class Trial(DryRun):
 
     def _evaluate(self) -> float:
         """Seconds of an evaluation of the validation split, from those of a part of it."""
-        data, run, indices = self.config.data, self.config.run, self.index.image_indices("val")
+        config, indices = self.setup.config, self.setup.val_indices
         part = indices[:MAX_EVALUATED]
-        batch_size = max(1, self.batch_size // self.config.optim.grad_accum_steps)
         loader = evaluation_loader(
-            self.index, part, self.device, batch_size=batch_size, image_size=data.image_size, resize=data.resize,
-            workers=run.workers, max_bad_fraction=1.0,
+            self.setup.index, part, self.device,
+            batch_size=max(1, self.setup.rank_batch_size // config.optim.grad_accum_steps),
+            image_size=config.data.image_size, resize=config.data.resize, workers=config.run.workers,
+            max_bad_fraction=1.0, rank=self.ranks.rank, world_size=self.ranks.world_size,
         )  # fmt: skip
         with contextlib.closing(loader):
             batches = iter(loader)
+            self.ranks.barrier()
             start_s = time.perf_counter()
-            detect(self.optimizer.ema_model, batches, self.device, precision=run.precision)
+            detect(self.optimizer.ema_model, batches, self.device, precision=config.run.precision)
             self.device.synchronize()
-            return (time.perf_counter() - start_s) * len(indices) / len(part)
+            return self._longest(time.perf_counter() - start_s) * len(indices) / len(part)
 
     def _copy_state(self) -> float:
         """Seconds that a checkpoint interrupts the steps: the copy of the state; it is written in the background."""
@@ -276,20 +315,43 @@ class Trial(DryRun):
             copy.deepcopy((self.optimizer.state_dict(), self.optimizer.ema_model.state_dict()))
             self.device.synchronize()
             times.append(time.perf_counter() - start_s)
-        return statistics.median(times)
-
-
-class _AugmentedStep(PlainStep):
-    def __init__(self, config: Config, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._config = config
-
-    def augment(self, batch: Batch) -> Batch:
-        return augment_batch(batch, self._config.data, 0.0)
+        return self._longest(statistics.median(times))
 
 
 def _ignore_event(_kind: str, _text: str, /, **_: object) -> None:
     """The loader's messages were printed when the run trained."""
+
+
+class _OtherRanks:
+    """The processes of the other ranks, which rank 0 has started; none where it trains alone."""
+
+    def __init__(self, devices: int) -> None:
+        places: list[RankPlace] = make_places(devices) if devices > 1 else []
+        self.place = places[0] if places else None
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "stoker.training.trial", OTHER_RANK],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **place.variables()},
+            )
+            for place in places[1:]
+        ]
+
+    def tell(self, line: bytes) -> None:
+        """Passes on what rank 0 has read."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # its error is raised by the next exchange
+                process.stdin.write(line)
+                process.stdin.flush()
+
+    def end(self) -> None:
+        """They read the end of their input."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 def main() -> None:
@@ -301,19 +363,27 @@ def main() -> None:
         replies.write(msgspec.json.encode(value) + b"\n")
 
     try:
-        start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+        line = sys.stdin.buffer.readline()
+        start = msgspec.json.decode(line, type=Start)
         config = from_fields(start.settings)
         check(config)
-        device = select_device(config.run.device)
-        device.prepare_for_fixed_shapes()
-        if device.is_cpu:
-            configure_malloc()
-        trial = Trial(config, open_index_of(config.data), device, start.num_images)
-        stats = trial.loader.stats()
-        reply(Reply(workers=stats.workers, prefetch_depth=stats.prefetch_depth))
-        for line in sys.stdin.buffer:
-            reply(trial.answer(msgspec.json.decode(line, type=Request)))
-        trial.loader.close()
+        is_other = OTHER_RANK in sys.argv
+        others = _OtherRanks(1 if is_other else start.devices)
+        others.tell(line)
+        with joined(find_place() if is_other else others.place) as ranks:
+            device = select_device(ranks.device_name(config.run.device))
+            device.prepare_for_fixed_shapes()
+            if device.is_cpu:
+                configure_malloc()
+            index = ranks.locally_first(lambda: open_index_of(config.data))
+            trial = Trial(config, index, device, start.num_images, ranks)
+            stats = trial.loader.stats()
+            reply(Reply(workers=stats.workers, prefetch_depth=stats.prefetch_depth))
+            for line in sys.stdin.buffer:
+                others.tell(line)
+                reply(trial.answer(msgspec.json.decode(line, type=Request)))
+            trial.loader.close()
+            others.end()
     except CaptureFailed as error:
         reply(Reply(error=f"{error.what} {error.cause}", unavailable=True))
     except StokerError as error:

@@ -171,7 +171,8 @@ class _Search:
         lr = self.resolved.config.optim.lr
         lrs = lr_policy.ramp(RAMP_LOW * lr, RAMP_HIGH * lr, RAMP_STEPS)
         settings, request = self.resolved.config.set_fields(), self.request
-        process = TrialProcess(settings, self.folder.path / LOG, request.command, request.budget_s)
+        log = self.folder.path / LOG
+        process = TrialProcess(settings, log, request.command, request.budget_s, request.devices)
         losses: list[float] = []
         seconds = 0.0
         try:
@@ -195,7 +196,8 @@ class _Search:
         """A short training, whose warm-up and schedule fit its length."""
         run = self.folder.path / f"lr-{lr:.3g}-{steps}"
         try:
-            train_briefly(self.resolved.config.set_fields() | {"lr": lr}, steps, run)
+            settings = self.resolved.config.set_fields() | {"lr": lr}
+            train_briefly(settings, steps, run, self.request.devices)
         except TrialError:
             if not _events(run, "rolled_back"):
                 raise

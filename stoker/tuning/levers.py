@@ -60,6 +60,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the learning rate follows the batch size, not its square root (`derive_lr`)."""
     size_divisor: int
     """Of the image size."""
+    devices: int = 1
+    """That train together."""
     smaller_models: dict[str, Changes] = {}
     """Models of the same family with fewer parameters → the settings of the model that differ; the largest first."""
     suggestions: dict[str, Changes] = {}
@@ -92,8 +94,8 @@ def why_unavailable(lever: Lever, facts: Facts) -> str:
     """Why the lever cannot be tried here; empty: it can."""
     if lever.needs == "cuda" and facts.device_kind != "cuda":
         return f"it needs CUDA; the device is {facts.device_kind}"
-    if lever.needs == "ranks":
-        return "it needs several devices; a trial has one"
+    if lever.needs == "ranks" and facts.devices == 1:
+        return "it needs several devices: --devices"
     if lever.needs == "epochs" and facts.epochs is not None and facts.epochs < 2:
         return f"the run sees each image {facts.epochs:.2g} times: nothing is read twice"
     if lever.name == "cache" and not facts.cache_kinds:
@@ -115,7 +117,7 @@ def _with_companions(setting: str, value: Any, settings: Mapping[str, Any], fact
         ratio = value / settings["batch_size"]
         factor = ratio if facts.recipe_optimizer_is_sgd else math.sqrt(ratio)
         changes["lr"] = float(f"{settings['lr'] * factor:.3g}")
-        if value % settings["grad_accum_steps"]:
+        if value % (facts.devices * settings["grad_accum_steps"]):
             changes["grad_accum_steps"] = 1
         for name in ("max_duration", "eval_every", "checkpoint_every"):  # the same images between two of them
             length = parse_duration(settings[name], name)
@@ -147,8 +149,8 @@ def _batches_up_to_recipe(settings: Mapping[str, Any], facts: Facts, _phases: Ma
     """The recipe's batch size, and its parts: its learning rate is known to work for it."""
     largest = min(facts.recipe_batch_size, facts.num_images)
     sizes = [largest, largest // 2, largest // 4]
-    if settings["mosaic"]:
-        sizes = [size // 4 * 4 for size in sizes]
+    unit = facts.devices * (4 if settings["mosaic"] else 1)
+    sizes = [size // unit * unit for size in sizes]
     return [size for size in dict.fromkeys(sizes) if size > settings["batch_size"]]
 
 

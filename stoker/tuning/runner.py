@@ -41,6 +41,7 @@ from stoker.runs.schemas import Probe
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import display_path, is_uri
 from stoker.training import start
+from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import derive_for_plan, total_steps
 from stoker.tuning import policy
 from stoker.tuning.levers import Changes, Facts, Lever, choose_levers
@@ -52,13 +53,12 @@ FIRST = "first.toml"
 LOG = "trials.log"
 TRIAL_SHARE = 0.2
 """Fraction of the budget that one trial may take, before it is judged by the pairs that it has."""
-LOSS_STEPS = 2
-"""Steps of the largest batch whose losses are compared, before and again after updates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """What the command asks for. target: a data set or a run; config: settings of the user, without `target`."""
+    """What the command asks for. target: a data set or a run; config: settings of the user, without `target`; devices:
+    of this machine that train together."""
 
     target: str
     config: Config = Config()  # noqa: RUF009  # frozen
@@ -66,6 +66,7 @@ class TuneRequest:
     levers: tuple[str, ...] = ()
     allow_accuracy: bool = False
     out: Path | None = None
+    devices: int = 1
     command: tuple[str, ...] = COMMAND
 
 
@@ -91,6 +92,8 @@ def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult
     Raises UsageError for an unknown lever, too short a budget, a folder of other settings; DataError for a folder of
     other data; what `stoker train` raises for the data and settings. All before anything is measured.
     """
+    if request.devices < 1:
+        raise UsageError(f"--devices {request.devices} is out of range.", choices=["1 or more"])
     if request.budget_s < policy.MIN_BUDGET_S:
         raise UsageError(
             f"--budget: {request.budget_s:.0f} s are too short for one measurement.",
@@ -104,7 +107,7 @@ def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult
     with records.locked(folder) as is_ours, contextlib.ExitStack() as stack:
         if is_ours is False:
             raise UsageError("Another process tunes here.", location=folder, fix="wait for its end, or give --out")
-        runner = Runner(context, RunFolder(folder, 1), request.command, on_progress)
+        runner = Runner(context, RunFolder(folder, 1), request, on_progress)
         stack.callback(runner.close)
         end = runner.run()
         changes, confirmation = policy.final_changes(runner.lines, context)
@@ -125,15 +128,25 @@ def resolve(request: TuneRequest) -> start.ResolvedRun:
     """The settings that the tuning begins with, of a run or derived for a data set."""
     path = Path(request.target)
     config = request.config
+    devices = Devices(request.devices, request.devices)
     if not is_uri(request.target) and (path / CONFIG).is_file():
         if is_held(path):
             raise UsageError("The run is still running: trials would use its device.", location=path)
         stored, reasons = from_run(path / CONFIG)
         if config.set_fields():
             raise UsageError("--config is for a data set; a run has its own settings.", location=path)
-        resolved = start.resolve_run(stored, None)
-        return dataclasses.replace(resolved, reasons={**resolved.reasons, **reasons})
-    return start.resolve_run(config.replace(data=request.target), None)
+        resolved = start.resolve_run(stored, None, devices=devices)
+        resolved = dataclasses.replace(resolved, reasons={**resolved.reasons, **reasons})
+    else:
+        resolved = start.resolve_run(config.replace(data=request.target), None, devices=devices)
+    run = resolved.config.run
+    if request.devices > 1 and (run.shard or run.num_stages > 1):
+        raise UsageError(
+            "A model that is divided among devices cannot be tuned.",
+            cause="each process of a trial has the whole model",
+            fix="leave out --shard and --stages",
+        )
+    return resolved
 
 
 def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
@@ -143,9 +156,11 @@ def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
     steps = total_steps(parse_duration(config.run.max_duration), len(train), config.run.batch_size)
     recipe = derive_for_plan(Config().replace(data=config.data.data, model=config.model.model), index, device)[0]
     digest = blake2b(digest_images(index, ("train", "val")).encode(), digest_size=8).hexdigest()
+    several = f"{request.devices} × " if request.devices > 1 else ""
     return Facts(
-        machine=f"{device.name}, {host_cores()} cores, torch {torch.__version__}",
+        machine=f"{several}{device.name}, {host_cores()} cores, torch {torch.__version__}",
         data=digest,
+        devices=request.devices,
         device_kind=device.kind,
         cores=host_cores(),
         best_precision=device.best_precision()[0],
@@ -231,9 +246,9 @@ class Runner:
     """The trials of a tuning, one after the other."""
 
     def __init__(
-        self, context: Context, folder: RunFolder, command: Sequence[str], on_progress: Callable[[str], None]
+        self, context: Context, folder: RunFolder, request: TuneRequest, on_progress: Callable[[str], None]
     ) -> None:
-        self.context, self.folder, self.command, self.on_progress = context, folder, command, on_progress
+        self.context, self.folder, self.request, self.on_progress = context, folder, request, on_progress
         self.lines = list(records.read_lines(folder.path, PROBES, Probe))
         self._base: TrialProcess | None = None
         self._largest_batch = max(context.facts.recipe_batch_size, context.settings["batch_size"])
@@ -299,7 +314,7 @@ class Runner:
             self._replace_base(None)
             return self._confirm(settings, until_s, now)
         assert lever is not None
-        return self._try(lever, now.settings, settings, until_s)
+        return self._try(lever, now, settings, until_s)
 
     def _measure_bounds(self) -> dict[str, Any]:
         """Whole steps, steps on one batch, and loading alone."""
@@ -324,13 +339,14 @@ class Runner:
         pairs = [(train, step) for step, train in found.pairs]
         return _summarize(pairs, found.steps, found.phases, bounds=bounds) | {"kept": False}
 
-    def _try(self, lever: Lever, before: dict[str, Any], after: dict[str, Any], until_s: float) -> dict[str, Any]:
+    def _try(self, lever: Lever, now: policy.Situation, after: dict[str, Any], until_s: float) -> dict[str, Any]:
+        before = now.settings
         base = self._start_base(before)
         candidate = self._start(after)
         kept = False
         try:
             if lever.tolerance is not None:
-                reason = self._compare_training(lever, lever.tolerance, base, candidate)
+                reason = self._compare_training(lever, base, candidate, now)
                 if reason:
                     return {"state": "failed", "reason": reason}
             values = _summarize_measured(compare(self._start_base(before), candidate, until_s=until_s))
@@ -369,7 +385,7 @@ class Runner:
             for settings in (before | {"seed": seed}, after | {"seed": seed}):
                 steps = int(images / settings["batch_size"])
                 digest = blake2b(msgspec.json.encode([settings, steps], order="sorted"), digest_size=6).hexdigest()
-                ap.append(train_briefly(settings, steps, self.folder.path / f"ap-{digest}"))
+                ap.append(train_briefly(settings, steps, self.folder.path / f"ap-{digest}", self.request.devices))
             pairs.append((ap[0], ap[1]))
         means = tuple(statistics.fmean(values) for values in zip(*pairs, strict=True))
         return {"ap": means, "ap_pairs": pairs, "ap_gain": policy.measure_gain(pairs)}
@@ -388,27 +404,24 @@ class Runner:
         finally:
             first.close()
 
-    def _compare_training(self, lever: Lever, tolerance: float, base: TrialProcess, candidate: TrialProcess) -> str:
+    def _compare_training(
+        self, lever: Lever, base: TrialProcess, candidate: TrialProcess, now: policy.Situation
+    ) -> str:
         """Why it is another training; empty: it is the same."""
         group = math.gcd(base.micro_batch_size, candidate.micro_batch_size)
-        images, lr = LOSS_STEPS * self._largest_batch, 0.1 * self.context.settings["lr"]
-        if not base.is_fresh and (group, lr) not in base.compared:  # it is past its first images
+        images = policy.num_compared(lever, self._largest_batch, statistics.median(now.seconds))
+        lr = 0.1 * self.context.settings["lr"]
+        if not base.is_fresh and (images, group, lr) not in base.compared:  # it is past its first images
             self._replace_base(None)
             base = self._start_base(base.settings)
         before, after = (process.first_images(images, group, lr)[lever.compare] for process in (base, candidate))
         if base.batch_size != candidate.batch_size:  # the updates differ, the losses before them do not
             before, after = before[: len(before) // 2], after[: len(after) // 2]
-        if lever.compare == "losses":
-            before, after = (policy.mean_losses(losses, tolerance) for losses in (before, after))
-        if policy.same_training(before, after, tolerance):
-            return ""
-        apart = max((abs(a - b) / max(abs(a), 1e-6) for a, b in zip(before, after, strict=False)), default=math.nan)
-        return (
-            f"another training: the {lever.compare} of the same images differ by {apart:.2g} (allowed: {tolerance:g})"
-        )
+        return policy.why_another_training(lever, before, after)
 
     def _start(self, settings: dict[str, Any]) -> TrialProcess:
-        return TrialProcess(settings, self.folder.path / LOG, self.command, self.context.budget_s)
+        request = self.request
+        return TrialProcess(settings, self.folder.path / LOG, request.command, request.budget_s, request.devices)
 
     def _start_base(self, settings: Any) -> TrialProcess:
         """The process with these settings that is running, or a new one."""
@@ -423,7 +436,7 @@ class Runner:
         self._base = process
 
 
-def train_briefly(settings: dict[str, Any], steps: int, run: Path) -> float:
+def train_briefly(settings: dict[str, Any], steps: int, run: Path, devices: int = 1) -> float:
     """The AP of a training of so many steps, which continues what a kill interrupted. Raises TrialError."""
     short = settings | {"max_duration": str(steps), "eval_every": "0", "patience": 0}
     short["warmup_steps"] = max(1, steps // 20)
@@ -434,6 +447,7 @@ def train_briefly(settings: dict[str, Any], steps: int, run: Path) -> float:
         time.sleep(1.0)
     if not records.is_finished(run):
         command = [sys.executable, "-m", "stoker", "train", "--config", str(file), "--run-dir", str(run)]
+        command += ["--devices", str(devices)] if devices > 1 else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             text = f"the training that measures AP ended with exit code {done.returncode}: {done.stderr[-200:]}"

@@ -43,15 +43,21 @@ class TrialError(Exception):
 
 
 class TrialProcess:
-    """A configuration that can be measured. Close it. log: gets what the process prints. budget_s: of the tuning."""
+    """A configuration that can be measured. Close it. log: gets what the process prints. budget_s: of the tuning.
+    devices: that train together."""
 
     def __init__(
-        self, settings: Mapping[str, Any], log: Path, command: Sequence[str] = COMMAND, budget_s: float = 0.0
+        self,
+        settings: Mapping[str, Any],
+        log: Path,
+        command: Sequence[str] = COMMAND,
+        budget_s: float = 0.0,
+        devices: int = 1,
     ) -> None:
         self.settings = dict(settings)
         self.batch_size: int = settings["batch_size"]
-        self.micro_batch_size = self.batch_size // int(settings["grad_accum_steps"])
-        self.compared: dict[tuple[int, float], dict[str, list[float]]] = {}
+        self.micro_batch_size = self.batch_size // (devices * int(settings["grad_accum_steps"]))
+        self.compared: dict[tuple[int, int, float], dict[str, list[float]]] = {}
         self.is_fresh = True
         """Whether its stream of samples is at the first one, and its weights are as in any other process."""
         self.requested = 0
@@ -69,7 +75,7 @@ class TrialProcess:
         except OSError as error:
             raise PreflightError("A trial cannot be started.", location=command[0], cause=error.strerror) from error
         try:
-            self.ready = self._exchange(Start(settings=self.settings, num_images=NUM_IMAGES))
+            self.ready = self._exchange(Start(settings=self.settings, num_images=NUM_IMAGES, devices=devices))
             self._stop()
         except BaseException:
             self.close()
@@ -87,16 +93,17 @@ class TrialProcess:
     def first_images(self, images: int, group: int, lr: float) -> dict[str, list[float]]:
         """Losses and inputs of the first images of the stream, before any update, and of the same number after them,
         with updates. Raises TrialError; ValueError where the process is past them."""
-        if (group, lr) not in self.compared:
+        key = images, group, lr
+        if key not in self.compared:
             if not self.is_fresh:
                 raise ValueError("the process is past its first images")
             replies = [self.ask("losses", images, group=group, lr=rate) for rate in (0.0, lr)]
             count = images // group
-            self.compared[group, lr] = {
+            self.compared[key] = {
                 "losses": [loss for reply in replies for loss in reply.losses[:count]],
                 "inputs": [value for reply in replies for value in reply.inputs[: 3 * count]],
             }
-        return self.compared[group, lr]
+        return self.compared[key]
 
     def warm_up(self) -> None:
         """As many steps as batches are loaded ahead: then a window waits for the loader as a run does."""

@@ -72,7 +72,7 @@ class Trainings:
         self.best, self.done = best, list[tuple[float, int]]()
         self.fail_at = -1
 
-    def __call__(self, settings: dict[str, Any], steps: int, run: Path) -> float:
+    def __call__(self, settings: dict[str, Any], steps: int, run: Path, _devices: int = 1) -> float:
         if len(self.done) == self.fail_at:
             raise KeyboardInterrupt
         self.done.append((settings["lr"], steps))

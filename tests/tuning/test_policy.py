@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,17 +173,33 @@ def test_the_same_training_has_the_same_losses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "tolerance", "is_same"),
+    ("lever", "noise", "bias", "reason"),
     [
-        ([1.0, 2.3, 1.9, 1.0, 1.0, 1.2], 0.05, True),  # single images
-        ([1.0, 2.3, 1.9, 1.0, 1.0, 1.2], 0.001, False),
-        ([1.0, 2.0, 2.0, 1.1, 1.3, 1.4], 0.05, False),  # after updates
+        ("precision", 0.1, 0.0, ""),  # single images
+        ("precision", 0.1, 0.2, "on average"),
+        ("precision", 0.6, 0.0, "too much from each other"),  # a lever that makes losses random is not let through
+        ("precision", 0.0, math.nan, "not finite"),
+        ("workers", 0.0, 0.0, ""),
+        ("workers", 0.001, 0.0, "another training"),
     ],
 )
-def test_rounding_may_change_the_loss_of_single_images(after: list[float], tolerance: float, is_same: bool) -> None:
-    before = [1.0, 2.0, 2.0, 1.1, 1.0, 1.1]
-    means = [policy.mean_losses(losses, tolerance) for losses in (before, after)]
-    assert policy.same_training(*means, tolerance) is is_same
+@pytest.mark.parametrize("half", ["before updates", "after updates"])
+def test_rounding_may_change_the_loss_of_single_images(
+    lever: str, noise: float, bias: float, reason: str, half: str
+) -> None:
+    random = np.random.default_rng(0)
+    before, after = np.full(64, 3.0), np.full(64, 3.0)
+    part = slice(32) if half == "before updates" else slice(32, None)
+    after[part] *= 1 + bias + random.choice([-noise, noise], 32)
+    found = policy.why_another_training(all_levers()[lever], before.tolist(), after.tolist())
+    assert reason in found if reason else not found
+
+
+def test_as_many_images_are_compared_as_the_noise_of_means_needs_and_the_time_allows() -> None:
+    precision, workers = all_levers()["precision"], all_levers()["workers"]
+    assert policy.num_compared(workers, 8, 1e-3) == policy.num_compared(precision, 8, 10.0) == 16
+    assert policy.num_compared(precision, 8, 0.25) == 40
+    assert policy.num_compared(precision, 8, 1e-3) == 64
 
 
 def test_the_table_names_settings_phases_rules_and_causes_that_exist() -> None:

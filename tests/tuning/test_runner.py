@@ -25,7 +25,7 @@ from stoker.training.trial import Reply, Request, Trial
 from stoker.tuning import runner
 from stoker.tuning.policy import same_training
 from stoker.tuning.runner import TuneRequest, tune
-from stoker.tuning.trials import measure_in_turn
+from stoker.tuning.trials import TrialProcess, measure_in_turn
 from tests.drawn import draw
 from tests.storage.servers import Conditions, apply, google_server
 
@@ -257,6 +257,47 @@ def test_first_settings_that_fail_end_the_tuning(request_: TuneRequest) -> None:
     result = tune(dataclasses.replace(request_, config=BAD.replace(workers="auto")), lambda _: None)
     assert result.changes == {}
     assert "out of memory" in result.end
+
+
+def test_a_model_that_is_divided_among_devices_is_refused(request_: TuneRequest) -> None:
+    for config in (BAD.replace(shard=True), BAD.replace(stages=2)):
+        with pytest.raises(UsageError, match="divided among devices"):
+            tune(dataclasses.replace(request_, config=config.replace(batch_size=8), devices=2), lambda _: None)
+    with pytest.raises(UsageError, match="--devices 0"):
+        tune(dataclasses.replace(request_, devices=0), lambda _: None)
+
+
+def test_ranks_of_a_trial_train_as_one_device_does(tmp_path: Path) -> None:
+    """Losses of single images, before updates and after some: only averaged gradients give the same weights."""
+    settings = resolve_run(BAD.replace(data="demo", batch_size=4, precision="fp32"), None).config.set_fields()
+    found = []
+    for devices in (1, 2):
+        process = TrialProcess(settings, tmp_path / "log", devices=devices)
+        try:
+            found.append(process.first_images(8, 1, 1e-3)["losses"])
+            train, load = process.ask("train", 8), process.ask("load", 8)
+            ranks = psutil.Process(process._process.pid).children()
+        finally:
+            process.close()
+        assert (train.images, train.steps, load.images) == (8, 2, 8)
+        assert ("comm" in train.phases) == (devices > 1)
+        assert len(ranks) == devices - 1
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
+    alone, together = found
+    assert same_training(alone, together, 1e-3)
+    assert not same_training(alone[:8], alone[8:], 1e-2), "updates change the losses"
+
+
+@pytest.mark.slow
+def test_communication_is_tuned_with_several_devices(tmp_path: Path) -> None:
+    request = TuneRequest(
+        target="demo", config=BAD.replace(eval_every="0"), out=tmp_path / "tune", budget_s=120.0, levers=("sync",),
+        devices=2,
+    )  # fmt: skip
+    tried = [trial for trial in tune(request, lambda _: None).trials if trial.probe == "sync"]
+    assert {trial.changes["sync"] for trial in tried} == {"plain:100", "bf16"}
+    assert all(trial.pairs for trial in tried if trial.state == "passed")
+    assert any(trial.state == "passed" for trial in tried), [trial.reason for trial in tried]
 
 
 @pytest.mark.slow
