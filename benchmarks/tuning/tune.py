@@ -4,7 +4,7 @@
 
 Bad but working: batch 2, one worker, no cache, an evaluation every 50 steps, large images, and a server that sends
 LINK. `bad`: one `stoker tune` of ten minutes from there; then trainings of each configuration that it kept on its way,
-of the first, and of one tuned by hand, in turn. Images per second are those of `stoker train` after its first epoch,
+of the first, and of one tuned by hand, in turn. Images per second are those of `stoker train` (`images_per_s`),
 with what evaluations take at the interval of the configuration (`images_per_s`): nothing of `tune` measures them.
 `good`: `stoker tune` from the configuration tuned by hand, again and again; a gain that it reports and trainings do not
 confirm is false. `ap`: both configurations trained on the same number of images, three seeds.
@@ -96,9 +96,10 @@ class Bench:
         return run
 
     def images_per_s(self, config: Path, name: str) -> float:
-        """Of a training of three epochs, after its first one; with the time of an evaluation over the images between
-        two of them."""
-        run = self.train(config, name, 3)
+        """Of the last two thirds of a training, with the time of an evaluation over the images between two of them:
+        three epochs where a cache is filled in the first one, else one."""
+        epochs = 1 if read_settings(config)["cache"] == "none" else 3
+        run = self.train(config, name, epochs)
         settings = read_settings(run / "config.toml")
         batch = settings["batch_size"]
         windows = list(read_lines(run, STEPS, StepWindow))
@@ -108,7 +109,7 @@ class Bench:
         evaluations = sum(event.kind == "evaluated" for event in read_lines(run, EVENTS, Event))
         evaluation_s = sum(window.phases.get("eval", 0.0) for window in windows) / evaluations
         every = parse_duration(read_settings(config)["eval_every"], "eval-every")
-        between = every.value * (last * batch / 3 if every.unit == "epochs" else batch)
+        between = every.value * (last * batch / epochs if every.unit == "epochs" else batch)
         return 1 / (busy_s / (batch * sum(window.window_steps for window in later)) + evaluation_s / between)
 
 
