@@ -7,7 +7,7 @@ LINK. `bad`: one `stoker tune` of ten minutes from there; then trainings of each
 of the first, and of one tuned by hand, in turn. Images per second are those of `stoker train` (`images_per_s`),
 with what evaluations take at the interval of the configuration (`images_per_s`): nothing of `tune` measures them.
 `good`: `stoker tune` from the configuration tuned by hand, again and again; a gain that it reports and trainings do not
-confirm is false. `ap`: both configurations trained on the same number of images, three seeds.
+confirm is false. `ap`: both configurations trained on the same number of images, which are local, three seeds.
 
 All is done in FOLDER and continues there: what has ended is not repeated, and --only does a part of it. The report is
 of what is there.
@@ -162,13 +162,16 @@ def from_good(bench: Bench, repeats: int) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def accuracy(bench: Bench, seeds: int, epochs: int) -> Iterator[dict[str, Any]]:
-    """A row for each configuration with the AP on the validation split of each seed."""
+def accuracy(bench: Bench, data: str, seeds: int, epochs: int) -> Iterator[dict[str, Any]]:
+    """A row for each configuration with the AP on the validation split of each seed; of local images, since where they
+    are does not matter here, and evaluated at the end only."""
     files = stages(bench, "bad-tune")
     for what, name in (("AP, first", "first"), ("AP, tuned", list(files)[-1])):
         found = []
+        settings = read_settings(files[name]) | {"data": data, "eval_every": "0"}
+        file = bench.write(f"ap-{what[4:]}", settings)
         for seed in range(seeds):
-            run = bench.train(files[name], f"ap-{what[4:]}-{seed}", epochs, seed)
+            run = bench.train(file, f"ap-{what[4:]}-{seed}", epochs, seed)
             ends = [event for event in read_lines(run, EVENTS, Event) if event.kind == "finished"]
             found.append(ends[-1].data["metrics"]["ap"])
         yield {"data": bench.name, "what": what, "AP": statistics.fmean(found), "all": found}
@@ -213,7 +216,7 @@ def run(arguments: argparse.Namespace) -> Report:
                 report.rows += from_good(bench, 1 if arguments.quick else arguments.repeats)
             if "ap" in arguments.only:
                 seeds, epochs = (1, 1) if arguments.quick else (3, arguments.epochs)
-                report.rows += accuracy(bench, seeds, epochs)
+                report.rows += accuracy(bench, str(arguments.shared / SETS[name][0]), seeds, epochs)
         judge(report, name)
     return report
 

@@ -2,7 +2,7 @@
 
 `explain_run` reads a run in any state. `explain_log` reads the output of a job without a run folder, to find out what
 ended the job. `run_probes` (`why --probe`) repeats steps of a run that has ended with one thing changed at a time, in a
-separate process (`stoker/training/probe.py`), so nothing here imports torch. The page shows the same data (`html.py`);
+separate process (`stoker/tuning/experiments.py`), so nothing here imports torch. The page shows the same data (`html.py`);
 `compare.py` compares two runs, `runs_summary.py` adds up many.
 """
 
@@ -419,7 +419,7 @@ MAX_PLACES = 5
 """Places that are shown."""
 MAX_FINDINGS = 5
 """Findings that are printed; `--json` has all."""
-PROBE_HEADS = ("changed", "img/s before", "after", "ratio", "90 % interval")
+PROBE_HEADS = ("changed", "img/s before", "after", "ratio", "95 % interval")
 
 
 def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *, width: int | None = None) -> None:
@@ -570,7 +570,7 @@ def describe_probe(result: Probe) -> str:
 
 def _run_experiments(path: Path) -> Iterator[Probe]:
     """Yields each experiment as soon as it is done."""
-    command = [sys.executable, "-m", "stoker.training.probe", str(path)]
+    command = [sys.executable, "-m", "stoker.tuning.experiments", str(path)]
     with (
         tempfile.TemporaryFile() as stderr_file,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr_file) as process,
@@ -585,5 +585,5 @@ def _run_experiments(path: Path) -> Iterator[Probe]:
                 "The experiments failed.",
                 location=path,
                 cause=f"exit code {process.returncode}: {last_line[0]}",
-                fix=f"see the full output: {sys.executable} -m stoker.training.probe {path}",
+                fix=f"see the full output: {sys.executable} -m stoker.tuning.experiments {path}",
             )

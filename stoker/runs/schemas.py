@@ -176,10 +176,10 @@ class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
     after_img_per_s: float
     """Images per second with the change."""
     ratio: float
-    """After divided by before; the median of pairs that were measured alternately."""
+    """After divided by before; the geometric mean of pairs that were measured alternately."""
     ratio_low: float
     ratio_high: float
-    """Its 90 % interval."""
+    """Its 95 % interval."""
     automatic: bool = False
     """Made by the run itself, within 1 % of its time."""
     reason: str = ""

@@ -279,7 +279,7 @@ def test_experiments_have_a_section(tmp_path: Path) -> None:
     lines = printed(run).splitlines()
     at = lines.index("Experiments")
     assert [" ".join(line.split()) for line in lines[at + 1 : at + 5]] == [
-        "changed img/s before after ratio 90 % interval",
+        "changed img/s before after ratio 95 % interval",
         "one batch, kept on the device 10 18 1.80 1.70 … 1.90, 40 steps each, automatic",
         "more workers 10 18 1.10 0.80 … 1.90 (unclear), 1 step each",
         "no gradient all-reduce not measured: one device",

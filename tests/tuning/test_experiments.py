@@ -6,28 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import stoker
 from stoker.errors import UsageError
 from stoker.report.explain import describe_probe, run_probes
 from stoker.runs.records import PROBES, RunFolder, locked, read_lines
 from stoker.runs.schemas import PROBE_KINDS, Probe
-from stoker.training.probe import summarize_pairs
-
-speeds = st.floats(1e-4, 10)
-
-
-@given(st.lists(st.tuples(speeds, speeds), min_size=1, max_size=9))
-def test_the_ratio_lies_in_its_interval(pairs: list[tuple[float, float]]) -> None:
-    found = summarize_pairs("cached_batch", pairs, steps=8, attempt=1)
-    assert found.ratio_low <= found.ratio <= found.ratio_high
-    assert min(a / b for a, b in pairs) <= found.ratio_low
-    faster = summarize_pairs("cached_batch", [(a, b / 2) for a, b in pairs], steps=8, attempt=1)
-    assert faster.ratio == pytest.approx(2 * found.ratio)
-    assert faster.after_img_per_s == pytest.approx(2 * found.after_img_per_s)
-
 
 def test_runs_that_cannot_be_probed_are_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, attempt=1)

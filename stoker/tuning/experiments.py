@@ -1,0 +1,110 @@
+"""Experiments that confirm a cause: change one thing of a run for a few dozen steps and measure the speed.
+
+A separate program, so that `stoker why RUN --probe` does not import torch:
+
+    python -m stoker.tuning.experiments runs/mine
+
+It prints a `schemas.Probe` as a JSON line for each experiment. How two configurations are measured is in `trials.py`;
+the run is not touched.
+"""
+
+import contextlib
+import functools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from stoker.config.settings import from_run
+from stoker.errors import StokerError
+from stoker.hardware.device import select_device
+from stoker.runs.records import CONFIG, last_attempt
+from stoker.runs.schemas import PROBE_KINDS, Probe
+from stoker.tuning.policy import LOOKS, judge, measure_ratio
+from stoker.tuning.trials import TrialError, TrialProcess, Window, measure_in_turn
+
+MAX_EXPERIMENT_S = 40.0
+"""After this time an experiment is judged by the pairs that it has."""
+
+
+def run_experiments(settings: dict[str, Any], attempt: int, log: Path) -> Iterator[Probe]:
+    """All experiments, in the order of PROBE_KINDS. settings: of the run; log: gets what the processes print."""
+    for kind in PROBE_KINDS:
+        values: dict[str, Any] = {}
+        try:
+            with contextlib.ExitStack() as stack:
+                values = _measure(kind, settings, functools.partial(_start, stack, log))
+        except TrialError as error:
+            values = dict.fromkeys(("before_img_per_s", "after_img_per_s", "ratio", "ratio_low", "ratio_high"), 0.0)
+            values |= {"steps": 0, "reason": error.reason}
+        yield Probe(t=time.time(), attempt=attempt, probe=kind, **values)
+
+
+def _start(stack: contextlib.ExitStack, log: Path, settings: dict[str, Any]) -> TrialProcess:
+    return stack.enter_context(contextlib.closing(TrialProcess(settings, log)))
+
+
+def _measure(kind: str, settings: dict[str, Any], start: Callable[[dict[str, Any]], TrialProcess]) -> dict[str, Any]:
+    """Raises TrialError where the experiment does not apply."""
+    if kind == "no_allreduce":
+        raise TrialError("the run has one process: there is no all-reduce")
+    if kind == "compiled" and select_device(settings["device"]).is_cpu:
+        raise TrialError("on a CPU compiling takes minutes")
+    base = start(settings)
+    if kind == "cached_batch":
+        return _measure_pairs(_window(base, "train"), _window(base, "step"), base.batch_size, [base])
+    if kind in ("double_batch", "compiled"):
+        doubles = kind == "double_batch"
+        change = {"batch_size": 2 * base.batch_size} if doubles else {"compile": not settings["compile"]}
+        other = start(settings | change)
+        sides = [other, base] if settings["compile"] and not doubles else [base, other]
+        return _measure_pairs(*(_window(side, "step") for side in sides), max(base.batch_size, other.batch_size), [])
+    workers = base.ready.workers + (1 if kind == "more_workers" else -1)
+    if workers < 1:
+        raise TrialError("the loader has one worker")
+    now, other = start(settings | {"workers": base.ready.workers}), start(settings | {"workers": workers})
+    base.close()
+    return _measure_pairs(_window(now, "train"), _window(other, "train"), now.batch_size, [now, other])
+
+
+def _window(process: TrialProcess, do: Literal["train", "step"]) -> Window:
+    return lambda images, steady: process.ask(do, images, steady=steady)
+
+
+def _measure_pairs(before: Window, after: Window, unit: int, loading: list[TrialProcess]) -> dict[str, Any]:
+    """The fields of an experiment. loading: processes whose buffers are to be full."""
+    for process in loading:
+        process.warm_up()
+    until_s = time.monotonic() + MAX_EXPERIMENT_S
+
+    def is_enough(pairs: list[tuple[float, float]]) -> bool:
+        return len(pairs) in LOOKS and (judge(pairs) != "more" or time.monotonic() > until_s)
+
+    found = measure_in_turn(before, after, unit=unit, is_enough=is_enough)
+    ratio, low, high = measure_ratio(found.pairs)
+    return {
+        "steps": found.steps, "ratio": ratio, "ratio_low": low, "ratio_high": high,
+        "before_img_per_s": 1 / statistics.median(a for a, _ in found.pairs),
+        "after_img_per_s": 1 / statistics.median(b for _, b in found.pairs),
+    }  # fmt: skip
+
+
+def main(run: Path) -> None:
+    """Repeats steps of a run that is not live with one thing changed at a time; a JSON line for each experiment."""
+    with tempfile.TemporaryDirectory(prefix="stoker-") as folder:
+        settings = from_run(run / CONFIG)[0].set_fields()
+        for result in run_experiments(settings, last_attempt(run), Path(folder, "log")):
+            print(msgspec.json.encode(result).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except StokerError as error:
+        print(f"stoker: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
