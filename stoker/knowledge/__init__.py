@@ -15,7 +15,7 @@ data_errors.toml, errors.toml: what errors say (`errors.py`).
 export_formats.toml: formats that are made from exported files (`export/write.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`config/flag_names.py`).
-frames.toml: functions of frameworks in stacks (`profiling/stacks.py`).
+frames.toml: functions of frameworks in stacks (`profiling/frames.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`). tpus.toml: slices of TPUs (`hardware/tpu.py`).
 kernel_log.toml: lines of the kernel about failures (`profiling/telemetry/machine.py`).
 launch.toml: states of jobs in the words of their places (`launching/spec.py`).

@@ -2,7 +2,7 @@
 
 `explain_run` reads a run in any state. `explain_log` reads the output of a job without a run folder, to find out what
 ended the job. `run_probes` (`why --probe`) repeats steps of a run that has ended with one thing changed at a time, in a
-separate process (`stoker/tuning/experiments.py`), so nothing here imports torch. The page shows the same data (`html.py`);
+separate process (`tuning/experiments.py`), so nothing here imports torch. The page shows the same data (`html.py`);
 `compare.py` compares two runs, `runs_summary.py` adds up many.
 """
 

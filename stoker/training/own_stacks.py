@@ -2,7 +2,7 @@
 of this process or of a worker process, in turn. Each rank samples itself.
 
 A thread reads them from inside, because py-spy, which reads those of watched jobs from outside, is not allowed to read
-its parent everywhere. What a stack means is the same (`profiling/stacks.py`): kinds, places, windows. A stack can only
+its parent everywhere. What a stack means is the same (`profiling/frames.py`): kinds, places, windows. A stack can only
 be read when the interpreter's lock is free; a sample counts for all the times at which it was not. The rate follows the
 CPU time of the sampler's own thread, with all that it writes.
 """
@@ -16,16 +16,8 @@ from pathlib import Path
 
 from stoker.data.loading.processes import WorkerProcesses
 from stoker.data.loading.thread_stacks import Stack, next_loader_thread, read_stacks
-from stoker.profiling.stacks import (
-    FIRST_WINDOW_S,
-    MAX_CPU_FRACTION,
-    PACKAGE_ROOT,
-    RATES_HZ,
-    WINDOW_S,
-    Frame,
-    Samples,
-    make_window,
-)
+from stoker.profiling.frames import PACKAGE_ROOT, Frame, Samples, make_window
+from stoker.profiling.stacks import FIRST_WINDOW_S, MAX_CPU_FRACTION, RATES_HZ, WINDOW_S
 from stoker.runs.records import STACKS, RunFolder
 
 STOP_TIMEOUT_S = 5.0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.profiling.stacks import (
+from stoker.profiling.frames import (
     FRAME_RULES,
     HELPER,
     KINDS,

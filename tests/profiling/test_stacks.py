@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stoker.profiling import stacks
+from stoker.profiling.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
 from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
 
@@ -168,25 +169,25 @@ def test_of_a_job_with_the_hook_only_processes_that_train_are_sampled(tmp_path: 
 
 
 SITE = "/lib/site-packages/"
-IMPORTS = stacks.Frame("_find_and_load", "<frozen importlib._bootstrap>", 1)
-LAUNCHES = stacks.Frame("launch_agent", SITE + "torch/distributed/launcher/api.py", 1)
-TRAINS = stacks.Frame("step", SITE + "torch/optim/sgd.py", 1)
-WORKS = stacks.Frame("_worker_loop", SITE + "torch/utils/data/_utils/worker.py", 1)
-TRACKS = stacks.Frame("main", "/lib/python3.11/multiprocessing/resource_tracker.py", 1)
+IMPORTS = Frame("_find_and_load", "<frozen importlib._bootstrap>", 1)
+LAUNCHES = Frame("launch_agent", SITE + "torch/distributed/launcher/api.py", 1)
+TRAINS = Frame("step", SITE + "torch/optim/sgd.py", 1)
+WORKS = Frame("_worker_loop", SITE + "torch/utils/data/_utils/worker.py", 1)
+TRACKS = Frame("main", "/lib/python3.11/multiprocessing/resource_tracker.py", 1)
 
 
 @pytest.mark.parametrize(
     ("frames", "role"),
     [
         ([IMPORTS], ""),
-        ([IMPORTS, LAUNCHES], stacks.HELPER),
+        ([IMPORTS, LAUNCHES], HELPER),
         ([IMPORTS, TRAINS, LAUNCHES], "training"),
         ([IMPORTS, WORKS], "worker"),
-        ([TRACKS], stacks.HELPER),
+        ([TRACKS], HELPER),
     ],
 )
-def test_the_role_of_a_process_is_known_by_its_stacks(frames: list[stacks.Frame], role: str) -> None:
-    assert stacks.find_role([([frame], 1) for frame in frames]) == role
+def test_the_role_of_a_process_is_known_by_its_stacks(frames: list[Frame], role: str) -> None:
+    assert find_role([([frame], 1) for frame in frames]) == role
 
 
 RAW = """\
@@ -202,33 +203,33 @@ def test_the_main_thread_is_told_from_the_others_in_the_raw_format() -> None:
     samples, others = stacks.parse_samples(RAW, 12, "/job")
     assert list(others) == [13]
     assert [(stack[0], count) for stack, count in samples[1:]] == [
-        (stacks.Frame("load", "/data (old)/set.py", 3), 4),
-        (stacks.Frame("_find_and_load", "<frozen importlib._bootstrap>", 1360), 2),
+        (Frame("load", "/data (old)/set.py", 3), 4),
+        (Frame("_find_and_load", "<frozen importlib._bootstrap>", 1360), 2),
     ]
-    assert samples[1][0][1] == stacks.Frame("<module>", "/job/train.py", 9)
+    assert samples[1][0][1] == Frame("<module>", "/job/train.py", 9)
 
 
 def test_threads_that_work_in_the_jobs_code_are_samples_and_those_that_wait_are_not() -> None:
     """A function that a pipeline of TensorFlow calls, a thread that waits for a lock, one that blocks in a socket, one
     that has ended, and one of a library."""
-    wait = stacks.Frame("wait", "/usr/lib/python3.11/threading.py", 327)
-    inner = stacks.Frame("denoise.<locals>.<listcomp>", "/job/set.py", 9)
-    denoise, pulls, logs = (stacks.Frame(name, "/job/set.py", 9) for name in ("denoise", "pulls", "logs"))
-    library = stacks.Frame("run", SITE + "tensorboard/writer.py", 4)
+    wait = Frame("wait", "/usr/lib/python3.11/threading.py", 327)
+    inner = Frame("denoise.<locals>.<listcomp>", "/job/set.py", 9)
+    denoise, pulls, logs = (Frame(name, "/job/set.py", 9) for name in ("denoise", "pulls", "logs"))
+    library = Frame("run", SITE + "tensorboard/writer.py", 4)
     others = {2: [([inner, denoise], 60), ([wait, denoise], 40)], 3: [([wait, pulls], 100)], 4: [([logs], 100)],
               5: [([pulls], 100)], 6: [([library], 100)]}  # fmt: skip
-    found = stacks.working_threads(others, 100, {2: 0.6, 3: 0.0, 4: 0.01, 5: None, 6: 1.0}.get)
+    found = working_threads(others, 100, {2: 0.6, 3: 0.0, 4: 0.01, 5: None, 6: 1.0}.get)
     assert found == [([inner, denoise], 60), ([], 40)]
     window = window_of(found, role="thread", cwd="/job")
     assert [(p.line, p.function, p.kind, p.samples) for p in window.places] == [
         ("set.py:9", "denoise", "python", 60), ("", "", "other", 40)
     ]  # fmt: skip
-    assert stacks.working_threads({3: others[3]}, 100, {3: 1.0}.get) == []
+    assert working_threads({3: others[3]}, 100, {3: 1.0}.get) == []
 
 
-def window_of(samples: stacks.Samples, **fields: object) -> StackWindow:
+def window_of(samples: Samples, **fields: object) -> StackWindow:
     values = {"role": "training", "t": 1.0, "attempt": 1, "pid": 7, "wall_s": 10.0}
-    window = stacks.make_window(samples, **{**values, **fields})  # type: ignore[arg-type]
+    window = make_window(samples, **{**values, **fields})  # type: ignore[arg-type]
     assert window is not None
     assert sum(place.samples for place in window.places) == window.samples
     return window
@@ -238,18 +239,18 @@ def test_the_places_of_a_window(tmp_path: Path) -> None:
     """Own line, call and innermost frame; of a worker without the frames of the process from which it was forked."""
     script = tmp_path / "train.py"
     script.write_text("import copy, time\nimport pandas as pd\ncopy.deepcopy(1)\npd.read_csv('x')\ntime.sleep(9)\n")
-    main = [stacks.Frame("<module>", str(script), line) for line in range(1, 6)]
-    copies = stacks.Frame("deepcopy", "/usr/lib/python3.11/copy.py", 128)
-    parses = stacks.Frame("read", SITE + "pandas/io/parsers/c_parser.py", 5)
-    reads_csv = stacks.Frame("read_csv", SITE + "pandas/io/parsers/readers.py", 9)
-    fetch = stacks.Frame("fetch", SITE + "torch/utils/data/_utils/fetch.py", 9)
-    forked = stacks.Frame("<module>", str(script), 1)
-    installed = stacks.Frame("run", SITE + "yolo/train.py", 4)
+    main = [Frame("<module>", str(script), line) for line in range(1, 6)]
+    copies = Frame("deepcopy", "/usr/lib/python3.11/copy.py", 128)
+    parses = Frame("read", SITE + "pandas/io/parsers/c_parser.py", 5)
+    reads_csv = Frame("read_csv", SITE + "pandas/io/parsers/readers.py", 9)
+    fetch = Frame("fetch", SITE + "torch/utils/data/_utils/fetch.py", 9)
+    forked = Frame("<module>", str(script), 1)
+    installed = Frame("run", SITE + "yolo/train.py", 4)
     found = [
         window_of([([copies, main[2]], 30), ([parses, reads_csv, main[3]], 9), ([main[4]], 1)], cwd=str(tmp_path)),
         window_of([([parses, reads_csv, main[3], fetch, WORKS, forked], 2), ([fetch, WORKS, forked], 1)],
                   role="worker", cwd=str(tmp_path)),
-        window_of([([reads_csv, installed, stacks.Frame("main", "/bin/yolo", 8)], 1)]),
+        window_of([([reads_csv, installed, Frame("main", "/bin/yolo", 8)], 1)]),
     ]  # fmt: skip
     assert [[(p.line, p.call, p.leaf, p.kind, p.samples) for p in window.places] for window in found] == [
         [("train.py:3", "copy.deepcopy", "", "python", 30),
@@ -262,7 +263,7 @@ def test_the_places_of_a_window(tmp_path: Path) -> None:
 
 def test_a_thread_without_cpu_time_waits() -> None:
     """py-spy does not say whether a thread waits in a C function that no rule knows."""
-    unknown, trains = [stacks.Frame("train", "/job/train.py", 1)], [TRAINS]
+    unknown, trains = [Frame("train", "/job/train.py", 1)], [TRAINS]
     assert window_of([(unknown, 50), (trains, 50)], runnable=0.6).main_thread == {"idle": 0.5, "compute": 0.5}
     assert window_of([(unknown, 50), (trains, 50)], runnable=0.9).main_thread == {"python": 0.5, "compute": 0.5}
     assert window_of([(unknown, 50)], runnable=None).main_thread == {"python": 1.0}

@@ -13,6 +13,7 @@ from stoker.report.explain import describe_probe, run_probes
 from stoker.runs.records import PROBES, RunFolder, locked, read_lines
 from stoker.runs.schemas import PROBE_KINDS, Probe
 
+
 def test_runs_that_cannot_be_probed_are_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, attempt=1)
     folder.event("started")

@@ -1,0 +1,316 @@
+"""What the Python stacks of a job say: the kind of work, the role of a process, and the line of its own code it was in.
+
+Pure functions over py-spy's frames. `knowledge/frames.toml` has functions of frameworks by file and name; other frames
+are the job's own code, and `find_place` says in which of its lines the thread was. `calls.py` reads what such a line
+calls. Who samples: `stacks.py`, and for stoker's own trainings `training/own_stacks.py`.
+"""
+
+import collections
+import functools
+import linecache
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from stoker.knowledge import read_toml
+from stoker.profiling.calls import find_call
+from stoker.runs.schemas import Place, StackWindow
+
+MAX_FRAMES = 5
+MAX_PLACES = 40
+"""Places of a line; the rest is one sum."""
+
+KINDS = (
+    "input_wait", "decode", "compute", "sync", "comm", "checkpoint", "compile", "gc", "python", "other", "idle",
+)  # fmt: skip
+"""Kinds of work of the main thread; docs/run-folder.md describes them."""
+
+HELPER = "helper"
+"""A process that does not train: a loader worker, a launcher. Not one of KINDS."""
+
+
+class Frame(NamedTuple):
+    """A frame of py-spy; a stack has the innermost frame first. function: may include its class."""
+
+    function: str
+    file: str
+    line: int
+
+
+class FrameRule(NamedTuple):
+    """A row of frames.toml, which explains the fields."""
+
+    kind: str
+    file: re.Pattern[str]
+    function: re.Pattern[str]
+    covers_callees: bool
+
+
+def _rule(kind: str, file: str, function: str = ".+", covers_callees: bool = False) -> FrameRule:
+    return FrameRule(kind, re.compile(f"(^|/)(?:{file})"), re.compile(f"(?:{function})$"), covers_callees)
+
+
+_TABLE = read_toml("frames.toml")
+WORKER_RULES, FRAME_RULES, IDLE_RULES, PART_RULES = (
+    [_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame", "idle", "part")
+)
+_LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
+
+PACKAGE_ROOT = "/site-packages/stoker/"
+"""How the files of a training of stoker's own begin (`training/own_stacks.py`)."""
+
+_LOADER_FILE = re.compile(r"/torch/utils/data/")
+_CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
+_RECORDER_FILE = re.compile(r"/stoker/profiling/")
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
+_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/stoker/profiling/")
+
+
+Stack = list[Frame]
+Samples = list[tuple[Stack, int]]
+"""Stacks of a main thread, each with its number of samples."""
+
+
+def find_role(samples: Samples) -> str:
+    """The role of a process by its stacks: "training", "worker", HELPER; empty: they tell nothing, as an import."""
+    counts: collections.Counter[str] = collections.Counter()
+    for stack, count in samples:
+        rule = _find_worker_rule(stack)
+        kind = rule.kind if rule is not None else classify(stack, active=False)
+        if rule is not None or kind == HELPER:
+            counts["worker" if kind == "worker" else HELPER] += count
+        elif kind not in ("other", "idle"):  # a launcher imports the framework, too
+            counts["training"] += count
+    if counts["training"]:  # also one that was a fork a moment ago, or starts processes
+        return "training" if counts["training"] >= counts["worker"] else "worker"
+    return next((role for role in ("worker", HELPER) if counts[role]), "")
+
+
+def make_window(
+    samples: Samples, *, role: str, cwd: str = "", runnable: float | None = None, **fields: Any
+) -> StackWindow | None:
+    """The line of some samples; None without any. runnable: fraction of the time in which the thread could run;
+    fields: further ones of `StackWindow`."""
+    places: collections.Counter[tuple[str, str, str, str, str, str]] = collections.Counter()
+    frames: collections.Counter[str] = collections.Counter()
+    total = sum(count for _, count in samples)
+    if not total:
+        return None
+    kinds: list[tuple[Stack, int, str]] = []
+    for stack, count in samples:
+        inner = _inside_worker(stack) if role == "worker" else stack
+        kind = classify(inner, active=False)
+        kinds.append((inner, count, "idle" if kind == HELPER else kind))
+    # Of frames that no rule knows, py-spy does not say whether they wait: the CPU time that is left for them does.
+    unknown = sum(count for stack, count, kind in kinds if kind == "idle" and not _is_waiting(stack))
+    busy = sum(count for _, count, kind in kinds if kind in ("compute", "decode", "compile"))
+    active = runnable is None or runnable * total - busy >= unknown / 2
+    for stack, count, kind in kinds:
+        resolved = classify(stack, active=active and not _is_waiting(stack)) if kind == "idle" else kind
+        resolved = "idle" if resolved == HELPER else resolved
+        part = find_part(stack)
+        is_users = not part or any(is_job_code(frame) for frame in stack)
+        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT)
+        if not is_users:
+            line, function = "", f"{function} ({line})"
+            resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
+        places[(line, function, call, leaf, resolved, part)] += count
+        if (job_frame := innermost_job_frame(stack, cwd)) is not None:
+            frames[job_frame] += count
+    listed = [
+        Place(line=line, function=function, call=call, leaf=leaf, kind=kind, part=part, samples=count)
+        for (line, function, call, leaf, kind, part), count in places.most_common(MAX_PLACES)
+    ]
+    if rest := total - sum(place.samples for place in listed):
+        listed.append(Place(kind="other", samples=rest))
+    main_thread: collections.Counter[str] = collections.Counter()
+    for (*_, kind, _), count in places.items():
+        main_thread[kind] += count
+    return StackWindow(
+        samples=total,
+        main_thread={kind: count / total for kind, count in main_thread.most_common()},
+        frames={name: count / total for name, count in frames.most_common(MAX_FRAMES)},
+        role=role,
+        places=listed,
+        **fields,
+    )
+
+
+def working_threads(others: Mapping[int, Samples], total: int, find_runnable: Callable[[int], float | None]) -> Samples:
+    """The samples in which threads besides the main one worked in the job's own code, filled up to `total`, those of
+    the main thread. find_runnable: fraction of the time in which a thread could run, None if it ended; where that is
+    much less, it waits in a function that no rule knows."""
+    found: Samples = []
+    for thread, samples in others.items():
+        own = [(stack, count) for stack, count in samples
+               if any(map(is_job_code, stack)) and classify(stack, active=True) != "idle"]  # fmt: skip
+        if own and (find_runnable(thread) or 0.0) * total >= sum(count for _, count in own) / 2:
+            found += own
+    if found and (rest := total - sum(count for _, count in found)) > 0:
+        found.append(([], rest))
+    return found
+
+
+def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:
+    return next((rule for frame in stack if (rule := _find_rules(frame.function, frame.file).worker) is not None), None)
+
+
+def _inside_worker(stack: Sequence[Frame]) -> Stack:
+    """What a loader worker does: the frames inside of its loop, without those of the parent from which it was forked
+    and of the loader itself."""
+    inner: Stack = []
+    for frame in stack:
+        if _find_rules(frame.function, frame.file).worker is not None:
+            break
+        inner.append(frame)
+    while inner and _LOADER_FILE.search(inner[-1].file):
+        inner.pop()
+    return inner
+
+
+def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, str]:
+    """(line, function, call, leaf) of a stack, as in `Place`. A program that is installed as a whole has the frames of
+    its own package as its own code."""
+    stack = [frame for frame in stack if not _RECORDER_FILE.search(frame.file)]
+    is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
+    if True not in is_own:
+        packages = [found[1] if (found := _PACKAGE.search(frame.file)) else "" for frame in stack]
+        package = next((name for name in reversed(packages) if name), None)
+        is_own = [name == package for name in packages]
+    if True not in is_own:
+        return "", "", "", _describe_leaf(stack[0]) if stack else ""
+    index = is_own.index(True)
+    own = stack[index]
+    callee = stack[index - 1] if index else None
+    name = find_call(own.file, own.line, _base_name(own.function), _base_name(callee.function) if callee else "")
+    if callee is not None and not name:
+        name = _module_path(callee)
+    # imports have thousands of innermost frames
+    leaf = _describe_leaf(stack[0]) if index > 1 and not name.startswith("import ") else ""
+    outer = (_base_name(frame.function) for frame in stack[index:] if frame.file == own.file)
+    function = next((text for text in outer if not text.endswith(("comp>", "genexpr>", "lambda>"))), "")
+    return f"{_relative_file(own.file, cwd)}:{own.line}", function or _base_name(own.function), name, leaf
+
+
+def find_part(stack: Sequence[Frame]) -> str:
+    """The part of stoker that a stack of its own training is in, by its outermost frame in a row of frames.toml; empty:
+    a stack of another program."""
+    if not stack or not stack[-1].file.startswith(PACKAGE_ROOT):
+        return ""
+    rules = (_find_rules(frame.function, frame.file).part for frame in reversed(stack))
+    return next((rule.kind for rule in rules if rule is not None), "training loop")
+
+
+def _describe_leaf(frame: Frame) -> str:
+    return f"{_base_name(frame.function)} ({'/'.join(frame.file.split('/')[-2:])})"
+
+
+def _module_path(frame: Frame) -> str:
+    """How the function of an installed module is imported."""
+    module = re.sub(
+        r".*/(?:site|dist)-packages/|.*/lib/python[\d.]+t?/|^<frozen |>$|(/__init__)?\.pyc?$", "", frame.file
+    )
+    return f"{module.replace('/', '.')}.{_base_name(frame.function)}"
+
+
+def is_job_code(frame: Frame) -> bool:
+    """Whether the frame is in a file of the job: not installed, not of Python itself, not generated."""
+    return bool(frame.file) and _NOT_JOB_CODE.search(frame.file) is None
+
+
+def classify(stack: Sequence[Frame], *, active: bool) -> str:
+    """The kind of work of a thread: one of KINDS or HELPER. stack: innermost frame first; active: it is runnable."""
+    if _find_worker_rule(stack) is not None:
+        return HELPER
+    if _is_importing(stack):
+        return "other"
+    rules = [_find_rule(frame) for frame in stack]
+    kinds = [rule.kind for rule in rules if rule is not None]
+    covering_kind = next((rule.kind for rule in reversed(rules) if rule is not None and rule.covers_callees), None)
+    if (
+        covering_kind == "input_wait"
+        and kinds
+        and (kinds[0] == "decode" or _kind_from_source_line(stack[0]) == "decode")
+    ):
+        return "decode"  # a loader without workers: the training thread decodes
+    if covering_kind is not None:
+        return covering_kind
+    if stack and (line_kind := _kind_from_source_line(stack[0])) is not None:
+        return line_kind
+    if kinds:
+        return kinds[0]
+    if not active or _is_waiting(stack):
+        return "idle"
+    return "python" if any(is_job_code(frame) for frame in stack) else "other"
+
+
+def innermost_job_frame(stack: Sequence[Frame], cwd: str = "") -> str | None:
+    """`function (file:line)` of the innermost frame in a file of the job, relative to its working directory `cwd`."""
+    for frame in stack:
+        if is_job_code(frame):
+            name = frame.function.rpartition("<locals>.")[2]
+            return f"{name} ({_relative_file(frame.file, cwd)}:{frame.line})"
+    return None
+
+
+def _relative_file(file: str, cwd: str) -> str:
+    """Relative to the working directory, or its last parts."""
+    if cwd and file.startswith(cwd.rstrip("/") + "/"):
+        return file[len(cwd.rstrip("/")) + 1 :]
+    return "/".join(file.split("/")[-3:]) if file.count("/") > 2 else file
+
+
+def _is_waiting(stack: Sequence[Frame]) -> bool:
+    """Whether the innermost function is known to wait without a core."""
+    if not stack:
+        return False
+    return _find_rules(*stack[0][:2]).idle is not None or _kind_from_source_line(stack[0]) == "idle"
+
+
+def _is_importing(stack: Sequence[Frame]) -> bool:
+    """Whether an installed module is being imported."""
+    for frame in stack:
+        if is_job_code(frame):
+            return False
+        if _base_name(frame.function) == "_find_and_load":
+            return True
+    return False
+
+
+def _find_rule(frame: Frame) -> FrameRule | None:
+    if frame.function == "<module>" and "importlib" not in frame.file:  # code of an import is not training
+        return None
+    return _find_rules(frame.function, frame.file).frame
+
+
+class _Rules(NamedTuple):
+    """The first row of each table of frames.toml that matches a frame."""
+
+    worker: FrameRule | None
+    frame: FrameRule | None
+    idle: FrameRule | None
+    part: FrameRule | None
+
+
+@functools.lru_cache(maxsize=8192)
+def _find_rules(function: str, file: str) -> _Rules:
+    name = _base_name(function)
+    return _Rules(
+        *(
+            next((rule for rule in rules if rule.file.search(file) and rule.function.match(name)), None)
+            for rules in (WORKER_RULES, FRAME_RULES, IDLE_RULES, PART_RULES)
+        )
+    )
+
+
+def _base_name(function: str) -> str:
+    """The function's name without its class and enclosing functions."""
+    return function.rpartition(".")[2]
+
+
+def _kind_from_source_line(frame: Frame) -> str | None:
+    """The kind by the text of the source line, if the frame is in a file of the job."""
+    if not is_job_code(frame) or not frame.file.startswith("/") or not frame.file.isprintable():
+        return None
+    text = linecache.getline(frame.file, frame.line)
+    return next((kind for kind, pattern in _LINE_PATTERNS if pattern.search(text)), None)
