@@ -38,6 +38,7 @@ from stoker.profiling.ledger import Ledger
 from stoker.runs.records import RunFolder
 from stoker.training.checkpoint import CheckpointWriter
 from stoker.training.cluster import RankPlace, find_place
+from stoker.training.defaults.checks import check_user_settings
 from stoker.training.local_ranks import make_places
 from stoker.training.make_step import CudaCapture, CudaGraphStep, make_parallel
 from stoker.training.ranks import Ranks, joined
@@ -376,6 +377,7 @@ def main() -> None:
             if device.is_cpu:
                 configure_malloc()
             index = ranks.locally_first(lambda: open_index_of(config.data))
+            check_user_settings(config, index, device, ranks.devices())  # a run refuses them too
             trial = Trial(config, index, device, start.num_images, ranks)
             stats = trial.loader.stats()
             reply(Reply(workers=stats.workers, prefetch_depth=stats.prefetch_depth))
