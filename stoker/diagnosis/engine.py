@@ -160,7 +160,7 @@ def apply_probe_result(finding: Finding, probes: dict[str, Probe]) -> Finding:
         return finding
     text = (
         f"{probe_kind.replace('_', ' ')}: {probe.before_img_per_s:,.1f} img/s before, {probe.after_img_per_s:,.1f} "
-        f"after, {probe.ratio:.2f} times (90 %: {probe.ratio_low:.2f} to {probe.ratio_high:.2f}) in {probe.steps} steps"
+        f"after, {probe.ratio:.2f} times (95 %: {probe.ratio_low:.2f} to {probe.ratio_high:.2f}) in {probe.steps} steps"
     )
     evidence = [*finding.evidence, Evidence(text=text, value=probe.ratio, source="probes.jsonl")]
     if probe.ratio_low >= common_threshold("confirmed"):

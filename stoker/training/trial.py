@@ -12,12 +12,14 @@ group of processes, so what stops it stops them.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,17 +33,19 @@ from torch import Tensor
 from stoker.config.settings import Config, check, from_fields
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index_of
-from stoker.errors import CaptureFailed, OutOfMemoryError, StokerError
+from stoker.errors import OutOfMemoryError, RankError, StokerError
 from stoker.evaluation.evaluate import detect, evaluation_loader
-from stoker.hardware.device import Device, configure_malloc, is_out_of_memory, select_device
+from stoker.hardware.device import Device, configure_malloc, is_out_of_memory, out_of_memory_as_error, select_device
+from stoker.models.layers.rank_mean import counting_over_ranks
 from stoker.profiling.ledger import Ledger
 from stoker.runs.records import RunFolder
 from stoker.training.checkpoint import CheckpointWriter
 from stoker.training.cluster import RankPlace, find_place
 from stoker.training.defaults.checks import check_user_settings
+from stoker.training.defaults.dry_run import make_worst_case
 from stoker.training.local_ranks import make_places
 from stoker.training.make_step import CudaCapture, CudaGraphStep, make_parallel
-from stoker.training.ranks import Ranks, joined
+from stoker.training.ranks import FAILURE_WAIT_S, Ranks, joined
 from stoker.training.start import ResolvedRun, build_initial_model, make_setup, start_worker_processes
 from stoker.training.step import split_batch, train_step
 
@@ -49,6 +53,8 @@ SETTLE_S = 2.0
 """Most seconds for what has arrived in a pause to be read."""
 OTHER_RANK = "other-rank"
 """Argument of a process that rank 0 starts."""
+NO_END = 2**62
+"""Steps of a training whose progress stays 0."""
 MAX_EVALUATED = 64
 """Images of a measured evaluation; the time of all follows from their number."""
 
@@ -108,9 +114,11 @@ class Trial:
         train_indices = index.image_indices("train")
         chosen = np.linspace(0, len(train_indices) - 1, min(num_images, len(train_indices))).astype(np.int64)
         nowhere = Path("nowhere")  # a trial writes no records and no checkpoints
+        # One rank of a machine downloads weights.
+        model = ranks.locally_first(lambda: build_initial_model(config, index, device, _ignore_event))
         setup = make_setup(
             ResolvedRun(config, {}, device, index),
-            build_initial_model(config, index, device, _ignore_event),
+            model,
             RunFolder(nowhere, 1),
             _ignore_event,
             CheckpointWriter(nowhere, _ignore_event, has_folder=False),
@@ -119,10 +127,14 @@ class Trial:
             quarantine=lambda _: None,
             image_indices=train_indices[chosen],
         )
+        setup = dataclasses.replace(setup, total_steps=NO_END)
         self.setup, self.optimizer, self.loader, self.device = setup, setup.optimizer, setup.loader, device
         self.batch_size = config.run.batch_size
         self.parallel = make_parallel(setup, _ignore_event)
         self.parallel.micro_batches = config.optim.grad_accum_steps
+        if config.run.compile:  # anchors of this image size are constants of the compiled step
+            with torch.no_grad(), self.parallel.autocast:
+                model(make_worst_case(setup).images)
         self._train: Callable[[Batch], None] = functools.partial(train_step, self.parallel)
         if config.run.cuda_graph and self.parallel.can_be_captured:
             self._train = CudaGraphStep(self._train, CudaCapture())
@@ -152,7 +164,7 @@ class Trial:
             return Reply(seconds=self._evaluate() if request.do == "eval" else self._copy_state())
         steps = max(1, -(-request.images // self.batch_size))
         before = self.loader.stats()
-        if request.steady and before.requested:
+        if request.steady and self.ranks.any(before.requested > 0):
             if request.do == "load":
                 self._load((before.ready + before.loading + before.requested) * self.ranks.world_size)
             else:
@@ -188,6 +200,7 @@ class Trial:
             phases=phases,
             losses=losses,
             inputs=inputs,
+            workers=after.workers,
             requested=after.requested * self.ranks.world_size,
         )
 
@@ -223,6 +236,7 @@ class Trial:
         with self.ledger.compute():
             self.optimizer.set_scalars(0.0, 0)
             self._train(batch)
+            self.setup.state.step += 1
 
     def _compute_losses(self, steps: int, group: int, lr: float) -> tuple[list[float], list[float]]:
         """One update of the weights for each batch, which is split into groups that the model gets one by one."""
@@ -237,24 +251,28 @@ class Trial:
                 means += [*(half.mean() for half in halves), part.boxes.float().mean()]
             own = self._update(batch, lr, 0, parts), [float(mean) for mean in means]
             for rank_losses, rank_means in self.ranks.gather_all(own):  # in the order of the images of a batch
-                losses += rank_losses
+                losses += [loss for loss in rank_losses if math.isfinite(loss)]  # JSON has no other numbers
                 inputs += rank_means
         return losses, inputs
 
     def _update(self, batch: Batch, lr: float, completed_steps: int, parts: int) -> list[float]:
-        """A step without a CUDA graph, and the loss of each part of the batch before it."""
+        """A step without a CUDA graph, and the loss of each part of the batch before it, as of one device alone."""
         parallel, compute = self.parallel, self.parallel.loss_fn
         found: list[Tensor] = []
 
         def record(part: Batch) -> dict[str, Tensor]:
-            losses = compute(part)
-            found.append(torch.stack([loss.detach() for loss in losses.values()]).sum())
+            losses = own = compute(part)
+            if not self.ranks.alone:  # these are divided by the boxes that all ranks have in their parts
+                with torch.no_grad(), counting_over_ranks(1):
+                    own = compute(part)
+            found.append(torch.stack([loss.detach() for loss in own.values()]).sum())
             return losses
 
         micro_batches, parallel.micro_batches, parallel.loss_fn = parallel.micro_batches, parts, record
         try:
             self.optimizer.set_scalars(lr, completed_steps)
             train_step(parallel, batch)
+            self.setup.state.step += 1
         finally:
             parallel.micro_batches, parallel.loss_fn = micro_batches, compute
         return [float(loss) for loss in found]
@@ -326,7 +344,7 @@ def _ignore_event(_kind: str, _text: str, /, **_: object) -> None:
 class _OtherRanks:
     """The processes of the other ranks, which rank 0 has started; none where it trains alone."""
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int, reply: Callable[["Reply"], None]) -> None:
         places: list[RankPlace] = make_places(devices) if devices > 1 else []
         self.place = places[0] if places else None
         self._processes = [
@@ -338,6 +356,15 @@ class _OtherRanks:
             )
             for place in places[1:]
         ]
+        for rank, process in enumerate(self._processes, 1):
+            threading.Thread(target=self._watch, args=(rank, process, reply), daemon=True).start()
+
+    def _watch(self, rank: int, process: "subprocess.Popen[bytes]", reply: Callable[["Reply"], None]) -> None:
+        """Ends this process if the other one has failed and no exchange with it has said so: it may wait for ever."""
+        if process.wait():
+            time.sleep(FAILURE_WAIT_S)
+            reply(Reply(error=f"rank {rank} ended with exit code {process.returncode}"))
+            os._exit(1)
 
     def tell(self, line: bytes) -> None:
         """Passes on what rank 0 has read."""
@@ -355,13 +382,18 @@ class _OtherRanks:
                 process.stdin.close()
 
 
-def main() -> None:
-    """Answers until the end of stdin."""
+def main() -> int:
+    """Answers until the end of stdin. Returns the exit code."""
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries print is no reply
 
     def reply(value: Reply) -> None:
         replies.write(msgspec.json.encode(value) + b"\n")
+
+    def fail(value: Reply) -> int:
+        reply(value)
+        print(value.error, file=sys.stderr)
+        return 1
 
     try:
         line = sys.stdin.buffer.readline()
@@ -369,9 +401,9 @@ def main() -> None:
         config = from_fields(start.settings)
         check(config)
         is_other = OTHER_RANK in sys.argv
-        others = _OtherRanks(1 if is_other else start.devices)
+        others = _OtherRanks(1 if is_other else start.devices, reply)
         others.tell(line)
-        with joined(find_place() if is_other else others.place) as ranks:
+        with joined(find_place() if is_other else others.place) as ranks, out_of_memory_as_error("training"):
             device = select_device(ranks.device_name(config.run.device))
             device.prepare_for_fixed_shapes()
             if device.is_cpu:
@@ -386,17 +418,18 @@ def main() -> None:
                 reply(trial.answer(msgspec.json.decode(line, type=Request)))
             trial.loader.close()
             others.end()
-    except CaptureFailed as error:
-        reply(Reply(error=f"{error.what} {error.cause}", unavailable=True))
     except StokerError as error:
-        out_of_memory = isinstance(error, OutOfMemoryError)
-        reply(Reply(error=f"{error.what} {error.cause or ''}".strip(), unavailable=not out_of_memory))
+        text = " ".join([error.what, *(error.cause or "").strip().splitlines()[-1:]])
+        text = "out of memory" if isinstance(error, OutOfMemoryError) else text
+        has_failed = isinstance(error, OutOfMemoryError | RankError)
+        return fail(Reply(error=text, unavailable=not has_failed))
     except (MemoryError, RuntimeError, ImportError) as error:  # of kernels, compilers, allocators
         text = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}".partition("\n")[0]
-        reply(Reply(error=text))
+        return fail(Reply(error=text))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    code = main()
     sys.stdout.flush()
-    os._exit(0)  # worker processes and threads of a trial that failed do not hold it
+    os._exit(code)  # worker processes and threads of a trial that failed do not hold it

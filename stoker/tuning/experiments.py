@@ -16,13 +16,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from stoker.config.settings import from_run
 from stoker.errors import StokerError
-from stoker.hardware.device import select_device
 from stoker.runs.records import CONFIG, last_attempt
 from stoker.runs.schemas import PROBE_KINDS, Probe
 from stoker.tuning.policy import LOOKS, judge, measure_ratio
@@ -46,40 +45,44 @@ def run_experiments(settings: dict[str, Any], attempt: int, log: Path) -> Iterat
 
 
 def _start(stack: contextlib.ExitStack, log: Path, settings: dict[str, Any]) -> TrialProcess:
-    return stack.enter_context(contextlib.closing(TrialProcess(settings, log)))
+    process = TrialProcess(settings, log, num_images=sys.maxsize)
+    stack.callback(process.close)
+    return process
 
 
 def _measure(kind: str, settings: dict[str, Any], start: Callable[[dict[str, Any]], TrialProcess]) -> dict[str, Any]:
     """Raises TrialError where the experiment does not apply."""
     if kind == "no_allreduce":
         raise TrialError("the run has one process: there is no all-reduce")
-    if kind == "compiled" and select_device(settings["device"]).is_cpu:
+    if kind == "compiled" and settings["device"] == "cpu":
         raise TrialError("on a CPU compiling takes minutes")
     base = start(settings)
     if kind == "cached_batch":
-        return _measure_pairs(_window(base, "train"), _window(base, "step"), base.batch_size, [base])
-    if kind in ("double_batch", "compiled"):
-        doubles = kind == "double_batch"
-        change = {"batch_size": 2 * base.batch_size} if doubles else {"compile": not settings["compile"]}
-        other = start(settings | change)
-        sides = [other, base] if settings["compile"] and not doubles else [base, other]
-        return _measure_pairs(*(_window(side, "step") for side in sides), max(base.batch_size, other.batch_size), [])
-    workers = base.ready.workers + (1 if kind == "more_workers" else -1)
+        return _measure_pairs(base.train_after_steps, base.step, base.batch_size)
+    if kind == "double_batch":
+        try:
+            double = start(settings | {"batch_size": 2 * base.batch_size})
+            return _measure_pairs(base.step, double.step, double.batch_size)
+        except TrialError as error:
+            raise TrialError(f"beside a process with the run's batch: {error.reason}") from error
+    if kind == "compiled":
+        other = start(settings | {"compile": not settings["compile"]})
+        before, after = (other, base) if settings["compile"] else (base, other)
+        return _measure_pairs(before.step, after.step, base.batch_size)
+    base.warm_up()
+    used = base.ask("train", base.batch_size).workers
+    base.close()
+    workers = used + (1 if kind == "more_workers" else -1)
     if workers < 1:
         raise TrialError("the loader has one worker")
-    now, other = start(settings | {"workers": base.ready.workers}), start(settings | {"workers": workers})
-    base.close()
-    return _measure_pairs(_window(now, "train"), _window(other, "train"), now.batch_size, [now, other])
-
-
-def _window(process: TrialProcess, do: Literal["train", "step"]) -> Window:
-    return lambda images, steady: process.ask(do, images, steady=steady)
-
-
-def _measure_pairs(before: Window, after: Window, unit: int, loading: list[TrialProcess]) -> dict[str, Any]:
-    """The fields of an experiment. loading: processes whose buffers are to be full."""
-    for process in loading:
+    now, other = (start(settings | {"workers": count}) for count in (used, workers))
+    for process in (now, other):
         process.warm_up()
+    return _measure_pairs(now.train, other.train, now.batch_size)
+
+
+def _measure_pairs(before: Window, after: Window, unit: int) -> dict[str, Any]:
+    """The fields of an experiment."""
     until_s = time.monotonic() + MAX_EXPERIMENT_S
 
     def is_enough(pairs: list[tuple[float, float]]) -> bool:
@@ -97,7 +100,9 @@ def _measure_pairs(before: Window, after: Window, unit: int, loading: list[Trial
 def main(run: Path) -> None:
     """Repeats steps of a run that is not live with one thing changed at a time; a JSON line for each experiment."""
     with tempfile.TemporaryDirectory(prefix="stoker-") as folder:
-        settings = from_run(run / CONFIG)[0].set_fields()
+        # One process, and speed does not depend on the weights.
+        settings = from_run(run / CONFIG)[0].set_fields() | {"sync": "plain", "shard": False, "stages": 1}
+        settings["weights"] = "none"
         for result in run_experiments(settings, last_attempt(run), Path(folder, "log")):
             print(msgspec.json.encode(result).decode(), flush=True)
 

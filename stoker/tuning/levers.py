@@ -48,6 +48,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     device_kind: str
     """cpu, cuda …"""
     cores: int
+    """For each device that trains."""
     best_precision: str
     num_images: int
     """Of the training split."""

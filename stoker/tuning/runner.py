@@ -92,8 +92,6 @@ def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult
     Raises UsageError for an unknown lever, too short a budget, a folder of other settings; DataError for a folder of
     other data; what `stoker train` raises for the data and settings. All before anything is measured.
     """
-    if request.devices < 1:
-        raise UsageError(f"--devices {request.devices} is out of range.", choices=["1 or more"])
     if request.budget_s < policy.MIN_BUDGET_S:
         raise UsageError(
             f"--budget: {request.budget_s:.0f} s are too short for one measurement.",
@@ -128,6 +126,13 @@ def resolve(request: TuneRequest) -> start.ResolvedRun:
     """The settings that the tuning begins with, of a run or derived for a data set."""
     path = Path(request.target)
     config = request.config
+    if request.devices < 1:
+        raise UsageError(f"--devices {request.devices} is out of range.", choices=["1 or more"])
+    if config.run.sync == "auto":
+        raise UsageError(
+            "--sync auto measures its own link when a training starts.",
+            fix="leave it out: the lever sync tries methods",
+        )
     devices = Devices(request.devices, request.devices)
     if not is_uri(request.target) and (path / CONFIG).is_file():
         if is_held(path):
@@ -162,7 +167,7 @@ def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
         data=digest,
         devices=request.devices,
         device_kind=device.kind,
-        cores=host_cores(),
+        cores=max(1, host_cores() // request.devices),
         best_precision=device.best_precision()[0],
         num_images=len(train),
         epochs=None if steps is None else steps * config.run.batch_size / len(train),
@@ -322,9 +327,8 @@ class Runner:
         base.warm_up()
         depth = base.batch_size * (base.ready.prefetch_depth + 1)
         found = measure_in_turn(
-            lambda images, _: base.ask("step", images),
-            lambda images, steady: base.ask("train", images, steady=steady),
-            unit=base.batch_size, is_enough=lambda pairs: len(pairs) == min(policy.LOOKS),
+            base.step, base.train_after_steps, unit=base.batch_size,
+            is_enough=lambda pairs: len(pairs) == min(policy.LOOKS),
         )  # fmt: skip
         base.ask("load", depth)  # what was loaded ahead
         images = max(depth, found.steps * base.batch_size // len(found.pairs))
@@ -410,6 +414,9 @@ class Runner:
         """Why it is another training; empty: it is the same."""
         group = math.gcd(base.micro_batch_size, candidate.micro_batch_size)
         images = policy.num_compared(lever, self._largest_batch, statistics.median(now.seconds))
+        if policy.compares_means(lever) and not candidate.settings["compile"]:  # a compiled step has one size
+            while group % 2 == 0 and images // group < policy.MIN_GROUPS:
+                group //= 2
         lr = 0.1 * self.context.settings["lr"]
         if not base.is_fresh and (images, group, lr) not in base.compared:  # it is past its first images
             self._replace_base(None)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import psutil
 
 from stoker.errors import PreflightError
 from stoker.training.trial import Reply, Request, Start
@@ -44,7 +45,7 @@ class TrialError(Exception):
 
 class TrialProcess:
     """A configuration that can be measured. Close it. log: gets what the process prints. budget_s: of the tuning.
-    devices: that train together."""
+    devices: that train together; num_images: of the training split, which it repeats."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class TrialProcess:
         command: Sequence[str] = COMMAND,
         budget_s: float = 0.0,
         devices: int = 1,
+        num_images: int = NUM_IMAGES,
     ) -> None:
         self.settings = dict(settings)
         self.batch_size: int = settings["batch_size"]
@@ -75,7 +77,7 @@ class TrialProcess:
         except OSError as error:
             raise PreflightError("A trial cannot be started.", location=command[0], cause=error.strerror) from error
         try:
-            self.ready = self._exchange(Start(settings=self.settings, num_images=NUM_IMAGES, devices=devices))
+            self.ready = self._exchange(Start(settings=self.settings, num_images=num_images, devices=devices))
             self._stop()
         except BaseException:
             self.close()
@@ -109,10 +111,24 @@ class TrialProcess:
         """As many steps as batches are loaded ahead: then a window waits for the loader as a run does."""
         self.ask("train", self.batch_size * (self.ready.prefetch_depth + 1))
 
+    def train(self, images: int, steady: bool) -> Reply:
+        """Whole steps, as a `Window`."""
+        return self.ask("train", images, steady=steady)
+
+    def train_after_steps(self, images: int, steady: bool) -> Reply:
+        """The same after steps that loaded nothing, in which the loader has filled its buffers. Images from a bucket:
+        `Request.steady` sees to it."""
+        if not self.requested:
+            self.warm_up()
+        return self.train(images, steady)
+
+    def step(self, images: int, _steady: bool) -> Reply:
+        """Steps on one batch, as a `Window`."""
+        return self.ask("step", images)
+
     def close(self) -> None:
         """Ends the process and its workers."""
-        for number in (signal.SIGKILL, signal.SIGCONT):
-            self._signal(number)
+        self._signal(signal.SIGKILL)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -125,8 +141,16 @@ class TrialProcess:
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        """To its group of processes, and to those of its loader workers, which load while the main process waits."""
+        groups = {self._process.pid}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self._process.pid).children(recursive=True)
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    groups.add(os.getpgid(child.pid))
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, number)
 
     def _exchange(self, message: Start | Request) -> Reply:
         assert self._process.stdin is not None
@@ -206,12 +230,7 @@ def compare(base: TrialProcess, candidate: TrialProcess, *, until_s: float) -> M
         return judge(pairs) != "more" or (len(pairs) in LOOKS and time.monotonic() > until_s)
 
     unit = math.lcm(base.batch_size, candidate.batch_size)
-    return measure_in_turn(
-        lambda images, steady: base.ask("train", images, steady=steady),
-        lambda images, steady: candidate.ask("train", images, steady=steady),
-        unit=unit,
-        is_enough=is_enough,
-    )
+    return measure_in_turn(base.train, candidate.train, unit=unit, is_enough=is_enough)
 
 
 def sum_phases(replies: Sequence[Reply]) -> dict[str, float]:

@@ -28,6 +28,8 @@ for text in sys.stdin:
     # Of another place in the stream, the losses are others.
     starts = range(position, position + images, request["group"]) if request["do"] == "losses" else []
     losses = [1.0 + start % 97 / 97 for start in starts]
+    if settings["cache"] == os.environ.get("NO_LOSSES"):
+        losses = []  # none is finite
     position += images * (request["do"] in ("train", "load", "losses"))
     inputs = [2.0 if settings["cache"] == "disk" else 1.0] * 3 * len(losses)
     print(json.dumps({

@@ -1,5 +1,6 @@
 """The runner of `stoker tune`: with a process that speaks the protocol and computes nothing, and end to end."""
 
+import contextlib
 import dataclasses
 import shutil
 import signal
@@ -25,7 +26,7 @@ from stoker.training.trial import Reply, Request, Trial
 from stoker.tuning import runner
 from stoker.tuning.policy import same_training
 from stoker.tuning.runner import TuneRequest, tune
-from stoker.tuning.trials import TrialProcess, measure_in_turn
+from stoker.tuning.trials import TrialError, TrialProcess, measure_in_turn
 from tests.drawn import draw
 from tests.storage.servers import Conditions, apply, google_server
 
@@ -285,6 +286,33 @@ def test_ranks_of_a_trial_train_as_one_device_does(tmp_path: Path) -> None:
     alone, together = found
     assert same_training(alone, together, 1e-3)
     assert not same_training(alone[:8], alone[8:], 1e-2), "updates change the losses"
+
+
+def test_losses_of_several_ranks_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
+    """Ember's losses are divided by the boxes of all ranks, of which another batch size puts others together."""
+    found = []
+    for batch_size in (4, 8):
+        config = BAD.replace(data="demo", model="ember_n", batch_size=batch_size, precision="fp32")
+        settings = resolve_run(config, None).config.set_fields()
+        with contextlib.closing(TrialProcess(settings, tmp_path / "log", devices=2)) as process:
+            found.append(process.first_images(16, 2, 1e-3)["losses"][:8])
+    assert same_training(*found, 1e-3)
+
+
+def test_a_rank_that_fails_ends_the_trial_with_its_reason(tmp_path: Path) -> None:
+    settings = resolve_run(BAD.replace(data="demo", batch_size=4), None).config.set_fields()
+    with contextlib.closing(TrialProcess(settings, tmp_path / "log", devices=2)) as process:
+        (rank,) = psutil.Process(process._process.pid).children()
+        rank.kill()
+        with pytest.raises(TrialError, match=r"[Rr]ank 1|[Cc]onnection"):
+            process.ask("train", 8)
+
+
+def test_losses_that_are_not_finite_are_another_training(request_: TuneRequest, monkeypatch) -> None:
+    monkeypatch.setenv("NO_LOSSES", "ram")
+    by_cache = {trial.changes.get("cache"): trial for trial in tune(request_, lambda _: None).trials}
+    assert by_cache["ram"].state == "failed"
+    assert "not finite" in by_cache["ram"].reason
 
 
 @pytest.mark.slow
