@@ -288,6 +288,7 @@ def test_ranks_of_a_trial_train_as_one_device_does(tmp_path: Path) -> None:
     assert not same_training(alone[:8], alone[8:], 1e-2), "updates change the losses"
 
 
+@pytest.mark.slow
 def test_losses_of_several_ranks_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     """Ember's losses are divided by the boxes of all ranks, of which another batch size puts others together."""
     found = []
@@ -299,6 +300,7 @@ def test_losses_of_several_ranks_do_not_depend_on_the_batch_size(tmp_path: Path)
     assert same_training(*found, 1e-3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_trial_with_its_reason(tmp_path: Path) -> None:
     settings = resolve_run(BAD.replace(data="demo", batch_size=4), None).config.set_fields()
     with contextlib.closing(TrialProcess(settings, tmp_path / "log", devices=2)) as process:
