@@ -289,6 +289,18 @@ def test_ranks_of_a_trial_train_as_one_device_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_loader_workers_wait_and_end_with_their_trial(tmp_path: Path) -> None:
+    settings = resolve_run(BAD.replace(data="demo", worker_processes=2), None).config.set_fields()
+    with contextlib.closing(TrialProcess(settings, tmp_path / "log")) as process:
+        workers = psutil.Process(process._process.pid).children(recursive=True)
+        assert len(workers) >= 2
+        for _ in range(2):
+            assert {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}
+            assert process.ask("train", 8).images == 8
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+
+
+@pytest.mark.slow
 def test_losses_of_several_ranks_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     """Ember's losses are divided by the boxes of all ranks, of which another batch size puts others together."""
     found = []
