@@ -267,6 +267,7 @@ def test_a_model_that_is_divided_among_devices_is_refused(request_: TuneRequest)
         tune(dataclasses.replace(request_, devices=0), lambda _: None)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_trial_train_as_one_device_does(tmp_path: Path) -> None:
     """Losses of single images, before updates and after some: only averaged gradients give the same weights."""
     settings = resolve_run(BAD.replace(data="demo", batch_size=4, precision="fp32"), None).config.set_fields()
