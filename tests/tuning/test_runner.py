@@ -260,9 +260,8 @@ def test_first_settings_that_fail_end_the_tuning(request_: TuneRequest) -> None:
 
 
 def test_a_model_that_is_divided_among_devices_is_refused(request_: TuneRequest) -> None:
-    for config in (BAD.replace(shard=True), BAD.replace(stages=2)):
-        with pytest.raises(UsageError, match="divided among devices"):
-            tune(dataclasses.replace(request_, config=config.replace(batch_size=8), devices=2), lambda _: None)
+    with pytest.raises(UsageError, match="divided among devices"):
+        tune(dataclasses.replace(request_, config=BAD.replace(shard=True), devices=2), lambda _: None)
     with pytest.raises(UsageError, match="--devices 0"):
         tune(dataclasses.replace(request_, devices=0), lambda _: None)
 
@@ -291,12 +290,14 @@ def test_ranks_of_a_trial_train_as_one_device_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_loader_workers_wait_and_end_with_their_trial(tmp_path: Path) -> None:
-    settings = resolve_run(BAD.replace(data="demo", worker_processes=2), None).config.set_fields()
+    settings = resolve_run(BAD.replace(data="demo", workers=2, worker_processes=2), None).config.set_fields()
     with contextlib.closing(TrialProcess(settings, tmp_path / "log")) as process:
         workers = psutil.Process(process._process.pid).children(recursive=True)
         assert len(workers) >= 2
         for _ in range(2):
-            assert {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}
+            end_s = time.monotonic() + 5
+            while {worker.status() for worker in workers} != {psutil.STATUS_STOPPED}:  # a moment after the signal
+                assert time.monotonic() < end_s
             assert process.ask("train", 8).images == 8
     assert not psutil.wait_procs(workers, timeout=10)[1]
 
