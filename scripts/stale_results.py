@@ -39,6 +39,8 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "startup": ("stoker/cli", "stoker/training/start.py", "stoker/training/run.py"),
     "step": MODELS,
     "storage": ("stoker/storage",),
+    "architecture": ("stoker/search/architecture.py", *MODELS),
+    "lr": ("stoker/tuning/learning_rate.py", "stoker/training/lr_policy.py", *MODELS),
     "tune": ("stoker/tuning", "stoker/training/trial.py", *LOADING),
 }  # fmt: skip
 """Benchmark → the code it measures."""

@@ -6,8 +6,9 @@ Bad but working: batch 2, one worker, no cache, an evaluation every 50 steps, la
 LINK. `bad`: one `stoker tune` of ten minutes from there; then trainings of each configuration that it kept on its way,
 of the first, and of one tuned by hand, in turn. Images per second are those of `stoker train` (`images_per_s`),
 with what evaluations take at the interval of the configuration (`images_per_s`): nothing of `tune` measures them.
-`good`: `stoker tune` from the configuration tuned by hand, again and again; a gain that it reports and trainings do not
-confirm is false. `ap`: both configurations trained on the same number of images, which are local, three seeds.
+`good`: `stoker tune` from the configuration tuned by hand, with local images, again and again; a gain that it reports
+and trainings do not confirm is false. `ap`: both configurations trained on the same number of images, which are local,
+three seeds.
 
 All is done in FOLDER and continues there: what has ended is not repeated, and --only does a part of it. The report is
 of what is there.
@@ -75,13 +76,14 @@ class Bench:
         return done.stdout
 
     def tune(self, start: Path, out: str) -> dict[str, Any]:
-        """The result of a tuning, which continues."""
+        """The result of a tuning of the data of these settings, which continues."""
         result = self.folder / f"{out}.json"
         if not result.exists():
-            settings = {k: v for k, v in read_settings(start).items() if k != "data"}
+            settings = read_settings(start)
+            data = settings.pop("data")
             config = self.write(f"{out}-start", settings)
             budget = "90s" if self.quick else BUDGET
-            text = self.stoker("tune", "s3://bucket", "--config", str(config), "--budget", budget,
+            text = self.stoker("tune", data, "--config", str(config), "--budget", budget,
                                "--out", str(self.folder / out), "--json")  # fmt: skip
             result.write_text(text)
         found: dict[str, Any] = json.loads(result.read_text())
@@ -147,9 +149,11 @@ def from_bad(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
         yield {"data": bench.name, "what": name, "img/s": statistics.median(values), "all": values}
 
 
-def from_good(bench: Bench, repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each tuning from the configuration tuned by hand."""
-    hand = bench.write("hand", bench.common | HAND)
+def from_good(bench: Bench, data: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each tuning from the configuration tuned by hand, with local images of half the size."""
+    height, width = bench.common["image_size"]
+    local = {"data": data, "image_size": (height // 2, width // 2)}
+    hand = bench.write("good", bench.common | HAND | local)
     for number in range(repeats):
         out = f"good-tune-{number}"
         result = bench.tune(hand, out)
@@ -209,14 +213,14 @@ def run(arguments: argparse.Namespace) -> Report:
     work = arguments.work.absolute()
     for name in arguments.data[: 1 if arguments.quick else None]:
         with running_server(str(arguments.shared / SETS[name][0]), *LINK) as (port, _):
-            bench = Bench(name, work, port, arguments.quick)
+            bench, local = Bench(name, work, port, arguments.quick), str(arguments.shared / SETS[name][0])
             if "bad" in arguments.only:
                 report.rows += from_bad(bench, rounds)
             if "good" in arguments.only:
-                report.rows += from_good(bench, 1 if arguments.quick else arguments.repeats)
+                report.rows += from_good(bench, local, 1 if arguments.quick else arguments.repeats)
             if "ap" in arguments.only:
                 seeds, epochs = (1, 1) if arguments.quick else (3, arguments.epochs)
-                report.rows += accuracy(bench, str(arguments.shared / SETS[name][0]), seeds, epochs)
+                report.rows += accuracy(bench, local, seeds, epochs)
         judge(report, name)
     return report
 
