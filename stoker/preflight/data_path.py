@@ -243,7 +243,7 @@ def _measure(
     rate is that of the second half of the time, when the target has settled. Raises the error of a read that training
     would not survive, or if all fail."""
     encoded: list[tuple[int, bytes]] = []
-    errors: list[Exception] = []
+    errors: dict[int, Exception] = {}
     done: list[tuple[float, int]] = []  # (end of the read, bytes)
     order = itertools.cycle(images)
     started = pending = total_bytes = 0
@@ -266,7 +266,7 @@ def _measure(
             try:
                 data = future.result()
             except (ObjectMissing, OSError) as error:
-                errors.append(error)
+                errors[image] = error  # each image counts once, however often it was read
             else:
                 done.append((time.perf_counter(), len(data)))
                 total_bytes += len(data)
@@ -274,7 +274,7 @@ def _measure(
                     encoded.append((image, data))
         now_s = time.perf_counter()
     if not done:
-        raise errors[0] if errors else TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
+        raise next(iter(errors.values()), None) or TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
     begin_s = (start_s + now_s) / 2
     if sum(time_s > begin_s for time_s, _ in done) < MIN_COUNTED:
         begin_s = start_s
