@@ -151,8 +151,8 @@ def from_bad(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
 
 def from_good(bench: Bench, data: str, repeats: int) -> Iterator[dict[str, Any]]:
     """A row for each tuning from the configuration tuned by hand, with local images of half the size."""
-    height, width = bench.common["image_size"]
-    local = {"data": data, "image_size": (height // 2, width // 2)}
+    sides = tuple(-(-side // 64) * 32 for side in bench.common["image_size"])
+    local = {"data": data, "image_size": sides}
     hand = bench.write("good", bench.common | HAND | local)
     for number in range(repeats):
         out = f"good-tune-{number}"
