@@ -6,8 +6,8 @@ It reads a `Start`, then `Request`s, as JSON lines from stdin, and answers each 
 stdin. Steps are those of a run, from its first weights. The stream of samples begins at position 0 in every process, so
 that two processes that get the same requests train on the same samples. Who asks is `stoker/tuning/trials.py`.
 
-With several devices it is rank 0: it starts the others, which get what it reads and answer to nobody. All are of one
-group of processes, so what stops it stops them.
+With several devices it is rank 0. It starts the other ranks and passes on what it reads; they send no replies. All are
+in one process group, so a signal to the group stops all.
 """
 
 import contextlib

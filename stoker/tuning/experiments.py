@@ -25,7 +25,7 @@ from stoker.errors import StokerError
 from stoker.runs.records import CONFIG, last_attempt
 from stoker.runs.schemas import PROBE_KINDS, Probe
 from stoker.tuning.policy import LOOKS, judge, measure_ratio
-from stoker.tuning.trials import TrialError, TrialProcess, Window, measure_in_turn
+from stoker.tuning.trials import NUM_IMAGES, TrialError, TrialProcess, Window, measure_in_turn
 
 MAX_EXPERIMENT_S = 40.0
 """After this time an experiment is judged by the pairs that it has."""
@@ -45,7 +45,8 @@ def run_experiments(settings: dict[str, Any], attempt: int, log: Path) -> Iterat
 
 
 def _start(stack: contextlib.ExitStack, log: Path, settings: dict[str, Any]) -> TrialProcess:
-    process = TrialProcess(settings, log, num_images=sys.maxsize)
+    num_images = sys.maxsize if settings["cache"] == "none" else NUM_IMAGES  # a trial fills its cache first
+    process = TrialProcess(settings, log, num_images=num_images)
     stack.callback(process.close)
     return process
 
@@ -64,7 +65,7 @@ def _measure(kind: str, settings: dict[str, Any], start: Callable[[dict[str, Any
             double = start(settings | {"batch_size": 2 * base.batch_size})
             return _measure_pairs(base.step, double.step, double.batch_size)
         except TrialError as error:
-            raise TrialError(f"beside a process with the run's batch: {error.reason}") from error
+            raise TrialError(f"{error.reason}; a process with the run's batch size ran at the same time") from error
     if kind == "compiled":
         other = start(settings | {"compile": not settings["compile"]})
         before, after = (other, base) if settings["compile"] else (base, other)

@@ -41,8 +41,9 @@ MEAN_TOLERANCE = 0.01
 MIN_GROUPS = 8
 """Groups of images whose standard error says what a mean is worth."""
 LOSS_BATCHES, MEAN_BATCHES, COMPARE_S = 2, 8, 20.0
-"""Of the largest batch, whose losses are compared one by one; as means, at most, as far as they take COMPARE_S: of two
-images each in bfloat16, before and after, those of 8 groups differed by up to 4 ± 6 %, those of 32 by 2 ± 2 %."""
+"""Batches of the largest size whose losses are compared one by one; the most that are compared as means, and the
+seconds that these may take. In bfloat16, means of 8 groups of two images differed by up to 4 ± 6 %, of 32 groups by
+2 ± 2 %."""
 BOUNDS, CONFIRM, DONE = "bounds", "confirm", "done"
 
 
@@ -107,15 +108,15 @@ def mean_difference(before: Sequence[float], after: Sequence[float]) -> tuple[fl
 
 
 def why_another_training(lever: Lever, before: Sequence[float], after: Sequence[float]) -> str:
-    """Empty: it is the same. before, after: of the same images, the first half from before any update; of different
-    lengths where a process could not say all of them."""
+    """Empty: it is the same. before, after: of the same images, the first half from before any update. A process leaves
+    out values that are not finite."""
     tolerance, what = lever.tolerance or 0.0, f"the {lever.compare} of the same images"
-    if len(before) != len(after):  # a process leaves out what is not finite
+    if not before or len(before) != len(after):
         return f"another training: {what} are not finite"
     if not compares_means(lever):
         if same_training(before, after, tolerance):
             return ""
-        apart = max((abs(a - b) / max(abs(a), 1e-6) for a, b in zip(before, after, strict=False)), default=math.nan)
+        apart = max(abs(a - b) / max(abs(a), 1e-6) for a, b in zip(before, after, strict=True))
         return f"another training: {what} differ by {apart:.2g} (allowed: {tolerance:g})"
     half = -(-len(before) // 2)
     for part in (slice(half), slice(half, None)):

@@ -116,8 +116,8 @@ class TrialProcess:
         return self.ask("train", images, steady=steady)
 
     def train_after_steps(self, images: int, steady: bool) -> Reply:
-        """The same after steps that loaded nothing, in which the loader has filled its buffers. Images from a bucket:
-        `Request.steady` sees to it."""
+        """The same after steps that loaded nothing, in which the loader has filled its buffers: these are used up
+        first. With a bucket, `Request.steady` does that."""
         if not self.requested:
             self.warm_up()
         return self.train(images, steady)
