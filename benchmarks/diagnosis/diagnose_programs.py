@@ -1,6 +1,7 @@
 """Whether `stoker why` finds the place or the cause of a fault in programs of other makers, which are not kept here.
 
-    python -m benchmarks diagnose_programs --programs DIR [--open | --held-back] [--only WORD …] [--keep] [--json FILE]
+    python -m benchmarks diagnose_programs --programs DIR [--series N] [--open | --held-back] [--only WORD …]
+                                           [--keep] [--json FILE]
     python -m benchmarks diagnose_programs --programs DIR --check
     python -m benchmarks diagnose_programs --programs DIR --read FOLDER
 
@@ -103,6 +104,8 @@ class Case(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     fault: str
     way: str
     held_back: bool
+    series: int = 3
+    """The set of jobs that it was written for; their rates are stated apart."""
     truth: str = ""
     """One sentence."""
     places: list[str] = msgspec.field(default_factory=list)
@@ -287,6 +290,7 @@ def chosen(arguments: argparse.Namespace) -> list[Source]:
         for case in table.job
         if (not arguments.held_back or case.held_back)
         and (not arguments.open or not case.held_back)
+        and arguments.series in (None, case.series)
         and (not arguments.healthy_only or case.kind == HEALTHY)
     ]
     words = [word.lower() for word in arguments.only or ()]
@@ -317,11 +321,15 @@ def run(arguments: argparse.Namespace) -> Report:
     else:
         done = wild.read_kept(PlaceBench(arguments.read, arguments.stoker.resolve(), keep=True), jobs)
     catalog = wild.catalog_of(arguments.stoker.resolve())
-    report = Report(f"Places and causes named by `stoker why`, third set; catalog {catalog}", 1, ("torch", "stoker"))
+    title = f"Places and causes named by `stoker why` in programs of other makers; catalog {catalog}"
+    report = Report(title, 1, ("torch", "stoker"))
     report.rows = wild.rows_of(done) + kinds(done, sources)
-    hidden = {source.job().key for source in sources if source.case.held_back}
-    wild.add_goals(report, [o for o in done if o.key not in hidden], among="open: ", first_goal=FIRST_GOAL)
-    wild.add_goals(report, [o for o in done if o.key in hidden], among="held back: ", first_goal=FIRST_GOAL)
+    group_of = {source.job().key: (source.case.series, source.case.held_back) for source in sources}
+    for series, hidden in sorted(set(group_of.values())):
+        among = f"series {series}, {'held back' if hidden else 'open'}: "
+        wild.add_goals(
+            report, [o for o in done if group_of[o.key] == (series, hidden)], among=among, first_goal=FIRST_GOAL
+        )
     return report
 
 
@@ -340,6 +348,7 @@ def parser() -> argparse.ArgumentParser:
     made = wild.parser(__doc__)
     made.add_argument("--programs", type=Path, required=True, metavar="DIR", help="the programs, and their Pythons")
     made.add_argument("--check", action="store_true", help="apply all edits, run nothing")
+    made.add_argument("--series", type=int, metavar="N", help="only the jobs of this set: 3 or 4")
     group = made.add_mutually_exclusive_group()
     group.add_argument("--held-back", action="store_true", help="only jobs that rules may not be adapted to")
     group.add_argument("--open", action="store_true", help="only the other half")

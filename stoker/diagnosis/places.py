@@ -103,8 +103,8 @@ class PlaceCounter:
         process.newest[window.role] = seen
 
     def totals(self, launcher_kinds: Set[str]) -> tuple[list[PlaceTotal], dict[tuple[str, int], float]]:
-        """(the places, the largest first; (role, rank) → seconds that the samples cover), without processes that were
-        seen in `launcher_kinds` only, unless all were."""
+        """(the places, the largest first; (role, rank) → seconds after the start that the samples cover), without
+        processes that were seen in `launcher_kinds` only, unless all were."""
         known = [process for process in self._processes.values() if process.kinds - launcher_kinds]
         groups: dict[_Group, _Count] = {}
         places: dict[_Key, _Count] = {}
@@ -116,6 +116,8 @@ class PlaceCounter:
         totals = [_make_total(key, count, groups[key.group]) for key, count in places.items()]
         seconds: dict[tuple[str, int], float] = {}
         for group, count in groups.items():
+            if group.is_startup:
+                continue
             seconds[group.role, group.rank] = seconds.get((group.role, group.rank), 0.0) + count.seconds
         for role, rank in seconds:
             if role == "thread":  # its windows are only those in which it worked
@@ -238,20 +240,37 @@ MIN_LOADER_SAMPLES = 10
 
 def list_places(run: RunRecords) -> list[PlaceTotal]:
     """Places after the start outside of forward, backward and optimizer step, the most costly first; kinds of a line
-    and call are one. A training thread that sleeps does so in its own code; a worker may wait for its next batch."""
+    and call are one. A training thread that sleeps does so in its own code; a worker may wait for its next batch. A
+    line with more samples in the steps than outside of them is that of the loop (`model.fit`), and no place."""
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
+    in_steps: collections.Counter[tuple[str, int, str, str]] = collections.Counter()
     for total in run.places:
-        waits = total.kind == "idle" and total.role == "training" and total.call == "time.sleep"
-        in_step = total.kind in _STEP_KINDS and total.role != "thread"
-        if total.is_startup or not total.line or (in_step and not waits):
+        if total.is_startup or not total.line:
             continue
-        rank = total.rank if total.role == "training" else 0
-        groups.setdefault((total.role, rank, total.line, total.call), []).append(total)
-    merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
+        key = (total.role, total.rank if total.role == "training" else 0, total.line, total.call)
+        waits = total.kind == "idle" and total.role == "training" and total.call == "time.sleep"
+        if total.kind in _STEP_KINDS and total.role != "thread" and not waits:
+            in_steps[key] += total.samples * (total.kind != "idle")
+            continue
+        outside = _without_graph_steps(total)
+        in_steps[key] += total.samples - outside.samples
+        if outside.samples:
+            groups.setdefault(key, []).append(outside)
+    merged = [
+        place for key, group in groups.items()
+        if (place := merge_places(group)) is not None and (key[0] != "training" or in_steps[key] <= place.samples)
+    ]  # fmt: skip
     phases = run.steady.phases
     waited = phases.get("input_wait", 0.0) / sum(phases.values()) if any(phases.values()) else 1.0
     costs = {"worker": waited, "thread": waited}  # what they do costs only the time in which the training waits
     return sorted(merged, key=lambda place: -place.seconds * costs.get(place.role, 1.0))
+
+
+def _without_graph_steps(total: PlaceTotal) -> PlaceTotal:
+    """Without the samples in which TensorFlow ran a step as a whole, of the training thread."""
+    if total.role != "training":
+        return total
+    return _scale(total, {leaf: count for leaf, count in total.leaves.items() if not _RUNS_STEP.search(leaf)})
 
 
 def list_parts(run: RunRecords) -> list[PlaceTotal]:
@@ -342,8 +361,8 @@ def _make_node(name: str, sampled: list[_Sampled], depth: int, root: list[_Sampl
 
 def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     """Lines of `list_places` with a call that took at least this fraction of the time, at the low end of their
-    interval; without waits for a loader, steps of TensorFlow, imports, and what other causes explain: compiling,
-    checkpoints, decoders. Of threads besides the training thread also functions without a call."""
+    interval; without waits for a loader, imports, and what other causes explain: compiling, checkpoints, decoders. Of
+    threads besides the training thread, functions as a whole: they have no step that would hide the rest."""
     lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
     for place in list_places(run):
         is_own = (
@@ -351,10 +370,9 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
             or place.kind in ("python", "gc", "other", "idle", "input_wait")
             or (place.kind == "decode" and not _DECODES.search(" ".join((place.call, *place.leaves))))
         )
-        in_step = sum(count for leaf, count in place.leaves.items() if _RUNS_STEP.search(leaf))
         is_known = _LOADER_CALL.search(place.call) or re.search(IMPORT, place.call)
-        if is_own and in_step < place.samples / 2 and not is_known and (place.call or place.role == "thread"):
-            where = place.line if place.call else place.function
+        if is_own and not is_known and (place.call or place.role == "thread"):
+            where = place.function if place.role == "thread" else place.line
             lines.setdefault((place.role, place.rank, where), []).append(place)
     merged = [total for group in lines.values() if (total := merge_places(group)) is not None]
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]

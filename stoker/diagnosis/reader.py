@@ -251,6 +251,7 @@ class _StepsReader:
         # a loss without a step number is progress, too
         has_progress = window.window_steps > 0 or (run_records.is_external and not window.step and bool(window.losses))
         if has_progress:
+            run_records.eval_windows += bool(window.window_steps and window.phases.get("eval"))
             start_t = window.t - window.wall_s
             startup_s = sum(window.phases.get(name, 0.0) for name in _STARTUP_PHASES) / max(1, window.devices)
             gap_s = window.wall_s - startup_s if self._last_t is None else window.t - self._last_t
@@ -412,6 +413,7 @@ def _add_host(host: HostStats, sample: DeviceSample) -> None:
         getattr(host, name).add(getattr(sample, name))
     host.swap.add(sample.swap_used_bytes)
     host.rss.add(sample.t, sample.rss_bytes)
+    host.largest_rss.add(sample.t, sample.largest_rss_bytes)
     host.open_fds.add(sample.t, sample.open_fds)
     host.max_fds = sample.max_fds if sample.max_fds is not None else host.max_fds
     if sample.throttled_s is not None and sample.process_cpu is not None:

@@ -297,6 +297,8 @@ class HostStats:
     memory_free_bytes: int | None = None
     """Bytes below the limit in the newest sample."""
     rss: TimeSeries = dataclasses.field(default_factory=TimeSeries)
+    largest_rss: TimeSeries = dataclasses.field(default_factory=TimeSeries)
+    """Of the process that has the most memory."""
     swap: Mean = dataclasses.field(default_factory=Mean)
     disk_free_bytes: Mean = dataclasses.field(default_factory=Mean)
     """Over the whole run."""
@@ -504,7 +506,9 @@ class RunRecords:
     places: list[PlaceTotal] = dataclasses.field(default_factory=list)
     """The largest first."""
     place_totals: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
-    """(role, rank) → seconds that its samples cover."""
+    """(role, rank) → seconds after the start that its samples cover."""
+    eval_windows: int = 0
+    """Lines of steps.jsonl of rank 0 with steps and time in evaluation."""
     newest_stacks: dict[tuple[int, int], StackWindow] = dataclasses.field(default_factory=dict)
     """(rank, pid) → its newest line of stacks.jsonl after the last step of the newest attempt."""
     probes: dict[str, Probe] = dataclasses.field(default_factory=dict)

@@ -5,6 +5,7 @@ The outermost call of the line counts, because stacks of Python have no columns.
 
 import ast
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +13,14 @@ from typing import Any, NamedTuple
 MAX_SOURCE_BYTES = 2_000_000
 """Larger files are generated; they are not parsed."""
 
+WRAPPER = "wrapper"
 _WRAPPERS = frozenset(
-    {"wrapper", "wrapped", "inner", "decorate_context", "_wrapped_call_impl", "_fn", "__call__", "__init__", "__new__"}
-)
+    {WRAPPER, "wrapped", "inner", "decorate_context", "error_handler", "_wrapped_call_impl", "_call_impl", "_fn",
+     "__call__", "__init__", "__new__"}
+)  # fmt: skip
 """Names of functions that stand for another one: of decorators, of modules and classes that are called."""
+_WRAPPER_FILE = re.compile(r"/(torch/utils/_contextlib|functools|traceback_utils|tensorflow/python/util/dispatch)\.py$")
+"""Files of decorators, whose functions may have any name."""
 
 _CLOCKS = frozenset({"time.time", "time.perf_counter", "time.monotonic", "time.process_time", "time.thread_time"})
 
@@ -32,6 +37,11 @@ class _Source(NamedTuple):
     """Name → what it can be imported as."""
     own: frozenset[str]
     """Functions and classes that the file defines."""
+
+
+def is_wrapper(function: str, file: str) -> bool:
+    """Whether a function stands for another one, that it calls. function: without its class."""
+    return function in _WRAPPERS or _WRAPPER_FILE.search(file) is not None
 
 
 def find_call(file: str, line: int, function: str, callee: str = "") -> str:

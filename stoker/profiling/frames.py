@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stoker.knowledge import read_toml
-from stoker.profiling.calls import find_call
+from stoker.profiling.calls import WRAPPER, find_call, is_wrapper
 from stoker.runs.schemas import Place, StackWindow
 
 MAX_FRAMES = 5
@@ -63,7 +63,9 @@ _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
 _RECORDER_FILE = re.compile(r"/stoker/profiling/")
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
-_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/stoker/profiling/")
+_NOT_JOB_CODE = re.compile(
+    r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/__autograph_generated_file|/stoker/profiling/"
+)
 
 
 Stack = list[Frame]
@@ -182,9 +184,13 @@ def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, st
     index = is_own.index(True)
     own = stack[index]
     callee = stack[index - 1] if index else None
-    name = find_call(own.file, own.line, _base_name(own.function), _base_name(callee.function) if callee else "")
-    if callee is not None and not name:
-        name = _module_path(callee)
+    meant = next((frame for frame in reversed(stack[:index]) if not _is_wrapper(frame)), callee)
+    for frame in dict.fromkeys((meant, callee)):
+        function = "" if frame is None else WRAPPER if _is_wrapper(frame) else _base_name(frame.function)
+        if name := find_call(own.file, own.line, _base_name(own.function), function):
+            break
+    if meant is not None and not name:
+        name = _module_path(meant)
     # imports have thousands of innermost frames
     leaf = _describe_leaf(stack[0]) if index > 1 and not name.startswith("import ") else ""
     outer = (_base_name(frame.function) for frame in stack[index:] if frame.file == own.file)
@@ -199,6 +205,10 @@ def find_part(stack: Sequence[Frame]) -> str:
         return ""
     rules = (_find_rules(frame.function, frame.file).part for frame in reversed(stack))
     return next((rule.kind for rule in rules if rule is not None), "training loop")
+
+
+def _is_wrapper(frame: Frame) -> bool:
+    return is_wrapper(_base_name(frame.function), frame.file)
 
 
 def _describe_leaf(frame: Frame) -> str:

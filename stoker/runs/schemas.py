@@ -313,6 +313,8 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Command name → cores in use, of processes outside the run; the three busiest, while these use the cores."""
     rss_bytes: int | None = None
     """Resident memory of this process and its children."""
+    largest_rss_bytes: int | None = None
+    """Of the process of them that has the most: the training process, as its loader workers have less."""
     memory_used_bytes: int | None = None
     memory_limit_bytes: int | None = None
     """Of the host, or of the cgroup where its limit is lower."""

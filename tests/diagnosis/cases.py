@@ -380,7 +380,9 @@ HEALTHY: dict[str, Case] = {
         host=lambda _: {"process_cpu": 0.95},
     ),
     "12 steps and an evaluation": _external(
-        seconds=24, steps=1, window=lambda s: {"window_steps": int(s % 2 == 0)}, fractions={"eval": 0.4}
+        seconds=24,
+        steps=1,
+        window=lambda s: {"window_steps": 0, "phases": {"eval": 1.0}} if 13 <= s < 22 else {"window_steps": 1},
     ),
     "an evaluation and a checkpoint after the last step": _external(
         fractions={},

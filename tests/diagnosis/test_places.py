@@ -53,7 +53,7 @@ def test_places_of_a_run_are_added_up_by_role_and_rank(tmp_path: Path) -> None:
     at_start = find_places(run, line="train.py:1$", include_startup=True)
     assert at_start is not None
     assert at_start.is_startup
-    assert run.place_totals == {("training", 0): 40.0, ("worker", 0): 10.0}
+    assert run.place_totals == {("training", 0): 30.0, ("worker", 0): 10.0}, "after the start"
     assert run.stacks.samples == 120, "of processes that train"
 
 
@@ -395,8 +395,9 @@ def test_a_function_of_another_thread_is_named_while_the_training_waits(
 ) -> None:
     """As one that tf.py_function calls: its loop has no call, and its lines are one place; the lost time is at most
     the wait."""
-    lines = [Place(line=f"data.py:{n}", function="denoise", kind=kind, samples=k)
-             for n, kind, k in ((9, "python", 14), (8, "sync", 11))]  # fmt: skip
+    parts = ((9, "python", 14, ""), (8, "sync", 6, "pixels.tolist"), (7, "python", 5, "min"))
+    lines = [Place(line=f"data.py:{n}", function="denoise", kind=kind, samples=k, call=call)
+             for n, kind, k, call in parts]  # fmt: skip
     works = [window(n, *lines, Place(kind="other", samples=15), role="thread") for n in (2, 3, 4)]
     trains = [window(n, Place(line="train.py:5", function="main", kind="compute", samples=40)) for n in (1, 2, 3, 4)]
     run = make_run(tmp_path / "run", external=True, config=None, seconds=45,
@@ -448,3 +449,15 @@ def test_waits_that_the_threads_of_the_process_explain_are_the_computing(
                    num_images=0, host=lambda _: {"process_cpu": cores},
                    stacks=[window(n, *places) for n in range(1, 5)])  # fmt: skip
     assert ("host_device_syncs" in {finding.id for finding in run_rules(read_run(run))}) is is_found
+
+
+def test_the_line_of_the_loop_is_no_place(tmp_path: Path) -> None:
+    """`model.fit`: most samples of it run steps, in TensorFlow as a whole."""
+    fit = {"line": "train.py:214", "function": "main", "call": "model.fit"}
+    places = [
+        Place(**fit, kind="other", leaf="quick_execute (eager/execute.py)", samples=20),
+        Place(**fit, kind="python", leaf="fit (engine/training.py)", samples=10),
+        Place(line="train.py:52", function="saved", call="figure.savefig", kind="python", samples=10),
+    ]
+    run = make_run(tmp_path / "run", external=True, config=None, stacks=[window(n, *places) for n in (1, 2)])
+    assert [place.call for place in list_places(read_run(run))] == ["figure.savefig"]

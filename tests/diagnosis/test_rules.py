@@ -1,6 +1,7 @@
 """Every rule finds its cause in records that have it, and in no others; healthy runs of every kind have no findings."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -331,13 +332,20 @@ def test_threads_of_torch_are_no_loader_and_threads_of_tensorflow_may_be(tmp_pat
 
 
 def test_a_short_run_has_no_warning_about_its_start_or_evaluation(tmp_path: Path) -> None:
+    def one_evaluation(seconds: int, fraction: float) -> dict[str, Any]:
+        line = {"window_steps": 0, "phases": {"eval": 1.0}}
+        return {"fractions": {}, "window": lambda s: line if 10 <= s < 10 + fraction * seconds else {}}
+
     job = {"external": True, "config": None, "fractions": {"eval": 0.4}}
-    for seconds, steps, severity in ((30, 2, ["info"]), (30, 8, ["critical"]), (200, 8, ["critical"])):
+    each_step = job | {"seconds": 30, "steps": 2}
+    assert of(findings(tmp_path / "each step", each_step), "evaluation_heavy").severity == "critical"
+    for seconds, steps, severity in ((30, 4, ["info"]), (30, 8, ["critical"]), (200, 8, ["critical"])):
+        job |= one_evaluation(seconds, 0.4)
         found = findings(tmp_path / f"{seconds}-{steps}", job | {"seconds": seconds, "steps": steps})
         assert [f.severity for f in found if f.id == "evaluation_heavy"] == severity
-    half = job | {"fractions": {"eval": 0.5}, "seconds": 30, "steps": 2}
+    half = job | one_evaluation(30, 0.5) | {"seconds": 30, "steps": 2}
     assert of(findings(tmp_path / "half", half), "evaluation_heavy").severity == "critical"
-    seldom = job | {"fractions": {"eval": 0.12}}
+    seldom = job | {"fractions": {"eval": 0.12}, "window": None}
     for seconds, severity in ((60, []), (200, ["warning"])):
         assert [f.severity for f in findings(tmp_path / f"seldom-{seconds}", seldom | {"seconds": seconds})] == severity
     for seconds, severity in ((60, ["info"]), (200, ["warning"])):
@@ -431,6 +439,15 @@ def test_what_a_process_does_at_its_end_is_not_judged(tmp_path: Path) -> None:
             "fractions": {"input_wait": 0.3}}  # fmt: skip
     found = findings(tmp_path / "tail", tail)
     assert [named(f) for f in found] == ["too_few_workers"]
+
+
+@pytest.mark.parametrize(("in_workers", "is_named"), [(0.9, True), (0.1, False)])
+def test_memory_that_grows_in_loader_workers_is_theirs(in_workers: float, is_named: bool, tmp_path: Path) -> None:
+    def memory(s: int) -> dict[str, int]:
+        return {"rss_bytes": 10**9 + 10**7 * s, "largest_rss_bytes": int(8e8 + (1 - in_workers) * 10**7 * s)}
+
+    found = of(findings(tmp_path / "run", {"host": memory}), "host_memory_leak")
+    assert ("besides the largest one" in found.evidence_text) is is_named
 
 
 def test_a_leak_is_the_reason_of_an_end_for_memory(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from stoker.profiling.frames import (
     KINDS,
     Frame,
     classify,
+    find_place,
     innermost_job_frame,
     is_job_code,
 )
@@ -50,6 +51,7 @@ MODULE = ("torch/nn/modules/module.py: Module._call_impl", "torch/nn/modules/mod
         (("keras/src/trainers/data_adapters/py_dataset_adapter.py: PyDatasetAdapter._standard_iterator",
           "keras/src/trainers/epoch_iterator.py: EpochIterator.enumerate_epoch"), "input_wait"),
         (("tensorflow/python/eager/execute.py: quick_execute",), "other"),
+        (("h5py/_hl/files.py: make_fid", "tf_keras/src/engine/training.py: Model.save_weights"), "checkpoint"),
         (("torch/nn/modules/conv.py: Conv2d._conv_forward", *MODULE), "compute"),
         (("torch/autograd/graph.py: _engine_run_backward", "torch/_tensor.py: Tensor.backward"), "compute"),
         (("torch/optim/sgd.py: sgd", "torch/optim/optimizer.py: Optimizer.profile_hook_step.<locals>.wrapper"),
@@ -120,6 +122,35 @@ def test_own_frames_are_named_by_their_place_in_the_jobs_folder() -> None:
     assert [is_job_code(Frame("f", file, 1)) for file in (LIB + "x.py", "<string>", "<frozen os>", "", "train.py")] == [
         False, False, False, False, True
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "frames", "call"),
+    [
+        ("log = model.fit(data)", ("tf_keras/src/engine/training.py: Model.fit",
+                                   "tf_keras/src/utils/traceback_utils.py: error_handler"), "model.fit"),
+        ("utils.save_image(grid, name)", ("PIL/Image.py: Image.save", "torchvision/utils.py: save_image",
+                                          "torch/utils/_contextlib.py: no_grad"), "utils.save_image"),
+        ("fake = net(image)", ("torch/nn/modules/container.py: Sequential.forward", *MODULE), "net"),
+        ("train_step(batch)", ("tensorflow/python/util/traceback_utils.py: error_handler",), "train_step"),
+    ],
+)  # fmt: skip
+def test_a_decorator_of_a_library_is_not_what_a_line_calls(
+    line: str, frames: tuple[str, ...], call: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "job" / "train.py"
+    script.parent.mkdir()
+    script.write_text(f"import torch\n{line}\n")
+    assert find_place([*stack(*frames)[:-1], Frame("main", str(script), 2)], str(tmp_path))[:3] == (
+        "job/train.py:2", "main", call
+    )  # fmt: skip
+
+
+def test_a_trace_of_autograph_is_at_the_line_that_called_it() -> None:
+    generated = Frame("tf__step", "/tmp/__autograph_generated_filexlmx.py", 15)
+    assert find_place([*stack("tensorflow/python/framework/ops.py: _create_c_op")[:-1], generated, JOB])[0].endswith(
+        "job/train.py:9"
+    )
 
 
 @given(st.lists(st.builds(Frame, st.text(max_size=20), st.text(max_size=40), st.integers(0, 10**6)), max_size=8),

@@ -238,3 +238,34 @@ def test_batches_that_are_accumulated_before_the_first_backward_are_training_if_
     timed.step()
     assert timed.seconds() == {"startup": 8.0, "input_wait": 2.0 * hook.MAX_UNPROVEN_BATCHES, "compute": 2.0}
     assert timed.count(hook.BATCHES) == 1 + 2 * hook.MAX_UNPROVEN_BATCHES
+
+
+def test_a_batch_on_which_the_model_is_evaluated_is_no_training(timed: Timed) -> None:
+    """As samples of a GAN: a batch of another loader, `.eval()`, forward passes with gradients, and no backward."""
+    source, samples = started(timed), BatchSource()
+    timed.batch(samples)
+    assert timed.clock.may_evaluate()
+    timed.clock.set_evaluating(True)
+    timed.takes(3.0)
+    timed.batch(source)
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0, "eval": 4.0, "input_wait": 1.0, "compute": 2.0}
+
+
+def test_a_batch_that_was_fetched_before_an_evaluation_trains(timed: Timed) -> None:
+    """The first batch of an epoch, fetched before the validation of the epoch before."""
+    started(timed)
+    prefetched = BatchSource()
+    timed.batch(prefetched)
+    timed.clock.set_evaluating(True)
+    timed.takes(3.0)
+    timed.clock.set_evaluating(False)
+    timed.step()
+    before = timed.seconds()
+    timed.batch(prefetched)
+    timed.clock.confirm_training()
+    timed.step()
+    timed.batch(prefetched)
+    timed.step()
+    assert timed.seconds()["eval"] <= before["eval"] + 1.0, "one wait at most is taken for evaluation"
+    assert prefetched.is_training

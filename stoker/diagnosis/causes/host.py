@@ -233,13 +233,25 @@ def host_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
     if found is None:
         return None
     text, slope = found
-    evidence: list[Evidence | None] = [make_evidence(text, slope, "devices.jsonl: rss_bytes")]
+    evidence: list[Evidence | None] = [make_evidence(text, slope, "devices.jsonl: rss_bytes"), _growth_of_workers(host)]
     if run.ended_for_memory:
         evidence.append(make_evidence("it grew until the job ended because memory was full", source="its end"))
         return name_holder(run, make_finding(run, cause, 0.0, evidence, confidence=0.9))
     remaining_s = host.memory_free_bytes / slope
     evidence.append(time_to_full_evidence(run, remaining_s))
     return name_holder(run, make_finding(run, cause, remaining_s / 3600, evidence))
+
+
+def _growth_of_workers(host: HostStats) -> Evidence | None:
+    """Where less than half of the growth is that of the process with the most memory, the others have it."""
+    grown, largest = host.rss.growth, host.largest_rss.growth
+    if len(host.largest_rss.points) < len(host.rss.points) or largest >= grown / 2:
+        return None
+    text = (
+        f"{max(0.0, grown - largest) / 2**20:,.0f} MiB of it are in the processes besides the largest one, as loader "
+        "workers are: look at what the data set and its transforms keep"
+    )
+    return make_evidence(text, grown - largest, "devices.jsonl: largest_rss_bytes")
 
 
 def name_holder(run: RunRecords, finding: Finding | None) -> Finding | None:

@@ -60,6 +60,8 @@ class ProcessTreeSample:
     """CPU-seconds so far, including children that ended and were waited for."""
     rss_bytes: int | None = None
     """Shared memory counts in each process."""
+    largest_rss_bytes: int | None = None
+    """Of the process that has the most."""
     threads_running: float | None = None
     """Mean number of threads that ran or waited for a CPU, between the last two times that all threads were read."""
     threads_active: int | None = None
@@ -87,15 +89,17 @@ class ProcessTreeSampler:
         if self._sample_count >= self._next_walk:
             self._walk(now_s)
         self._sample_count += 1
-        ticks = pages = 0
+        ticks = pages = most_pages = 0
         for pid in self.pids:
             if (text := read_or_none(f"{self._proc}/{pid}/stat")) is not None:  # None: it ended
                 fields = text.rpartition(b")")[2].split()  # a name may contain blanks and brackets
                 ticks += sum(map(int, fields[11:15]))
                 pages += int(fields[21])
+                most_pages = max(most_pages, int(fields[21]))
         return ProcessTreeSample(
             cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
             rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            largest_rss_bytes=most_pages * os.sysconf("SC_PAGE_SIZE"),
             threads_running=self._threads_running,
             threads_active=self._threads_active,
         )
@@ -253,6 +257,7 @@ class HostSampler:
             cpu_core_utilization=utilization,
             busiest_processes=self._other_processes.sample(now_s, other_cores, run_pids),
             rss_bytes=tree.rss_bytes,
+            largest_rss_bytes=tree.largest_rss_bytes,
             threads_running=tree.threads_running,
             threads_active=tree.threads_active,
             shm_used_bytes=None if shm is None else shm[0],

@@ -209,6 +209,10 @@ class PhaseClock:
         """Whether this is the training thread, after a step or an evaluation, and before the next batch."""
         return self._stack[0] in (AFTER_STEP, EVAL) and self._has_stepped and self.is_outside_phases()
 
+    def may_evaluate(self) -> bool:
+        """Whether an evaluation may begin now: after a step, or with a batch that may be one of it."""
+        return self._has_stepped and self._stack[0] in (AFTER_STEP, EVAL, MAYBE_WORK) and self.is_outside_phases()
+
     def is_of_training(self, parameters: "Any") -> bool:
         """Whether at least half of the optimizer's parameters are among these: a part of the model is not enough."""
         optimizer = None if self._optimizer is None else self._optimizer()
@@ -216,8 +220,13 @@ class PhaseClock:
         return bool(trained) and 2 * len(trained & {id(p) for p in parameters}) >= len(trained)
 
     def set_evaluating(self, is_evaluating: bool) -> None:
-        """Between steps: the model that is trained was put into its mode for evaluation, or for training."""
+        """Between steps: the model that is trained was put into its mode for evaluation, or for training. Batches of
+        which nothing is known are then of the evaluation."""
         self.update()
+        if is_evaluating and self._stack[0] == MAYBE_WORK:
+            for source in [source for source in self._open_sources if source.is_training is None]:
+                self._mark_as_evaluation(source)
+                self._eval_source = source
         self._set_base_slot(EVAL if is_evaluating else AFTER_STEP)
 
     def is_outside_phases(self) -> bool:

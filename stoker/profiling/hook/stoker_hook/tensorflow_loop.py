@@ -201,6 +201,13 @@ def patch_old_keras_optimizer(module: "Any") -> None:
         _patch_apply(module.Optimizer, "apply_gradients")
 
 
+def patch_old_keras_model(module: "Any") -> None:
+    """engine.training of Keras 2, also as the package tf_keras. Its steps are those of any `tf.function`."""
+    patch_timed(module, "eval", "Model.evaluate", "Model.predict")
+    patch_timed(module, "checkpoint", "Model.save", "Model.save_weights")
+    clock.publish("Keras 2")
+
+
 def _patch_apply(cls: "Any", name: str) -> None:
     original = getattr(cls, name)
 

@@ -80,8 +80,9 @@ def patch_backward(module: "Any") -> None:
 
 
 def patch_modules(module: "Any") -> None:
-    """torch.nn.modules.module: `.eval()` of the whole model after a step begins an evaluation; its `.train()`, which is
-    patched only until then because some loops call it in each step, ends it."""
+    """torch.nn.modules.module: `.eval()` of the whole model after a step, or with a batch of which nothing is known
+    yet, begins an evaluation; its `.train()`, which is patched only until then because some loops call it in each step,
+    ends it."""
     cls = module.Module
     original_eval, original_train = cls.eval, cls.train
     evaluated: list[Any] = []
@@ -100,7 +101,7 @@ def patch_modules(module: "Any") -> None:
 
     def eval(self: "Any") -> "Any":
         try:
-            if clock.is_after_step() and clock.is_of_training(self.parameters()):
+            if clock.may_evaluate() and clock.is_of_training(self.parameters()):
                 clock.set_evaluating(True)
                 evaluated[:] = [ref(self)]
                 cls.train = train
