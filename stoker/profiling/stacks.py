@@ -41,8 +41,9 @@ stacks are deep and new, say nothing of it."""
 OWN_CPU_FRACTION, PRIOR_S = 0.003, 60.0
 """What that thread takes, and the time for which it counts as measured: the first windows cost more, because functions
 and files are new in them, and would lower the rate of a job of a minute to its end."""
-REPAY_S = 30.0
-"""Time over which CPU time that was taken beyond that is saved again."""
+REPAY_S = 120.0
+"""Time over which CPU time that was taken beyond that is saved again. Importing TensorFlow costs 0.3 s of it: with 30 s
+to save it, the first 40 s of the training had one sample a second (measured)."""
 MAX_WINDOW_S = 60.0
 """Windows are at most so long, also where even the lowest rate costs too much."""
 MAX_PROCESSES = 8
