@@ -287,7 +287,7 @@ def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert windows(0.0) == [(10, 10.0), (4, 10.0), (4, 20.0), (1, 23.4), (1, 20.8)]
     assert windows(0.003) == [(4, 10.0), (4, 20.0), (2, 20.0), (1, 33.4), (1, 29.7)]
     assert {rate_hz for rate_hz, _ in windows(0.02)} == {1}
-    sampler._overspent_s = 0.15  # half of the budget of 30 s
+    sampler._overspent_s = 0.6  # half of the budget of 120 s
     assert windows(0.0)[0] == (4, 20.0)
 
 
