@@ -461,3 +461,17 @@ def test_the_line_of_the_loop_is_no_place(tmp_path: Path) -> None:
     ]
     run = make_run(tmp_path / "run", external=True, config=None, stacks=[window(n, *places) for n in (1, 2)])
     assert [place.call for place in list_places(read_run(run))] == ["figure.savefig"]
+
+
+def test_python_of_another_thread_is_named_where_the_training_thread_cannot_run(tmp_path: Path) -> None:
+    """As a function of tf.py_function, for whose interpreter lock `model.fit` waits."""
+    fit = Place(line="train.py:208", function="main", call="model.fit", kind="python", leaf="fit", samples=12)
+    step = Place(line="train.py:208", function="main", call="model.fit", kind="other",
+                 leaf="quick_execute (eager/execute.py)", samples=28)  # fmt: skip
+    works = [window(n, Place(line="data.py:9", function="denoise", kind="python", samples=9),
+                    Place(kind="other", samples=31), role="thread") for n in (1, 2, 3, 4)]  # fmt: skip
+    stacks = [window(n, fit, step, main_thread={"python": 0.3, "other": 0.7}) for n in (1, 2, 3, 4)]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=45, stacks=stacks + works,
+                   fractions={"host": 0.3, "compute": 0.7}, host=lambda _: {"process_cpu": 1.0})  # fmt: skip
+    (found,) = [finding for finding in run_rules(read_run(run)) if finding.id == "python_bound"]
+    assert "denoise at data.py:9, in another thread, which holds the interpreter's lock" in found.evidence_text

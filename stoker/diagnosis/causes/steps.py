@@ -3,6 +3,7 @@ wait for each other: for one slow rank, or in collectives that computing does no
 
 import collections
 import re
+from collections.abc import Iterable
 
 import msgspec
 
@@ -46,6 +47,10 @@ _OWN_KINDS = ("input_wait", "decode", "checkpoint", "gc", "python", "idle", "oth
 """Kinds of stacks in which a rank works on what is only its own."""
 
 
+_PYTHON = ("python", "gc")
+"""Kinds of samples in which a thread computes in Python."""
+
+
 def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
     computing from waiting, only `host` counts, with a low confidence."""
@@ -55,7 +60,7 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
-    from_stacks = _finding_from_stacks(run, cause, "Python", "python", "gc")
+    from_stacks = _finding_from_stacks(run, cause, "Python", *_PYTHON, places=_places_between_steps(run))
     if fraction is not None and _is_loop_overhead(run, phases):
         in_steps = run.stacks.fraction("python", "gc") - fraction
         return from_stacks if cause.severity(in_steps) is not None else None
@@ -69,20 +74,27 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
             return from_stacks  # it waited, or got no core
     if not phases or thread_is_idle is True or (thread_is_idle is None and from_stacks is not None):
         return from_stacks
-    evidence = [process_cpu_evidence(run), *_places_between_steps(run)]
+    evidence = [process_cpu_evidence(run), *(_places_between_steps(run) or [stack_evidence(run, "Python", *_PYTHON)])]
     confidence = 0.5 if thread_is_idle is None else None
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence, confidence=confidence)
     return from_phases or from_stacks
 
 
-def _places_between_steps(run: RunRecords) -> list[Evidence | None]:
-    """The largest places of the training thread outside of steps and imports; without any what its samples tell."""
-    places = [place for place in list_places(run) if place.role == "training"
-              and place.kind in ("python", "gc", "decode") and not re.search(IMPORT, place.call)]  # fmt: skip
+def _places_between_steps(run: RunRecords) -> list[Evidence]:
+    """The largest places of the training thread outside of steps and imports, and of other threads, which hold the
+    interpreter's lock meanwhile."""
+    places = [place for place in list_places(run)
+              if (place.role == "thread" or (place.role == "training" and place.kind in ("python", "gc", "decode")))
+              and not re.search(IMPORT, place.call)]  # fmt: skip
     return [
-        make_evidence(f"{place.seconds:,.1f} s in {describe_place(place)}", place.seconds, "stacks.jsonl: places")
+        make_evidence(
+            f"{place.seconds:,.1f} s in {describe_place(place)}"
+            + (", in another thread, which holds the interpreter's lock meanwhile" if place.role == "thread" else ""),
+            place.seconds,
+            "stacks.jsonl: places",
+        )
         for place in places[: int(PYTHON_BOUND.threshold("max_places"))]
-    ] or [stack_evidence(run, "Python", "python", "gc")]
+    ]
 
 
 def _recurs(run: RunRecords, phases: tuple[str, ...]) -> bool:
@@ -191,12 +203,17 @@ def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
 
 
 def _finding_from_stacks(
-    run: RunRecords, cause: Cause, description: str, *kinds: str, max_fraction: float = 1.0
+    run: RunRecords,
+    cause: Cause,
+    description: str,
+    *kinds: str,
+    max_fraction: float = 1.0,
+    places: Iterable[Evidence] = (),
 ) -> Finding | None:
     """A device was not idle for longer than its driver reports."""
     utilizations = [gpu.utilization.value for gpu in run.gpus.values() if gpu.utilization.value is not None]
     max_fraction = min(max_fraction, 1 - max(utilizations, default=0.0))
-    evidence = [process_cpu_evidence(run)]
+    evidence = [process_cpu_evidence(run), *places]
     return make_stack_finding(run, cause, description, *kinds, extra_evidence=evidence, max_fraction=max_fraction)
 
 
