@@ -3,7 +3,7 @@ wait for each other: for one slow rank, or in collectives that computing does no
 
 import collections
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -74,7 +74,8 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
             return from_stacks  # it waited, or got no core
     if not phases or thread_is_idle is True or (thread_is_idle is None and from_stacks is not None):
         return from_stacks
-    evidence = [process_cpu_evidence(run), *(_places_between_steps(run) or [stack_evidence(run, "Python", *_PYTHON)])]
+    places: Sequence[Evidence | None] = _places_between_steps(run) or [stack_evidence(run, "Python", *_PYTHON)]
+    evidence = [process_cpu_evidence(run), *places]
     confidence = 0.5 if thread_is_idle is None else None
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence, confidence=confidence)
     return from_phases or from_stacks
