@@ -82,6 +82,10 @@ def run_rules(run: RunRecords) -> list[Finding]:
 def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
     """Whether a finding is the reason of the time that a less exact one has lost. A line is so if who loads the data is
     there for most of it. A line that reads is explained by slow storage."""
+    if finding.id == "workers_start_again":
+        return (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
+    if finding.id == "straggler" and other.id == "heavy_place":
+        return bool(other.place) and other.place == finding.place
     if other.id == "heavy_place":
         here = [place for place in run.places if place.line == other.place and not place.is_startup]
         return 2 * sum(map(count_blocked, here)) > sum(place.samples for place in here)
@@ -125,6 +129,9 @@ def _possible_causes(run: RunRecords, group: list[Finding], *, loads: bool) -> F
     where = next((f"the phase {name}" for name in sources if name), "the training thread")
     if place is not None:
         where = describe_place(place)
+    severity = min((guess.severity for guess in group), key=SEVERITIES.index)
+    if (first.lost_device_s or 0.0) < common_threshold("min_guessed_fraction") * run.steady.device_s:
+        severity = "info"  # neither certain nor large
     told = [
         f"{guess.title} ({guess.confidence or 0:.0%}; it is so if {CATALOG[guess.id].tell}; then: {guess.fix})"
         for guess in group
@@ -133,7 +140,7 @@ def _possible_causes(run: RunRecords, group: list[Finding], *, loads: bool) -> F
         first,
         id="heavy_place",
         title=f"{first.lost_device_s or 0:,.0f} s in {where}; the cause is not certain",
-        severity=min((guess.severity for guess in group), key=SEVERITIES.index),
+        severity=severity,
         evidence=list({item.text: item for guess in group for item in guess.evidence}.values()),
         fix="Possible causes: " + "; ".join(told),
         command=None,

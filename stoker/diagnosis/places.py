@@ -53,11 +53,13 @@ class _Count:
     windows: int = 0
     bursts: int = 0
     leaves: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    callers: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def add(self, other: "_Count") -> None:
         for name in ("samples", "seconds", "windows", "bursts"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.leaves.update(other.leaves)
+        self.callers.update(other.callers)
 
 
 @dataclasses.dataclass
@@ -97,6 +99,7 @@ class PlaceCounter:
                 windows=int(is_new),
                 bursts=int(is_new and key not in process.newest.get(window.role, ())),
                 leaves=collections.Counter({place.leaf: place.samples}),
+                callers=collections.Counter({place.callers: place.samples}),
             )
             process.places.setdefault(key, _Count()).add(count)
             seen.add(key)
@@ -190,6 +193,7 @@ def _make_total(key: _Key, count: _Count, group: _Count) -> PlaceTotal:
         call=key.call,
         part=key.part,
         leaves=dict(count.leaves),
+        callers=count.callers.most_common(1)[0][0],
         samples=count.samples,
         seconds=count.seconds,
         low_s=low * group.seconds,
@@ -221,34 +225,43 @@ def _wilson(fraction: float, count: int) -> tuple[float, float]:
 _NEVER_A_STEP = re.compile(r"(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv)\.")
 """Calls of the standard library that no forward pass, backward pass or optimizer step goes through."""
 _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm"})
-_LOADER_CALL = re.compile(r"^torch\.utils\.data\.|^multiprocessing\.|^threading\.|^queue\.")
+_LOADER_CALL = re.compile(
+    r"^(torch\.utils\.data|multiprocessing|threading|queue|concurrent\.futures|accelerate\.data_loader"
+    r"|tensorflow\.python\.(data|distribute\.input_lib)|(tf_)?keras\.(src\.)?(trainers|engine\.data_adapter|utils\.data_utils)"
+    r"|(pytorch_lightning|lightning)\.\w+\.(loops|utilities))\."
+)
+"""Calls in which a thread waits for what a loader prepares elsewhere: the place is there."""
 _READ = re.compile(
     r"(^|[._])(read|readinto|readlines?|read_bytes|read_text|fromfile|open|recv\w*|urlopen|request|get|stat|scandir"
     r"|listdir|download\w*)( \(|$)"
 )
 _DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albumentations|skimage|transforms")
 """Calls and frames of libraries that decode or transform images."""
+_PER_PIXEL = re.compile(r"\b(put|get)(pixel|data)\b")
 _RUNS_STEP = re.compile(r"^(quick_execute|call_function|execute) \((eager/)?(execute|context)\.py\)")
 """Frames in which TensorFlow runs a step as a whole."""
 IMPORT = r"^import |^importlib\."
 """Calls that import a module."""
 STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
 """Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
+MAX_ONCE_S = 15.0
+"""Time of a window up to which what was seen in one only was done once."""
 MIN_LOADER_SAMPLES = 10
 """Samples of who loads the data from which their fractions are used; fewer, if the interval is clear."""
 
 
 def list_places(run: RunRecords) -> list[PlaceTotal]:
     """Places after the start outside of forward, backward and optimizer step, the most costly first; kinds of a line
-    and call are one. A training thread that sleeps does so in its own code; a worker may wait for its next batch. A
-    line with more samples in the steps than outside of them is that of the loop (`model.fit`), and no place."""
+    and call are one. A training thread that waits in a call of its own code is there; a worker may wait for its next
+    batch. A line with more samples in the steps than outside of them is that of the loop (`model.fit`), and no
+    place."""
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     in_steps: collections.Counter[tuple[str, int, str, str]] = collections.Counter()
     for total in run.places:
         if total.is_startup or not total.line:
             continue
         key = (total.role, total.rank if total.role == "training" else 0, total.line, total.call)
-        waits = total.kind == "idle" and total.role == "training" and total.call == "time.sleep"
+        waits = total.kind == "idle" and total.role == "training" and total.call and not _LOADER_CALL.search(total.call)
         if total.kind in _STEP_KINDS and total.role != "thread" and not waits:
             in_steps[key] += total.samples * (total.kind != "idle")
             continue
@@ -368,7 +381,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
         is_own = (
             place.role == "thread"
             or place.kind in ("python", "gc", "other", "idle", "input_wait")
-            or (place.kind == "decode" and not _DECODES.search(" ".join((place.call, *place.leaves))))
+            or (place.kind == "decode" and not _is_decoder(" ".join((place.call, *place.leaves))))
         )
         is_known = _LOADER_CALL.search(place.call) or re.search(IMPORT, place.call)
         if is_own and not is_known and (place.call or place.role == "thread"):
@@ -379,21 +392,45 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     return sorted(heavy, key=lambda place: -place.seconds)
 
 
+ROLE_NAMES = {"training": "in the training thread", "thread": "in another thread", "worker": "in each loader worker"}
+
+
+def _is_decoder(text: str) -> bool:
+    """Whether a call and its frames decode or transform images as a whole, not pixel by pixel."""
+    return _DECODES.search(text) is not None and _PER_PIXEL.search(text) is None
+
+
 def describe_place(place: PlaceTotal) -> str:
     """`copy.deepcopy, called at train.py:53`."""
     return f"{place.call}, called at {place.line}" if place.call else f"{place.function} at {place.line}"
 
 
-def loading_fraction(run: RunRecords, count: Callable[[PlaceTotal], int], minimum: float) -> float | None:
-    """Fraction of the samples of who loads the data (workers, else the training thread), without waits for its loader,
-    that `count` counts in a place; None: too few to tell whether it is the minimum."""
+def _loading(run: RunRecords) -> list[PlaceTotal]:
+    """Places of who loads the data (workers, else the training thread), without waits for its loader."""
     role = "worker" if any(place.role == "worker" for place in run.places) else "training"
-    loading = [
+    return [
         place
         for place in run.places
         if place.role == role and not place.is_startup and place.line and not _LOADER_CALL.search(place.call)
         if role == "worker" or place.kind in ("input_wait", "decode")
     ]
+
+
+def loading_places(run: RunRecords) -> list[PlaceTotal]:
+    """Lines and calls of who loads the data, and of other threads, the most costly first."""
+    found = [*_loading(run), *(place for place in run.places if place.role == "thread" and place.line)]
+    groups: dict[tuple[str, str], list[PlaceTotal]] = {}
+    for place in found:
+        if place.kind != "idle" or place.call:
+            groups.setdefault((place.line, place.call), []).append(place)
+    merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
+    return sorted(merged, key=lambda place: -place.seconds)
+
+
+def loading_fraction(run: RunRecords, count: Callable[[PlaceTotal], int], minimum: float) -> float | None:
+    """Fraction of the samples of who loads the data, without waits for its loader, that `count` counts in a place;
+    None: too few to tell whether it is the minimum."""
+    loading = _loading(run)
     samples, counted = sum(place.samples for place in loading), sum(map(count, loading))
     if not samples:
         return None
@@ -449,7 +486,8 @@ def frequency(run: RunRecords, place: PlaceTotal) -> str:
     """How often it was called, as far as lines and steps show it; else empty."""
     windows = place.windows / place.window_fraction if place.window_fraction else 0.0
     events = run.learning.num_evaluations + run.num_checkpoints
-    if place.windows == 1 and windows >= 3:
+    window_s = run.place_totals.get((place.role, place.rank), 0.0) / max(1.0, windows)
+    if place.windows == 1 and windows >= 3 and window_s <= MAX_ONCE_S:
         return "once"
     if place.role == "training" and place.windows >= 3 and place.window_fraction >= 0.9:
         return "each step" if run.steady.steps >= windows and events < windows / 2 else ""

@@ -313,6 +313,8 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
     steady.device_s += max(0.0, device_s)
     steady.wall_s += max(0.0, device_s) / max(1, window.devices)
     steady.steps += window.window_steps
+    steady.worker_starts += window.worker_starts
+    steady.worker_start_s += window.worker_start_s
     # a long line counts as lines of a second, as far as the compilations in it were counted
     lines = max(1, min(window.recompiles or 0, round(window.wall_s)))
     steady.compile_windows += lines * (window.phases.get("compile", 0.0) > 0)

@@ -242,6 +242,8 @@ class SteadyStats:
     """Steps of windows that have a number of images."""
     compile_windows: int = 0
     """Windows in which something was compiled."""
+    worker_starts: int = 0
+    worker_start_s: float = 0.0
     recompile_windows: int | None = None
     """Windows in which something was compiled that had been compiled before. None: not measured."""
 
@@ -408,6 +410,8 @@ class PlaceTotal:
     """Of stoker, in a training of its own; rules only judge lines of the user."""
     leaves: dict[str, int]
     """Innermost frame → samples."""
+    callers: str
+    """Of most of the samples."""
     samples: int
     seconds: float
     """Of the process's wall time; of workers, which are sampled in turn, of each of them."""

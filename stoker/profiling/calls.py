@@ -54,7 +54,7 @@ def find_call(file: str, line: int, function: str, callee: str = "") -> str:
     source = _read_source(file)
     if source is None:
         return ""
-    if callee == "_find_and_load" and (modules := _imports_of_line(source.tree, line)):
+    if callee in ("_find_and_load", "_handle_fromlist") and (modules := _imports_of_line(source.tree, line)):
         return modules
     if callee in ("", "__enter__") and (entered := _entered_in_line(source.tree, line)):
         return entered
@@ -63,6 +63,37 @@ def find_call(file: str, line: int, function: str, callee: str = "") -> str:
         return next((name for name in names if name.rpartition(".")[2] == callee), "")
     names.sort(key=_CLOCKS.__contains__)  # of a line with other calls, these take the time
     return next((name for name in names if callee or name not in source.own), "")
+
+
+_LOOPS = (ast.For, ast.While, ast.AsyncFor)
+
+
+def is_after_step(file: str, line: int, function: str) -> bool:
+    """Whether a line of a training loop comes after its step: the innermost loop around the line, in the function of
+    that name, calls the `step` of an optimizer in a line before. What such a line computes is no part of the step."""
+    source = _read_source(file)
+    if source is None:
+        return False
+    scopes = [node for node in ast.walk(source.tree)
+              if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function]  # fmt: skip
+    for scope in scopes or ([source.tree] if function == "<module>" else []):
+        around = [node for node in ast.walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
+        if not around:
+            continue
+        steps = [node.lineno for node in ast.walk(around[-1]) if _is_step(node)]
+        if steps and line > max(steps):
+            return True
+    return False
+
+
+def _is_step(node: ast.AST) -> bool:
+    """`optimizer.step(…)`, `scaler.step(…)`, not that of a schedule."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "step"
+        and re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
+    )
 
 
 _GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})

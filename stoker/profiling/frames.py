@@ -7,16 +7,18 @@ calls. Who samples: `stacks.py`, and for stoker's own trainings `training/own_st
 
 import collections
 import functools
+import itertools
 import linecache
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stoker.knowledge import read_toml
-from stoker.profiling.calls import WRAPPER, find_call, is_wrapper
-from stoker.runs.schemas import Place, StackWindow
+from stoker.profiling.calls import WRAPPER, find_call, is_after_step, is_wrapper
+from stoker.runs.schemas import AFTER_STEP, Place, StackWindow
 
 MAX_FRAMES = 5
+MAX_CALLERS = 3
 MAX_PLACES = 40
 """Places of a line; the rest is one sum."""
 
@@ -25,6 +27,8 @@ KINDS = (
 )  # fmt: skip
 """Kinds of work of the main thread; docs/run-folder.md describes them."""
 
+MIN_TRAINING = 0.1
+"""Samples of training for each one of a helper from which a process trains: a launcher sleeps (heuristic)."""
 HELPER = "helper"
 """A process that does not train: a loader worker, a launcher. Not one of KINDS."""
 
@@ -83,7 +87,8 @@ def find_role(samples: Samples) -> str:
             counts["worker" if kind == "worker" else HELPER] += count
         elif kind not in ("other", "idle"):  # a launcher imports the framework, too
             counts["training"] += count
-    if counts["training"]:  # also one that was a fork a moment ago, or starts processes
+    # also one that was a fork a moment ago, or starts processes; imports of a launcher have a few such samples
+    if counts["training"] and counts["training"] >= MIN_TRAINING * counts[HELPER]:
         return "training" if counts["training"] >= counts["worker"] else "worker"
     return next((role for role in ("worker", HELPER) if counts[role]), "")
 
@@ -94,6 +99,8 @@ def make_window(
     """The line of some samples; None without any. runnable: fraction of the time in which the thread could run;
     fields: further ones of `StackWindow`."""
     places: collections.Counter[tuple[str, str, str, str, str, str]] = collections.Counter()
+    callers: dict[tuple[str, str, str, str, str, str], collections.Counter[str]] = {}
+    main_thread: collections.Counter[str] = collections.Counter()
     frames: collections.Counter[str] = collections.Counter()
     total = sum(count for _, count in samples)
     if not total:
@@ -112,22 +119,27 @@ def make_window(
         resolved = "idle" if resolved == HELPER else resolved
         part = find_part(stack)
         is_users = not part or any(is_job_code(frame) for frame in stack)
-        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT)
+        later = _line_after_step(stack) if role == "training" and resolved == "compute" and is_users else None
+        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, later)
         if not is_users:
             line, function = "", f"{function} ({line})"
             resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
-        places[(line, function, call, leaf, resolved, part)] += count
+        main_thread[resolved] += count
+        key = line, function, call, leaf, resolved if later is None else AFTER_STEP, part
+        places[key] += count
+        if line:
+            callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, later)] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
     listed = [
-        Place(line=line, function=function, call=call, leaf=leaf, kind=kind, part=part, samples=count)
-        for (line, function, call, leaf, kind, part), count in places.most_common(MAX_PLACES)
-    ]
+        Place(
+            **dict(zip(("line", "function", "call", "leaf", "kind", "part"), key, strict=True)), samples=count,
+            callers=callers[key].most_common(1)[0][0] if key in callers else "",
+        )
+        for key, count in places.most_common(MAX_PLACES)
+    ]  # fmt: skip
     if rest := total - sum(place.samples for place in listed):
         listed.append(Place(kind="other", samples=rest))
-    main_thread: collections.Counter[str] = collections.Counter()
-    for (*_, kind, _), count in places.items():
-        main_thread[kind] += count
     return StackWindow(
         samples=total,
         main_thread={kind: count / total for kind, count in main_thread.most_common()},
@@ -170,9 +182,9 @@ def _inside_worker(stack: Sequence[Frame]) -> Stack:
     return inner
 
 
-def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, str]:
+def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> tuple[str, str, str, str]:
     """(line, function, call, leaf) of a stack, as in `Place`. A program that is installed as a whole has the frames of
-    its own package as its own code."""
+    its own package as its own code. at: the frame of the line, if it is not the innermost one of own code."""
     stack = [frame for frame in stack if not _RECORDER_FILE.search(frame.file)]
     is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
     if True not in is_own:
@@ -181,7 +193,7 @@ def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, st
         is_own = [name == package for name in packages]
     if True not in is_own:
         return "", "", "", _describe_leaf(stack[0]) if stack else ""
-    index = is_own.index(True)
+    index = is_own.index(True) if at is None else stack.index(at)
     own = stack[index]
     callee = stack[index - 1] if index else None
     meant = next((frame for frame in reversed(stack[:index]) if not _is_wrapper(frame)), callee)
@@ -196,6 +208,28 @@ def find_place(stack: Sequence[Frame], cwd: str = "") -> tuple[str, str, str, st
     outer = (_base_name(frame.function) for frame in stack[index:] if frame.file == own.file)
     function = next((text for text in outer if not text.endswith(("comp>", "genexpr>", "lambda>"))), "")
     return f"{_relative_file(own.file, cwd)}:{own.line}", function or _base_name(own.function), name, leaf
+
+
+def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> str:
+    """`Place.callers` of a stack: lines of the job's own code further out, one for each function. at: as of
+    `find_place`."""
+    own = [frame for frame in stack if is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file)]
+    if at is not None:
+        own = own[own.index(at) :]
+    outer = [frame for inner, frame in itertools.pairwise(own) if frame[:2] != inner[:2] and frame[1:] != inner[1:]]
+    return " < ".join(f"{_relative_file(frame.file, cwd)}:{frame.line}" for frame in outer[:MAX_CALLERS])
+
+
+def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
+    """The frame of the training loop, if it is in a line after the step; None: it is not."""
+    for index in range(len(stack) - 1, -1, -1):
+        frame = stack[index]
+        if is_job_code(frame) and is_after_step(frame.file, frame.line, _base_name(frame.function)):
+            # a function of the line itself, as a lambda, says more than the line
+            while index and stack[index - 1][1:] == frame[1:]:
+                index -= 1
+            return stack[index]
+    return None
 
 
 def find_part(stack: Sequence[Frame]) -> str:

@@ -32,6 +32,8 @@ RATES_HZ = (10, 4, 2, 1)
 WINDOWS = ((10, 1), (4, 1), (4, 2), (2, 2), (1, 2))
 """(samples a second, times WINDOW_S): the next is used if windows cost more than they may. A start of py-spy costs as
 much as 70 samples, so a longer window saves more than a lower rate."""
+IMPORT_RATE_HZ = 2
+"""Samples a second of a process that has shown nothing but imports: each costs ten times as much as one of a loop."""
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take: py-spy and the thread that reads what it writes. Half of the 2 % of a job
 that watching may cost (benchmarks/diagnosis/watch_overhead.py)."""
@@ -351,7 +353,9 @@ class StackSampler:
                     continue
                 has_worker |= target.role == "worker"
                 target.sampled_s = now_s
-                self._recordings.append(_Recording(target, py_spy, rate_hz))
+                # a process of which stacks told nothing so far imports modules: that says little, and costs much
+                rate = rate_hz if target.role or target.is_new else min(rate_hz, IMPORT_RATE_HZ)
+                self._recordings.append(_Recording(target, py_spy, rate))
         for recording in self._recordings:
             recording.end()
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
@@ -451,7 +455,8 @@ class StackSampler:
             elif target.role == HELPER and now_s - target.sampled_s > HELPER_RECHECK_S:
                 target.role = ""
         is_known = any(target.pid in known_ranks for target in found)
-        training = [target for target in found if target.role == "training" or (target.role == "" and not is_known)]
+        training = [target for target in found
+                    if target.pid in known_ranks or (not is_known and target.role in ("training", ""))]  # fmt: skip
         training.sort(key=lambda target: -target.recent_cpu_s)
         workers = [target for target in found if target.role == "worker"]
         current = [item.target for item in self._recordings if not item.is_ending and item.target in workers]

@@ -96,6 +96,8 @@ class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
     function: str
     call: str
     part: str = ""
+    callers: str = ""
+    """The lines of the job's own code that called its function, the nearest first."""
     kind: str
     samples: int
     seconds: float

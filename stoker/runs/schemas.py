@@ -51,6 +51,10 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     recompiles: int | None = None
     """Compilations of the window of functions that had been compiled before. None: not measured (only TensorFlow's
     traces are)."""
+    worker_starts: int = 0
+    """Loaders of a watched PyTorch job that started worker processes in the window, after the first step."""
+    worker_start_s: float = 0.0
+    """Seconds of starting and ending these, and of the wait for their first batch; they are in other phases as well."""
 
 
 class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -93,6 +97,10 @@ class Gap(msgspec.Struct, kw_only=True):
     """What the training thread ran meanwhile: the innermost operator or runtime call; empty: Python."""
 
 
+AFTER_STEP = "after step"
+"""Kind of a place that computes, in a line of the training loop after its step: samples, an evaluation."""
+
+
 class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Where samples of stacks were: a line of the job's own code, and what it called."""
 
@@ -103,10 +111,12 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     call: str = ""
     """What that line called, as it can be imported: `copy.deepcopy`; of a call into C, from the text of the line:
     `gc.collect`. Empty: the line's own work."""
+    callers: str = ""
+    """The lines of the job's own code that called that function, the nearest first: `train.py:118 < train.py:156`."""
     leaf: str = ""
     """The innermost frame, `function (package/file.py)`, where it is another one than the call."""
     kind: str
-    """One of the kinds of `StackWindow.main_thread`."""
+    """One of the kinds of `StackWindow.main_thread`, or AFTER_STEP."""
     part: str = ""
     """In a training of stoker's own: the part of stoker (`evaluation`). `function` is then one of stoker with its
     file and line, and `line` is empty, unless stoker called a file of the user."""

@@ -59,9 +59,11 @@ WORKING_SLOTS = ("compute", "maybe_work", "graph")
 
 _OTHER_SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr", "device", "busy",
-    "device_comm", "syncs", "workers", "recompiles",
+    "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s",
 )  # fmt: skip
 _SLOTS = frozenset({*_OTHER_SLOTS, *SLOT_PHASES, "graph"})
+
+_COUNTS = ("steps", "num_images", "recompiles", "worker_starts", "worker_start_s")
 
 HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
 """Phases that the host measures also if the device has events, since these are only around steps."""
@@ -327,6 +329,8 @@ class RankTimeBreakdown:
             thread_cpu_s=cpu,
             process_cpu_s=counts["process_cpu_s"] if targets.get(("count", "process_cpu_s")) else None,
             recompiles=round(counts.get("recompiles", 0)) if self._counts_recompiles else None,
+            worker_starts=round(counts.get("worker_starts", 0)),
+            worker_start_s=counts.get("worker_start_s", 0.0),
         )
 
 
@@ -335,7 +339,7 @@ def _sums(state: HookState, now_s: float | None) -> dict[Sum, float]:
     return {
         **{("phase", name): seconds for name, seconds in phase_seconds(state, now_s).items()},
         **{("cpu", name): seconds for name, seconds in cpu_by_phase(state).items()},
-        **{("count", name): max(0.0, state.values[name]) for name in ("steps", "num_images", "recompiles")},
+        **{("count", name): max(0.0, state.values[name]) for name in _COUNTS},
         ("count", "process_cpu_s"): state.process_cpu_s or 0.0,
     }
 

@@ -134,7 +134,9 @@ def parse_dict(line: str) -> Progress | None:
     if end == position or not _PARTS["dict_end"].match(line, end):
         return None
     pairs = {name: parse_number(value) for name, value in _PARTS["dict_pair"].findall(line)}
-    losses = _losses(pairs)
+    losses, grad_norm = _losses(pairs), _find_grad_norm(pairs)
+    if grad_norm is not None and math.isnan(grad_norm) and losses.get("total") == 0:
+        losses["total"] = grad_norm  # transformers logs 0 for NaN (TrainingArguments.logging_nan_inf_filter)
     step, epoch = _PARTS["dict_step"].search(line), _PARTS["dict_epoch"].search(line)
     if _PARTS["dict_summary"].search(line) or (not losses and _find_lr(pairs) is None):
         return None
@@ -144,7 +146,7 @@ def parse_dict(line: str) -> Progress | None:
         epoch=int(epoch[1]) if step and epoch else None,
         losses=losses,
         lr=_find_lr(pairs),
-        grad_norm=_find_grad_norm(pairs),
+        grad_norm=grad_norm,
     )
 
 

@@ -113,7 +113,7 @@ def test_an_end_by_request_does_not_hide_the_fault(tmp_path: Path) -> None:
 
 def test_contention_is_the_last_of_its_severity(tmp_path: Path) -> None:
     host = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 0.5, "threads_running": 2.0}
-    run = make_run(tmp_path / "run", fractions={"eval": 0.2}, host=lambda _: host)
+    run = make_run(tmp_path / "run", fractions={"eval": 0.3}, host=lambda _: host)
     found = diagnose(run)
     assert names(found) == ["evaluation_heavy", "cpu_contention"]
     assert (found[0].lost_device_s or 0.0) < (found[1].lost_device_s or 0.0)

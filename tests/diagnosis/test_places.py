@@ -475,3 +475,35 @@ def test_python_of_another_thread_is_named_where_the_training_thread_cannot_run(
                    fractions={"host": 0.3, "compute": 0.7}, host=lambda _: {"process_cpu": 1.0})  # fmt: skip
     (found,) = [finding for finding in run_rules(read_run(run)) if finding.id == "python_bound"]
     assert "denoise at data.py:9, in another thread, which holds the interpreter's lock" in found.evidence_text
+
+
+@pytest.mark.parametrize(("starts", "seconds", "is_found"), [(1, 0.3, True), (1, 0.02, False), (0, 0.0, False)])
+def test_workers_that_are_started_again_by_the_clock(
+    starts: int, seconds: float, is_found: bool, tmp_path: Path
+) -> None:
+    """A loader each second, and so many seconds of it; a first start is none of them."""
+    run = make_run(tmp_path / "run", external=True, config=None, fractions={"input_wait": 0.3},
+                   window=lambda _: {"worker_starts": starts, "worker_start_s": seconds})  # fmt: skip
+    ids = [finding.id for finding in run_rules(read_run(run))]
+    assert (ids == ["workers_start_again"]) is is_found, "it explains the wait, if it is most of it"
+
+
+def test_a_wait_for_tensorflows_pipeline_is_no_place_and_its_function_is(tmp_path: Path) -> None:
+    waits = Place(line="train.py:156", function="main", kind="input_wait", samples=25,
+                  call="tensorflow.python.data.ops.iterator_ops.__next__")  # fmt: skip
+    decodes = Place(line="data.py:52", function="samples", call="convert", kind="decode", samples=20)
+    stacks = [window(n, waits, Place(kind="compute", samples=15)) for n in (1, 2, 3)]
+    stacks += [window(n, decodes, Place(kind="other", samples=20), role="thread") for n in (1, 2, 3)]
+    run = make_run(tmp_path / "run", external=True, config=None, fractions={"input_wait": 0.6}, stacks=stacks,
+                   host=lambda _: {"process_cpu": 1.0})  # fmt: skip
+    first = run_rules(read_run(run))[0]
+    assert (first.id, first.place) == ("heavy_place", "data.py:52")
+
+
+def test_a_place_names_who_called_it(tmp_path: Path) -> None:
+    place = Place(line="train.py:97", function="tokenize", call="tokenizer", kind="python", samples=30,
+                  callers="train.py:120 < train.py:156")  # fmt: skip
+    stacks = [window(n, place, Place(kind="compute", samples=10)) for n in (1, 2, 3)]
+    run = make_run(tmp_path / "run", external=True, config=None, fractions={"host": 0.7}, stacks=stacks)
+    found = next(finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place")
+    assert "called from train.py:120 < train.py:156" in found.evidence_text

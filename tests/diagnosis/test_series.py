@@ -78,3 +78,11 @@ def test_a_mean_of_nothing_is_none() -> None:
     mean.add(2.0)
     mean.add(4.0)
     assert (mean.value, mean.min_value, mean.max_value) == (3.0, 2.0, 4.0)
+
+
+def test_noise_is_no_stairs() -> None:
+    """Two ranks with loader workers, which come and go; a second each, recorded (MiB)."""
+    values = [3618, 3574, 3636, 3649, 3643, 3667, 3652, 3657, 3658, 3670, 3714, 3669, 3670, 3653, 3581, 3676,
+              3594, 3680, 4207, 4208, 4202, 4251, 4167, 4254, 4270, 4212, 4257, 4194, 4240, 4204, 4240, 4240,
+              4254, 4249, 4241, 4245, 4278, 4282]  # fmt: skip
+    assert fit_stairs(make_series(list(map(float, values)))) is None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.profiling.calls import find_call
+from stoker.profiling.calls import find_call, is_after_step
 
 SOURCE = """\
 import copy, gc
@@ -71,3 +71,34 @@ def test_a_file_that_is_no_python_has_no_calls(content: bytes | None, tmp_path: 
     if content is not None:
         script.write_bytes(content)
     assert find_call(str(script), 1, "f") == ""
+
+
+LOOPS = """\
+def train(loader):
+    for batch in loader:
+        loss = net(batch)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        if number % 20 == 0:
+            images = list(map(lambda n: ema.sample(n), [4]))
+    evaluate(net)
+def evaluate(net):
+    for batch in loader:
+        net(batch)
+for epoch in range(3):
+    train(loader)
+    scheduler.step()
+    evaluate(net)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "function", "is_after"),
+    [(3, "train", False), (5, "train", False), (6, "train", True), (8, "train", True), (9, "train", False),
+     (12, "evaluate", False), (16, "<module>", False), (8, "other", False)],
+)  # fmt: skip
+def test_lines_after_the_step_of_a_training_loop(line: int, function: str, is_after: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOPS)
+    assert is_after_step(str(script), line, function) is is_after

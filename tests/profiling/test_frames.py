@@ -12,10 +12,13 @@ from stoker.profiling.frames import (
     KINDS,
     Frame,
     classify,
+    find_callers,
     find_place,
     innermost_job_frame,
     is_job_code,
+    make_window,
 )
+from stoker.runs.schemas import AFTER_STEP
 
 SITE = "/venv/lib/python3.11/site-packages/"
 LIB = "/usr/lib/python3.11/"
@@ -144,6 +147,34 @@ def test_a_decorator_of_a_library_is_not_what_a_line_calls(
     assert find_place([*stack(*frames)[:-1], Frame("main", str(script), 2)], str(tmp_path))[:3] == (
         "job/train.py:2", "main", call
     )  # fmt: skip
+
+
+def test_callers_are_own_functions_further_out() -> None:
+    def own(function: str, line: int) -> Frame:
+        return Frame(function, "/job/train.py", line)
+
+    frames = [*stack("transformers/tokenizer.py: encode")[:-1], own("<listcomp>", 97), own("tokenize", 97),
+              own("preprocess", 120), own("Data.__getitem__", 156),
+              *stack(FETCH[0])[:-1], own("main", 200), own("<module>", 210)]  # fmt: skip
+    assert find_callers(frames, "/job") == "train.py:120 < train.py:156 < train.py:200"
+    assert find_callers(frames[-2:], "/job") == "train.py:210"
+
+
+def test_work_after_the_step_is_at_the_line_of_the_loop(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "for batch in loader:\n    loss.backward()\n    optimizer.step()\n    draw(net)\ndef draw(n):\n    n(1)\n"
+    )
+    forward = stack("torch/nn/modules/conv.py: Conv2d._conv_forward", *MODULE)[:-1]
+    late = [*forward, Frame("draw", str(script), 6), Frame("<module>", str(script), 4)]
+    step = [*forward, Frame("<module>", str(script), 2)]
+    fields = {"cwd": str(tmp_path), "t": 0.0, "attempt": 1, "pid": 1, "wall_s": 1.0}
+    window = make_window([(late, 3), (step, 1)], role="training", **fields)
+    assert window is not None
+    assert window.main_thread == {"compute": 1.0}
+    assert [(place.line, place.call, place.kind) for place in window.places] == [
+        ("train.py:4", "draw", AFTER_STEP), ("train.py:2", "loss.backward", "compute")
+    ]  # fmt: skip
 
 
 def test_a_trace_of_autograph_is_at_the_line_that_called_it() -> None:

@@ -55,6 +55,7 @@ LINES: list[tuple[str, str, dict[str, float]]] = [
     ("TF-Slim", "INFO:tensorflow:global step 1: loss = 18.2354 (21.366 sec/step)", {"step": 1, "loss": 18.2354}),
     ("TensorFlow's CIFAR-10", "INFO:tensorflow:Worker 0: 2016-04-13 01:58:40.342404: step 0, loss = 12.97(0.0 examples/sec; 65.428  sec/batch)", {"step": 0, "loss": 12.97, "img_s": 0.0}),
     ("torch's MNIST example", "Train Epoch: 1 [640/60000 (1%)]\tLoss: 1.837346", {"epoch": 1, "loss": 1.837346}),
+    ("transformers 5, diverged: it prints 0 for NaN", "{'loss': '0', 'grad_norm': 'nan', 'learning_rate': '1.998e+05', 'epoch': '8.8'}", {"loss": nan, "lr": 199800.0}),
     ("torch's quickstart", "loss: 2.294125  [ 6400/60000]", {"loss": 2.294125}),
     ("torch's CIFAR-10 tutorial", "[1,  2000] loss: 2.192", {"step": 2000, "epoch": 1, "loss": 2.192}),
     ("torch's word language model", "| epoch   1 |   200/ 2983 batches | lr 20.00 | ms/batch 45.68 | loss  7.63 | ppl  2050.44", {"step": 200, "total": 2983, "epoch": 1, "loss": 7.63, "lr": 20.0}),

@@ -242,6 +242,12 @@ def host_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
     return name_holder(run, make_finding(run, cause, remaining_s / 3600, evidence))
 
 
+def describe_growth(run: RunRecords) -> str:
+    """How the memory of the job on the host grows steadily; empty: it does not."""
+    found = _describe_growth(run, run.host.rss)
+    return "" if found is None else found[0]
+
+
 def _growth_of_workers(host: HostStats) -> Evidence | None:
     """Where less than half of the growth is that of the process with the most memory, the others have it."""
     grown, largest = host.rss.growth, host.largest_rss.growth

@@ -24,7 +24,14 @@ from stoker.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker.diagnosis.places import count_blocked, count_decoding, loading_fraction
+from stoker.diagnosis.places import (
+    ROLE_NAMES,
+    count_blocked,
+    count_decoding,
+    describe_place,
+    loading_fraction,
+    loading_places,
+)
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding
 
@@ -61,6 +68,8 @@ def make_input_wait_finding(
         min_measured = max(min_measured, INPUT_BOUND.threshold("warning_threshold_without_workers"))
     elif is_computing and not run.is_native_run:
         min_measured += contended_fraction(run)
+    if not run.is_native_run:
+        evidence = [*evidence, *_loading_evidence(run)]
     if run.phase_seconds("input_wait") > 0:
         if run.is_external and run.phase_seconds("input_wait") - excluded_s < INPUT_BOUND.threshold("min_wait_s"):
             return None
@@ -83,6 +92,19 @@ def make_input_wait_finding(
         min_measured=min_measured,
         **options,
     )
+
+
+def _loading_evidence(run: RunRecords) -> list[Evidence]:
+    """The lines in which the data is loaded, by the samples."""
+    minimum = INPUT_BOUND.threshold("min_place_samples")
+    places = [place for place in loading_places(run) if place.samples >= minimum]
+    return [
+        make_evidence(
+            f"{place.seconds:,.1f} s in {describe_place(place)}, {ROLE_NAMES[place.role]}", place.seconds,
+            "stacks.jsonl: places",
+        )
+        for place in places[: int(INPUT_BOUND.threshold("max_places"))]
+    ]  # fmt: skip
 
 
 def largest_stage(run: RunRecords) -> tuple[str | None, float]:

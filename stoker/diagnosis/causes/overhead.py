@@ -23,6 +23,7 @@ from stoker.diagnosis.causes.shared import (
 from stoker.diagnosis.places import IMPORT, STARTS, describe_place, find_places, frequency, heavy_places, list_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
+from stoker.runs.schemas import AFTER_STEP
 
 EVALUATION_HEAVY = find_cause("evaluation_heavy")
 
@@ -30,7 +31,7 @@ STARTUP_HEAVY = find_cause("startup_heavy")
 
 HEAVY_PLACE = find_cause("heavy_place")
 
-_BETWEEN_KINDS = ("python", "gc", "other", "idle")
+_BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
 """Kinds of stacks between steps."""
 
 
@@ -99,6 +100,8 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         evidence = [make_evidence(text, measured, "stacks.jsonl: places")]
         if leaves := sorted((count, leaf) for leaf, count in place.leaves.items() if leaf):
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
+        if place.callers:
+            evidence.append(make_evidence(f"called from {place.callers}", source="stacks.jsonl: places.callers"))
         lost_s, basis = measured * run.steady.device_s, "the fraction of the samples"
         if place.role == "training" and run.num_ranks == 1:
             lost_s, basis = _lost_in_place(run, place)
@@ -125,8 +128,17 @@ def _lost_in_place(run: RunRecords, place: PlaceTotal) -> tuple[float, str]:
 
 
 def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
-    """Workers that import modules after the first steps: a loader without persistent workers starts them anew for each
-    epoch, by spawn or forkserver."""
+    """A loader without persistent workers starts them anew for each epoch: by the clock of the hook; without it by
+    workers that import modules after the first steps, as spawn and forkserver make them do."""
+    steady = run.steady
+    if steady.worker_starts >= cause.threshold("min_starts") and steady.worker_start_s > 0:
+        text = (
+            f"worker processes were started {steady.worker_starts} times after the first step; starting and ending "
+            f"them, and their first batches, took {steady.worker_start_s:,.1f} s"
+        )
+        evidence = [make_evidence(text, steady.worker_start_s, "steps.jsonl: worker_starts, worker_start_s")]
+        fraction = steady.worker_start_s / max(steady.wall_s, 1e-9)
+        return make_finding(run, cause, fraction, evidence, lost_s=steady.worker_start_s * run.num_ranks)
     imports = find_places(run, "worker", kind="^other$", call=STARTS)
     observed_s = sum(seconds for (role, _), seconds in run.place_totals.items() if role == "worker")
     input_wait = fraction_of_phase(run, "input_wait") or run.stacks.fraction("input_wait")

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -332,9 +333,11 @@ def fit_stairs(series: TimeSeries) -> Stairs | None:
     starts, sizes = [start for start, _, _ in rises], [size for _, _, size in rises]
     intervals = [later - earlier for earlier, later in itertools.pairwise(starts)]
     is_regular = max(intervals) <= 2 * min(intervals) and max(sizes[1:]) <= 2 * min(sizes[1:])
+    noise = statistics.median(value - low for value, low in zip(series.values, kept, strict=True))
+    is_noise = min(sizes[1:]) < 2 * noise
     is_flat_between = sum(end - start for start, end, _ in rises) <= series.span_s / 2
     goes_on = points[-1][0] - starts[-1] <= 2 * max(intervals)
-    if not (is_regular and is_flat_between and goes_on and sum(sizes) >= growth / 2):
+    if is_noise or not (is_regular and is_flat_between and goes_on and sum(sizes) >= growth / 2):
         return None
     return Stairs(sum(sizes[1:]) / len(sizes[1:]), sum(intervals) / len(intervals))
 

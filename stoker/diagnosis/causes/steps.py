@@ -8,7 +8,13 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause, worst
-from stoker.diagnosis.causes.host import contended_fraction, cpu_demand, cpu_demand_ratio, thread_cpu_utilization
+from stoker.diagnosis.causes.host import (
+    contended_fraction,
+    cpu_demand,
+    cpu_demand_ratio,
+    describe_growth,
+    thread_cpu_utilization,
+)
 from stoker.diagnosis.causes.shared import (
     binomial_tail,
     device_seconds,
@@ -31,6 +37,7 @@ from stoker.diagnosis.causes.shared import (
 from stoker.diagnosis.places import IMPORT, describe_place, find_places, heavy_places, list_places, merge_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
+from stoker.runs.schemas import AFTER_STEP
 
 _WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python", "gc")
 """Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""
@@ -47,6 +54,8 @@ _OWN_KINDS = ("input_wait", "decode", "checkpoint", "gc", "python", "idle", "oth
 """Kinds of stacks in which a rank works on what is only its own."""
 
 
+_BETWEEN_STEPS = ("python", "gc", "decode", AFTER_STEP)
+"""Kinds of places of the training thread between steps, in which it does not wait."""
 _PYTHON = ("python", "gc")
 """Kinds of samples in which a thread computes in Python."""
 
@@ -62,8 +71,8 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
     from_stacks = _finding_from_stacks(run, cause, "Python", *_PYTHON, places=_places_between_steps(run))
     if fraction is not None and _is_loop_overhead(run, phases):
-        in_steps = run.stacks.fraction("python", "gc") - fraction
-        return from_stacks if cause.severity(in_steps) is not None else None
+        in_steps = run.stacks.fraction(*_PYTHON) - fraction
+        return from_stacks if cause.severity(in_steps) is not None and _computes_in_places(run) else None
     if fraction is not None and not _recurs(run, phases):
         return from_stacks
     if thread_is_idle is None:
@@ -78,14 +87,24 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     evidence = [process_cpu_evidence(run), *places]
     confidence = 0.5 if thread_is_idle is None else None
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence, confidence=confidence)
-    return from_phases or from_stacks
+    return _name_place(run, from_phases, phases) or from_stacks
+
+
+def _name_place(run: RunRecords, finding: Finding | None, phases: tuple[str, ...]) -> Finding | None:
+    """The finding of time between steps with the place that takes most of it in its title."""
+    first = next((place for place in list_places(run) if place.role == "training"), None)
+    seconds = sum(run.steady.phases.get(name, 0.0) for name in phases)
+    if finding is None or first is None or first.kind == "input_wait" or 2 * first.seconds < seconds:
+        return finding
+    title = f"{finding.title}: {first.seconds:,.0f} s in {describe_place(first)}"
+    return msgspec.structs.replace(finding, title=title, place=first.line)
 
 
 def _places_between_steps(run: RunRecords) -> list[Evidence]:
     """The largest places of the training thread outside of steps and imports, and of other threads, which hold the
     interpreter's lock meanwhile."""
     places = [place for place in list_places(run)
-              if (place.role == "thread" or (place.role == "training" and place.kind in ("python", "gc", "decode")))
+              if (place.role == "thread" or (place.role == "training" and place.kind in _BETWEEN_STEPS))
               and not re.search(IMPORT, place.call)]  # fmt: skip
     return [
         make_evidence(
@@ -96,6 +115,15 @@ def _places_between_steps(run: RunRecords) -> list[Evidence]:
         )
         for place in places[: int(PYTHON_BOUND.threshold("max_places"))]
     ]
+
+
+def _computes_in_places(run: RunRecords) -> bool:
+    """Whether lines of the job's own code take enough of it: a framework's loop has Python of its own in each step."""
+    places = [place for place in list_places(run) if place.role == "training" and place.kind in _PYTHON]
+    total = merge_places(places)
+    return (
+        total is not None and total.low_s >= (PYTHON_BOUND.warning_threshold or 0.0) * run.place_totals[total.role, 0]
+    )
 
 
 def _recurs(run: RunRecords, phases: tuple[str, ...]) -> bool:
@@ -125,6 +153,10 @@ def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence) if phases else None
     from_clock = from_phases or _idle_in_steps_finding(run)
     is_unknown = run.is_external and run.on_cpu and cpu_demand(run) is None
+    waits = [place for place in heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
+             if place.role == "training" and place.kind == "idle"]  # fmt: skip
+    if waits and from_clock is not None and 2 * waits[0].seconds >= (from_clock.lost_device_s or 0.0):
+        return None  # one line waits for most of it: `heavy_place`
     if from_clock is not None or is_unknown or _computes_elsewhere(run):
         return from_clock
     idle_fraction = _thread_idle_fraction(run)
@@ -249,7 +281,9 @@ def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
         fraction, function = run.steady_phase_fraction("compile"), run.facts.get("recompiled")
         text = f"{function} was compiled again most often"
         named = make_evidence(text, None, "events.jsonl: data.facts.recompiled") if function else None
-        evidence = [phase_evidence(run, "compile"), named, stack_evidence(run, "compiling", "compile")]
+        grown = describe_growth(run)
+        kept = make_evidence(f"memory grows meanwhile, as each compiled graph is kept: {grown}") if grown else None
+        evidence = [phase_evidence(run, "compile"), named, stack_evidence(run, "compiling", "compile"), kept]
         return make_finding(run, cause, fraction, evidence, lost_s=compile_s)
     if run.stacks.compile_windows < cause.threshold("min_stack_windows"):
         return None

@@ -7,6 +7,7 @@ from _thread import get_ident
 from collections import deque
 from functools import wraps
 from sys import modules
+from time import monotonic
 from weakref import ref
 
 from .clock import (
@@ -17,6 +18,8 @@ from .clock import (
     DEVICE_COMM,
     RANK,
     SYNCS,
+    WORKER_START_S,
+    WORKER_STARTS,
     clock,
     patch_timed,
     timed_next,
@@ -49,9 +52,42 @@ def patch_dataloader(module: "Any") -> None:
 
     __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
     iterator_class.__next__ = __next__
+    _time_worker_starts(module._MultiProcessingDataLoaderIter)
     # starts the workers; `maybe_` because it is not known yet whether the iterator is for training
     patch_timed(module, "maybe_wait", "DataLoader.__iter__")
     _report_torch_version()
+
+
+def _time_worker_starts(iterator_class: "Any") -> None:
+    """Counts iterators that start worker processes after the first step, and the time that starting and ending them
+    takes, with the wait for their first batch."""
+    original_init, original_stop = iterator_class.__init__, iterator_class._shutdown_workers
+    original_next = iterator_class._next_data
+
+    def timed(call: "Any", is_start: bool = False) -> "Any":
+        if not clock.has_stepped() or get_ident() != clock.thread_id:
+            return call()
+        begin_s = monotonic()
+        try:
+            return call()
+        finally:
+            clock.values[WORKER_START_S] += monotonic() - begin_s
+            clock.values[WORKER_STARTS] += is_start
+
+    def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
+        timed(lambda: original_init(self, *args, **kwargs), is_start=True)
+        self._stoker_awaits_first = True
+
+    def _next_data(self: "Any") -> "Any":
+        if not self.__dict__.pop("_stoker_awaits_first", False):
+            return original_next(self)
+        return timed(lambda: original_next(self))
+
+    def _shutdown_workers(self: "Any") -> None:
+        timed(lambda: original_stop(self))
+
+    iterator_class.__init__, iterator_class._shutdown_workers = __init__, _shutdown_workers
+    iterator_class._next_data = _next_data
 
 
 def patch_optimizers(module: "Any") -> None:
