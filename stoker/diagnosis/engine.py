@@ -82,7 +82,7 @@ def run_rules(run: RunRecords) -> list[Finding]:
 def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
     """Whether a finding is the reason of the time that a less exact one has lost. A line is so if who loads the data is
     there for most of it. A line that reads is explained by slow storage."""
-    if finding.id == "workers_start_again":
+    if finding.id == "workers_start_again" and run.steady.worker_starts:  # by the clock, not a part seen by chance
         return (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
     if finding.id == "straggler" and other.id == "heavy_place":
         return bool(other.place) and other.place == finding.place

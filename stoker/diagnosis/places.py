@@ -244,6 +244,8 @@ IMPORT = r"^import |^importlib\."
 """Calls that import a module."""
 STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
 """Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
+MAIN_FRACTION = 0.8
+"""Of a function's time, in one line and call, from which that is the place."""
 MAX_ONCE_S = 15.0
 """Time of a window up to which what was seen in one only was done once."""
 MIN_LOADER_SAMPLES = 10
@@ -373,23 +375,39 @@ def _make_node(name: str, sampled: list[_Sampled], depth: int, root: list[_Sampl
 
 
 def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
-    """Lines of `list_places` with a call that took at least this fraction of the time, at the low end of their
-    interval; without waits for a loader, imports, and what other causes explain: compiling, checkpoints, decoders. Of
-    threads besides the training thread, functions as a whole: they have no step that would hide the rest."""
-    lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
+    """Functions of the job that took at least this fraction of the time, at the low end of their interval, outside of
+    steps; of functions with steps in them, their lines with a call. Without waits for a loader, imports, and what other
+    causes explain: compiling, checkpoints, decoders. A function of which one line is most of it is that line, else the
+    place has no call."""
+    have_steps = {
+        (total.line.rpartition(":")[0], total.function)
+        for total in run.places
+        if total.role == "training" and (total.kind in _IN_STEP or any(map(_RUNS_STEP.search, total.leaves)))
+    }
+    lines: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     for place in list_places(run):
         is_own = (
             place.role == "thread"
             or place.kind in ("python", "gc", "other", "idle", "input_wait")
             or (place.kind == "decode" and not _is_decoder(" ".join((place.call, *place.leaves))))
         )
-        is_known = _LOADER_CALL.search(place.call) or re.search(IMPORT, place.call)
-        if is_own and not is_known and (place.call or place.role == "thread"):
-            where = place.function if place.role == "thread" else place.line
-            lines.setdefault((place.role, place.rank, where), []).append(place)
-    merged = [total for group in lines.values() if (total := merge_places(group)) is not None]
+        is_known = _LOADER_CALL.search(place.call) or re.search(STARTS, place.call)
+        file = place.line.rpartition(":")[0]
+        has_step = place.role == "training" and (file, place.function) in have_steps
+        if is_own and not is_known and (place.call or not has_step):
+            where = (place.line, "") if has_step else (file, place.function)
+            lines.setdefault((place.role, place.rank, *where), []).append(place)
+    merged = [_merge_lines(group) for group in lines.values()]
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)
+
+
+def _merge_lines(group: list[PlaceTotal]) -> PlaceTotal:
+    """Their sum; without a call if no line and call is most of it."""
+    total = merge_places(group)
+    assert total is not None
+    largest = max(place.seconds for place in group)
+    return total if largest >= MAIN_FRACTION * total.seconds else dataclasses.replace(total, call="")
 
 
 ROLE_NAMES = {"training": "in the training thread", "thread": "in another thread", "worker": "in each loader worker"}
@@ -423,8 +441,8 @@ def loading_places(run: RunRecords) -> list[PlaceTotal]:
     for place in found:
         if place.kind != "idle" or place.call:
             groups.setdefault((place.line, place.call), []).append(place)
-    merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
-    return sorted(merged, key=lambda place: -place.seconds)
+    merged = [total for group in groups.values() if (total := merge_places(group)) is not None]
+    return sorted(merged, key=lambda total: -total.seconds)
 
 
 def loading_fraction(run: RunRecords, count: Callable[[PlaceTotal], int], minimum: float) -> float | None:

@@ -74,26 +74,24 @@ def is_after_step(file: str, line: int, function: str) -> bool:
     source = _read_source(file)
     if source is None:
         return False
-    scopes = [node for node in ast.walk(source.tree)
-              if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function]  # fmt: skip
-    for scope in scopes or ([source.tree] if function == "<module>" else []):
+    scopes: list[ast.AST] = [source.tree] if function == "<module>" else [
+        node for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
+    ]  # fmt: skip
+    for scope in scopes:
         around = [node for node in ast.walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
-        if not around:
-            continue
-        steps = [node.lineno for node in ast.walk(around[-1]) if _is_step(node)]
+        steps = [line_of_step for node in ast.walk(around[-1]) if (line_of_step := _step_line(node))] if around else []
         if steps and line > max(steps):
             return True
     return False
 
 
-def _is_step(node: ast.AST) -> bool:
-    """`optimizer.step(…)`, `scaler.step(…)`, not that of a schedule."""
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "step"
-        and re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
-    )
+def _step_line(node: ast.AST) -> int:
+    """The line of `optimizer.step(…)` or `scaler.step(…)`; 0: it is none, or that of a schedule."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
+        return 0
+    owner = ast.unparse(node.func.value)
+    return 0 if re.search(r"(?i)sched|profil|^prof$|^env", owner) else node.lineno
 
 
 _GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})

@@ -429,7 +429,8 @@ def test_python_between_steps_names_its_lines(tmp_path: Path) -> None:
     lines = [Place(line=f"train.py:{n}", function="main", call=call, kind="python", samples=3)
              for n, call in ((242, "pyplot.subplots"), (244, "axis.imshow"), (245, "figure.savefig"))]  # fmt: skip
     lines.append(Place(line="train.py:1", function="main", call="import torch", kind="python", samples=6))
-    stacks = [window(n, *lines, Place(line="train.py:3", kind="compute", samples=25)) for n in range(1, 5)]
+    step = Place(line="train.py:3", function="main", kind="compute", samples=25)
+    stacks = [window(n, *lines, step) for n in range(1, 5)]
     run = make_run(tmp_path / "run", external=True, config=None, seconds=45, stacks=stacks,
                    fractions={"host": 0.3, "compute": 0.7}, host=lambda _: {"process_cpu": 1.0})  # fmt: skip
     (found,) = [finding for finding in run_rules(read_run(run)) if finding.id == "python_bound"]

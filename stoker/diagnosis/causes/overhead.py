@@ -31,6 +31,8 @@ STARTUP_HEAVY = find_cause("startup_heavy")
 
 HEAVY_PLACE = find_cause("heavy_place")
 
+MAX_LINES = 3
+"""Lines of a function that the evidence names."""
 _BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
 """Kinds of stacks between steps."""
 
@@ -100,6 +102,12 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         evidence = [make_evidence(text, measured, "stacks.jsonl: places")]
         if leaves := sorted((count, leaf) for leaf, count in place.leaves.items() if leaf):
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
+        if not place.call:
+            lines = [
+                other for other in list_places(run) if (other.role, other.function) == (place.role, place.function)
+            ]
+            parts = ", ".join(f"{other.seconds:,.0f} s in {describe_place(other)}" for other in lines[:MAX_LINES])
+            evidence.append(make_evidence(parts, None, "stacks.jsonl: places"))
         if place.callers:
             evidence.append(make_evidence(f"called from {place.callers}", source="stacks.jsonl: places.callers"))
         lost_s, basis = measured * run.steady.device_s, "the fraction of the samples"

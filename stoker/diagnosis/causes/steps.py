@@ -154,9 +154,9 @@ def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
     from_clock = from_phases or _idle_in_steps_finding(run)
     is_unknown = run.is_external and run.on_cpu and cpu_demand(run) is None
     waits = [place for place in heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
-             if place.role == "training" and place.kind == "idle"]  # fmt: skip
+             if place.role == "training" and place.kind != "input_wait"]  # fmt: skip
     if waits and from_clock is not None and 2 * waits[0].seconds >= (from_clock.lost_device_s or 0.0):
-        return None  # one line waits for most of it: `heavy_place`
+        return None  # one place is most of it: `heavy_place`
     if from_clock is not None or is_unknown or _computes_elsewhere(run):
         return from_clock
     idle_fraction = _thread_idle_fraction(run)

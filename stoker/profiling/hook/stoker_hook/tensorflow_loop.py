@@ -203,7 +203,7 @@ def patch_old_keras_optimizer(module: "Any") -> None:
 
 def patch_old_keras_model(module: "Any") -> None:
     """engine.training of Keras 2, also as the package tf_keras. Its steps are those of any `tf.function`."""
-    patch_timed(module, "eval", "Model.evaluate", "Model.predict")
+    patch_timed(module, "eval", "Model.evaluate", "Model.predict", "Model.predict_on_batch")
     patch_timed(module, "checkpoint", "Model.save", "Model.save_weights")
     clock.publish("Keras 2")
 
@@ -330,7 +330,7 @@ def patch_epoch_iterator(module: "Any") -> None:
 
 def patch_torch_trainer(module: "Any") -> None:
     trainer = module.TorchTrainer
-    patch_timed(module, "eval", "TorchTrainer.evaluate", "TorchTrainer.predict")
+    patch_timed(module, "eval", "TorchTrainer.evaluate", "TorchTrainer.predict", "TorchTrainer.predict_on_batch")
     clock.publish(_framework_name("torch"))
 
     def wrap_step(self: "Any", step: "Any") -> "Any":
@@ -361,7 +361,8 @@ def wrap_fit(original: "Any") -> "Any":
 
 def patch_tensorflow_trainer(module: "Any") -> None:
     trainer = module.TensorFlowTrainer
-    patch_timed(module, "eval", "TensorFlowTrainer.evaluate", "TensorFlowTrainer.predict")
+    names = ("evaluate", "predict", "predict_on_batch")
+    patch_timed(module, "eval", *(f"TensorFlowTrainer.{name}" for name in names))
     clock.publish(_framework_name("tensorflow"))
     trainer.fit = wrap_fit(trainer.fit)
 
