@@ -33,8 +33,8 @@ RANDOM, PRETRAINED = "random", "pretrained"
 NUM_VALIDATED = 60
 
 
-def make_other_data(shared: Path, folder: Path, num_drawn: int) -> Path:
-    """The cars and drawn images, as a YOLO folder; its data.yaml."""
+def make_other_data(shared: Path, folder: Path, num_drawn: int) -> None:
+    """The cars and drawn images, as a YOLO folder."""
     index = open_index(shared / "cars")
     for kind in ("images", "labels"):
         for split in ("train", "val"):
@@ -55,7 +55,6 @@ def make_other_data(shared: Path, folder: Path, num_drawn: int) -> Path:
             (folder / "labels" / split / f"drawn-{number}.txt").write_text("\n".join(lines))
     names = "".join(f"  {number}: {name}\n" for number, name in enumerate((*index.class_names, *CLASSES)))
     (folder / "data.yaml").write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames:\n{names}")
-    return folder / "data.yaml"
 
 
 class Bench:
@@ -79,7 +78,9 @@ class Bench:
     def weights_of(self, model: str) -> Path:
         if model not in self.pretrained:
             other = self.folder / "other"
-            data = other / "data.yaml" if other.exists() else make_other_data(self.asked.shared, other, self.asked.drawn)
+            data = other / "data.yaml"
+            if not other.exists():
+                make_other_data(self.asked.shared, other, self.asked.drawn)
             self.pretrained[model], cpu_s = self.train(data, model, self.asked.before, 0, "none")
             print(f"{model}: {self.asked.before} steps on other images in {cpu_s:.0f} CPU-seconds", file=sys.stderr)
         return self.pretrained[model]

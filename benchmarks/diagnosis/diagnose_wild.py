@@ -208,6 +208,8 @@ class Bench:
             command += self._words(job, folder, around.variables.get("FILE_SERVER", ""))
             variables = {**os.environ, "PYTHONPATH": str(self.stoker), "CUDA_VISIBLE_DEVICES": ""}
             variables |= {"STOKER_CACHE_DIR": str(folder / "cache")} | job.variables | around.variables
+            if "PYTHONPATH" in job.variables:  # of the job, after that of `stoker watch`
+                variables["PYTHONPATH"] = os.pathsep.join((str(self.stoker), job.variables["PYTHONPATH"]))
             with (folder / "output").open("wb") as output:
                 process = subprocess.Popen(
                     [*around.before, *command], env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,

@@ -231,6 +231,8 @@ _LOADER_CALL = re.compile(
     r"|(pytorch_lightning|lightning)\.\w+\.(loops|utilities))\."
 )
 """Calls in which a thread waits for what a loader prepares elsewhere: the place is there."""
+_LOOP_CALL = re.compile(r"(^|\.)(fit|fit_generator|train|learn|main|run|launch)$")
+"""Calls of a training loop as a whole: what takes the time is inside of it."""
 _READ = re.compile(
     r"(^|[._])(read|readinto|readlines?|read_bytes|read_text|fromfile|open|recv\w*|urlopen|request|get|stat|scandir"
     r"|listdir|download\w*)( \(|$)"
@@ -248,6 +250,8 @@ MAIN_FRACTION = 0.8
 """Of a function's time, in one line and call, from which that is the place."""
 MAX_ONCE_S = 15.0
 """Time of a window up to which what was seen in one only was done once."""
+STARTS_WORKERS = r"data\.dataloader\.__iter__$|data_loader\.__iter__$|^DataLoader$|^iter$"
+"""Calls in which a training thread starts loader workers."""
 MIN_LOADER_SAMPLES = 10
 """Samples of who loads the data from which their fractions are used; fewer, if the interval is clear."""
 
@@ -391,7 +395,8 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
             or place.kind in ("python", "gc", "other", "idle", "input_wait")
             or (place.kind == "decode" and not _is_decoder(" ".join((place.call, *place.leaves))))
         )
-        is_known = _LOADER_CALL.search(place.call) or re.search(STARTS, place.call)
+        is_loop = place.role == "training" and _LOOP_CALL.search(place.call)
+        is_known = is_loop or _LOADER_CALL.search(place.call) or re.search(STARTS, place.call)
         file = place.line.rpartition(":")[0]
         has_step = place.role == "training" and (file, place.function) in have_steps
         if is_own and not is_known and (place.call or not has_step):

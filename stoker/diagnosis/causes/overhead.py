@@ -20,7 +20,16 @@ from stoker.diagnosis.causes.shared import (
     phase_evidence,
     sample_evidence,
 )
-from stoker.diagnosis.places import IMPORT, STARTS, describe_place, find_places, frequency, heavy_places, list_places
+from stoker.diagnosis.places import (
+    IMPORT,
+    STARTS,
+    STARTS_WORKERS,
+    describe_place,
+    find_places,
+    frequency,
+    heavy_places,
+    list_places,
+)
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import AFTER_STEP
@@ -144,9 +153,15 @@ def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
             f"worker processes were started {steady.worker_starts} times after the first step; starting and ending "
             f"them, and their first batches, took {steady.worker_start_s:,.1f} s"
         )
-        evidence = [make_evidence(text, steady.worker_start_s, "steps.jsonl: worker_starts, worker_start_s")]
+        clocked: list[Evidence | None] = [
+            make_evidence(text, steady.worker_start_s, "steps.jsonl: worker_starts, worker_start_s")
+        ]
+        if (place := find_places(run, call=STARTS_WORKERS)) is not None:
+            clocked.append(make_evidence(f"most often by {place.line}", place.seconds, "stacks.jsonl: places"))
         fraction = steady.worker_start_s / max(steady.wall_s, 1e-9)
-        return make_finding(run, cause, fraction, evidence, lost_s=steady.worker_start_s * run.num_ranks)
+        min_measured = cause.threshold("short_run") if is_short(run) else None
+        lost_s = steady.worker_start_s * run.num_ranks
+        return make_finding(run, cause, fraction, clocked, lost_s=lost_s, min_measured=min_measured)
     imports = find_places(run, "worker", kind="^other$", call=STARTS)
     observed_s = sum(seconds for (role, _), seconds in run.place_totals.items() if role == "worker")
     input_wait = fraction_of_phase(run, "input_wait") or run.stacks.fraction("input_wait")
