@@ -165,6 +165,21 @@ tell()
 """
 )
 
+RESTARTS = """
+import time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    keeps = DataLoader(TensorDataset(torch.zeros(16, 4)), 8, num_workers=1, persistent_workers=True)
+    for epoch in range(6):  # the first three start workers again, the others keep them
+        for (x,) in DataLoader(TensorDataset(torch.zeros(16, 4)), 8, num_workers=1) if epoch < 3 else keeps:
+            model(x).sum().backward()
+            optimizer.step()
+"""
+
 LIGHTNING = (
     DATA
     + """

@@ -275,6 +275,16 @@ def test_validations_by_hand_are_evaluation(tmp_path: Path, monkeypatch: pytest.
     assert phases["input_wait"] >= itself["naps"] - itself["naps_before"]
 
 
+def test_workers_that_are_started_again_are_counted(tmp_path: Path) -> None:
+    """Not the first start, before the first step; once more for the loader that keeps its own."""
+    (tmp_path / "job.py").write_text(hook_jobs.RESTARTS)
+    ran([sys.executable, "job.py"], tmp_path)
+    state = read_state(tmp_path)
+    assert (state.values["steps"], state.values["worker_starts"]) == (12, 3)
+    phases = phase_seconds(state, None)
+    assert 0 < state.values["worker_start_s"] <= phases["input_wait"] + phases["unattributed"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("job", "steps"), [(hook_jobs.LIGHTNING, 16), (hook_jobs.TRANSFORMERS, 8)])
 @undisturbed_once
