@@ -75,6 +75,8 @@ class Data:
     ours: Path
     theirs: Path
     index: Index
+    rows: dict[str, int]
+    """Name of an image in the YOLO folder, without its suffix → its row in the index."""
     side: int
     """The peer's image size, a square."""
     image_size: tuple[int, int]
@@ -126,12 +128,14 @@ def make_data(
     # Its trainer needs images to validate on; with val=False it uses them at the end only.
     for file, split in (("data.yaml", "test"), ("peer.yaml", "val")):
         (theirs / file).write_text(f"path: {theirs}\ntrain: images/train\n{split}: images/test\nnames:\n{names}")
-    if draws:
+    rows_of = {str(row): row for rows in splits.values() for row in rows.tolist()}
+    if draws:  # the index of the copy has other rows
         source = theirs / "data.yaml"
         index = open_index(source)
+        rows_of = {index.path(row).stem: row for row in range(len(index))}
     square = side or SIDE
     image_size = (288, 352) if side is None and name == "bccd" else (square, square)
-    return Data(name, source, theirs / "peer.yaml", index, square, image_size)
+    return Data(name, source, theirs / "peer.yaml", index, rows_of, square, image_size)
 
 
 def drawn(rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
@@ -204,19 +208,19 @@ def of_ultralytics(program: Path, model: str) -> Contestant:
                 "name=found", *common]  # fmt: skip
         said = re.findall(r"([\d,]+) parameters.*?([\d.]+) GFLOPs", run_timed(find, folder)[0])
         size = int(said[-1][0].replace(",", "")), float(said[-1][1])
-        metrics = score_of(json.loads((folder / "found" / "predictions.json").read_text()), data.index)
+        metrics = score_of(json.loads((folder / "found" / "predictions.json").read_text()), data)
         return Trained(cpu_s, metrics.ap, metrics.ap50, *size, (train, find))
 
     return contestant
 
 
-def score_of(found: list[dict[str, Any]], index: Index) -> Metrics:
-    """Of predictions as COCO's result files have them; an image's name is its index, and classes begin at 1."""
-    rows = index.image_indices("test")
+def score_of(found: list[dict[str, Any]], data: Data) -> Metrics:
+    """Of predictions as COCO's result files have them; an image's name is that of its file, and classes begin at 1."""
+    index, rows = data.index, data.index.image_indices("test")
     boxes = np.array([one["bbox"] for one in found], np.float32).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
     detections = Detections(
-        image_index=np.array([int(one["image_id"]) for one in found], np.int64),
+        image_index=np.array([data.rows[str(one["image_id"])] for one in found], np.int64),
         boxes=boxes,
         score=np.array([one["score"] for one in found], np.float32),
         label=np.array([one["category_id"] - 1 for one in found], np.int64),
