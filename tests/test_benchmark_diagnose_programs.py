@@ -1,4 +1,4 @@
-"""Sets of jobs in programs of others: their tables are well-formed, and the judging counts correctly. Not the numbers."""
+"""Sets of jobs in programs of others: their tables are well-formed, and judging counts correctly. Not the numbers."""
 
 import hashlib
 import json
