@@ -84,7 +84,7 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
     there for most of it. A line that reads is explained by slow storage."""
     if finding.id == "workers_start_again" and run.steady.worker_starts:  # by the clock, not a part seen by chance
         return (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
-    if finding.id == "straggler" and other.id == "heavy_place":
+    if finding.id in ("straggler", "python_bound") and other.id == "heavy_place":
         return bool(other.place) and other.place == finding.place
     if other.id == "heavy_place":
         here = [place for place in run.places if place.line == other.place and not place.is_startup]

@@ -63,13 +63,15 @@ _PYTHON = ("python", "gc")
 def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
     computing from waiting, only `host` counts, with a low confidence."""
-    heavy = [place for place in heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0) if place.role == "training"]
+    heavy = [place for place in heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
+             if place.role == "training" and place.call]  # fmt: skip
     if any(place.samples >= run.stacks.main_thread.get("python", 0.0) / 2 for place in heavy):
         return None  # one line is most of it: `heavy_place`
     phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
     from_stacks = _finding_from_stacks(run, cause, "Python", *_PYTHON, places=_places_between_steps(run))
+    from_stacks = _name_place(run, from_stacks)
     if fraction is not None and _is_loop_overhead(run, phases):
         in_steps = run.stacks.fraction(*_PYTHON) - fraction
         return from_stacks if cause.severity(in_steps) is not None and _computes_in_places(run) else None
@@ -87,14 +89,16 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     evidence = [process_cpu_evidence(run), *places]
     confidence = 0.5 if thread_is_idle is None else None
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence, confidence=confidence)
-    return _name_place(run, from_phases, phases) or from_stacks
+    return _name_place(run, from_phases) or from_stacks
 
 
-def _name_place(run: RunRecords, finding: Finding | None, phases: tuple[str, ...]) -> Finding | None:
+def _name_place(run: RunRecords, finding: Finding | None) -> Finding | None:
     """The finding of time between steps with the place that takes most of it in its title."""
-    first = next((place for place in list_places(run) if place.role == "training"), None)
-    seconds = sum(run.steady.phases.get(name, 0.0) for name in phases)
-    if finding is None or first is None or first.kind == "input_wait" or 2 * first.seconds < seconds:
+    heavy = heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
+    first = next((place for place in (*heavy, *list_places(run)) if place.role == "training"), None)
+    if finding is None or first is None or first.kind == "input_wait":
+        return finding
+    if 2 * first.seconds < (finding.lost_device_s or 0.0) / max(1, run.num_ranks):
         return finding
     title = f"{finding.title}: {first.seconds:,.0f} s in {describe_place(first)}"
     return msgspec.structs.replace(finding, title=title, place=first.line)
