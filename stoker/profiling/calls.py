@@ -68,6 +68,7 @@ def find_call(file: str, line: int, function: str, callee: str = "") -> str:
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_after_step(file: str, line: int, function: str) -> bool:
     """Whether a line of a training loop comes after its step: the innermost loop around the line, in the function of
     that name, calls the `step` of an optimizer in a line before. What such a line computes is no part of the step."""

@@ -77,6 +77,17 @@ Samples = list[tuple[Stack, int]]
 """Stacks of a main thread, each with its number of samples."""
 
 
+class _PlaceKey(NamedTuple):
+    """Fields of `Place`."""
+
+    line: str
+    function: str
+    call: str
+    leaf: str
+    kind: str
+    part: str
+
+
 def find_role(samples: Samples) -> str:
     """The role of a process by its stacks: "training", "worker", HELPER; empty: they tell nothing, as an import."""
     counts: collections.Counter[str] = collections.Counter()
@@ -98,8 +109,8 @@ def make_window(
 ) -> StackWindow | None:
     """The line of some samples; None without any. runnable: fraction of the time in which the thread could run;
     fields: further ones of `StackWindow`."""
-    places: collections.Counter[tuple[str, str, str, str, str, str]] = collections.Counter()
-    callers: dict[tuple[str, str, str, str, str, str], collections.Counter[str]] = {}
+    places: collections.Counter[_PlaceKey] = collections.Counter()
+    callers: dict[_PlaceKey, collections.Counter[str]] = {}
     main_thread: collections.Counter[str] = collections.Counter()
     frames: collections.Counter[str] = collections.Counter()
     total = sum(count for _, count in samples)
@@ -125,19 +136,15 @@ def make_window(
             line, function = "", f"{function} ({line})"
             resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
         main_thread[resolved] += count
-        key = line, function, call, leaf, resolved if later is None else AFTER_STEP, part
+        key = _PlaceKey(line, function, call, leaf, resolved if later is None else AFTER_STEP, part)
         places[key] += count
-        if line:
-            callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, later)] += count
+        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, later) if line else ""] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
     listed = [
-        Place(
-            **dict(zip(("line", "function", "call", "leaf", "kind", "part"), key, strict=True)), samples=count,
-            callers=callers[key].most_common(1)[0][0] if key in callers else "",
-        )
+        Place(**key._asdict(), samples=count, callers=callers[key].most_common(1)[0][0])
         for key, count in places.most_common(MAX_PLACES)
-    ]  # fmt: skip
+    ]
     if rest := total - sum(place.samples for place in listed):
         listed.append(Place(kind="other", samples=rest))
     return StackWindow(

@@ -229,7 +229,7 @@ def host_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
     host = run.host
     if host.memory_free_bytes is None or run.settings.get("cache", "none") != "none":
         return None
-    found = _describe_growth(run, host.rss)
+    found = describe_growth(run)
     if found is None:
         return None
     text, slope = found
@@ -240,12 +240,6 @@ def host_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
     remaining_s = host.memory_free_bytes / slope
     evidence.append(time_to_full_evidence(run, remaining_s))
     return name_holder(run, make_finding(run, cause, remaining_s / 3600, evidence))
-
-
-def describe_growth(run: RunRecords) -> str:
-    """How the memory of the job on the host grows steadily; empty: it does not."""
-    found = _describe_growth(run, run.host.rss)
-    return "" if found is None else found[0]
 
 
 def _growth_of_workers(host: HostStats) -> Evidence | None:
@@ -279,8 +273,9 @@ def name_holder(run: RunRecords, finding: Finding | None) -> Finding | None:
     return msgspec.structs.replace(finding, title=title, evidence=evidence, fix=fix, place=first.place, confidence=0.9)
 
 
-def _describe_growth(run: RunRecords, rss: TimeSeries) -> tuple[str, float] | None:
-    """(how the memory grows, bytes per second), if it grows by stairs or in a straight line; else None."""
+def describe_growth(run: RunRecords) -> tuple[str, float] | None:
+    """(how the job's memory on the host grows, bytes per second), if by stairs or in a straight line; else None."""
+    rss = run.host.rss
     if rss.growth < HOST_MEMORY_LEAK.threshold("min_growth_bytes"):
         return None
     if (stairs := fit_stairs(rss)) is not None:

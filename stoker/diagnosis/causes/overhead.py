@@ -71,14 +71,14 @@ def _repeated_phase_finding(
     if count and fraction * (count - 1) / count < (cause.warning_threshold or 0.0):
         return None
     if is_short(run) and not count:
-        is_info = cause is EVALUATION_HEAVY and is_very_short(run) and fraction < _grave_evaluation(run)
+        is_info = cause is EVALUATION_HEAVY and is_very_short(run) and fraction < _very_short_run_threshold(run)
         options |= {"min_measured": cause.threshold("short_run"), "severity": "info" if is_info else None}
     counted = make_evidence(f"{count} {noun}", count, f"events.jsonl: {event_kind}") if count else None
     extra_evidence = [counted, *options.pop("extra_evidence", ())]
     return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, **options)
 
 
-def _grave_evaluation(run: RunRecords) -> float:
+def _very_short_run_threshold(run: RunRecords) -> float:
     """Fraction of a very short run from which its evaluations are more than info."""
     is_often = run.eval_windows >= EVALUATION_HEAVY.threshold("min_seen")
     return EVALUATION_HEAVY.threshold("often" if is_often else "half")

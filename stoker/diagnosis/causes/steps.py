@@ -63,9 +63,8 @@ _PYTHON = ("python", "gc")
 def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
     computing from waiting, only `host` counts, with a low confidence."""
-    heavy = [place for place in heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
-             if place.role == "training" and place.call]  # fmt: skip
-    if any(place.samples >= run.stacks.main_thread.get("python", 0.0) / 2 for place in heavy):
+    lines = [place for place in _heavy_places(run) if place.call]
+    if any(place.samples >= run.stacks.main_thread.get("python", 0.0) / 2 for place in lines):
         return None  # one line is most of it: `heavy_place`
     phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *phases)
@@ -92,10 +91,15 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     return _name_place(run, from_phases) or from_stacks
 
 
+def _heavy_places(run: RunRecords) -> list[PlaceTotal]:
+    """Those of the training thread."""
+    found = heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
+    return [place for place in found if place.role == "training"]
+
+
 def _name_place(run: RunRecords, finding: Finding | None) -> Finding | None:
     """The finding of time between steps with the place that takes most of it in its title."""
-    heavy = heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
-    first = next((place for place in (*heavy, *list_places(run)) if place.role == "training"), None)
+    first = next((place for place in (*_heavy_places(run), *list_places(run)) if place.role == "training"), None)
     if finding is None or first is None or first.kind == "input_wait":
         return finding
     if 2 * first.seconds < (finding.lost_device_s or 0.0) / max(1, run.num_ranks):
@@ -123,11 +127,9 @@ def _places_between_steps(run: RunRecords) -> list[Evidence]:
 
 def _computes_in_places(run: RunRecords) -> bool:
     """Whether lines of the job's own code take enough of it: a framework's loop has Python of its own in each step."""
-    places = [place for place in list_places(run) if place.role == "training" and place.kind in _PYTHON]
-    total = merge_places(places)
-    return (
-        total is not None and total.low_s >= (PYTHON_BOUND.warning_threshold or 0.0) * run.place_totals[total.role, 0]
-    )
+    total = merge_places(place for place in list_places(run) if place.role == "training" and place.kind in _PYTHON)
+    minimum = PYTHON_BOUND.warning_threshold or 0.0
+    return total is not None and total.low_s >= minimum * run.place_totals[total.role, total.rank]
 
 
 def _recurs(run: RunRecords, phases: tuple[str, ...]) -> bool:
@@ -157,9 +159,8 @@ def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence) if phases else None
     from_clock = from_phases or _idle_in_steps_finding(run)
     is_unknown = run.is_external and run.on_cpu and cpu_demand(run) is None
-    waits = [place for place in heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
-             if place.role == "training" and place.kind != "input_wait"]  # fmt: skip
-    if waits and from_clock is not None and 2 * waits[0].seconds >= (from_clock.lost_device_s or 0.0):
+    heavy = next((place for place in _heavy_places(run) if place.kind != "input_wait"), None)
+    if heavy is not None and from_clock is not None and 2 * heavy.seconds >= (from_clock.lost_device_s or 0.0):
         return None  # one place is most of it: `heavy_place`
     if from_clock is not None or is_unknown or _computes_elsewhere(run):
         return from_clock
@@ -286,7 +287,7 @@ def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
         text = f"{function} was compiled again most often"
         named = make_evidence(text, None, "events.jsonl: data.facts.recompiled") if function else None
         grown = describe_growth(run)
-        kept = make_evidence(f"memory grows meanwhile, as each compiled graph is kept: {grown}") if grown else None
+        kept = make_evidence(f"memory grows meanwhile, as each compiled graph is kept: {grown[0]}") if grown else None
         evidence = [phase_evidence(run, "compile"), named, stack_evidence(run, "compiling", "compile"), kept]
         return make_finding(run, cause, fraction, evidence, lost_s=compile_s)
     if run.stacks.compile_windows < cause.threshold("min_stack_windows"):
