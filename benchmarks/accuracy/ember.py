@@ -144,13 +144,13 @@ def drawn(rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
     return {"train": np.sort(order[len(order) // 5 :]), "test": np.sort(order[: len(order) // 5])}
 
 
-def yolo_lines(index: Index, row: int) -> Iterator[str]:
-    """Class, center and sides of each box as fractions of the image."""
+def yolo_lines(index: Index, row: int, first_label: int = 0) -> Iterator[str]:
+    """Class, center and sides of each box as fractions of the image. first_label: of the index's classes."""
     height, width = index.original_size[row].tolist()
     for place in range(index.offsets[row], index.offsets[row + 1]):
         x1, y1, x2, y2 = index.boxes[place].tolist()
         numbers = ((x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height)
-        yield f"{index.labels[place]} " + " ".join(f"{number:.6f}" for number in numbers)
+        yield f"{first_label + index.labels[place]} " + " ".join(f"{number:.6f}" for number in numbers)
 
 
 @dataclass(frozen=True)

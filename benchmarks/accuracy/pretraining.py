@@ -20,13 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from benchmarks.accuracy.ember import BATCH, Data, make_data, yolo_lines
 from benchmarks.accuracy.quality import SHOWN
 from benchmarks.processes import ROOT, run_timed
 from benchmarks.report import Bar, Report, options, publish
-from stoker.data.demo import CLASSES, IMAGE_SIDE, JPEG_QUALITY, draw_image
+from stoker.data.demo import draw_split
 from stoker.data.index import open_index
 
 RANDOM, PRETRAINED = "random", "pretrained"
@@ -34,27 +32,25 @@ NUM_VALIDATED = 60
 
 
 def make_other_data(shared: Path, folder: Path, num_drawn: int) -> None:
-    """The cars and drawn images, as a YOLO folder."""
-    index = open_index(shared / "cars")
-    for kind in ("images", "labels"):
-        for split in ("train", "val"):
-            (folder / kind / split).mkdir(parents=True)
-    for row in index.image_indices("train").tolist():
-        (folder / "images" / "train" / f"car-{row}.jpg").write_bytes(index.read(row))
-        (folder / "labels" / "train" / f"car-{row}.txt").write_text("\n".join(yolo_lines(index, row)))
-    first = len(index.class_names)
-    for split, drawn_as, count in (("train", "train", num_drawn), ("val", "valid", NUM_VALIDATED)):
-        for number in range(count):
-            pixels, shapes = draw_image(drawn_as, number)
-            Image.fromarray(pixels).save(folder / "images" / split / f"drawn-{number}.jpg", quality=JPEG_QUALITY)
-            lines = [
-                f"{first + label} {(x1 + x2) / 2 / IMAGE_SIDE} {(y1 + y2) / 2 / IMAGE_SIDE} "
-                f"{(x2 - x1) / IMAGE_SIDE} {(y2 - y1) / IMAGE_SIDE}"
-                for label, (x1, y1, x2, y2), _ in shapes
-            ]
-            (folder / "labels" / split / f"drawn-{number}.txt").write_text("\n".join(lines))
-    names = "".join(f"  {number}: {name}\n" for number, name in enumerate((*index.class_names, *CLASSES)))
-    (folder / "data.yaml").write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames:\n{names}")
+    """The cars and drawn images, as a YOLO folder; drawn ones are its validation split."""
+    folder.mkdir()
+    for split, count in (("train", num_drawn), ("valid", NUM_VALIDATED)):
+        (folder / "drawn").mkdir(exist_ok=True)
+        draw_split(folder / "drawn" / split, split, count)
+    indexes = open_index(shared / "cars"), open_index(folder / "drawn")
+    names: list[str] = []
+    for index in indexes:
+        for split in ("train", "val") if index is indexes[1] else ("train",):
+            for kind in ("images", "labels"):
+                (folder / kind / split).mkdir(parents=True, exist_ok=True)
+            for row in index.image_indices(split).tolist():
+                stem = f"{len(names)}-{row}"
+                (folder / "images" / split / f"{stem}.jpg").write_bytes(index.read(row))
+                lines = yolo_lines(index, row, len(names))
+                (folder / "labels" / split / f"{stem}.txt").write_text("\n".join(lines))
+        names += index.class_names
+    listed = "".join(f"  {number}: {name}\n" for number, name in enumerate(names))
+    (folder / "data.yaml").write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames:\n{listed}")
 
 
 class Bench:

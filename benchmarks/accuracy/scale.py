@@ -2,7 +2,7 @@
 
     python -m benchmarks scale [--images 10000] [--steps 12000] [--side 96] [--folder FOLDER] [--json FILE]
 
-The images are those of the demo, with other numbers. Twelve times during the training the 300 images of the demo's
+The images are drawn as those of the demo. Twelve times during the training the 300 images of the demo's
 validation split are evaluated. A row for each: AP, the loss of the training since the one before, and the memory of the
 process. No collapse: AP never falls by more than 0.05 below the best before. Rising: the last third has a higher mean
 than the second, and that than the first. Flat: the memory at the end over that at the third evaluation.
@@ -14,36 +14,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import msgspec
-from PIL import Image
-
 from benchmarks.processes import run_timed
 from benchmarks.report import Bar, Report, options, publish
-from stoker.data.demo import CLASSES, IMAGE_SIDE, JPEG_QUALITY, draw_image
+from stoker.data.demo import IMAGES_PER_SPLIT, draw_split
 from stoker.runs import records
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 MODEL, BATCH, EVALUATIONS = "ember_n", 8, 12
 MAX_FALL, MAX_GROWTH = 0.05, 1.05
-
-
-def draw(folder: Path, split: str, count: int) -> None:
-    """A split of the demo, with as many images as wanted; what is there is kept."""
-    if (folder / split / "_annotations.coco.json").exists():
-        return
-    (folder / split).mkdir(parents=True, exist_ok=True)
-    images, annotations = [], []
-    for number in range(count):
-        pixels, shapes = draw_image(split, number)
-        name = f"{number:05d}.jpg"
-        Image.fromarray(pixels).save(folder / split / name, quality=JPEG_QUALITY)
-        images.append({"id": number, "file_name": name, "height": IMAGE_SIDE, "width": IMAGE_SIDE})
-        for label, (x1, y1, x2, y2), area in shapes:
-            box = {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": area, "iscrowd": 0}
-            annotations.append({"id": len(annotations) + 1, "image_id": number, "category_id": label + 1, **box})
-    categories = [{"id": label + 1, "name": name} for label, name in enumerate(CLASSES)]
-    content = {"images": images, "annotations": annotations, "categories": categories}
-    (folder / split / "_annotations.coco.json").write_bytes(msgspec.json.encode(content))
 
 
 def rows_of(run: Path) -> list[dict[str, float | int | str]]:
@@ -70,8 +48,10 @@ def scale(asked: argparse.Namespace) -> Report:
     report = Report(f"{MODEL} on {asked.images:,} drawn images, {asked.steps:,} steps", 1, ("stoker", "torch"))
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder = asked.folder or Path(temporary)
-        draw(folder / "data", "train", asked.images)
-        draw(folder / "data", "valid", 300)
+        for split, count in (("train", asked.images), ("valid", IMAGES_PER_SPLIT["valid"])):
+            if not (folder / "data" / split).exists():
+                (folder / "data").mkdir(parents=True, exist_ok=True)
+                draw_split(folder / "data" / split, split, count)
         run = Path(temporary) / "run"
         command = [
             sys.executable, "-m", "stoker", "train", str(folder / "data"), "--model", MODEL, "--weights", "none",

@@ -57,7 +57,7 @@ def ensure_demo() -> Path:
     staging_dir = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         for split, count in IMAGES_PER_SPLIT.items():
-            _draw_split(staging_dir / split, split, count)
+            draw_split(staging_dir / split, split, count)
         staging_dir.rename(target)
         fsync_folder(target.parent)
     except OSError:
@@ -68,7 +68,8 @@ def ensure_demo() -> Path:
     return target
 
 
-def _draw_split(folder: Path, split: str, count: int) -> None:
+def draw_split(folder: Path, split: str, count: int) -> None:
+    """Draws the first `count` images of a split ("train", "valid") into a new folder, with their COCO JSON."""
     folder.mkdir()
     images: list[dict[str, object]] = []
     annotations: list[dict[str, object]] = []

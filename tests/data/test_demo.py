@@ -51,7 +51,7 @@ def test_it_is_generated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(*_: object) -> None:
         raise AssertionError("drawn again")
 
-    monkeypatch.setattr(demo, "_draw_split", draw)
+    monkeypatch.setattr(demo, "draw_split", draw)
     assert demo.ensure_demo() == first
     monkeypatch.setattr(demo, "VERSION", demo.VERSION + 1)
     with pytest.raises(AssertionError, match="drawn again"):
@@ -70,11 +70,11 @@ def test_generation_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_kill_during_generation_leaves_no_complete_folder() -> None:
     script = (
         "import os, signal; from stoker.data import demo\n"
-        "demo.IMAGES_PER_SPLIT = {'train': 12, 'valid': 6}; draw = demo._draw_split\n"
+        "demo.IMAGES_PER_SPLIT = {'train': 12, 'valid': 6}; draw = demo.draw_split\n"
         "def die(folder, split, count):\n"
         "    draw(folder, split, count)\n"
         "    if split == 'valid': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "demo._draw_split = die; demo.ensure_demo()"
+        "demo.draw_split = die; demo.ensure_demo()"
     )
     killed = subprocess.run([sys.executable, "-c", script], env=dict(os.environ), check=False)
     assert killed.returncode == -signal.SIGKILL

@@ -145,7 +145,7 @@ def _lost_in_place(run: RunRecords, place: PlaceTotal) -> tuple[float, str]:
 
 
 def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
-    """A loader without persistent workers starts them anew for each epoch: by the clock of the hook; without it by
+    """A loader without persistent workers starts them again for each epoch: by the clock of the hook; without it by
     workers that import modules after the first steps, as spawn and forkserver make them do."""
     steady = run.steady
     if steady.worker_starts >= cause.threshold("min_starts") and steady.worker_start_s > 0:

@@ -25,7 +25,7 @@ from .clock import (
     timed_next,
 )
 from .instruments import patch_collectives as time_collectives
-from .instruments import time_compilations
+from .instruments import time_compilations, timed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,33 +61,32 @@ def patch_dataloader(module: "Any") -> None:
 def _time_worker_starts(iterator_class: "Any") -> None:
     """Counts iterators that start worker processes after the first step, and the time that starting and ending them
     takes, with the wait for their first batch."""
-    original_init, original_stop = iterator_class.__init__, iterator_class._shutdown_workers
-    original_next = iterator_class._next_data
+    original_init, original_next = iterator_class.__init__, iterator_class._next_data
 
-    def timed(call: "Any", is_start: bool = False) -> "Any":
+    def begin() -> "Any":
         if not clock.has_stepped() or get_ident() != clock.thread_id:
-            return call()
+            return None
         begin_s = monotonic()
-        try:
-            return call()
-        finally:
+
+        def end() -> None:
             clock.values[WORKER_START_S] += monotonic() - begin_s
-            clock.values[WORKER_STARTS] += is_start
+
+        return end
+
+    first_data = timed(original_next, begin)
+    start = timed(original_init, begin)
 
     def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
-        timed(lambda: original_init(self, *args, **kwargs), is_start=True)
+        start(self, *args, **kwargs)
+        clock.values[WORKER_STARTS] += clock.has_stepped() and get_ident() == clock.thread_id
         self._stoker_awaits_first = True
 
     def _next_data(self: "Any") -> "Any":
-        if not self.__dict__.pop("_stoker_awaits_first", False):
-            return original_next(self)
-        return timed(lambda: original_next(self))
+        is_first = self.__dict__.pop("_stoker_awaits_first", False)
+        return (first_data if is_first else original_next)(self)
 
-    def _shutdown_workers(self: "Any") -> None:
-        timed(lambda: original_stop(self))
-
-    iterator_class.__init__, iterator_class._shutdown_workers = __init__, _shutdown_workers
-    iterator_class._next_data = _next_data
+    iterator_class.__init__, iterator_class._next_data = __init__, _next_data
+    iterator_class._shutdown_workers = timed(iterator_class._shutdown_workers, begin)
 
 
 def patch_optimizers(module: "Any") -> None:
