@@ -141,4 +141,4 @@ def save_image(image: Image.Image, path: Path, *, fix: str = "choose another fil
     with writing("The image cannot be written.", path, fix=fix):
         image.save(encoded, Image.registered_extensions()[path.suffix.lower()], quality=90)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, encoded.getbuffer(), durable=False)
+        write_atomic(path, encoded.getvalue(), durable=False)

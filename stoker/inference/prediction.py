@@ -163,5 +163,5 @@ class Prediction:
         image, encoded = self.draw(), io.BytesIO()
         image.thumbnail((1024, 1024))
         image.save(encoded, "JPEG", quality=85)
-        data = base64.b64encode(encoded.getbuffer()).decode()
+        data = base64.b64encode(encoded.getvalue()).decode()
         return f'<img src="data:image/jpeg;base64,{data}"><br>{html.escape(str(self))}'

@@ -235,10 +235,11 @@ def _serialize_weights(snapshot: HostSnapshot) -> bytes:
     return to_safetensors({name: t.contiguous() for name, t in snapshot.weights.items()}, snapshot.metadata)
 
 
-def _serialize_state(snapshot: HostSnapshot) -> memoryview:
+def _serialize_state(snapshot: HostSnapshot) -> bytes:
     buffer = io.BytesIO()
     torch.save(snapshot.state, buffer)
-    return buffer.getbuffer()
+    # as cheap as getbuffer(), of which garbage collection can crash Python 3.12 (github.com/python/cpython/issues/111049)
+    return buffer.getvalue()
 
 
 def list_checkpoints(run: Path) -> list[Path]:
