@@ -238,7 +238,7 @@ def _serialize_weights(snapshot: HostSnapshot) -> bytes:
 def _serialize_state(snapshot: HostSnapshot) -> bytes:
     buffer = io.BytesIO()
     torch.save(snapshot.state, buffer)
-    # as cheap as getbuffer(), of which garbage collection can crash Python 3.12 (github.com/python/cpython/issues/111049)
+    # not getbuffer(), of which garbage collection can crash Python 3.12 (github.com/python/cpython/issues/111049)
     return buffer.getvalue()
 
 
