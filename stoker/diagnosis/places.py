@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
-from stoker.runs.schemas import Place, StackWindow
+from stoker.runs.schemas import LOOP_IN_STEP, Place, StackWindow
 
 __all__ = ["PlaceCounter", "PlaceTotal", "find_places"]  # the rest is for the rules and `why`
 
@@ -224,7 +224,7 @@ def _wilson(fraction: float, count: int) -> tuple[float, float]:
 
 _NEVER_A_STEP = re.compile(r"(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv)\.")
 """Calls of the standard library that no forward pass, backward pass or optimizer step goes through."""
-_STEP_KINDS = frozenset({"compute", "sync", "idle", "comm"})
+_STEP_KINDS = frozenset({"compute", "sync", "idle", "comm", LOOP_IN_STEP})
 _LOADER_CALL = re.compile(
     r"^(torch\.utils\.data|multiprocessing|threading|queue|concurrent\.futures|accelerate\.data_loader"
     r"|tensorflow\.python\.(data|distribute\.input_lib)|(tf_)?keras\.(src\.)?(trainers|engine\.data_adapter|utils\.data_utils)"
@@ -252,6 +252,8 @@ MAX_ONCE_S = 15.0
 """Time of a window up to which what was seen in one only was done once."""
 STARTS_WORKERS = r"data\.dataloader\.__iter__$|data_loader\.__iter__$|^DataLoader$|^iter$"
 """Calls in which a training thread starts loader workers."""
+MIN_LOOP = 0.1
+"""Fraction of the time of a training thread from which a Python loop inside of its steps is a place."""
 MIN_LOADER_SAMPLES = 10
 """Samples of who loads the data from which their fractions are used; fewer, if the interval is clear."""
 
@@ -303,6 +305,27 @@ def list_parts(run: RunRecords) -> list[PlaceTotal]:
             groups.setdefault((total.role, rank, total.part, function), []).append(total)
     merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
     return sorted(merged, key=lambda place: -place.seconds)
+
+
+def list_loops(run: RunRecords) -> list[PlaceTotal]:
+    """Functions with a Python loop inside of the training step, of at least MIN_LOOP of the time at the low end of
+    their interval, the largest first, with their most costly line."""
+    groups: dict[tuple[int, str, str], list[PlaceTotal]] = {}
+    for total in run.places:
+        if total.kind == LOOP_IN_STEP and not total.is_startup:
+            groups.setdefault((total.rank, total.line.rpartition(":")[0], total.function), []).append(total)
+    loops: list[PlaceTotal] = []
+    for group in groups.values():
+        lines: dict[str, list[PlaceTotal]] = {}
+        for total in group:
+            lines.setdefault(total.line, []).append(total)
+        ordered = sorted(lines.values(), key=lambda line: -sum(total.seconds for total in line))
+        loop, first = merge_places(group), merge_places(ordered[0])
+        assert loop is not None
+        assert first is not None
+        if loop.low_s >= MIN_LOOP * run.place_totals["training", loop.rank]:
+            loops.append(dataclasses.replace(loop, line=first.line, call=first.call))
+    return sorted(loops, key=lambda loop: -loop.seconds)
 
 
 class PlaceNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -475,7 +498,7 @@ def count_decoding(place: PlaceTotal) -> int:
 
 
 _LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.communicate$")
-_IN_STEP = frozenset({"comm", "compute", "sync"})
+_IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP})
 
 
 def stuck_places(run: RunRecords) -> tuple[list[tuple[str, Place]], list[tuple[str, Place]]]:

@@ -66,33 +66,64 @@ def find_call(file: str, line: int, function: str, callee: str = "") -> str:
 
 
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
+_REPEATS = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_after_step(file: str, line: int, function: str) -> bool:
     """Whether a line of a training loop comes after its step: the innermost loop around the line, in the function of
     that name, calls the `step` of an optimizer in a line before. What such a line computes is no part of the step."""
-    source = _read_source(file)
-    if source is None:
-        return False
-    scopes: list[ast.AST] = [source.tree] if function == "<module>" else [
-        node for node in ast.walk(source.tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
-    ]  # fmt: skip
-    for scope in scopes:
+    for scope in _scopes(file, function):
         around = [node for node in ast.walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
-        steps = [line_of_step for node in ast.walk(around[-1]) if (line_of_step := _step_line(node))] if around else []
+        steps = [node.lineno for node in ast.walk(around[-1]) if _is_step(node)] if around else []  # type: ignore[attr-defined]
         if steps and line > max(steps):
             return True
     return False
 
 
-def _step_line(node: ast.AST) -> int:
-    """The line of `optimizer.step(…)` or `scaler.step(…)`; 0: it is none, or that of a schedule."""
+@functools.lru_cache(maxsize=4096)
+def find_loop(file: str, line: int, function: str) -> tuple[bool, bool]:
+    """(whether the function of that name runs the training step: a backward pass or a step of an optimizer; whether the
+    line is in a loop that is not the training loop, nor one around it)."""
+    if function in _COMPREHENSIONS and function != "<lambda>":
+        return False, True
+    has_step = in_loop = False
+    for scope in _scopes(file, function):
+        steps = [node.lineno for node in ast.walk(scope) if _is_step(node) or _is_backward(node)]  # type: ignore[attr-defined]
+        loops = [node for node in ast.walk(scope) if isinstance(node, _REPEATS)]
+        inner = [loop for loop in loops if not any(_covers(loop, step) for step in steps) and _covers(loop, line)]
+        training = [around[-1] for step in steps if (around := [loop for loop in loops if _covers(loop, step)])]
+        has_step |= bool(steps)
+        in_loop |= bool(inner) and (not steps or any(_covers(loop, line) for loop in training))
+    return has_step, in_loop
+
+
+def _scopes(file: str, function: str) -> list[ast.AST]:
+    """The functions of that name in a file; empty: there are none, or it cannot be read."""
+    source = _read_source(file)
+    if source is None:
+        return []
+    if function == "<module>":
+        return [source.tree]
+    return [
+        node for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
+    ]  # fmt: skip
+
+
+def _is_step(node: ast.AST) -> bool:
+    """Whether it calls `optimizer.step(…)` or `scaler.step(…)`, but not that of a schedule."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
-        return 0
-    owner = ast.unparse(node.func.value)
-    return 0 if re.search(r"(?i)sched|profil|^prof$|^env", owner) else node.lineno
+        return False
+    return re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
+
+
+def _is_backward(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("backward", "manual_backward", "apply_gradients", "minimize")
+    )
 
 
 _GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})

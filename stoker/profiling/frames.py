@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stoker.knowledge import read_toml
-from stoker.profiling.calls import WRAPPER, find_call, is_after_step, is_wrapper
-from stoker.runs.schemas import AFTER_STEP, Place, StackWindow
+from stoker.profiling.calls import WRAPPER, find_call, find_loop, is_after_step, is_wrapper
+from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, Place, StackWindow
 
 MAX_FRAMES = 5
 MAX_CALLERS = 3
@@ -63,6 +63,10 @@ _LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["l
 PACKAGE_ROOT = "/site-packages/stoker/"
 """How the files of a training of stoker's own begin (`training/own_stacks.py`)."""
 
+_LAYER_FILE = re.compile(
+    r"/torch/nn/modules/(?!module|container|loss|distance)\w+\.py|/keras/(src/)?layers/|/(flax|haiku|equinox)/"
+)
+"""Files of layers, but for those of losses: a loop over layers is part of any model."""
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
 _RECORDER_FILE = re.compile(r"/stoker/profiling/")
@@ -130,15 +134,18 @@ def make_window(
         resolved = "idle" if resolved == HELPER else resolved
         part = find_part(stack)
         is_users = not part or any(is_job_code(frame) for frame in stack)
-        later = _line_after_step(stack) if role == "training" and resolved == "compute" and is_users else None
-        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, later)
+        computes = role == "training" and resolved == "compute" and is_users
+        later = _line_after_step(stack) if computes else None
+        loop = _line_in_loop(stack) if computes and later is None else None
+        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, later or loop)
         if not is_users:
             line, function = "", f"{function} ({line})"
             resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
         main_thread[resolved] += count
-        key = _PlaceKey(line, function, call, leaf, resolved if later is None else AFTER_STEP, part)
+        of_place = AFTER_STEP if later is not None else LOOP_IN_STEP if loop is not None else resolved
+        key = _PlaceKey(line, function, call, leaf, of_place, part)
         places[key] += count
-        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, later) if line else ""] += count
+        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, later or loop) if line else ""] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
     listed = [
@@ -236,6 +243,24 @@ def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
             while index and stack[index - 1][1:] == frame[1:]:
                 index -= 1
             return stack[index]
+    return None
+
+
+def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost frame of own code in a Python loop inside of the training step; None: there is none, or a layer of
+    the model runs in it."""
+    found: Frame | None = None
+    for frame in stack:
+        if _LAYER_FILE.search(frame.file):
+            return None
+        if not is_job_code(frame):
+            if found is not None:  # what a framework's training loop called
+                return found
+            continue
+        has_step, in_loop = find_loop(frame.file, frame.line, _base_name(frame.function))
+        found = found or (frame if in_loop else None)
+        if has_step:
+            return found
     return None
 
 

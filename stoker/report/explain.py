@@ -21,7 +21,7 @@ from rich.console import RenderableType
 from stoker.diagnosis import engine
 from stoker.diagnosis.causes.shared import has_enough_stacks
 from stoker.diagnosis.notes import collect_notes
-from stoker.diagnosis.places import PlaceNode, frequency, list_parts, list_places, place_trees
+from stoker.diagnosis.places import PlaceNode, frequency, list_loops, list_parts, list_places, place_trees
 from stoker.diagnosis.postmortem import explain
 from stoker.diagnosis.reader import Observer, read_run
 from stoker.diagnosis.run_data import EventSummary, RunRecords, Termination
@@ -36,7 +36,7 @@ from stoker.report.console import facts, plain_text, print_renderables, table
 from stoker.report.findings_terminal import explain_line, finding_lines, indented
 from stoker.report.sizing import advise_sizing, read_environment, resource_usage
 from stoker.runs import records
-from stoker.runs.schemas import Event, Probe
+from stoker.runs.schemas import LOOP_IN_STEP, Event, Probe
 from stoker.runs.totals import Totals
 from stoker.storage.uri import display_path, is_uri
 
@@ -110,6 +110,9 @@ class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
         """`37 s (±5) copy.deepcopy ← train.py:53, each step`."""
         error_s = (self.high_s - self.low_s) / 2
         often = f", {self.frequency}" if self.frequency else ""
+        often = (
+            ", in a Python loop inside of the steps, backward pass not counted" if self.kind == LOOP_IN_STEP else often
+        )
         whose = f", rank {self.rank}" if self.rank else ""
         whose = {"worker": ", in each loader worker", "thread": ", in another thread"}.get(self.role, whose)
         what = f"{self.call} ← {self.line}" if self.call else f"{self.function} {self.line}"
@@ -253,14 +256,18 @@ def explain_run(
 
 
 def _places(run_records: RunRecords) -> list[PlaceTime]:
-    """The most costly places of at least a hundredth of their process' time."""
+    """The most costly places of at least a hundredth of their process' time, with loops inside of the steps."""
+    listed = [*list_places(run_records), *list_parts(run_records)]
+    for loop in list_loops(run_records):
+        smaller = (index for index, place in enumerate(listed) if place.seconds < loop.seconds)
+        listed.insert(next(smaller, len(listed)), loop)
     names = [name for name in PlaceTime.__struct_fields__ if name != "frequency"]
     return [
         PlaceTime(
             **{name: getattr(place, name) for name in names},
             frequency=frequency(run_records, place) if place.line else "",
         )
-        for place in [*list_places(run_records), *list_parts(run_records)]
+        for place in listed
         if place.seconds >= max(1.0, run_records.place_totals[place.role, place.rank] / 100)
     ][:MAX_PLACES]
 

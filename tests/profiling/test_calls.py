@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.profiling.calls import find_call, is_after_step
+from stoker.profiling.calls import find_call, find_loop, is_after_step
 
 SOURCE = """\
 import copy, gc
@@ -102,3 +102,44 @@ def test_lines_after_the_step_of_a_training_loop(line: int, function: str, is_af
     script = tmp_path / "train.py"
     script.write_text(LOOPS)
     assert is_after_step(str(script), line, function) is is_after
+
+
+STEPS = """\
+def train(loader):
+    for epoch in range(9):
+        for images, targets in loader:
+            losses = []
+            for image, target in zip(net(images), targets):
+                losses.append(criterion(image, target))
+            counts = [len(target) for target in targets]
+            loss = sum(losses)
+            loss.backward()
+            optimizer.step()
+        for images, targets in validation:
+            evaluate(net(images), targets)
+def criterion(image, target):
+    if not len(target):
+        return 0
+    for point, wanted in zip(image, target):
+        total += wing(point, wanted)
+    return total
+def wing(point, wanted):
+    return abs(point - wanted)
+for fold in range(5):
+    train(loaders[fold])
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "function", "has_step", "in_loop"),
+    [(4, "train", True, False), (6, "train", True, True), (5, "train", True, True), (7, "train", True, True),
+     (9, "train", True, False), (12, "train", True, False), (15, "criterion", False, False),
+     (17, "criterion", False, True), (20, "wing", False, False), (22, "<module>", True, False),
+     (7, "<listcomp>", False, True), (1, "other", False, False)],
+)  # fmt: skip
+def test_loops_inside_of_a_training_step(
+    line: int, function: str, has_step: bool, in_loop: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STEPS)
+    assert find_loop(str(script), line, function) == (has_step, in_loop)

@@ -18,7 +18,7 @@ from stoker.profiling.frames import (
     is_job_code,
     make_window,
 )
-from stoker.runs.schemas import AFTER_STEP
+from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP
 
 SITE = "/venv/lib/python3.11/site-packages/"
 LIB = "/usr/lib/python3.11/"
@@ -175,6 +175,37 @@ def test_work_after_the_step_is_at_the_line_of_the_loop(tmp_path: Path) -> None:
     assert [(place.line, place.call, place.kind) for place in window.places] == [
         ("train.py:4", "draw", AFTER_STEP), ("train.py:2", "loss.backward", "compute")
     ]  # fmt: skip
+
+
+def test_a_python_loop_in_a_step_is_a_place_but_one_over_layers_is_none(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "for images in loader:\n    loss = criterion(net(images))\n    loss.backward()\ndef criterion(points):\n"
+        "    for point in points:\n        total += wing(point)\n    return total\n"
+        "def wing(point):\n    return point.abs()\n"
+        "def forward(x):\n    for layer in layers:\n        x = layer(x)\n"
+    )
+
+    def own(function: str, line: int) -> Frame:
+        return Frame(function, str(script), line)
+
+    looped = [own("wing", 9), own("criterion", 6), own("<module>", 2)]
+    layers = [
+        *stack("torch/nn/modules/conv.py: Conv2d._conv_forward", *MODULE)[:-1],
+        own("forward", 12),
+        own("<module>", 2),
+    ]
+    alone = [own("wing", 9), own("criterion", 6)]
+    fields = {"cwd": str(tmp_path), "t": 0.0, "attempt": 1, "pid": 1, "wall_s": 1.0, "runnable": 1.0}
+    found = {}
+    for name, frames in {"looped": looped, "layers": layers, "alone": alone}.items():
+        torch = stack("torch/_tensor.py: Tensor.__rsub__")[:-1] if name != "layers" else []
+        window = make_window([([*torch, *frames], 3)], role="training", **fields)
+        assert window is not None
+        found[name] = [(place.line, place.call, place.kind) for place in window.places]
+    assert found["looped"] == [("train.py:6", "wing", LOOP_IN_STEP)]
+    assert found["layers"][0][2] == "compute"
+    assert found["alone"][0][2] != LOOP_IN_STEP
 
 
 def test_a_trace_of_autograph_is_at_the_line_that_called_it() -> None:
