@@ -45,6 +45,8 @@ TAL_TOPK = 10
 """Maximum number of positive points of a box. TOOD: 13 on five levels; here there are three."""
 IOU_THRESHOLD = 0.7
 """NMS threshold: two objects of a class may overlap by more than the usual 0.5."""
+NMS_FREE_TOP_N = 300
+"""Boxes of a level where each object has one; YOLO26 has 300 of all levels."""
 HEAD_DEPTH = 2
 """Convolutions of a head before its last layer, which has this index."""
 CLASS_WEIGHT, BOX_WEIGHT, DFL_WEIGHT = 2.0, 2.5, 0.5
@@ -110,7 +112,7 @@ class Ember(Detector):
     """The detector. channels: of the three levels."""
 
     pre_nms_top_n = PRE_NMS_TOP_N
-    """Boxes of a level before NMS."""
+    """Boxes of a level before NMS; without NMS, NMS_FREE_TOP_N."""
 
     bin_distances: Tensor
 
@@ -120,6 +122,8 @@ class Ember(Detector):
     ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)
         self.iou_threshold = 1.0 if settings.nms_free else IOU_THRESHOLD
+        if settings.nms_free:
+            self.pre_nms_top_n = NMS_FREE_TOP_N
         self.backbone = backbone
         self.num_levels, self.head_depth = len(channels), head_depth
         norm = NORMS[trainable_norm(settings.backbone_norm)]
