@@ -80,8 +80,9 @@ class DecoupledHead(nn.Module):
     def __init__(self, channels: list[int], num_classes: int, norm: Norm, depth: int = HEAD_DEPTH) -> None:
         super().__init__()
         self.num_classes = num_classes
-        # The width does not depend on the number of classes, so weights of other classes can be loaded.
-        box_channels, class_channels = 4 * REG_MAX, channels[0]
+        # The widths do not depend on the number of classes, so weights of other classes can be loaded. Half of the
+        # finest level for the boxes: the same AP as with all of it, with 15 % fewer FLOPs (LOG.md).
+        box_channels, class_channels = max(16, min(4 * REG_MAX, channels[0] // 2)), channels[0]
         self.sides = nn.ModuleList(
             nn.Sequential(
                 *(conv_norm(box_channels if n else width, box_channels, norm) for n in range(depth)),

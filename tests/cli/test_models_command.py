@@ -158,7 +158,7 @@ def test_several_are_compared(capsys: pytest.CaptureFixture[str]):
     head, *rows = table.splitlines()
     assert head.split() == list(names)
     row = {line[:16].strip(): line[16:] for line in rows}
-    assert row["parameters"].split() == ["30.4", "M", "1.5", "M", "2.6", "M"]
+    assert row["parameters"].split() == ["30.4", "M", "1.5", "M", "2.4", "M"]
     assert row["image size"].split() == ["384", "640", "640"]
     for quantity in ("GFLOP", "GFLOP, training", "memory"):
         assert all(char.isdigit() for char in row[quantity].split()[0].replace(".", ""))
