@@ -165,7 +165,7 @@ class Bench:
             if around.variables.get("NVML_STUB"):
                 del variables["CUDA_VISIBLE_DEVICES"]
             variables |= plan.variables | around.variables
-            with (folder / "output").open("wb") as output:
+            with (folder / "job.log").open("wb") as output:
                 job = subprocess.Popen(
                     [*around.before, *command], env=variables, cwd=folder, stdout=output, stderr=output,
                     start_new_session=True,

@@ -210,7 +210,7 @@ class Bench:
             variables |= {"STOKER_CACHE_DIR": str(folder / "cache")} | job.variables | around.variables
             if "PYTHONPATH" in job.variables:  # of the job, after that of `stoker watch`
                 variables["PYTHONPATH"] = os.pathsep.join((str(self.stoker), job.variables["PYTHONPATH"]))
-            with (folder / "output").open("wb") as output:
+            with (folder / "job.log").open("wb") as output:
                 process = subprocess.Popen(
                     [*around.before, *command], env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
                     stderr=output, start_new_session=True,
@@ -225,7 +225,7 @@ class Bench:
                         with contextlib.suppress(ProcessLookupError):  # it ended
                             os.kill(pid, signal.SIGKILL)
                     process.wait()
-        last = (folder / "output").read_bytes().decode(errors="replace").strip()[-200:]
+        last = (folder / "job.log").read_bytes().decode(errors="replace").strip()[-200:]
         if job.exits is not None and code != job.exits and job.read_after_s is None:
             return {"findings": None, "reason": f"exit code {code} instead of {job.exits}: {last}", "exit_code": code}
         known = folder / "known.json"

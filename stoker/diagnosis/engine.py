@@ -64,8 +64,10 @@ def run_rules(run: RunRecords) -> list[Finding]:
         shown = msgspec.structs.replace(end_findings[0], evidence=end_findings[0].evidence + host.stuck_evidence(run))
         end_findings[0] = host.name_stuck(run, shown)
     if not end_findings:
-        is_hung = any(finding.id == "hung" for finding in remaining)
-        return [*(postmortem.explain_hang(run.read_output()) if is_hung else []), *remaining]
+        if any(finding.id == "hung" for finding in remaining):
+            explained = postmortem.explain_hang(run.read_output(), has_stepped=run.steady.steps > 0)
+            return [*explained, *remaining]
+        return remaining
     if endings()[end_findings[0].id].role == "stop" or end_findings[0].severity == "info":
         faults = [finding for finding in remaining if finding.severity != "info" and finding.id != "cpu_contention"]
         return [*faults, *end_findings, *(finding for finding in remaining if finding not in faults)]

@@ -114,11 +114,13 @@ def explain(termination: Termination) -> list[Finding]:
     return findings
 
 
-def explain_hang(output: tuple[LogLine, ...]) -> list[Finding]:
+def explain_hang(output: tuple[LogLine, ...], *, has_stepped: bool) -> list[Finding]:
     """What the output of a job that lives says since the progress before its last, where that is a known failure: the
-    last may be the line of a bar, which is written again and again."""
+    last may be the line of a bar, which is written again and again. What it said before its only line of progress did
+    not keep it from its steps, if it took any."""
     progress = find_progress(output)
-    lines = drop_ignored_exceptions(output[progress[-2] if len(progress) > 1 else 0 :])
+    start = progress[-2] if len(progress) > 1 else progress[0] if progress and has_stepped else 0
+    lines = drop_ignored_exceptions(output[start:])
     return [
         _make_finding(ending_id, _quote_lines(quoted))
         for ending_id, quoted in _faults_by_ending(_find_matches(lines)).items()

@@ -407,6 +407,7 @@ def _add_host(host: HostStats, sample: DeviceSample) -> None:
         "process_cpu",
         "threads_running",
         "threads_active",
+        "bound_cores",
         "psi_cpu",
         "psi_memory",
         "psi_io",

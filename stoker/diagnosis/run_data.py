@@ -288,6 +288,8 @@ class HostStats:
     process_cpu: Mean = dataclasses.field(default_factory=Mean)
     threads_running: Mean = dataclasses.field(default_factory=Mean)
     threads_active: Mean = dataclasses.field(default_factory=Mean)
+    bound_cores: Mean = dataclasses.field(default_factory=Mean)
+    """Of the samples in which the job's threads were bound to fewer cores than it may use."""
     psi_cpu: Mean = dataclasses.field(default_factory=Mean)
     psi_memory: Mean = dataclasses.field(default_factory=Mean)
     psi_io: Mean = dataclasses.field(default_factory=Mean)

@@ -37,6 +37,8 @@ class _Source(NamedTuple):
     """Name → what it can be imported as."""
     own: frozenset[str]
     """Functions and classes that the file defines."""
+    steppers: frozenset[str]
+    """Functions of it that take a step of an optimizer, outside of loops: a training loop calls them."""
 
 
 def is_wrapper(function: str, file: str) -> bool:
@@ -72,10 +74,11 @@ _REPEATS = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 @functools.lru_cache(maxsize=4096)
 def is_after_step(file: str, line: int, function: str) -> bool:
     """Whether a line of a training loop comes after its step: the innermost loop around the line, in the function of
-    that name, calls the `step` of an optimizer in a line before. What such a line computes is no part of the step."""
-    for scope in _scopes(file, function):
+    that name, takes a step of an optimizer in a line before. What such a line computes is no part of the step."""
+    source = _read_source(file)
+    for scope in _scopes(source, function):
         around = [node for node in ast.walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
-        steps = [node.lineno for node in ast.walk(around[-1]) if _is_step(node)] if around else []  # type: ignore[attr-defined]
+        steps = _step_lines(source, around[-1]) if source is not None and around else []
         if steps and line > max(steps):
             return True
     return False
@@ -87,9 +90,10 @@ def find_loop(file: str, line: int, function: str) -> tuple[bool, bool]:
     line is in a loop that is not the training loop, nor one around it)."""
     if function in _COMPREHENSIONS and function != "<lambda>":
         return False, True
+    source = _read_source(file)
     has_step = in_loop = False
-    for scope in _scopes(file, function):
-        steps = [node.lineno for node in ast.walk(scope) if _is_step(node) or _is_backward(node)]  # type: ignore[attr-defined]
+    for scope in _scopes(source, function) if source is not None else ():
+        steps = [*_step_lines(source, scope), *(node.lineno for node in ast.walk(scope) if _is_backward(node))]  # type: ignore[attr-defined]
         loops = [node for node in ast.walk(scope) if isinstance(node, _REPEATS)]
         inner = [loop for loop in loops if not any(_covers(loop, step) for step in steps) and _covers(loop, line)]
         training = [around[-1] for step in steps if (around := [loop for loop in loops if _covers(loop, step)])]
@@ -98,9 +102,8 @@ def find_loop(file: str, line: int, function: str) -> tuple[bool, bool]:
     return has_step, in_loop
 
 
-def _scopes(file: str, function: str) -> list[ast.AST]:
+def _scopes(source: _Source | None, function: str) -> list[ast.AST]:
     """The functions of that name in a file; empty: there are none, or it cannot be read."""
-    source = _read_source(file)
     if source is None:
         return []
     if function == "<module>":
@@ -109,6 +112,14 @@ def _scopes(file: str, function: str) -> list[ast.AST]:
         node for node in ast.walk(source.tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
     ]  # fmt: skip
+
+
+def _step_lines(source: _Source, scope: ast.AST) -> list[int]:
+    """Lines with a step of an optimizer, or with a call of a function of this file that takes one."""
+    return [
+        node.lineno for node in ast.walk(scope)
+        if _is_step(node) or (isinstance(node, ast.Call) and _last_name(node.func) in source.steppers)
+    ]  # type: ignore[attr-defined]  # fmt: skip
 
 
 def _is_step(node: ast.AST) -> bool:
@@ -181,6 +192,7 @@ def _read_source(file: str) -> _Source | None:
         return None
     imports: dict[str, str] = {}
     own: set[str] = set()
+    steppers: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -191,7 +203,11 @@ def _read_source(file: str) -> _Source | None:
             imports |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
-    return _Source(tree, imports, frozenset(own))
+            steps = [] if isinstance(node, ast.ClassDef) else [part for part in ast.walk(node) if _is_step(part)]
+            loops = [part for part in ast.walk(node) if isinstance(part, _LOOPS)] if steps else []
+            if steps and not any(_covers(loop, step.lineno) for loop in loops for step in steps):  # type: ignore[attr-defined]
+                steppers.add(node.name)
+    return _Source(tree, imports, frozenset(own), frozenset(steppers))
 
 
 def _imports_of_line(tree: ast.Module, line: int) -> str:

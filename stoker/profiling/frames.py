@@ -254,7 +254,7 @@ def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
         if _LAYER_FILE.search(frame.file):
             return None
         if not is_job_code(frame):
-            if found is not None:  # what a framework's training loop called
+            if found is not None and _PACKAGE.search(frame.file):  # what a framework's training loop called
                 return found
             continue
         has_step, in_loop = find_loop(frame.file, frame.line, _base_name(frame.function))

@@ -342,6 +342,8 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Mean number of threads of this process and its children that ran or waited for a core."""
     threads_active: int | None = None
     """Threads of them that took at least 0.005 of a core."""
+    bound_cores: int | None = None
+    """Number of cores that those of them which computed are bound to, where the first process may use more."""
     swap_used_bytes: int | None = None
     """Swap in use."""
     disk_free_bytes: int | None = None

@@ -227,6 +227,10 @@ CASES: dict[str, tuple[Case, Case]] = {
             cpu_core_utilization=[0.97] * 4, process_cpu=1.8, threads_running=1.9
         ),  # a busy neighbor, and enough cores for both
     ),
+    "cores_bound": (
+        _host(bound_cores=1, threads_running=2.0, process_cpu=0.97),
+        _host(bound_cores=1, threads_running=1.0, process_cpu=0.97),  # one core is all that they need
+    ),
     "threads_oversubscribed": (_host(threads_running=20.0), _host(threads_running=9.0)),
     "threads_oversubscribed: by turns": (
         _host(threads_running=9.0, threads_active=64, process_cpu=4.0),

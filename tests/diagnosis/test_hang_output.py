@@ -19,6 +19,7 @@ SHM = "RuntimeError: unable to allocate shared memory(shm) for file </torch_135_
         (["step 1 loss 0.5", "step 2 loss 0.4", SHM, "step 3 loss 0.4"], "shared_memory_full"),
         ([SHM, "step 1 loss 0.5", "step 2 loss 0.4", "step 3 loss 0.4"], "hung"),  # it went on after that
         (["step 1 loss 0.5", "step 2 loss 0.4"], "hung"),
+        (["SSD.trainer INFO: No checkpoint found.", "step 1 loss 0.5"], "hung"),  # its only line of progress
     ],
 )
 def test_what_a_hanging_job_has_logged(

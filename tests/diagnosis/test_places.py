@@ -266,6 +266,16 @@ def test_a_hang_names_who_is_stuck_and_where(name: str, title: str, waiting: str
     assert findings[0].place == title.rpartition(" at ")[2]
 
 
+def test_a_hang_names_the_calls_in_which_ranks_wait_for_each_other() -> None:
+    """Records of `stoker watch`: rank 0 alone calls the model that DDP has wrapped, rank 1 has gone on."""
+    findings = run_rules(read_run(HANGS / "ranks_wait_apart"))
+    assert findings[0].id == "hung"
+    assert (
+        "rank 0 in model at ssd/engine/trainer.py:83, rank 1 in torch.distributed.reduce at ssd/engine/trainer.py:41"
+        in findings[0].title
+    )
+
+
 def test_no_warning_is_below_seventy_percent(tmp_path: Path) -> None:
     """Idle cores, no stacks: what took the time is the finding, and each possible cause has what would tell."""
     (finding, *_) = run_rules(read_run(make_run(tmp_path / "run", **WAITS)))

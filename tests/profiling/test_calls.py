@@ -143,3 +143,38 @@ def test_loops_inside_of_a_training_step(
     script = tmp_path / "train.py"
     script.write_text(STEPS)
     assert find_loop(str(script), line, function) == (has_step, in_loop)
+
+
+STEPPER = """\
+def train_batch(data):
+    loss = net(data)
+    loss.backward()
+    optimizer.step()
+    return loss
+def train(epoch):
+    for data in loader:
+        train_batch(data)
+def main():
+    for epoch in range(3):
+        for data in loader:
+            loss = train_batch(data)
+            profiler.step()
+        evaluate(net)
+    train(3)
+    for image in images:
+        draw(image)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "function", "is_after", "loop"),
+    [(12, "main", False, (True, False)), (13, "main", True, (True, False)), (14, "main", False, (True, False)),
+     (17, "main", False, (True, False)), (2, "train_batch", False, (True, False))],
+)  # fmt: skip
+def test_a_function_may_take_the_step_of_a_loop(
+    line: int, function: str, is_after: bool, loop: tuple[bool, bool], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STEPPER)
+    assert is_after_step(str(script), line, function) is is_after
+    assert find_loop(str(script), line, function) == loop

@@ -100,6 +100,25 @@ def threads_oversubscribed(run: RunRecords, cause: Cause) -> Finding | None:
     return make_finding(run, cause, own_threads / cores, [threads_evidence, _pressure_evidence(run)])
 
 
+def cores_bound(run: RunRecords, cause: Cause) -> Finding | None:
+    """Threads that are bound to a part of the cores cost only what they demand beyond it: the part must be full."""
+    bound, cores = run.host.bound_cores, run.host.cores
+    demanded, got = run.host.threads_running.value, run.host.process_cpu.value
+    if bound.value is None or not cores or demanded is None or got is None:
+        return None
+    if 2 * bound.count < run.host.threads_running.count or got < cause.threshold("busy") * bound.value:
+        return None
+    fraction = max(0.0, demanded - got) / max(1.0, demanded)
+    text = f"the threads that computed are bound to {bound.value:.2g} of {cores:g} cores"
+    demand = f"they demanded {demanded:.2f} cores and got {got:.2f}"
+    evidence = [
+        make_evidence(text, bound.value, "devices.jsonl: bound_cores, cpu_limit_cores"),
+        make_evidence(demand, fraction, "devices.jsonl: threads_running, process_cpu"),
+    ]
+    lost_s = _lost_device_s(run, fraction)
+    return make_finding(run, cause, fraction, evidence, lost_s=lost_s, estimate_basis=_ESTIMATE)
+
+
 def cpu_demand(run: RunRecords) -> float | None:
     """Cores that the run used, or would have used without other processes and quotas. None if there are few samples, or
     if an unknown amount of CPU time was withheld."""
@@ -460,8 +479,13 @@ def stuck_evidence(run: RunRecords) -> list[Evidence]:
 
 
 def name_stuck(run: RunRecords, finding: Finding) -> Finding:
-    """The finding of a hang with who is stuck in its title, if the stacks show it."""
-    stuck, _ = stuck_places(run)
+    """The finding of a hang with who is stuck in its title, or that ranks wait in different calls, if the stacks show
+    it."""
+    stuck, waiting = stuck_places(run)
+    calls = {place.line: f"{who} in {place.call or place.function} at {place.line}" for who, place in waiting}
+    if not stuck and len(calls) > 1:
+        title = f"{finding.title}: the ranks wait in different calls, {', '.join(calls.values())}"
+        return msgspec.structs.replace(finding, title=title)
     if not stuck:
         return finding
     title = f"{finding.title}: {describe_stuck(*stuck[0])}"

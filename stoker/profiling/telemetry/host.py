@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
@@ -34,6 +35,8 @@ THREADS_PER_SAMPLE = 64
 MIN_ACTIVE_FRACTION = 0.005
 """Fraction of a core from which a thread is active: of 64 threads on two cores each gets 0.03, one that polls 0.001."""
 
+MIN_COMPUTING_FRACTION = 0.1
+"""Fraction of a core from which the cores that a thread is bound to count: a launcher that polls takes less."""
 MIN_OTHER_CORES = 0.25
 """Cores in use by others from which they are named: less hardly slows a run down (heuristic)."""
 MIN_PROCESS_CORES = 0.05
@@ -66,6 +69,8 @@ class ProcessTreeSample:
     """Mean number of threads that ran or waited for a CPU, between the last two times that all threads were read."""
     threads_active: int | None = None
     """Threads that did more than wake up meanwhile."""
+    bound_cores: int | None = None
+    """Cores that those of them which computed are bound to; None: at least as many as the first process may use."""
 
 
 class ProcessTreeSampler:
@@ -81,6 +86,7 @@ class ProcessTreeSampler:
         self._previous: tuple[float, dict[str, tuple[int, int]]] | None = None
         self._threads_running: float | None = None
         self._threads_active: int | None = None
+        self._bound_cores: int | None = None
 
     def sample(self, now_s: float) -> ProcessTreeSample:
         """now_s: from a monotonic clock."""
@@ -102,6 +108,7 @@ class ProcessTreeSampler:
             largest_rss_bytes=most_pages * os.sysconf("SC_PAGE_SIZE"),
             threads_running=self._threads_running,
             threads_active=self._threads_active,
+            bound_cores=self._bound_cores,
         )
 
     def _walk(self, now_s: float) -> None:
@@ -124,16 +131,38 @@ class ProcessTreeSampler:
         # all 0: this kernel does not count these times (documentation: scheduler/sched-stats)
         self._previous = (now_s, times_ns) if any(busy for _, busy in times_ns.values()) else None
         if previous is None or self._previous is None or now_s <= previous[0]:
-            self._threads_running = self._threads_active = None
+            self._threads_running = self._threads_active = self._bound_cores = None
         else:
             wall_ns = 1e9 * (now_s - previous[0])
             before = {thread: previous[1].get(thread, (0, 0)) for thread in times_ns}
             increase_ns = sum(max(0, busy - before[thread][1]) for thread, (_, busy) in times_ns.items())
             self._threads_running = min(float(len(times_ns)), increase_ns / wall_ns)
-            ran = (ran - before[thread][0] for thread, (ran, _) in times_ns.items())
-            self._threads_active = sum(ran_ns >= MIN_ACTIVE_FRACTION * wall_ns for ran_ns in ran)
+            fractions = {thread: (ran - before[thread][0]) / wall_ns for thread, (ran, _) in times_ns.items()}
+            self._threads_active = sum(fraction >= MIN_ACTIVE_FRACTION for fraction in fractions.values())
+            computing = [thread for thread, fraction in fractions.items() if fraction >= MIN_COMPUTING_FRACTION]
+            self._bound_cores = self._count_bound_cores(computing)
         self.pids = pids
         self._next_walk = self._sample_count + math.ceil(max(1, len(times_ns)) / THREADS_PER_SAMPLE)
+
+
+    def _count_bound_cores(self, computing: list[str]) -> int | None:
+        """As `ProcessTreeSample.bound_cores`, of these threads of `task` folders."""
+        with contextlib.suppress(OSError):  # one of them ended
+            bound = {
+                core
+                for thread in computing
+                for core in _allowed_cores(f"{self._proc}/{thread.replace('/', '/task/')}/status")
+            }
+            if bound and len(bound) < len(_allowed_cores(f"{self._proc}/{self._pid}/status")):
+                return len(bound)
+        return None
+
+
+def _allowed_cores(status: str) -> list[int]:
+    """The cores that a thread may run on, of its `status` file; empty: it does not say. Raises OSError."""
+    line = re.search(rb"^Cpus_allowed_list:\s*(\S+)", read(status), re.MULTILINE)
+    ranges = [part.split("-") for part in line[1].decode().split(",")] if line is not None else []
+    return [core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1)]
 
 
 def _rss_bytes(pid: int) -> int | None:
@@ -260,6 +289,7 @@ class HostSampler:
             largest_rss_bytes=tree.largest_rss_bytes,
             threads_running=tree.threads_running,
             threads_active=tree.threads_active,
+            bound_cores=tree.bound_cores,
             shm_used_bytes=None if shm is None else shm[0],
             shm_total_bytes=None if shm is None else shm[1],
             **self._slow_values,

@@ -55,6 +55,8 @@ CPU_OFFSET = len(SLOTS) - STARTUP
 """Offset from a slot of seconds to the slot of its CPU-seconds."""
 
 HEADER_BYTES, STATE_BYTES = 1024, 4096
+MAX_BACKWARDS = 64
+"""Backward passes without a step of an optimizer, after which each is a step itself."""
 MAX_UNPROVEN_BATCHES = 3
 """An iterator with this many batches and no backward is one of evaluation; some loops prefetch one or two."""
 
@@ -105,6 +107,7 @@ class PhaseClock:
         self._eval_source: BatchSource | None = None
         self._optimizer: Any = None
         self._other_steps = 0
+        self._num_backwards, self._has_optimizer = 0, False
         self.device_events: Any = None
         """Events of the device, if there is one."""
         self._growth = GrowthFinder(self._report_growth)
@@ -338,6 +341,15 @@ class PhaseClock:
         except Exception as error:  # noqa: BLE001
             self.disable("trains", error)
 
+    def count_backward(self, module: "Any") -> None:
+        """A backward pass has ended. A job that changes its weights itself has no optimizer that steps: then each is a
+        step, after as many as no job accumulates."""
+        if not self._has_optimizer and get_ident() == self.thread_id:
+            self._num_backwards += 1
+            if self._num_backwards > MAX_BACKWARDS:
+                self.count_optimizer_step(module, None)
+                self._has_optimizer = False
+
     def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1) -> None:
         """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step."""
         try:
@@ -351,9 +363,10 @@ class PhaseClock:
             self.confirm_training()
             self.update()
             first = None if self._optimizer is None else self._optimizer()
-            if first is None or self._other_steps > 100:
+            if first is None or self._other_steps > 100 or not self._has_optimizer:
                 self._optimizer, first = ref(optimizer), optimizer
             self._other_steps = 0 if first is optimizer else self._other_steps + 1
+            self._has_optimizer = True
             values = self.values
             if first is optimizer:
                 values[STEPS] += steps

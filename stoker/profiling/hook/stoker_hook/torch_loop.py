@@ -109,7 +109,8 @@ def patch_backward(module: "Any") -> None:
     def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
         if get_ident() == clock.thread_id:
             clock.confirm_training()
-        return original(*args, **kwargs)
+        original(*args, **kwargs)
+        clock.count_backward(module)
 
     module.backward = wrapper
 
