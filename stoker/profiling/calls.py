@@ -78,7 +78,7 @@ def is_after_step(file: str, line: int, function: str) -> bool:
     source = _read_source(file)
     for scope in _scopes(source, function):
         around = [node for node in ast.walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
-        steps = _step_lines(source, around[-1]) if source is not None and around else []
+        steps = _step_lines(source, around[-1]) if around else []
         if steps and line > max(steps):
             return True
     return False
@@ -92,8 +92,8 @@ def find_loop(file: str, line: int, function: str) -> tuple[bool, bool]:
         return False, True
     source = _read_source(file)
     has_step = in_loop = False
-    for scope in _scopes(source, function) if source is not None else ():
-        steps = [*_step_lines(source, scope), *(node.lineno for node in ast.walk(scope) if _is_backward(node))]  # type: ignore[attr-defined]
+    for scope in _scopes(source, function):
+        steps = _step_lines(source, scope, with_backward=True)
         loops = [node for node in ast.walk(scope) if isinstance(node, _REPEATS)]
         inner = [loop for loop in loops if not any(_covers(loop, step) for step in steps) and _covers(loop, line)]
         training = [around[-1] for step in steps if (around := [loop for loop in loops if _covers(loop, step)])]
@@ -114,12 +114,14 @@ def _scopes(source: _Source | None, function: str) -> list[ast.AST]:
     ]  # fmt: skip
 
 
-def _step_lines(source: _Source, scope: ast.AST) -> list[int]:
+def _step_lines(source: _Source | None, scope: ast.AST, *, with_backward: bool = False) -> list[int]:
     """Lines with a step of an optimizer, or with a call of a function of this file that takes one."""
+    steppers = source.steppers if source is not None else frozenset()
     return [
         node.lineno for node in ast.walk(scope)
-        if _is_step(node) or (isinstance(node, ast.Call) and _last_name(node.func) in source.steppers)
-    ]  # type: ignore[attr-defined]  # fmt: skip
+        if isinstance(node, ast.Call)
+        and (_is_step(node) or _last_name(node.func) in steppers or (with_backward and _is_backward(node)))
+    ]  # fmt: skip
 
 
 def _is_step(node: ast.AST) -> bool:

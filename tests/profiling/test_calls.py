@@ -168,7 +168,7 @@ def main():
 
 @pytest.mark.parametrize(
     ("line", "function", "is_after", "loop"),
-    [(12, "main", False, (True, False)), (13, "main", True, (True, False)), (14, "main", False, (True, False)),
+    [(12, "main", False, (True, False)), (13, "main", True, (True, False)), (14, "main", True, (True, False)),
      (17, "main", False, (True, False)), (2, "train_batch", False, (True, False))],
 )  # fmt: skip
 def test_a_function_may_take_the_step_of_a_loop(

@@ -144,7 +144,6 @@ class ProcessTreeSampler:
         self.pids = pids
         self._next_walk = self._sample_count + math.ceil(max(1, len(times_ns)) / THREADS_PER_SAMPLE)
 
-
     def _count_bound_cores(self, computing: list[str]) -> int | None:
         """As `ProcessTreeSample.bound_cores`, of these threads of `task` folders."""
         with contextlib.suppress(OSError):  # one of them ended
