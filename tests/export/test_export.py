@@ -407,7 +407,7 @@ def make_run(folder: Path, data: Path, name: str) -> Path:
     with torch.no_grad():
         model.train()(torch.from_numpy(random_images(2, 0)))  # the norms learn what the images are like
     for head in model.class_heads():
-        torch.nn.init.normal_(model.get_submodule(head.name).weight, std=0.15)
+        torch.nn.init.normal_(model.get_submodule(head.name).weight, std=0.1)
         torch.nn.init.zeros_(model.get_submodule(head.name).bias)
     metadata = model_file.ModelMetadata(
         settings=config.model, class_names=CLASSES, image_size=IMAGE_SIZE, resize="letterbox"
