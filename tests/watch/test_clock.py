@@ -143,6 +143,23 @@ def test_two_optimizers_are_one_step_and_what_is_between_them_is_work(timed: Tim
     assert timed.seconds() == {"startup": 8.0, "input_wait": 3.0, "compute": 15.0}
 
 
+def test_a_job_that_changes_its_weights_itself_steps_with_each_backward(timed: Timed) -> None:
+    """Once no optimizer has stepped for longer than any job accumulates; from the first step of one on, these count."""
+    module, source = Optimizer(), BatchSource()
+    for _ in range(hook.MAX_BACKWARDS + 3):
+        timed.batch(source)
+        timed.clock.confirm_training()
+        timed.takes(2.0)
+        timed.clock.count_backward(module)
+    assert timed.count(hook.STEPS) == 3
+    assert timed.seconds() == {"startup": 3.0 * (hook.MAX_BACKWARDS + 1), "input_wait": 2.0, "compute": 4.0}
+    for _ in range(hook.MAX_BACKWARDS + 3):
+        timed.batch(source)
+        timed.clock.count_backward(module)
+        timed.step()
+    assert timed.count(hook.STEPS) == 4 + hook.MAX_BACKWARDS + 3
+
+
 def test_phases_inside_others_count_once(timed: Timed) -> None:
     source = started(timed)
     timed.batch(source, works=1.0)
