@@ -115,7 +115,7 @@ def test_every_network_uses_parts_of_the_shared_tensors_and_trains_them() -> Non
         assert {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in net.model(network).named_parameters()}
     optimizer = torch.optim.Adam(net.tensors.values(), lr=3e-3)
     losses = []
-    for _ in range(12):
+    for _ in range(24):
         loss = torch.stack([net.loss(network, some) for network in (net.largest[0], net.smallest[1])]).sum()
         losses.append(float(loss.detach()))
         loss.backward()
