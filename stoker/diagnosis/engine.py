@@ -65,7 +65,7 @@ def run_rules(run: RunRecords) -> list[Finding]:
         end_findings[0] = host.name_stuck(run, shown)
     if not end_findings:
         if any(finding.id == "hung" for finding in remaining):
-            explained = postmortem.explain_hang(run.read_output(), has_stepped=run.steady.steps > 0)
+            explained = postmortem.explain_hang(run.read_output(), has_stepped=run.totals.steps > 0)
             return [*explained, *remaining]
         return remaining
     if endings()[end_findings[0].id].role == "stop" or end_findings[0].severity == "info":

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
-from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, Place, StackWindow
+from stoker.runs.schemas import LOOP_IN_STEP, Place, StackWindow
 
 __all__ = ["PlaceCounter", "PlaceTotal", "find_places"]  # the rest is for the rules and `why`
 
@@ -88,7 +88,9 @@ class PlaceCounter:
         seen: set[_Key] = set()
         for place in window.places:
             # copy.deepcopy of a model ends in torch's frames, so its samples are recorded as compute.
-            kind = "python" if place.kind == "compute" and _NEVER_A_STEP.match(place.call) else place.kind
+            kind = (
+                "python" if place.kind in ("compute", LOOP_IN_STEP) and _NEVER_A_STEP.match(place.call) else place.kind
+            )
             key = _Key(group, kind, place.line, place.function, place.call, place.part)
             if key not in process.places and len(process.places) >= MAX_PLACES:
                 continue
@@ -231,7 +233,7 @@ _LOADER_CALL = re.compile(
     r"|(pytorch_lightning|lightning)\.\w+\.(loops|utilities))\."
 )
 """Calls in which a thread waits for what a loader prepares elsewhere: the place is there."""
-_LOOP_CALL = re.compile(r"^(?!subprocess\.)(.*\.)?(fit|fit_generator|train|learn|main|run|launch)$")
+_LOOP_CALL = re.compile(r"^(?!subprocess\.|asyncio\.)(.*\.)?(fit|fit_generator|train|learn|main|run|launch)$")
 """Calls of a training loop as a whole: what takes the time is inside of it."""
 _READ = re.compile(
     r"(^|[._])(read|readinto|readlines?|read_bytes|read_text|fromfile|open|recv\w*|urlopen|request|get|stat|scandir"
@@ -261,8 +263,8 @@ MIN_LOADER_SAMPLES = 10
 def list_places(run: RunRecords) -> list[PlaceTotal]:
     """Places after the start outside of forward, backward and optimizer step, the most costly first; kinds of a line
     and call are one. A training thread that waits in a call of its own code is there; a worker may wait for its next
-    batch. A line of the training loop as a whole (`model.fit`), or with more samples in the steps than outside of
-    them, is no place."""
+    batch. A line with more samples in the steps than outside of them is that of the loop (`model.fit`), and no
+    place."""
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     in_steps: collections.Counter[tuple[str, int, str, str]] = collections.Counter()
     for total in run.places:
@@ -281,7 +283,6 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
         place for (role, rank, line, call), group in groups.items()
         if (place := merge_places(group)) is not None
         and (role != "training" or in_steps[role, rank, line, call] <= place.samples)
-        and (role != "training" or place.kind == AFTER_STEP or not _LOOP_CALL.search(call))
     ]  # fmt: skip
     phases = run.steady.phases
     waited = phases.get("input_wait", 0.0) / sum(phases.values()) if any(phases.values()) else 1.0
@@ -420,7 +421,8 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
             or place.kind in ("python", "gc", "other", "idle", "input_wait")
             or (place.kind == "decode" and not _is_decoder(" ".join((place.call, *place.leaves))))
         )
-        is_known = _LOADER_CALL.search(place.call) or re.search(STARTS, place.call)
+        is_loop = place.role == "training" and _LOOP_CALL.search(place.call)
+        is_known = is_loop or _LOADER_CALL.search(place.call) or re.search(STARTS, place.call)
         file = place.line.rpartition(":")[0]
         has_step = place.role == "training" and (file, place.function) in have_steps
         if is_own and not is_known and (place.call or not has_step):

@@ -408,6 +408,7 @@ def _add_host(host: HostStats, sample: DeviceSample) -> None:
         "threads_running",
         "threads_active",
         "bound_cores",
+        "unbound_cores",
         "psi_cpu",
         "psi_memory",
         "psi_io",

@@ -289,7 +289,8 @@ class HostStats:
     threads_running: Mean = dataclasses.field(default_factory=Mean)
     threads_active: Mean = dataclasses.field(default_factory=Mean)
     bound_cores: Mean = dataclasses.field(default_factory=Mean)
-    """Of the samples in which the job's threads were bound to fewer cores than it may use."""
+    unbound_cores: Mean = dataclasses.field(default_factory=Mean)
+    """Of the samples in which the job's threads were bound to fewer cores than they might use."""
     psi_cpu: Mean = dataclasses.field(default_factory=Mean)
     psi_memory: Mean = dataclasses.field(default_factory=Mean)
     psi_io: Mean = dataclasses.field(default_factory=Mean)

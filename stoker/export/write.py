@@ -4,6 +4,7 @@
 images (`parity.py`), and gets its place only if they agree. docs/export.md describes the formats.
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -31,6 +32,7 @@ from stoker.inference.image_batches import decode_into_buffer, read_image
 from stoker.inference.predict import find_images
 from stoker.inference.runtime import ONNX_SUFFIX, RUNTIMES, require_package
 from stoker.knowledge import read_toml
+from stoker.models.detector import Detector
 from stoker.models.layers.postprocess import MAX_DETECTIONS
 from stoker.models.weights import model_file
 from stoker.runs.records import CONFIG
@@ -115,7 +117,8 @@ def export_model(
     _require_own_export(out_path, target_format.suffix)
     numbers = conf, nms_threshold, max_detections, opset, batch_size
     graph.check_options(*numbers)
-    spec = programs.Spec(model, metadata, _metadata(metadata, weights), *numbers)
+    exported = _without_spare_candidates(model, max_detections) if nms_threshold >= 1 else model
+    spec = programs.Spec(exported, metadata, _metadata(metadata, weights), *numbers)
     inputs = _load_images(source, weights, metadata, images)
     with (
         writing("The exported file cannot be written.", out_path, fix="--out FILE"),
@@ -134,7 +137,7 @@ def export_model(
                 cause=f"{type(error).__name__}: {next((x for x in lines if 'not found' in x.lower()), lines[0])[:300]}",
                 choices=[f"--format {other}" for other in FORMATS if other != format],
             ) from error
-        summary = _check_parity(spec, temp_path, out_path, inputs)
+        summary = _check_parity(spec._replace(model=model), temp_path, out_path, inputs)
         files = sorted(Path(folder).iterdir(), key=lambda file: file.name == out_path.name)  # it is the last one
         size_bytes = sum(file.stat().st_size for file in files)
         for file in files:
@@ -145,6 +148,21 @@ def export_model(
     opset_text = f", opset {opset}" if format in ("onnx", "openvino") else ""
     yield f"{out_path} ({size_bytes / 1e6:.1f} MB{opset_text}, from {weights})"
     yield summary
+
+
+MIN_CANDIDATES = 300
+"""Candidates of a level in a file without NMS, at least; YOLO26 has 300 of all levels."""
+
+
+def _without_spare_candidates(model: Detector, max_detections: int) -> Detector:
+    """A model for a file without NMS, whose detections are the best candidates: no more of a level are needed, and some
+    in the padding, which are none. An ember takes 5 % less time so."""
+    if not hasattr(model, "pre_nms_top_n"):
+        return model
+    limited: Any = copy.deepcopy(model)
+    limited.pre_nms_top_n = min(limited.pre_nms_top_n, max(MIN_CANDIDATES, 2 * max_detections))
+    found: Detector = limited
+    return found
 
 
 def _check_parity(spec: programs.Spec, temp_path: Path, out_path: Path, inputs: ParityInputs) -> str:

@@ -45,8 +45,6 @@ TAL_TOPK = 10
 """Maximum number of positive points of a box. TOOD: 13 on five levels; here there are three."""
 IOU_THRESHOLD = 0.7
 """NMS threshold: two objects of a class may overlap by more than the usual 0.5."""
-NMS_FREE_TOP_N = 300
-"""Boxes of a level where each object has one; YOLO26 has 300 of all levels."""
 HEAD_DEPTH = 2
 """Convolutions of a head before its last layer, which has this index."""
 CLASS_WEIGHT, BOX_WEIGHT, DFL_WEIGHT = 2.0, 2.5, 0.5
@@ -81,7 +79,7 @@ class DecoupledHead(nn.Module):
         super().__init__()
         self.num_classes = num_classes
         # The widths do not depend on the number of classes, so weights of other classes can be loaded. Half of the
-        # finest level for the boxes: the same AP as with all of it, with 15 % fewer FLOPs (LOG.md).
+        # finest level for the boxes: the same AP as with all of it, with 14 % fewer FLOPs (LOG.md).
         box_channels, class_channels = max(16, min(4 * REG_MAX, channels[0] // 2)), channels[0]
         self.sides = nn.ModuleList(
             nn.Sequential(
@@ -113,7 +111,7 @@ class Ember(Detector):
     """The detector. channels: of the three levels."""
 
     pre_nms_top_n = PRE_NMS_TOP_N
-    """Boxes of a level before NMS; without NMS, NMS_FREE_TOP_N."""
+    """Boxes of a level before NMS."""
 
     bin_distances: Tensor
 
@@ -123,8 +121,6 @@ class Ember(Detector):
     ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)
         self.iou_threshold = 1.0 if settings.nms_free else IOU_THRESHOLD
-        if settings.nms_free:
-            self.pre_nms_top_n = NMS_FREE_TOP_N
         self.backbone = backbone
         self.num_levels, self.head_depth = len(channels), head_depth
         norm = NORMS[trainable_norm(settings.backbone_norm)]

@@ -6,7 +6,7 @@ The outermost call of the line counts, because stacks of Python have no columns.
 import ast
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,52 +76,79 @@ def is_after_step(file: str, line: int, function: str) -> bool:
     """Whether a line of a training loop comes after its step: the innermost loop around the line, in the function of
     that name, takes a step of an optimizer in a line before. What such a line computes is no part of the step."""
     source = _read_source(file)
-    for scope in _scopes(source, function):
-        around = [node for node in ast.walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
+    for scope in _scopes(source, line, function):
+        around = [node for node in _walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
         steps = _step_lines(source, around[-1]) if around else []
         if steps and line > max(steps):
             return True
     return False
 
 
+class LoopLine(NamedTuple):
+    """Where a line of a function is."""
+
+    has_step: bool
+    """The function runs the training step: a backward pass or a step of an optimizer."""
+    in_step: bool
+    """So does the line: it is in the training loop, or the function has none."""
+    in_loop: bool
+    """The line is in a loop that is not the training loop, nor one around it."""
+
+
 @functools.lru_cache(maxsize=4096)
-def find_loop(file: str, line: int, function: str) -> tuple[bool, bool]:
-    """(whether the function of that name runs the training step: a backward pass or a step of an optimizer; whether the
-    line is in a loop that is not the training loop, nor one around it)."""
+def find_loop(file: str, line: int, function: str) -> LoopLine:
+    """Where a line of the function of that name is."""
     if function in _COMPREHENSIONS and function != "<lambda>":
-        return False, True
+        return LoopLine(has_step=False, in_step=False, in_loop=True)
     source = _read_source(file)
-    has_step = in_loop = False
-    for scope in _scopes(source, function):
+    for scope in _scopes(source, line, function):
         steps = _step_lines(source, scope, with_backward=True)
-        loops = [node for node in ast.walk(scope) if isinstance(node, _REPEATS)]
-        inner = [loop for loop in loops if not any(_covers(loop, step) for step in steps) and _covers(loop, line)]
-        training = [around[-1] for step in steps if (around := [loop for loop in loops if _covers(loop, step)])]
-        has_step |= bool(steps)
-        in_loop |= bool(inner) and (not steps or any(_covers(loop, line) for loop in training))
-    return has_step, in_loop
+        loops = [node for node in _walk(scope) if isinstance(node, _REPEATS)]
+        around = [loop for loop in loops if _covers(loop, line)]
+        training = [loops_of_step[-1] for step in steps
+                    if (loops_of_step := [loop for loop in loops if _covers(loop, step)])]  # fmt: skip
+        in_step = bool(steps) and (not training or any(loop in training for loop in around))
+        is_inner = any(not any(_covers(loop, step) for step in steps) for loop in around)
+        return LoopLine(has_step=bool(steps), in_step=in_step, in_loop=is_inner and (in_step or not steps))
+    return LoopLine(has_step=False, in_step=False, in_loop=False)
 
 
-def _scopes(source: _Source | None, function: str) -> list[ast.AST]:
-    """The functions of that name in a file; empty: there are none, or it cannot be read."""
+def _scopes(source: _Source | None, line: int, function: str) -> Sequence[ast.AST]:
+    """The function of that name around a line; empty: there is none, or the file cannot be read."""
     if source is None:
         return []
     if function == "<module>":
         return [source.tree]
     return [
         node for node in ast.walk(source.tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
-    ]  # fmt: skip
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function and _covers(node, line)
+    ][-1:]  # fmt: skip
+
+
+def _walk(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a scope, outer ones first, without those of functions and classes in it."""
+    queue = [scope]
+    for node in queue:  # grows during the loop
+        yield node
+        if node is scope or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            queue += ast.iter_child_nodes(node)
 
 
 def _step_lines(source: _Source | None, scope: ast.AST, *, with_backward: bool = False) -> list[int]:
-    """Lines with a step of an optimizer, or with a call of a function of this file that takes one."""
+    """Lines with a step of an optimizer, or with a call of a function of this file, or method, that takes one."""
     steppers = source.steppers if source is not None else frozenset()
     return [
-        node.lineno for node in ast.walk(scope)
+        node.lineno for node in _walk(scope)
         if isinstance(node, ast.Call)
-        and (_is_step(node) or _last_name(node.func) in steppers or (with_backward and _is_backward(node)))
+        and (_is_step(node) or _own_name(node.func) in steppers or (with_backward and _is_backward(node)))
     ]  # fmt: skip
+
+
+def _own_name(node: ast.expr) -> str:
+    """`f` of `f` and `self.f`; empty for others."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_step(node: ast.AST) -> bool:
@@ -129,6 +156,13 @@ def _is_step(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
         return False
     return re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
+
+
+def _takes_step(function: ast.AST) -> bool:
+    """Whether it takes a step of an optimizer, and none in a loop."""
+    nodes = list(_walk(function))
+    steps = [node.lineno for node in nodes if isinstance(node, ast.Call) and _is_step(node)]
+    return bool(steps) and not any(_covers(node, step) for node in nodes if isinstance(node, _LOOPS) for step in steps)
 
 
 def _is_backward(node: ast.AST) -> bool:
@@ -205,9 +239,7 @@ def _read_source(file: str) -> _Source | None:
             imports |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
-            steps = [] if isinstance(node, ast.ClassDef) else [part for part in ast.walk(node) if _is_step(part)]
-            loops = [part for part in ast.walk(node) if isinstance(part, _LOOPS)] if steps else []
-            if steps and not any(_covers(loop, step.lineno) for loop in loops for step in steps):  # type: ignore[attr-defined]
+            if not isinstance(node, ast.ClassDef) and _takes_step(node):
                 steppers.add(node.name)
     return _Source(tree, imports, frozenset(own), frozenset(steppers))
 

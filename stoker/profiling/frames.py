@@ -63,10 +63,12 @@ _LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["l
 PACKAGE_ROOT = "/site-packages/stoker/"
 """How the files of a training of stoker's own begin (`training/own_stacks.py`)."""
 
-_LAYER_FILE = re.compile(
-    r"/torch/nn/modules/(?!module|container|loss|distance)\w+\.py|/keras/(src/)?layers/|/(flax|haiku|equinox)/"
+_LAYER_FILE = re.compile(r"/torch/nn/modules/(?!loss|distance)\w+\.py|/keras/(src/)?layers/|/(flax|haiku|equinox)/")
+"""Files of layers and of their calls, but for those of losses: a loop over layers is part of any model."""
+_TRAINER_FILE = re.compile(
+    r"/(site|dist)-packages/(lightning|pytorch_lightning|transformers|accelerate|(tf_)?keras|skorch|ignite|fastai)/"
 )
-"""Files of layers, but for those of losses: a loop over layers is part of any model."""
+"""Files of packages that have a training loop."""
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
 _RECORDER_FILE = re.compile(r"/stoker/profiling/")
@@ -247,20 +249,20 @@ def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
 
 
 def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of own code in a Python loop inside of the training step; None: there is none, or a layer of
-    the model runs in it."""
+    """The innermost frame of own code in a Python loop inside of the training step; None: there is none, or a module
+    is called in it, as in a loop over layers."""
     found: Frame | None = None
     for frame in stack:
-        if _LAYER_FILE.search(frame.file):
+        if found is None and _LAYER_FILE.search(frame.file):
             return None
         if not is_job_code(frame):
-            if found is not None and _PACKAGE.search(frame.file):  # what a framework's training loop called
+            if found is not None and _TRAINER_FILE.search(frame.file):
                 return found
             continue
-        has_step, in_loop = find_loop(frame.file, frame.line, _base_name(frame.function))
-        found = found or (frame if in_loop else None)
-        if has_step:
-            return found
+        at = find_loop(frame.file, frame.line, _base_name(frame.function))
+        found = found or (frame if at.in_loop else None)
+        if at.has_step:
+            return found if at.in_step else None
     return None
 
 

@@ -343,7 +343,9 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     threads_active: int | None = None
     """Threads of them that took at least 0.005 of a core."""
     bound_cores: int | None = None
-    """Number of cores that those of them which computed are bound to, where the first process may use more."""
+    """Number of cores that those of them which computed are bound to, where they might use more."""
+    unbound_cores: int | None = None
+    """Number of cores that they might use: the first process of the job may, or what watches it."""
     swap_used_bytes: int | None = None
     """Swap in use."""
     disk_free_bytes: int | None = None

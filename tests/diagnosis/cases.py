@@ -228,8 +228,12 @@ CASES: dict[str, tuple[Case, Case]] = {
         ),  # a busy neighbor, and enough cores for both
     ),
     "cores_bound": (
-        _host(bound_cores=1, threads_running=2.0, process_cpu=0.97),
-        _host(bound_cores=1, threads_running=1.0, process_cpu=0.97),  # one core is all that they need
+        _host(bound_cores=1, unbound_cores=4, threads_running=2.0, process_cpu=0.97),
+        _host(bound_cores=1, unbound_cores=4, threads_running=1.0, process_cpu=0.97),  # one core is all that they need
+    ),
+    "cores_bound: to half of them": (
+        _host(bound_cores=2, unbound_cores=4, threads_running=4.0, process_cpu=1.97),
+        _host(bound_cores=3, unbound_cores=4, threads_running=4.0, process_cpu=2.97),
     ),
     "threads_oversubscribed": (_host(threads_running=20.0), _host(threads_running=9.0)),
     "threads_oversubscribed: by turns": (

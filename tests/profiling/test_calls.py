@@ -131,18 +131,18 @@ for fold in range(5):
 
 
 @pytest.mark.parametrize(
-    ("line", "function", "has_step", "in_loop"),
-    [(4, "train", True, False), (6, "train", True, True), (5, "train", True, True), (7, "train", True, True),
-     (9, "train", True, False), (12, "train", True, False), (15, "criterion", False, False),
-     (17, "criterion", False, True), (20, "wing", False, False), (22, "<module>", True, False),
-     (7, "<listcomp>", False, True), (1, "other", False, False)],
+    ("line", "function", "where"),
+    [(4, "train", "has_step in_step"), (6, "train", "has_step in_step in_loop"),
+     (5, "train", "has_step in_step in_loop"), (7, "train", "has_step in_step in_loop"),
+     (9, "train", "has_step in_step"), (12, "train", "has_step"),
+     (15, "criterion", ""), (17, "criterion", "in_loop"), (20, "wing", ""), (22, "<module>", "in_loop"),
+     (7, "<listcomp>", "in_loop"), (1, "other", "")],
 )  # fmt: skip
-def test_loops_inside_of_a_training_step(
-    line: int, function: str, has_step: bool, in_loop: bool, tmp_path: Path
-) -> None:
+def test_loops_inside_of_a_training_step(line: int, function: str, where: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(STEPS)
-    assert find_loop(str(script), line, function) == (has_step, in_loop)
+    found = find_loop(str(script), line, function)._asdict()
+    assert [name for name, is_so in found.items() if is_so] == where.split()
 
 
 STEPPER = """\
@@ -163,18 +163,32 @@ def main():
     train(3)
     for image in images:
         draw(image)
+class Trainer:
+    def step(self, images):
+        for image in images:
+            losses.append(criterion(image))
+        sum(losses).backward()
+        optimizer.step()
+    def fit(self, epochs):
+        for images in loader:
+            self.step(images)
+            self.draw(images)
+            scheduler.step()
 """
 
 
 @pytest.mark.parametrize(
-    ("line", "function", "is_after", "loop"),
-    [(12, "main", False, (True, False)), (13, "main", True, (True, False)), (14, "main", True, (True, False)),
-     (17, "main", False, (True, False)), (2, "train_batch", False, (True, False))],
+    ("line", "function", "is_after", "where"),
+    [(12, "main", False, "has_step in_step"), (13, "main", True, "has_step in_step"), (14, "main", True, "has_step"),
+     (17, "main", False, "has_step"), (2, "train_batch", False, "has_step in_step"),
+     (21, "step", False, "has_step in_step in_loop"), (27, "fit", True, "has_step in_step"),
+     (18, "<module>", False, "")],
 )  # fmt: skip
 def test_a_function_may_take_the_step_of_a_loop(
-    line: int, function: str, is_after: bool, loop: tuple[bool, bool], tmp_path: Path
+    line: int, function: str, is_after: bool, where: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(STEPPER)
     assert is_after_step(str(script), line, function) is is_after
-    assert find_loop(str(script), line, function) == loop
+    found = find_loop(str(script), line, function)._asdict()
+    assert [name for name, is_so in found.items() if is_so] == where.split()

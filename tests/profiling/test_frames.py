@@ -177,35 +177,66 @@ def test_work_after_the_step_is_at_the_line_of_the_loop(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_python_loop_in_a_step_is_a_place_but_one_over_layers_is_none(tmp_path: Path) -> None:
+LOOPS_OF_STEP = """\
+def train():
+    for images in loader:
+        loss = criterion(net(images))
+        loss.backward()
+    for images in validation:
+        match(net(images))
+def criterion(points):
+    for point in points:
+        total += wing(point)
+    return total
+def wing(point):
+    return 1 - point
+def forward(x):
+    for layer in layers:
+        x = layer(x)
+def evaluate():
+    for images in validation:
+        net(images)
+def main():
+    evaluate()
+def on_train_step():
+    return criterion(points)
+"""
+
+
+@pytest.mark.parametrize(
+    ("frames", "place"),
+    [
+        (["wing 12", "criterion 9", "train 3"], ("train.py:9", "wing", LOOP_IN_STEP)),
+        (["wing 12", "criterion 9", "CALL", "train 3"], ("train.py:9", "wing", LOOP_IN_STEP)),
+        (["wing 12", "criterion 9", "on_train_step 22", "LIGHTNING"], ("train.py:9", "wing", LOOP_IN_STEP)),
+        (["wing 12", "criterion 9"], None),  # nothing tells that it is in a step
+        (["wing 12", "CALL", "forward 15", "CALL", "train 3"], None),  # a loop over layers
+        (["wing 12", "evaluate 18", "NO_GRAD", "main 20", "<module> 30"], None),
+        (["wing 12", "criterion 9", "train 6"], None),  # after the training loop
+    ],
+)
+def test_a_python_loop_in_a_step_is_a_place(
+    frames: list[str], place: tuple[str, str, str] | None, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        "for images in loader:\n    loss = criterion(net(images))\n    loss.backward()\ndef criterion(points):\n"
-        "    for point in points:\n        total += wing(point)\n    return total\n"
-        "def wing(point):\n    return point.abs()\n"
-        "def forward(x):\n    for layer in layers:\n        x = layer(x)\n"
-    )
-
-    def own(function: str, line: int) -> Frame:
-        return Frame(function, str(script), line)
-
-    looped = [own("wing", 9), own("criterion", 6), own("<module>", 2)]
-    layers = [
-        *stack("torch/nn/modules/conv.py: Conv2d._conv_forward", *MODULE)[:-1],
-        own("forward", 12),
-        own("<module>", 2),
-    ]
-    alone = [own("wing", 9), own("criterion", 6)]
+    script.write_text(LOOPS_OF_STEP)
+    installed = {
+        "CALL": stack("torch/nn/modules/module.py: Module._call_impl")[:-1],
+        "NO_GRAD": stack("torch/utils/_contextlib.py: context_decorator.<locals>.decorate_context")[:-1],
+        "LIGHTNING": [Frame("advance", "/v/site-packages/lightning/pytorch/loops/training_epoch_loop.py", 4)],
+    }
+    sampled = [*stack("torch/_tensor.py: Tensor.__rsub__")[:-1]]
+    for text in frames:
+        function, _, line = text.partition(" ")
+        sampled += installed.get(text) or [Frame(function, str(script), int(line))]
     fields = {"cwd": str(tmp_path), "t": 0.0, "attempt": 1, "pid": 1, "wall_s": 1.0, "runnable": 1.0}
-    found = {}
-    for name, frames in {"looped": looped, "layers": layers, "alone": alone}.items():
-        torch = stack("torch/_tensor.py: Tensor.__rsub__")[:-1] if name != "layers" else []
-        window = make_window([([*torch, *frames], 3)], role="training", **fields)
-        assert window is not None
-        found[name] = [(place.line, place.call, place.kind) for place in window.places]
-    assert found["looped"] == [("train.py:6", "wing", LOOP_IN_STEP)]
-    assert found["layers"][0][2] == "compute"
-    assert found["alone"][0][2] != LOOP_IN_STEP
+    window = make_window([(sampled, 3)], role="training", **fields)
+    assert window is not None
+    (found,) = window.places
+    if place is None:
+        assert found.kind != LOOP_IN_STEP
+    else:
+        assert (found.line, found.call, found.kind) == place
 
 
 def test_a_trace_of_autograph_is_at_the_line_that_called_it() -> None:

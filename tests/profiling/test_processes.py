@@ -57,27 +57,32 @@ def test_threads_that_run_are_a_mean_over_the_time_between(tmp_path: Path) -> No
     assert processes.sample(104.0).threads_active == 2, "one ran for a millisecond, which is a wake-up"
 
 
-def test_cores_that_computing_threads_are_bound_to(tmp_path: Path) -> None:
+def test_cores_that_computing_threads_are_bound_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher may use all, and polls; two ranks are bound to one core, a third thread of them to another one."""
 
     def allow(pid: int, thread: int, cores: str) -> None:
         for folder in (tmp_path / str(pid), tmp_path / str(pid) / "task" / str(thread)):
             (folder / "status").write_text(f"Name:\tpython\nCpus_allowed:\tf\nCpus_allowed_list:\t{cores}\n")
 
-    def bound(seconds: dict[int, float]) -> int | None:
+    def bound(seconds: dict[int, float]) -> tuple[int, int] | None:
         put(tmp_path, 10, threads={10: round(seconds[10] * 1e9)}, children="20 30")
         put(tmp_path, 20, threads={20: round(seconds[20] * 1e9)})
         put(tmp_path, 30, threads={30: round(seconds[30] * 1e9)})
         return processes.sample(seconds[0]).bound_cores
 
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     processes = ProcessTreeSampler(10, tmp_path)
     assert bound({0: 0, 10: 1, 20: 1, 30: 1}) is None
     for pid, cores in ((10, "0-3,8"), (20, "2"), (30, "2")):
         allow(pid, pid, cores)
-    assert bound({0: 10, 10: 1.2, 20: 6, 30: 6}) == 1
+    assert bound({0: 10, 10: 1.2, 20: 6, 30: 6}) == (1, 5)
     allow(30, 30, "0-1")
-    assert bound({0: 20, 10: 1.4, 20: 11, 30: 11}) == 3
+    assert bound({0: 20, 10: 1.4, 20: 11, 30: 11}) == (3, 5)
     assert bound({0: 30, 10: 9, 20: 16, 30: 16}) is None, "the first process computes, too"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    processes = ProcessTreeSampler(10, tmp_path)
+    assert bound({0: 40, 10: 9, 20: 16, 30: 16}) is None
+    assert bound({0: 50, 10: 18, 20: 16, 30: 16}) == (5, 6), "the whole job is bound, and what watches it is not"
 
 
 @pytest.mark.parametrize("threads", [1, THREADS_PER_SAMPLE, 10 * THREADS_PER_SAMPLE])

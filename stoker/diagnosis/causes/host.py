@@ -101,19 +101,24 @@ def threads_oversubscribed(run: RunRecords, cause: Cause) -> Finding | None:
 
 
 def cores_bound(run: RunRecords, cause: Cause) -> Finding | None:
-    """Threads that are bound to a part of the cores cost only what they demand beyond it: the part must be full."""
-    bound, cores = run.host.bound_cores, run.host.cores
-    demanded, got = run.host.threads_running.value, run.host.process_cpu.value
-    if bound.value is None or not cores or demanded is None or got is None:
+    """Threads that are bound to a part of the cores cost only what they demand beyond it: the part must be full. If it
+    is most of the cores, too many threads are the fault; a quota hides what they would get."""
+    bound, cores, demand = run.host.bound_cores, run.host.unbound_cores.value, run.host.threads_running
+    demanded, got = demand.value, run.host.process_cpu.value
+    if bound.value is None or cores is None or demanded is None or got is None:
         return None
-    if 2 * bound.count < run.host.threads_running.count or got < cause.threshold("busy") * bound.value:
+    if bound.count < cause.threshold("min_samples") or 2 * bound.count < demand.count:
+        return None
+    if bound.value > cause.threshold("max_part") * cores or got < cause.threshold("busy") * bound.value:
+        return None
+    if CPU_QUOTA.severity(run.host.throttled.value or 0.0) is not None:
         return None
     fraction = max(0.0, demanded - got) / max(1.0, demanded)
     text = f"the threads that computed are bound to {bound.value:.2g} of {cores:g} cores"
-    demand = f"they demanded {demanded:.2f} cores and got {got:.2f}"
+    told = f"they demanded {demanded:.2f} cores and got {got:.2f}"
     evidence = [
-        make_evidence(text, bound.value, "devices.jsonl: bound_cores, cpu_limit_cores"),
-        make_evidence(demand, fraction, "devices.jsonl: threads_running, process_cpu"),
+        make_evidence(text, bound.value, "devices.jsonl: bound_cores, unbound_cores"),
+        make_evidence(told, fraction, "devices.jsonl: threads_running, process_cpu"),
     ]
     lost_s = _lost_device_s(run, fraction)
     return make_finding(run, cause, fraction, evidence, lost_s=lost_s, estimate_basis=_ESTIMATE)
@@ -479,13 +484,15 @@ def stuck_evidence(run: RunRecords) -> list[Evidence]:
 
 
 def name_stuck(run: RunRecords, finding: Finding) -> Finding:
-    """The finding of a hang with who is stuck in its title, or that ranks wait in different calls, if the stacks show
+    """The finding of a hang with who is stuck in its title, or that ranks wait at different lines, if the stacks show
     it."""
     stuck, waiting = stuck_places(run)
-    calls = {place.line: f"{who} in {place.call or place.function} at {place.line}" for who, place in waiting}
-    if not stuck and len(calls) > 1:
-        title = f"{finding.title}: the ranks wait in different calls, {', '.join(calls.values())}"
-        return msgspec.structs.replace(finding, title=title)
+    lines: dict[str, list[str]] = {}
+    for who, place in waiting:
+        lines.setdefault(f"in {place.call or place.function} at {place.line}", []).append(who)
+    if not stuck and len(lines) > 1 and run.num_ranks > 1:
+        told = ", ".join(f"{' and '.join(whose)} {where}" for where, whose in lines.items())
+        return msgspec.structs.replace(finding, title=f"{finding.title}: the ranks wait at different lines, {told}")
     if not stuck:
         return finding
     title = f"{finding.title}: {describe_stuck(*stuck[0])}"

@@ -69,8 +69,8 @@ class ProcessTreeSample:
     """Mean number of threads that ran or waited for a CPU, between the last two times that all threads were read."""
     threads_active: int | None = None
     """Threads that did more than wake up meanwhile."""
-    bound_cores: int | None = None
-    """Cores that those of them which computed are bound to; None: at least as many as the first process may use."""
+    bound_cores: tuple[int, int] | None = None
+    """Cores that those of them which computed are bound to, and that they might use; None: these are as many."""
 
 
 class ProcessTreeSampler:
@@ -86,7 +86,8 @@ class ProcessTreeSampler:
         self._previous: tuple[float, dict[str, tuple[int, int]]] | None = None
         self._threads_running: float | None = None
         self._threads_active: int | None = None
-        self._bound_cores: int | None = None
+        self._bound_cores: tuple[int, int] | None = None
+        self._own_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
     def sample(self, now_s: float) -> ProcessTreeSample:
         """now_s: from a monotonic clock."""
@@ -144,16 +145,18 @@ class ProcessTreeSampler:
         self.pids = pids
         self._next_walk = self._sample_count + math.ceil(max(1, len(times_ns)) / THREADS_PER_SAMPLE)
 
-    def _count_bound_cores(self, computing: list[str]) -> int | None:
-        """As `ProcessTreeSample.bound_cores`, of these threads of `task` folders."""
+    def _count_bound_cores(self, computing: list[str]) -> tuple[int, int] | None:
+        """As `ProcessTreeSample.bound_cores`, of these threads of `task` folders. They might use what the first process
+        of the job may, or this one, which watches it."""
         with contextlib.suppress(OSError):  # one of them ended
             bound = {
                 core
                 for thread in computing
                 for core in _allowed_cores(f"{self._proc}/{thread.replace('/', '/task/')}/status")
             }
-            if bound and len(bound) < len(_allowed_cores(f"{self._proc}/{self._pid}/status")):
-                return len(bound)
+            unbound = max(self._own_cores, len(_allowed_cores(f"{self._proc}/{self._pid}/status")))
+            if bound and len(bound) < unbound:
+                return len(bound), unbound
         return None
 
 
@@ -288,7 +291,8 @@ class HostSampler:
             largest_rss_bytes=tree.largest_rss_bytes,
             threads_running=tree.threads_running,
             threads_active=tree.threads_active,
-            bound_cores=tree.bound_cores,
+            bound_cores=None if tree.bound_cores is None else tree.bound_cores[0],
+            unbound_cores=None if tree.bound_cores is None else tree.bound_cores[1],
             shm_used_bytes=None if shm is None else shm[0],
             shm_total_bytes=None if shm is None else shm[1],
             **self._slow_values,

@@ -55,8 +55,8 @@ CPU_OFFSET = len(SLOTS) - STARTUP
 """Offset from a slot of seconds to the slot of its CPU-seconds."""
 
 HEADER_BYTES, STATE_BYTES = 1024, 4096
-MAX_BACKWARDS = 64
-"""Backward passes without a step of an optimizer, after which each is a step itself."""
+MAX_BACKWARDS = 256
+"""Backward passes without a step of an optimizer, after which each is a step itself: few jobs accumulate as many."""
 MAX_UNPROVEN_BATCHES = 3
 """An iterator with this many batches and no backward is one of evaluation; some loops prefetch one or two."""
 
@@ -342,8 +342,8 @@ class PhaseClock:
             self.disable("trains", error)
 
     def count_backward(self, module: "Any") -> None:
-        """A backward pass has ended. A job that changes its weights itself has no optimizer that steps: then each is a
-        step, after as many as no job accumulates."""
+        """A backward pass has ended that is in no other one. A job that changes its weights itself has no optimizer
+        that steps: then each is a step, after MAX_BACKWARDS of them."""
         if not self._has_optimizer and get_ident() == self.thread_id:
             self._num_backwards += 1
             if self._num_backwards > MAX_BACKWARDS:

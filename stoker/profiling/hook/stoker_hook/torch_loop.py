@@ -104,13 +104,21 @@ def patch_optimizers(module: "Any") -> None:
 def patch_backward(module: "Any") -> None:
     """torch.autograd: a backward means that the batches before it were for training."""
     original = module.backward
+    depth = 0  # with checkpointing, a backward may run others
 
     @wraps(original)
     def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
-        if get_ident() == clock.thread_id:
+        nonlocal depth
+        is_training_thread = get_ident() == clock.thread_id
+        if is_training_thread:
             clock.confirm_training()
-        original(*args, **kwargs)
-        clock.count_backward(module)
+        depth += is_training_thread
+        try:
+            original(*args, **kwargs)
+        finally:
+            depth -= is_training_thread
+        if is_training_thread and not depth:
+            clock.count_backward(module)
 
     module.backward = wrapper
 
