@@ -272,7 +272,8 @@ def test_validations_by_hand_are_evaluation(tmp_path: Path, monkeypatch: pytest.
     assert phases["eval"] == pytest.approx(itself["eval"], rel=0.05)
     assert phases["host"] >= itself["between"]
     assert phases["unattributed"] >= 0.5, "the end of the job"
-    assert phases["input_wait"] >= itself["naps"] - itself["naps_before"]
+    a_batch = itself["naps"] / state.values["batches"]  # the one that ends a validation may count as part of it
+    assert phases["input_wait"] >= itself["naps"] - itself["naps_before"] - a_batch
 
 
 def test_workers_that_are_started_again_are_counted(tmp_path: Path) -> None:
