@@ -280,9 +280,8 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
         if outside.samples:
             groups.setdefault(key, []).append(outside)
     merged = [
-        place for (role, rank, line, call), group in groups.items()
-        if (place := merge_places(group)) is not None
-        and (role != "training" or in_steps[role, rank, line, call] <= place.samples)
+        place for key, group in groups.items()
+        if (place := merge_places(group)) is not None and (key[0] != "training" or in_steps[key] <= place.samples)
     ]  # fmt: skip
     phases = run.steady.phases
     waited = phases.get("input_wait", 0.0) / sum(phases.values()) if any(phases.values()) else 1.0

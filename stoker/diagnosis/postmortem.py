@@ -116,8 +116,8 @@ def explain(termination: Termination) -> list[Finding]:
 
 def explain_hang(output: tuple[LogLine, ...], *, has_stepped: bool) -> list[Finding]:
     """What the output of a job that lives says since the progress before its last, where that is a known failure: the
-    last may be the line of a bar, which is written again and again. What it said before its only line of progress did
-    not keep it from its steps, if it took any."""
+    last may be the line of a bar, which is written again and again. A job that took steps was not stopped by what it
+    printed before its only line of progress."""
     progress = find_progress(output)
     start = progress[-2] if len(progress) > 1 else progress[0] if progress and has_stepped else 0
     lines = drop_ignored_exceptions(output[start:])

@@ -79,7 +79,7 @@ class DecoupledHead(nn.Module):
         super().__init__()
         self.num_classes = num_classes
         # The widths do not depend on the number of classes, so weights of other classes can be loaded. Half of the
-        # finest level for the boxes: the same AP as with all of it, with 14 % fewer FLOPs (LOG.md).
+        # channels of the finest level for the boxes: the same AP as with all of it, with 14 % fewer FLOPs (LOG.md).
         box_channels, class_channels = max(16, min(4 * REG_MAX, channels[0] // 2)), channels[0]
         self.sides = nn.ModuleList(
             nn.Sequential(

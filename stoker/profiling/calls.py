@@ -37,7 +37,7 @@ class _Source(NamedTuple):
     """Name → what it can be imported as."""
     own: frozenset[str]
     """Functions and classes that the file defines."""
-    steppers: frozenset[str]
+    step_functions: frozenset[str]
     """Functions of it that take a step of an optimizer, outside of loops: a training loop calls them."""
 
 
@@ -136,11 +136,11 @@ def _walk(scope: ast.AST) -> Iterator[ast.AST]:
 
 def _step_lines(source: _Source | None, scope: ast.AST, *, with_backward: bool = False) -> list[int]:
     """Lines with a step of an optimizer, or with a call of a function of this file, or method, that takes one."""
-    steppers = source.steppers if source is not None else frozenset()
+    step_functions = source.step_functions if source is not None else frozenset()
     return [
         node.lineno for node in _walk(scope)
         if isinstance(node, ast.Call)
-        and (_is_step(node) or _own_name(node.func) in steppers or (with_backward and _is_backward(node)))
+        and (_is_step(node) or _own_name(node.func) in step_functions or (with_backward and _is_backward(node)))
     ]  # fmt: skip
 
 
@@ -151,11 +151,18 @@ def _own_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _is_step(node: ast.AST) -> bool:
-    """Whether it calls `optimizer.step(…)` or `scaler.step(…)`, but not that of a schedule."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
+def _is_step(node: ast.Call) -> bool:
+    """Whether it is `optimizer.step(…)` or `scaler.step(…)`, but not that of a schedule."""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
         return False
     return re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
+
+
+_BACKWARDS = frozenset({"backward", "manual_backward", "apply_gradients", "minimize"})
+
+
+def _is_backward(node: ast.Call) -> bool:
+    return isinstance(node.func, ast.Attribute) and node.func.attr in _BACKWARDS
 
 
 def _takes_step(function: ast.AST) -> bool:
@@ -163,14 +170,6 @@ def _takes_step(function: ast.AST) -> bool:
     nodes = list(_walk(function))
     steps = [node.lineno for node in nodes if isinstance(node, ast.Call) and _is_step(node)]
     return bool(steps) and not any(_covers(node, step) for node in nodes if isinstance(node, _LOOPS) for step in steps)
-
-
-def _is_backward(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("backward", "manual_backward", "apply_gradients", "minimize")
-    )
 
 
 _GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})
@@ -228,7 +227,7 @@ def _read_source(file: str) -> _Source | None:
         return None
     imports: dict[str, str] = {}
     own: set[str] = set()
-    steppers: set[str] = set()
+    step_functions: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -240,8 +239,8 @@ def _read_source(file: str) -> _Source | None:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
             if not isinstance(node, ast.ClassDef) and _takes_step(node):
-                steppers.add(node.name)
-    return _Source(tree, imports, frozenset(own), frozenset(steppers))
+                step_functions.add(node.name)
+    return _Source(tree, imports, frozenset(own), frozenset(step_functions))
 
 
 def _imports_of_line(tree: ast.Module, line: int) -> str:

@@ -110,9 +110,8 @@ class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
         """`37 s (±5) copy.deepcopy ← train.py:53, each step`."""
         error_s = (self.high_s - self.low_s) / 2
         often = f", {self.frequency}" if self.frequency else ""
-        often = (
-            ", in a Python loop inside of the steps, backward pass not counted" if self.kind == LOOP_IN_STEP else often
-        )
+        if self.kind == LOOP_IN_STEP:
+            often = ", in a Python loop inside of the steps, backward pass not counted"
         whose = f", rank {self.rank}" if self.rank else ""
         whose = {"worker": ", in each loader worker", "thread": ", in another thread"}.get(self.role, whose)
         what = f"{self.call} ← {self.line}" if self.call else f"{self.function} {self.line}"

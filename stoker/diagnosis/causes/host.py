@@ -487,16 +487,16 @@ def name_stuck(run: RunRecords, finding: Finding) -> Finding:
     """The finding of a hang with who is stuck in its title, or that ranks wait at different lines, if the stacks show
     it."""
     stuck, waiting = stuck_places(run)
+    if stuck:
+        title = f"{finding.title}: {describe_stuck(*stuck[0])}"
+        return msgspec.structs.replace(finding, title=title, place=stuck[0][1].line)
     lines: dict[str, list[str]] = {}
     for who, place in waiting:
         lines.setdefault(f"in {place.call or place.function} at {place.line}", []).append(who)
-    if not stuck and len(lines) > 1 and run.num_ranks > 1:
-        told = ", ".join(f"{' and '.join(whose)} {where}" for where, whose in lines.items())
-        return msgspec.structs.replace(finding, title=f"{finding.title}: the ranks wait at different lines, {told}")
-    if not stuck:
+    if len(lines) < 2 or run.num_ranks < 2:
         return finding
-    title = f"{finding.title}: {describe_stuck(*stuck[0])}"
-    return msgspec.structs.replace(finding, title=title, place=stuck[0][1].line)
+    told = ", ".join(f"{' and '.join(whose)} {where}" for where, whose in lines.items())
+    return msgspec.structs.replace(finding, title=f"{finding.title}: the ranks wait at different lines, {told}")
 
 
 def empty_input(run: RunRecords, cause: Cause) -> Finding | None:
