@@ -8,6 +8,7 @@ Not here: whether a name may leave the data set's folder (`data/formats/images.p
 import errno
 import os
 import stat
+import zipfile
 from io import BufferedReader
 from pathlib import Path
 
@@ -55,3 +56,22 @@ def read_bytes(path: str | Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 def read_text(path: str | Path, *, encoding: str = "utf-8", errors: str = "strict", max_bytes: int = MAX_BYTES) -> str:
     """The text of a regular file, with its line ends as they are. Raises OSError, UnicodeDecodeError."""
     return read_bytes(path, max_bytes=max_bytes).decode(encoding, errors)
+
+
+def open_torch_file(path: str | Path) -> BufferedReader:
+    """A file that `torch.save` wrote. Raises OSError if it is an archive that unpacks to more bytes than it has: torch
+    compresses nothing, so such a file was made to fill the memory."""
+    file = open_file(path)
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                unpacked = sum(entry.file_size for entry in archive.infolist())
+            size = os.fstat(file.fileno()).st_size
+            if unpacked > size:
+                text = f"its {size:,} bytes unpack to {unpacked:,}, and torch.save compresses nothing"
+                raise OSError(errno.EFBIG, text, os.fspath(path))
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file

@@ -293,6 +293,23 @@ def test_a_checkpoint_that_is_a_deflated_zip_is_not_expanded(tmp_path: Path) -> 
     }  # fmt: skip
     path.with_name("manifest.json").write_text(json.dumps(manifest))
     with bounded(seconds=30, megabytes=400):
-        loaded, _ = newest(run)
+        loaded, said = newest(run)
     assert loaded is not None
     assert loaded.step == 1
+    assert "torch.save compresses nothing" in str(said)
+
+
+def test_weights_in_a_deflated_zip_are_refused(tmp_path: Path) -> None:
+    from stoker.errors import WeightsError
+    from stoker.models.weights.load import read_weights
+
+    plain = io.BytesIO()
+    torch.save({"weight": torch.zeros(1_000_000)}, plain)
+    path = tmp_path / "weights.pth"
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.namelist():
+            target.writestr(entry, source.read(entry))
+    with pytest.raises(WeightsError, match="compresses nothing"):
+        read_weights(path)
+    path.write_bytes(plain.getvalue())
+    assert read_weights(path).tensors["weight"].numel() == 1_000_000

@@ -102,7 +102,8 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
 
 def _without_guesses(run: RunRecords, findings: list[Finding]) -> list[Finding]:
     """No warning rests on evidence below `min_confidence`: what took the time is then the finding, and the causes are
-    listed as possible, each with what would tell. Without lost time it is info."""
+    listed as possible, each with what would tell. Without lost time it is info. Time that a certain finding of the
+    same reason has is not told twice."""
     minimum = common_threshold("min_confidence")
     kept, guesses = list[Finding](), dict[str, list[Finding]]()
     for finding in findings:
@@ -112,12 +113,17 @@ def _without_guesses(run: RunRecords, findings: list[Finding]) -> list[Finding]:
             kept.append(msgspec.structs.replace(finding, severity="info"))
         else:
             guesses.setdefault(CATALOG[finding.id].reason, []).append(finding)
+    certain = [finding for finding in kept if finding.severity != "info"]
     for reason, group in guesses.items():
         less_exact = {id for finding in group for id in CATALOG[finding.id].supersedes}
         group.sort(key=lambda finding: (finding.id in less_exact, -(finding.confidence or 0.0)))
-        explained = [finding for finding in kept for guess in group if guess.id in CATALOG[finding.id].supersedes
-                     and finding.severity != "info" and _explains(run, finding, guess)]  # fmt: skip
-        if not explained:
+        largest = max(guess.lost_device_s or 0.0 for guess in group)
+        told = any(
+            (CATALOG[finding.id].reason == reason and (finding.lost_device_s or 0.0) >= largest)
+            or any(guess.id in CATALOG[finding.id].supersedes and _explains(run, finding, guess) for guess in group)
+            for finding in certain
+        )
+        if not told:
             kept.append(_possible_causes(run, group, loads=reason == "data loading"))
     return kept
 

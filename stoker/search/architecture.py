@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stoker import regular_files
 from stoker.config.architectures import EmberNetwork, check_network
 from stoker.config.durations import parse_duration
 from stoker.config.settings import Config
@@ -274,7 +275,9 @@ def train_supernet(setting: Setting, net: SuperNet, steps: int, say: Callable[[s
     """Trains the shared tensors, or reads those of a search that was killed after it."""
     path, config = setting.folder / WEIGHTS, setting.resolved.config
     if path.exists():
-        for key, tensor in torch.load(path, weights_only=True).items():
+        with regular_files.open_torch_file(path) as file:
+            tensors = torch.load(file, weights_only=True)
+        for key, tensor in tensors.items():
             net.tensors[key].data.copy_(tensor)
         return
     optim, rng = config.optim, random.Random(config.run.seed)

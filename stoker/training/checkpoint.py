@@ -382,9 +382,10 @@ def _load(folder: Path) -> LoadedCheckpoint:
     manifest = _verify(folder)
     try:
         weights = load_file(folder / WEIGHTS)
-        with regular_files.open_file(folder / STATE) as file:
+        with regular_files.open_torch_file(folder / STATE) as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a file that torch did not write raises many types
-        cause = str(error).partition("\n")[0] or type(error).__name__
+        text = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        cause = text or type(error).__name__
         raise CheckpointError("damaged", cause=f"{STATE} or {WEIGHTS} cannot be read: {cause}") from error
     return LoadedCheckpoint(manifest.step, weights, state)

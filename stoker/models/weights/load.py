@@ -24,6 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from stoker import regular_files
 from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.config.settings import ModelSettings
 from stoker.errors import WeightsError, make_error, nearest
@@ -142,7 +143,8 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
             # Files of torch before 1.6 are not zip archives and cannot be memory-mapped; torchvision still has some.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            with regular_files.open_torch_file(path):
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # damaged files raise many types
         raise WeightsError(
             "The weights file cannot be read.",
