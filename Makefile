@@ -39,7 +39,7 @@ test: setup
 	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: setup
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) --durations=40 --durations-min=15 -m "slow and not gpu"
 
 test-oldest: .venv-oldest/.ready  ## Python 3.11, torch 2.11; 3 GB, in .venv-oldest
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(VERSION_TESTS)
