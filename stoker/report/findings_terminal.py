@@ -46,7 +46,7 @@ def print_findings(
         for count, severity in counts
         if count
     )
-    renderables += [f"{summary or 'nothing was checked'}, in {fmt.duration(seconds)}", *explain_line(findings)]
+    renderables += [f"{summary or 'nothing found'}, in {fmt.duration(seconds)}", *explain_line(findings)]
     print_renderables(renderables, file)
 
 

@@ -276,7 +276,7 @@ def test_a_dockerfile_rule_is_red_and_green(tmp_path: Path, name: str, red: str,
         (
             "gpu_hidden",
             "import os\n\n\ndef main():\n    os.environ['CUDA_VISIBLE_DEVICES'] = '-1'\n",
-            "import os\n\n\ndef on_cpu():\n    os.environ['CUDA_VISIBLE_DEVICES'] = '-1'\n",
+            "import os, torch\n\n\ndef on_cpu():\n    os.environ['CUDA_VISIBLE_DEVICES'] = '-1'\n",
         ),
         (
             "host_sync_each_step",
@@ -321,7 +321,7 @@ def test_a_dockerfile_rule_is_red_and_green(tmp_path: Path, name: str, red: str,
         (
             "gpu_hidden",
             "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = ''\n",
-            "import os\nif args.cpu:\n    os.environ['CUDA_VISIBLE_DEVICES'] = ''\n",
+            "import os, torch\nif args.cpu:\n    os.environ['CUDA_VISIBLE_DEVICES'] = ''\n",
         ),
         (
             "gpu_hidden",
@@ -380,6 +380,12 @@ def test_a_dockerfile_rule_is_red_and_green(tmp_path: Path, name: str, red: str,
 def test_a_script_rule_is_red_and_green(tmp_path: Path, name: str, red: str, green: str):
     assert ids(check_files(tmp_path, {"train.py": red})) == [name]
     assert ids(check_files(tmp_path, {"train.py": green})) == []
+
+
+def test_a_script_without_a_framework_is_not_called_checked(tmp_path: Path) -> None:
+    (found,) = check_files(tmp_path, {"train.py": "import lightning\nlightning.Trainer().fit(model)\n"})
+    assert (found.id, found.severity) == ("source_unreadable", "unknown")
+    assert "neither torch nor TensorFlow" in found.title
 
 
 def test_the_mismatch_of_the_report_names_both_versions_and_the_line(tmp_path: Path):

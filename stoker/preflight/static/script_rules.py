@@ -33,6 +33,7 @@ _IFS = (ast.If, ast.IfExp)
 MAX_STEPS = 100
 """Methods of one pipeline that are followed back to its source."""
 _HEAVY = f"{SCRIPTS.one_image}|{SCRIPTS.heavy}"
+_TENSORFLOW = frozenset(("tensorflow", "keras", "tensorflow_datasets"))
 _SYNCS = frozenset(("item", "cpu", "numpy", "tolist"))
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _BUILT_IN = frozenset(("list", "tuple", "dict", "len", "enumerate", "zip", "map"))
@@ -246,7 +247,9 @@ def check_script(path: Path) -> list[Finding]:
     """All findings of a script. Raises OSError, ValueError."""
     source = Source(read_text(path, MAX_BYTES), str(path))
     found = list(_switches(source))
-    if source.modules & {"tensorflow", "keras", "tensorflow_datasets"}:
+    if not found and not source.modules & (_TENSORFLOW | {"torch"}):
+        found.append(describe("source_unreadable/no_framework", str(path), name=path.name))
+    if source.modules & _TENSORFLOW:
         found += [finding for steps in _pipelines(source) for finding in _check_pipeline(source, steps)]
         found += [*_no_prefetch(source), *_replicas(source)]
     if "torch" in source.modules:
