@@ -176,6 +176,12 @@ _MAX_FOREIGN_LINES = 20
 """Lines of other threads or of stdout within a traceback, at most (heuristic)."""
 
 
+def has_open_traceback(lines: tuple[LogLine, ...]) -> bool:
+    """Whether the output ends within a traceback."""
+    last = max((last for _, last in find_tracebacks(lines)), default=-1)
+    return any(_BLOCK.match(strip_rank_prefix(line.text)) for line in lines[last + 1 :])
+
+
 def is_exception_line(text: str) -> bool:
     """Whether a line is the last one of a traceback."""
     return _EXCEPTION_LINE.match(strip_rank_prefix(text)) is not None

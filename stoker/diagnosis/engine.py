@@ -57,7 +57,7 @@ def run_rules(run: RunRecords) -> list[Finding]:
     findings = _without_guesses(run, findings)
     superseded = {
         other.id for finding in findings if finding.severity != "info"
-        for other in findings if other.id in CATALOG[finding.id].supersedes and _explains(run, finding, other)
+        for other in findings if _supersedes(run, finding, other)
     }  # fmt: skip
     remaining = sorted((finding for finding in findings if finding.id not in superseded), key=_sort_key)
     if end_findings and end_findings[0].id == "hang":
@@ -79,6 +79,10 @@ def run_rules(run: RunRecords) -> list[Finding]:
         covered.update(_COVERED_CAUSES.get(end_finding.id, ()))
     leaks = [finding for finding in remaining if run.ended_for_memory and finding.id == "host_memory_leak"]
     return [*leaks, *end_findings, *(f for f in remaining if f.id not in covered and f not in leaks)]
+
+
+def _supersedes(run: RunRecords, finding: Finding, other: Finding) -> bool:
+    return other.id in CATALOG[finding.id].supersedes and _explains(run, finding, other)
 
 
 def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
@@ -117,14 +121,16 @@ def _without_guesses(run: RunRecords, findings: list[Finding]) -> list[Finding]:
     for reason, group in guesses.items():
         less_exact = {id for finding in group for id in CATALOG[finding.id].supersedes}
         group.sort(key=lambda finding: (finding.id in less_exact, -(finding.confidence or 0.0)))
-        largest = max(guess.lost_device_s or 0.0 for guess in group)
-        told = any(
-            (CATALOG[finding.id].reason == reason and (finding.lost_device_s or 0.0) >= largest)
-            or any(guess.id in CATALOG[finding.id].supersedes and _explains(run, finding, guess) for guess in group)
+        possible = _possible_causes(run, group, loads=reason == "data loading")
+        is_told = any(
+            CATALOG[finding.id].reason == reason
+            and (finding.lost_device_s or 0.0) >= (possible.lost_device_s or 0.0)
+            and not _supersedes(run, possible, finding)
             for finding in certain
         )
-        if not told:
-            kept.append(_possible_causes(run, group, loads=reason == "data loading"))
+        is_explained = any(_supersedes(run, finding, guess) for finding in certain for guess in group)
+        if not is_told and not is_explained:
+            kept.append(possible)
     return kept
 
 

@@ -27,6 +27,7 @@ from stoker.diagnosis.endings import (
     find_raising_lines,
     find_thread_exceptions,
     find_tracebacks,
+    has_open_traceback,
     is_exception_line,
     line_patterns,
     strip_rank_prefix,
@@ -61,6 +62,11 @@ _MIN_PROGRESS_LINES = 3
 """Lines of progress after a failure from which on the job had continued. Heuristic: other ranks print one or two more
 before they wait for the one that failed."""
 _INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b|:\d+: \w+Warning: ")
+_MAX_OF_PEERS = 20
+"""Lines of progress that the other processes may print after a failure before they end for it (heuristic)."""
+_MIN_LAST_RETRIES = 5
+"""Retries with which an output ends from which on they are why it does not go on (heuristic)."""
+_SHELL_ERROR = re.compile(r"\S{1,200}: line \d{1,9}: ")
 _RETRIED = re.compile(r"(?i)\bretrying\b|\bwill be (automatically )?retried\b")
 _MAX_LEVEL_CHARS = 80
 """Characters of a line in which its level is. A failure at level INFO did not end the job."""
@@ -97,7 +103,8 @@ def explain(termination: Termination) -> list[Finding]:
         findings = [_make_finding("ended_without_record", evidence, severity="info")]
     elif termination.exit_code != 0 or _ends_in_traceback(termination.output):
         findings = _explain_end(termination, matches, bad_losses)
-        findings = [_name_place(termination.output, _name_full_device(termination, finding)) for finding in findings]
+        findings = [_name_full_device(termination, _name_holders(finding)) for finding in findings]
+        findings = [_name_place(termination.output, finding) for finding in findings]
     if bad_losses and all(finding.id != "diverged" for finding in findings):
         findings.insert(
             0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(bad_losses))
@@ -171,6 +178,42 @@ def _name_full_device(termination: Termination, finding: Finding) -> Finding:
     found = _make_finding("shared_memory_full", finding.evidence)
     found.evidence.append(make_evidence(text, free_bytes, termination.samples_source))
     return found
+
+
+_GPU_MEMORY = (
+    re.compile(
+        r"total capac\w{3,4} of (?P<total>[\d.]{1,12} [MG]iB) of which (?P<free>[\d.]{1,12} [MG]iB) is free"
+        r".{0,300}this process has (?P<own>[\d.]{1,12} [MG]iB)"
+    ),
+    re.compile(
+        r"(?P<total>[\d.]{1,12} [MG]iB) total capacity; [\d.]{1,12} [MG]iB already allocated; "
+        r"(?P<free>[\d.]{1,12} [MG]iB) free; (?P<own>[\d.]{1,12} [MG]iB) reserved"
+    ),
+)
+"""What torch prints of a GPU's memory, since 2.1 and before."""
+
+
+def _name_holders(finding: Finding) -> Finding:
+    """The finding of a full GPU with the fix for one that other processes hold, if they hold most of its memory."""
+    found = (pattern.search(item.text) for item in finding.evidence for pattern in _GPU_MEMORY)
+    memory = next((match for match in found if match is not None), None)
+    if finding.id != "gpu_out_of_memory" or memory is None:
+        return finding
+    total, free, own = (
+        float(memory[name].partition(" ")[0]) / (1024 if "MiB" in memory[name] else 1)
+        for name in ("total", "free", "own")
+    )
+    others = total - free - own
+    if others < total / 2:
+        return finding
+    held = make_evidence(f"of its {total:,.1f} GiB this process had {own:,.1f}, others had {others:,.1f}", others)
+    return msgspec.structs.replace(
+        finding,
+        title="The GPU ran out of memory, most of which other processes hold",
+        evidence=[*finding.evidence, held],
+        fix="End the other processes (`nvidia-smi` lists them) or choose another GPU (CUDA_VISIBLE_DEVICES); a smaller "
+        "batch helps little",
+    )
 
 
 def _name_place(lines: tuple[LogLine, ...], finding: Finding) -> Finding:
@@ -261,10 +304,16 @@ def _find_reasons(termination: Termination, matches: list[_Match], bad_losses: l
     """What the output says of the end: a fault, then the request to stop that came after it. Empty: nothing."""
     lines = termination.output
     progress = find_progress(lines)
+    last_retries = _find_last_retries(lines)
     decisive = [
         match
         for match in matches
-        if not match.pattern.harmless and (match.ending.role == "stop" or not _reports_no_failure(match.line.text))
+        if not match.pattern.harmless
+        and (
+            match.ending.role == "stop"
+            or match.line_index >= last_retries
+            or not (_reports_no_failure(match.line.text) or _is_passed_shell_error(lines, match.line_index))
+        )
     ]
     spans = find_tracebacks(lines)
     late = [match for match in decisive if not _was_survived(match.line_index, progress, spans)]
@@ -278,8 +327,35 @@ def _find_reasons(termination: Termination, matches: list[_Match], bad_losses: l
     if fault is None and not stop:
         counting = decisive if termination.exit_code is not None else late
         consequences = [match for match in counting if match.ending.role == "consequence"]
-        return [_finding_from_matches(termination, consequences, matches)] if consequences else []
+        if not consequences:
+            return []
+        before_others = [
+            match
+            for match in decisive
+            if match.ending.role == "fault"
+            and len(progress) - bisect.bisect(progress, match.line_index) <= _MAX_OF_PEERS
+        ]
+        is_of_another = all(match.ending.about_another_process for match in consequences)
+        chosen = before_others if is_of_another and before_others else consequences
+        return [_finding_from_matches(termination, chosen, matches)]
     return [fault, *stop] if fault is not None else stop
+
+
+def _find_last_retries(lines: tuple[LogLine, ...]) -> int:
+    """Index of the first of the retries with which an output ends; one after the last line, if they are too few."""
+    first, count = len(lines), 0
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].text.strip():
+            if not _RETRIED.search(lines[index].text):
+                break
+            first, count = index, count + 1
+    return first if count >= _MIN_LAST_RETRIES else len(lines)
+
+
+def _is_passed_shell_error(lines: tuple[LogLine, ...], index: int) -> bool:
+    """Whether a shell reported an error of one command of its script and then went on to the next."""
+    later = sum(bool(line.text.strip()) and not _SHELL_ERROR.match(line.text) for line in lines[index + 1 :])
+    return _SHELL_ERROR.match(lines[index].text) is not None and later >= _MIN_PROGRESS_LINES
 
 
 def _reports_no_failure(text: str) -> bool:
@@ -308,7 +384,7 @@ def _find_fault(
     then all lines. An error that only reports the end of another process does not decide, and neither does an unknown
     one, or a crash, if a known failure was logged before it."""
     lines = termination.output
-    faults = [match for match in decisive if match.ending.role == "fault"]
+    faults = all_faults = [match for match in decisive if match.ending.role == "fault"]
     late_faults = [match for match in faults if not _was_survived(match.line_index, progress, all_spans)]
     spans = [span for span in all_spans if span[0] < end]
     if end < len(lines) or termination.signal in (_SIGKILL, _SIGTERM, _SIGINT) or termination.exit_code is None:
@@ -335,6 +411,10 @@ def _find_fault(
         end = start
     if spans:
         return None
+    if not faults and has_open_traceback(
+        lines
+    ):  # what it ends with is not there; a kernel's assertion has no traceback
+        faults = all_faults
     if faults:
         return _finding_from_matches(termination, late_faults or faults, matches)
     if any(match.ending.role == "consequence" for match in decisive):

@@ -20,6 +20,7 @@ from rich.console import RenderableType
 
 from stoker.diagnosis import engine
 from stoker.diagnosis.causes.shared import has_enough_stacks
+from stoker.diagnosis.log_meters import find_printed_wait
 from stoker.diagnosis.notes import collect_notes
 from stoker.diagnosis.places import PlaceNode, frequency, list_loops, list_parts, list_places, place_trees
 from stoker.diagnosis.postmortem import explain
@@ -410,10 +411,12 @@ def explain_log(path: Path) -> LogExplanation:
     except OSError as error:
         raise UsageError("The log cannot be read.", location=path, cause=str(error)) from error
     findings = [finding for finding in explain(Termination(output=output)) if finding.id != IGNORED_CAUSE]
+    printed_wait = find_printed_wait(output)
+    findings += [printed_wait] if printed_wait is not None else []
     not_known = [
         "the exit code or signal, and whether the job has ended",
         "whether the kernel killed it (out of memory), and the state of GPU, memory and disk",
-        "where its time went",
+        "where its time went" + (", but for what it printed" if printed_wait is not None else ""),
     ]
     if size_bytes > MAX_OUTPUT_BYTES:
         not_known.append(f"the log before its last {fmt.size(MAX_OUTPUT_BYTES)}")

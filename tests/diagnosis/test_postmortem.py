@@ -697,3 +697,101 @@ def test_the_exponential_of_a_loss_that_overflows_is_divergence(argument: str, i
     frame = f'  File "/job/main.py", line 6, in train\n    print(math.exp({argument}))\n'
     text = f"step 9 of 90\nTraceback (most recent call last):\n{frame}OverflowError: math range error\n"
     assert died(text)[0].id == id
+
+
+def told(log: str) -> list[str]:
+    """What `stoker why LOG` says of the end: a log without a reason has none."""
+    return [found.id for found in died(log, exit_code=None) if found.id != "ended_without_record"]
+
+
+def test_memory_that_other_processes_hold_is_said() -> None:
+    """Both forms of torch's message; github.com/raoyongming/DenseCLIP/issues/52: others had taken the GPU of 40 GiB."""
+    old = (
+        "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 39.59 GiB total capacity; 1.49 GiB "
+        "already allocated; 12.19 MiB free; 1.52 GiB reserved in total by PyTorch)"
+    )
+    new = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of "
+        "39.39 GiB of which 14.06 MiB is free. Process 3 has 37.00 GiB memory in use. Including non-PyTorch memory, "
+        "this process has 1.70 GiB memory in use. Of the allocated memory 1.2 GiB is allocated by PyTorch"
+    )
+    for text in (old, new):
+        (found,) = died(TRACEBACK + text)
+        assert found.id == "gpu_out_of_memory"
+        assert "other processes" in found.title
+        assert "nvidia-smi" in found.fix
+    own = new.replace("Process 3 has 37.00 GiB memory in use. ", "").replace("1.70 GiB", "39.30 GiB")
+    (found,) = died(TRACEBACK + own)
+    assert "other processes" not in found.title
+
+
+def test_a_kernels_assertion_decides_where_the_log_ends_within_a_traceback() -> None:
+    """github.com/ultralytics/ultralytics/issues/14522: the bar is drawn again after the assertion."""
+    assertion = (
+        "../aten/src/ATen/native/cuda/IndexKernel.cu:92: operator(): block: [12243,0,0], thread: [95,0,0] Assertion "
+        '`-sizes[i] <= index && index < sizes[i] && "index out of bounds"` failed.\n'
+    )
+    bar = "2/300 4.09G 0.5756 0.8225 0.8351 251 736:  56%|█████▋    | 1033/1833 [02:24<01:51,  7.15it/s]\n"
+    assert told(assertion + bar + TRACEBACK) == ["device_assert"]
+    assert told(assertion + bar * 4) == []
+
+
+def test_a_fault_of_a_rank_comes_before_what_the_others_report() -> None:
+    """github.com/EveryVoiceTTS/EveryVoice/issues/178: the other ranks still draw their bars."""
+    fault = "OutOfMemoryError: CUDA out of memory. Tried to allocate 112.00 MiB. GPU 2 has a\n"
+    bars = "Loading modules: 100%|##########| 4/4 [00:15<00:00,  3.85s/it]\n" * 3
+    ends = "srun: error: ib12gpu-002: task 4: Exited with exit code 1\n"
+    assert told(fault + bars + ends)[:1] == ["gpu_out_of_memory"]
+    assert told(fault + bars * 30 + ends)[:1] == ["peer_ended"]
+
+
+def test_retries_decide_where_the_output_ends_with_them() -> None:
+    """github.com/hiyouga/LlamaFactory/issues/8045."""
+    line = "zgiot:1183664 [0] NCCL INFO socketPollConnect: connect returned No route to host, retrying (26/34) after\n"
+    assert told(line * 6) == ["rendezvous_failed"]
+    assert told(line * 3) == []
+    assert told(line * 6 + "Epoch 1 loss 0.5\n" * 3) == []
+
+
+def test_an_error_of_the_shell_after_which_the_script_went_on_is_none() -> None:
+    """github.com/spoonsso/dannce/issues/107: that training ended well."""
+    error = "/var/spool/slurmd/job424078/slurm_script: line 13: activate: No such file or directory\n"
+    later = "I tensorflow: Successfully opened dynamic library libcudart.so.11.0\n"
+    assert told(error + later * 3) == []
+    assert told(error) == ["path_not_found"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "id"),
+    [
+        (  # github.com/tensorflow/models/issues/5417
+            TRACEBACK + '  File "utils/dataset_util.py", line 26, in int64_list_feature\n'
+            "    return tf.train.Feature(int64_list=tf.train.Int64List(value=value))\n"
+            "TypeError: None has type NoneType, but expected one of: int, long",
+            "class_not_in_label_map",
+        ),
+        (  # github.com/mdhmz1/Auto-Annotate/issues/13
+            TRACEBACK + '  File "keras/engine/topology.py", line 3114, in load_weights_from_hdf5_group_by_name\n'
+            "    original_keras_version = f.attrs['keras_version'].decode('utf8')\n"
+            "AttributeError: 'str' object has no attribute 'decode'",
+            "text_where_bytes_were",
+        ),
+        (  # github.com/keras-team/keras-applications/issues/43
+            "Exception: URL fetch failure on https://github.com/fchollet/deep-learning-models/releases/download/v0.5/"
+            "inception_v3.h5: None -- [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed (_ssl.c:833)",
+            "tls_failed",
+        ),
+        (  # github.com/google-research/multinerf/issues/12: JAX uses the GPU
+            "I0808 20:59:00.964296 139857030612800 xla_bridge.py:328] Unable to initialize backend 'tpu': module "
+            "'jaxlib.xla_extension' has no attribute 'get_tpu_client'",
+            None,
+        ),
+        (  # github.com/DeepLabCut/DeepLabCut/issues/2455
+            "E tensorflow/stream_executor/cuda/cuda_blas.cc:2981] Unable to register cuBLAS factory: Attempting to "
+            "register factory for plugin cuBLAS when one has already been registered",
+            None,
+        ),
+    ],
+)
+def test_lines_of_threads_that_were_read_wrongly(lines: str, id: str | None) -> None:
+    assert told(lines) == ([id] if id else [])
