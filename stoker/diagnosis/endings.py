@@ -5,6 +5,7 @@ the line of a normal end. `postmortem.py` has the rules that use them.
 
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Literal
 
@@ -258,6 +259,24 @@ def find_non_finite_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
             counts = is_non_finite and not (was_finite and "nan" not in values[name].lower())
             latest[name] = line, is_non_finite, counts
     return list(dict.fromkeys(line for line, _, counts in latest.values() if counts))
+
+
+_LOSS_SCALE = re.compile(r"(?i)overflow.{0,200}(?:loss scale to: |reducing to )(\d[\d.e+-]{0,20})")
+_MIN_HALVINGS = 5
+_LOW_LOSS_SCALE = 8.0
+"""Halvings of the loss scale one after the other, and the scale that they reach, from which on the gradients are not
+finite for another reason than the scale. Heuristic: trainings begin with 2**16 and settle above 2**7."""
+
+
+def find_overflows(lines: tuple[LogLine, ...]) -> list[LogLine]:
+    """The last lines in which the loss scale was halved, if each step did so down to a low one, as fairseq and
+    DeepSpeed print it; else empty."""
+    found = [(line, float(match[1])) for line in lines if (match := _LOSS_SCALE.search(line.text)) is not None]
+    last = found[-_MIN_HALVINGS:]
+    halved = all(2 * after[1] == before[1] for before, after in itertools.pairwise(last))
+    return (
+        [line for line, _ in last] if len(last) == _MIN_HALVINGS and halved and last[-1][1] <= _LOW_LOSS_SCALE else []
+    )
 
 
 _PROGRESS_PATTERN = re.compile("|".join(_LINES["progress"]), re.IGNORECASE)

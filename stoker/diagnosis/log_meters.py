@@ -3,7 +3,7 @@ loop waited for data. In a log, without a record, nothing else says why a job is
 
 Formats: examples/imagenet and its descendants (`Time 0.15 (0.16)  Data 0.001 (0.002)`), timm, torchvision's references
 and DETR (`time: 0.41  data: 0.01`), MMDetection and mmengine, Detectron2, YOLOX (`iter_time`, `data_time`),
-PaddleDetection (`batch_cost`, `reader_cost`).
+PaddleDetection (`batch_cost`, `reader_cost`), Lightning's SimpleProfiler.
 """
 
 import re
@@ -16,10 +16,14 @@ from stoker.findings.finding import Finding
 _SECONDS = r"[:= ]\s{0,6}(\d{1,6}\.\d{1,9})(?=s?[\s,(]|$)"
 _STEP = re.compile(rf"(?<![a-z_])(?:(?:iter_|batch_)?time|batch_cost){_SECONDS}", re.IGNORECASE)
 _DATA = re.compile(rf"(?<![a-z_])(?:data(?:_time)?|reader_cost){_SECONDS}", re.IGNORECASE)
-MIN_LINES = 8
-"""Lines with both times, at least. Only their second half counts: loaders start, and caches fill, in the first."""
-MIN_FRACTION = 0.2
-"""Fraction of the printed time below which there is no finding (heuristic): a few lines are a sample of the steps."""
+_PROFILED = re.compile(
+    r"train_dataloader_next[^|\n]{0,200}\|(?:\s{0,99}[\d.]{1,20}\s{0,99}\|){3}\s{0,99}([\d.]{1,20})\s"
+)
+"""A row of Lightning's SimpleProfiler: mean, calls, seconds, percent of the whole."""
+MIN_LINES, MIN_FRACTION = 8, 0.2
+FEWEST_LINES, FRACTION_OF_FEW = 4, 0.5
+"""Lines with both times, and the fraction of the time of their second half, at least: few lines have to say it more
+clearly (heuristic: they are a sample of the steps). In the first half loaders start, and caches fill."""
 
 
 def find_printed_wait(lines: tuple[LogLine, ...]) -> Finding | None:
@@ -29,20 +33,23 @@ def find_printed_wait(lines: tuple[LogLine, ...]) -> Finding | None:
         for line in lines
         if (step := _STEP.search(line.text)) is not None and (data := _DATA.search(line.text)) is not None
     ]
+    profiled = [(float(row[1]), line) for line in lines if (row := _PROFILED.search(line.text)) is not None]
+    if profiled and profiled[-1][0] >= 100 * MIN_FRACTION:
+        text = f"Lightning's profiler: {profiled[-1][0]:.0f} % of the time was for the next batch"
+        return _make_finding(text, profiled[-1][0] / 100, profiled[-1][1])
     late = times[len(times) // 2 :]
     total_s, waited_s = sum(step for step, _, _ in late), sum(data for _, data, _ in late)
-    if len(times) < MIN_LINES or not MIN_FRACTION * total_s <= waited_s <= total_s:
+    minimum = MIN_FRACTION if len(times) >= MIN_LINES else FRACTION_OF_FEW
+    if len(times) < FEWEST_LINES or not minimum * total_s <= waited_s <= total_s:
         return None
-    cause, longest = find_cause("input_bound"), max(late, key=lambda time: time[1])
     text = f"the last {len(late)} lines with times print {total_s:,.1f} s of steps, {waited_s:,.1f} s of them for data"
+    return _make_finding(text, waited_s / total_s, max(late, key=lambda time: time[1])[2])
+
+
+def _make_finding(text: str, fraction: float, line: LogLine) -> Finding:
+    cause = find_cause("input_bound")
+    evidence = [make_evidence(text, fraction), make_evidence(line.text.strip()[:200], source=line.source)]
     return Finding(
-        id=cause.id,
-        severity="critical",
-        title=cause.title,
-        evidence=[
-            make_evidence(text, waited_s / total_s, longest[2].source.partition(":")[0]),
-            make_evidence(longest[2].text.strip()[:200], longest[1], longest[2].source),
-        ],
-        fix=fill_apis(cause.external_fix),
+        id=cause.id, severity="critical", title=cause.title, evidence=evidence, fix=fill_apis(cause.external_fix),
         confidence=cause.confidence,
-    )
+    )  # fmt: skip

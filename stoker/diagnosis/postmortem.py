@@ -23,6 +23,7 @@ from stoker.diagnosis.endings import (
     endings,
     find_non_finite_losses,
     find_normal_end,
+    find_overflows,
     find_progress,
     find_raising_lines,
     find_thread_exceptions,
@@ -34,6 +35,7 @@ from stoker.diagnosis.endings import (
 )
 from stoker.diagnosis.run_data import LogLine, Termination
 from stoker.findings.finding import Evidence, Finding, Severity
+from stoker.knowledge import read_toml
 
 NEARLY_FULL_FRACTION = 0.95
 """Fraction of a memory limit in the last sample from which a kill without a message is attributed to it. Heuristic:
@@ -94,7 +96,7 @@ def explain(termination: Termination) -> list[Finding]:
     """What ended the job first, then other failures in its output. Empty if it ended well."""
     termination = dataclasses.replace(termination, output=drop_ignored_exceptions(termination.output))
     matches = _find_matches(termination.output)
-    bad_losses = find_non_finite_losses(termination.output)
+    bad_losses = find_non_finite_losses(termination.output) or find_overflows(termination.output)
     normal_end = _find_normal_end(termination, matches)
     findings: list[Finding] = []
     if normal_end is not None:
@@ -104,7 +106,7 @@ def explain(termination: Termination) -> list[Finding]:
     elif termination.exit_code != 0 or _ends_in_traceback(termination.output):
         findings = _explain_end(termination, matches, bad_losses)
         findings = [_name_full_device(termination, _name_holders(finding)) for finding in findings]
-        findings = [_name_place(termination.output, finding) for finding in findings]
+        findings = [_name_place(termination.output, _name_package(finding)) for finding in findings]
     if bad_losses and all(finding.id != "diverged" for finding in findings):
         findings.insert(
             0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(bad_losses))
@@ -119,6 +121,30 @@ def explain(termination: Termination) -> list[Finding]:
     if termination.exit_code != 0 and not is_unknown:
         findings += _other_findings(termination, matches, {finding.id for finding in findings})
     return findings
+
+
+_SUSPICIOUS = re.compile(
+    r"(?i)\b(error|fatal|fail(ed|ure)|cannot|could ?n[o']t|unable to|denied|refused|exceeded|aborted|killed|corrupt\w*"
+    r"|check failed|no such|not (compatible|available|found)|blocked by|mismatch\w*)\b"
+)
+_NUM_SEARCHED_LINES = 40
+
+
+def explain_unknown(output: tuple[LogLine, ...]) -> list[Finding]:
+    """For a log that no pattern explains and that does not end as a finished job's: what it may be, as info. A line
+    that is harmless in most jobs comes with what it means in others."""
+    if find_normal_end(output) is not None:
+        return []
+    lines = tuple(line for line in output if line.text.strip())
+    progress = find_progress(lines)
+    since = max(len(lines) - _NUM_SEARCHED_LINES, progress[-1] if progress else 0)
+    last = lines[since:]
+    found = [match for match in _find_matches(last) if match.ending.role == "fault" and match.pattern.harmless]
+    note = make_evidence("not proved: jobs that go on print this too")
+    if found:
+        return [_make_finding(found[-1].ending.id, [_quote(found[-1].line), note], severity="info")]
+    suspicious = [line for line in last if _SUSPICIOUS.search(line.text) and not _reports_no_failure(line.text)]
+    return [_make_finding("error_lines", [*_quote_lines(suspicious), note])] if suspicious else []
 
 
 def explain_hang(output: tuple[LogLine, ...], *, has_stepped: bool) -> list[Finding]:
@@ -178,6 +204,25 @@ def _name_full_device(termination: Termination, finding: Finding) -> Finding:
     found = _make_finding("shared_memory_full", finding.evidence)
     found.evidence.append(make_evidence(text, free_bytes, termination.samples_source))
     return found
+
+
+_MISSING_MODULE = re.compile(r"No module named ['\"]?(\w{1,100})")
+
+
+def _name_package(finding: Finding) -> Finding:
+    """The finding of a missing package with its name in the fix."""
+    found = (_MISSING_MODULE.search(item.text) for item in finding.evidence)
+    module = next((match[1] for match in found if match is not None), None)
+    if finding.id != "package_missing" or module is None:
+        return finding
+    package = read_toml("package_names.toml").get(module, module)
+    fix = finding.fix.replace("NAME", package)
+    if not package:
+        fix = (
+            f"{module} is a folder of the program's repository: start the job in the folder that has it, add that to "
+            "PYTHONPATH, or install the repository (`pip install -e .`, and what its README builds)"
+        )
+    return msgspec.structs.replace(finding, fix=fix)
 
 
 _GPU_MEMORY = (

@@ -23,7 +23,7 @@ from stoker.diagnosis.causes.shared import has_enough_stacks
 from stoker.diagnosis.log_meters import find_printed_wait
 from stoker.diagnosis.notes import collect_notes
 from stoker.diagnosis.places import PlaceNode, frequency, list_loops, list_parts, list_places, place_trees
-from stoker.diagnosis.postmortem import explain
+from stoker.diagnosis.postmortem import explain, explain_unknown
 from stoker.diagnosis.reader import Observer, read_run
 from stoker.diagnosis.run_data import EventSummary, RunRecords, Termination
 from stoker.diagnosis.termination import MAX_OUTPUT_BYTES, is_held, lease_holder, read_output
@@ -413,6 +413,7 @@ def explain_log(path: Path) -> LogExplanation:
     findings = [finding for finding in explain(Termination(output=output)) if finding.id != IGNORED_CAUSE]
     printed_wait = find_printed_wait(output)
     findings += [printed_wait] if printed_wait is not None else []
+    findings = findings or explain_unknown(output)
     not_known = [
         "the exit code or signal, and whether the job has ended",
         "whether the kernel killed it (out of memory), and the state of GPU, memory and disk",

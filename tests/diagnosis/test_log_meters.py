@@ -50,7 +50,10 @@ def test_slow_steps_at_the_start_and_few_lines_are_no_finding() -> None:
     """github.com/open-mmlab/mmpretrain/issues/408: only the first steps waited."""
     form = FORMATS["mmcv: runner/hooks/logger/text.py"]
     assert not waits(log(form, [(44.0, 43.5)] * 3 + [(0.5, 0.001)] * 9))
-    assert not waits(log(form, [(0.5, 0.4)] * 7))
+    assert not waits(log(form, [(0.5, 0.4)] * 3))
+    assert waits(log(form, [(0.5, 0.4)] * 4))
+    assert not waits(log(form, [(0.5, 0.2)] * 7))
+    assert waits(log(form, [(0.5, 0.2)] * 8))
     assert waits(log(form, [(0.1, 0.0), (60.0, 59.9)] * 4))  # one step of a few waits for all
 
 
@@ -61,3 +64,10 @@ def test_a_log_says_the_wait_with_the_line(tmp_path: Path) -> None:
     assert [found.id for found in explained.findings] == ["input_bound"]
     assert "DataLoader(num_workers=" in explained.findings[0].fix
     assert any("but for what it printed" in text for text in explained.not_known)
+
+
+def test_the_table_of_lightnings_profiler_says_it() -> None:
+    """github.com/time-series-foundation-models/lag-llama/issues/51."""
+    row = "[_TrainingEpochLoop].train_dataloader_next |  5.2931                |  16      |  84.689    |  {}     |\n"
+    assert waits(row.format("84.915"))
+    assert not waits(row.format("4.915"))

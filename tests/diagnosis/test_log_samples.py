@@ -24,7 +24,7 @@ SAMPLES: list[dict[str, Any]] = [
 FILES = sorted(path.stem for path in FOLDER.glob("*.jsonl"))
 HEALTHY = sorted(FOLDER.glob("healthy_*/*"))
 MIN_SAMPLES, MIN_KINDS, MIN_SIGNATURES, MIN_HEALTHY = 500, 300, 150, 40
-REMARKS_OF_HEALTHY_JOBS = ("trained_on_cpu", "no_gpu_driver")
+REMARKS_OF_HEALTHY_JOBS = ("trained_on_cpu", "no_gpu_driver", "checkpoint_not_saved")
 
 
 def text_of(sample: dict[str, Any]) -> str:

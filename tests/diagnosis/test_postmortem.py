@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stoker.diagnosis.endings import UNEXPLAINED, endings, find_tracebacks, line_patterns, strip_rank_prefix
 from stoker.diagnosis.engine import diagnose
-from stoker.diagnosis.postmortem import _find_matches, explain
+from stoker.diagnosis.postmortem import _find_matches, explain, explain_unknown
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import HangInfo, Termination
 from stoker.diagnosis.termination import MAX_OUTPUT_BYTES, read_output, split_log_lines
@@ -795,3 +795,66 @@ def test_an_error_of_the_shell_after_which_the_script_went_on_is_none() -> None:
 )
 def test_lines_of_threads_that_were_read_wrongly(lines: str, id: str | None) -> None:
     assert told(lines) == ([id] if id else [])
+
+
+@pytest.mark.parametrize(
+    ("module", "fix"),
+    [
+        ("cv2", "pip install opencv-python-headless`"),
+        ("pycocotools.coco", "pip install pycocotools`"),
+        ("official.vision", "official is a folder of the program's repository"),
+    ],
+)
+def test_a_missing_package_is_named_in_the_fix(module: str, fix: str) -> None:
+    (found,) = died(f"{TRACEBACK}ModuleNotFoundError: No module named '{module}'")
+    assert fix in found.fix
+    assert "NAME" not in found.fix
+
+
+def test_a_loss_scale_that_is_halved_in_each_step_down_to_a_low_one_is_divergence() -> None:
+    """facebookresearch/fairseq/issues/512 and ymcui/Chinese-LLaMA-Alpaca/issues/534. One overflow is normal
+    (fairseq/issues/2404), and so are those of the first steps."""
+    fairseq = "| WARNING: overflow detected, setting loss scale to: {}\n"
+    deepspeed = (
+        "[INFO] [loss_scaler.py:181:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {}, "
+        "reducing to {}\n"
+    )
+    assert told("".join(fairseq.format(0.25 / 2**n) for n in range(6))) == ["diverged"]
+    assert told("".join(deepspeed.format(64 // 2**n, 32 // 2**n) for n in range(5))) == ["diverged"]
+    assert told("".join(deepspeed.format(65536 // 2**n, 32768 // 2**n) for n in range(8))) == []
+    assert told("".join(fairseq.format(scale) for scale in (8, 4, 8, 4, 8, 4))) == []
+
+
+def test_what_no_pattern_explains_is_quoted_as_info() -> None:
+    def unknown(text: str) -> list[tuple[str, str]]:
+        found = explain_unknown(split_log_lines(text.encode(), "job.log"))
+        return [(one.id, one.severity) for one in found]
+
+    blocked = "Failed to initialize NVML: GPU access blocked by the operating system\n"  # microsoft/WSL/issues/14339
+    assert unknown("loading\n" + blocked) == [("error_lines", "info")]
+    assert unknown(blocked + "Epoch 1 loss 0.5\n") == []
+    assert unknown(blocked + "Training complete\n") == []
+    not_built = "NVIDIA GeForce RTX 5090 with CUDA capability sm_120 is not compatible with the current installation.\n"
+    assert unknown(not_built) == [("gpu_not_supported", "info")]
+    assert unknown("all is well\n") == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "id"),
+    [
+        (  # github.com/nicknochnack/TFODCourse/issues/70
+            TRACEBACK + '  File "generate_tfrecord.py", line 101, in class_text_to_int\n'
+            "    return label_map_dict[row_label]\nKeyError: 'kursi'",
+            "class_not_in_label_map",
+        ),
+        (  # github.com/sglvladi/TensorFlowObjectDetectionTutorial/issues/51: the path was wrong
+            TRACEBACK + '  File "tensorflow/python/lib/io/file_io.py", line 78, in _preread_check\n'
+            "    self._read_buf = _pywrap_file_io.BufferedInputStream(\n"
+            "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xc1 in position 132: invalid start byte",
+            "path_not_found",
+        ),
+        ("./train.sh:  60: 11880 killed              python3 model_main.py", "killed"),
+    ],
+)
+def test_lines_of_less_known_threads(lines: str, id: str) -> None:
+    assert told(lines) == [id]
