@@ -816,8 +816,8 @@ def test_a_loss_scale_that_is_halved_in_each_step_down_to_a_low_one_is_divergenc
     (fairseq/issues/2404), and so are those of the first steps."""
     fairseq = "| WARNING: overflow detected, setting loss scale to: {}\n"
     deepspeed = (
-        "[INFO] [loss_scaler.py:181:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {}, "
-        "reducing to {}\n"
+        "[INFO] [loss_scaler.py:181:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: "
+        "{}, reducing to {}\n"
     )
     assert told("".join(fairseq.format(0.25 / 2**n) for n in range(6))) == ["diverged"]
     assert told("".join(deepspeed.format(64 // 2**n, 32 // 2**n) for n in range(5))) == ["diverged"]
