@@ -21,7 +21,7 @@ _PROFILED = re.compile(
 )
 """A row of Lightning's SimpleProfiler: mean, calls, seconds, percent of the whole."""
 MIN_LINES, MIN_FRACTION = 8, 0.2
-FEWEST_LINES, FRACTION_OF_FEW = 4, 0.5
+FEWEST_LINES, FRACTION_OF_FEW = 3, 0.5
 """Lines with both times, and the fraction of the time of their second half, at least: few lines have to say it more
 clearly (heuristic: they are a sample of the steps). In the first half loaders start, and caches fill."""
 

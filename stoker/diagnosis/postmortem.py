@@ -361,7 +361,7 @@ def _find_reasons(termination: Termination, matches: list[_Match], bad_losses: l
         )
     ]
     spans = find_tracebacks(lines)
-    late = [match for match in decisive if not _was_survived(match.line_index, progress, spans)]
+    late = [match for match in decisive if not _was_survived(lines, match.line_index, progress, spans)]
     stops = [match for match in late if match.ending.role == "stop"]
     first_stop = min((match.line_index for match in stops), default=len(lines))
     before = [match for match in decisive if match.ending.role != "stop" and match.line_index < first_stop]
@@ -408,12 +408,15 @@ def _reports_no_failure(text: str) -> bool:
     return _INFO_LEVEL.search(text[:_MAX_LEVEL_CHARS]) is not None or _RETRIED.search(text) is not None
 
 
-def _was_survived(line_index: int, progress: list[int], spans: list[tuple[int, int]]) -> bool:
+def _was_survived(
+    lines: tuple[LogLine, ...], line_index: int, progress: list[int], spans: list[tuple[int, int]]
+) -> bool:
     """Whether the job continued after a line. progress: indices of the lines that report progress. spans: of the
-    tracebacks. Before the first progress a single line suffices if it is not in a traceback: the ranks start
-    together."""
+    tracebacks. Before the first progress a single line suffices if it is not of a traceback, which may be cut off or
+    mixed with those of other ranks: the ranks start together."""
     num_before = bisect.bisect_right(progress, line_index)
-    is_start_up = num_before == 0 and not any(start <= line_index <= last for start, last in spans)
+    is_raised = is_exception_line(lines[line_index].text) or any(a <= line_index <= b for a, b in spans)
+    is_start_up = num_before == 0 and not is_raised
     return len(progress) - num_before >= (1 if is_start_up else _MIN_PROGRESS_LINES)
 
 
@@ -430,11 +433,11 @@ def _find_fault(
     one, or a crash, if a known failure was logged before it."""
     lines = termination.output
     faults = all_faults = [match for match in decisive if match.ending.role == "fault"]
-    late_faults = [match for match in faults if not _was_survived(match.line_index, progress, all_spans)]
+    late_faults = [match for match in faults if not _was_survived(lines, match.line_index, progress, all_spans)]
     spans = [span for span in all_spans if span[0] < end]
     if end < len(lines) or termination.signal in (_SIGKILL, _SIGTERM, _SIGINT) or termination.exit_code is None:
         faults = late_faults  # the job continued after the others
-        spans = [span for span in spans if not _was_survived(span[1], progress, all_spans)]
+        spans = [span for span in spans if not _was_survived(lines, span[1], progress, all_spans)]
     for number in range(len(spans) - 1, -1, -1):
         start, last = spans[number]
         crashes: list[_Match] = []
@@ -466,7 +469,9 @@ def _find_fault(
         return None
     last_lines = range(max(0, end - _NUM_LAST_LINES), end)
     errors = [
-        lines[n] for n in last_lines if _ERROR_LINE.search(lines[n].text) and not _was_survived(n, progress, all_spans)
+        lines[n]
+        for n in last_lines
+        if _ERROR_LINE.search(lines[n].text) and not _was_survived(lines, n, progress, all_spans)
     ]
     return _make_finding("ended_by_error", [_quote(errors[-1]), *_end_evidence(termination)]) if errors else None
 
