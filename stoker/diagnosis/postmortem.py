@@ -215,7 +215,7 @@ def _name_package(finding: Finding) -> Finding:
     module = next((match[1] for match in found if match is not None), None)
     if finding.id != "package_missing" or module is None:
         return finding
-    package = read_toml("package_names.toml").get(module, module)
+    package = str(read_toml("package_names.toml").get(module, module))
     fix = finding.fix.replace("NAME", package)
     if not package:
         fix = (
