@@ -63,7 +63,7 @@ _GPU_REMARKS = ("trained_on_cpu", "no_gpu_driver")
 _MIN_PROGRESS_LINES = 3
 """Lines of progress after a failure from which on the job had continued. Heuristic: other ranks print one or two more
 before they wait for the one that failed."""
-_INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b|:\d+: \w+Warning: ")
+_INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b(?!.{0,20}Error reported to Coordinator)|:\d+: \w+Warning: ")
 _MAX_OF_PEERS = 20
 """Lines of progress that the other processes may print after a failure before they end for it (heuristic)."""
 _MIN_LAST_RETRIES = 5

@@ -830,11 +830,11 @@ def test_what_no_pattern_explains_is_quoted_as_info() -> None:
         found = explain_unknown(split_log_lines(text.encode(), "job.log"))
         return [(one.id, one.severity) for one in found]
 
-    blocked = "Failed to initialize NVML: GPU access blocked by the operating system\n"  # microsoft/WSL/issues/14339
+    blocked = "tao: Error response from daemon: the container has gone\n"  # after NVIDIA-AI-IOT/nvidia-tao/issues/6
     assert unknown("loading\n" + blocked) == [("error_lines", "info")]
     assert unknown(blocked + "Epoch 1 loss 0.5\n") == []
     assert unknown(blocked + "Training complete\n") == []
-    not_built = "NVIDIA GeForce RTX 5090 with CUDA capability sm_120 is not compatible with the current installation.\n"
+    not_built = "TensorFlow was not built with CUDA kernel binaries compatible with compute capability 12.0.\n"
     assert unknown(not_built) == [("gpu_not_supported", "info")]
     assert unknown("all is well\n") == []
 
