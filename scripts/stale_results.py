@@ -16,7 +16,7 @@ TRAINING = (*MODELS, "stoker/training/loop.py", "stoker/training/defaults", "sto
 MEASURES: dict[str, tuple[str, ...]] = {
     "cache": ("stoker/data/images/pixel_cache.py", *LOADING),
     "diagnose": ("stoker/diagnosis", "stoker/profiling", "stoker/knowledge/causes.toml"),
-    "diagnose_logs": ("stoker/diagnosis", "stoker/knowledge/endings.toml"),
+    "diagnose_logs": ("stoker/diagnosis", "stoker/knowledge/endings.toml", "stoker/knowledge/output_lines.toml"),
     "diagnose_programs": ("stoker/diagnosis", "stoker/watch", "stoker/knowledge/causes.toml"),
     "diagnose_wild": ("stoker/diagnosis", "stoker/watch", "stoker/profiling", "stoker/knowledge/endings.toml"),
     "ember": TRAINING,

@@ -4,11 +4,11 @@
 
 FILE has a JSON object per line: "lines", the end of a log as it was printed; "source", the public thread; "truth", the
 cause in a sentence, as the thread or the message establishes it; "healthy", whether nothing was wrong; "accepted", the
-ids of endings (`stoker why --explain ID`) that name this cause and whose fix helps, empty if there is none. Three
-hands: who collects the logs and writes the truth has not seen the patterns, and who writes the accepted ids has not
-seen what is found. A log with a failure is right if its first finding above "info" is accepted; a healthy one, if it
-has no such finding. Logs are quoted from threads whose license is not ours, so they are not in this repository: the
-result names each thread, with the truth, what is accepted and what was found.
+ids of endings (`stoker why --explain ID`) that name this cause and whose fix helps, empty if there is none. One author
+collects the logs and writes the truth without having seen the patterns; another one writes the accepted ids without
+having seen what is found. A log with a failure is right if its first finding above "info" is accepted; a healthy one,
+if it has no such finding. Logs are quoted from threads whose license is not ours, so they are not in this repository:
+the result names each thread, with the truth, what is accepted and what was found.
 
 Files that were read once are no longer unseen: what they showed has changed the patterns.
 """

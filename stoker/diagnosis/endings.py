@@ -261,17 +261,23 @@ def find_non_finite_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
     return list(dict.fromkeys(line for line, _, counts in latest.values() if counts))
 
 
-_LOSS_SCALE = re.compile(r"(?i)overflow.{0,200}(?:loss scale to: |reducing to )(\d[\d.e+-]{0,20})")
+_LOSS_SCALE = re.compile(
+    r"(?i)overflow.{0,200}(?:loss scale to:? |reducing to )(\d{1,12}(?:\.\d{1,12})?(?:e[+-]?\d{1,3})?)"
+)
 _MIN_HALVINGS = 5
 _LOW_LOSS_SCALE = 8.0
+_MAX_LATER_PROGRESS = 3
 """Halvings of the loss scale one after the other, and the scale that they reach, from which on the gradients are not
-finite for another reason than the scale. Heuristic: trainings begin with 2**16 and settle above 2**7."""
+finite for another reason than the scale; lines of progress after the last of them. Heuristic: trainings begin with
+2**16 and settle above 2**7."""
 
 
 def find_overflows(lines: tuple[LogLine, ...]) -> list[LogLine]:
-    """The last lines in which the loss scale was halved, if each step did so down to a low one, as fairseq and
-    DeepSpeed print it; else empty."""
+    """The last lines in which the loss scale was halved, if each step did so down to a low one, as fairseq, Apex and
+    DeepSpeed print it, and no training went on after it; else empty."""
     found = [(line, float(match[1])) for line in lines if (match := _LOSS_SCALE.search(line.text)) is not None]
+    if not found or len(find_progress(lines[lines.index(found[-1][0]) :])) > _MAX_LATER_PROGRESS:
+        return []
     last = found[-_MIN_HALVINGS:]
     halved = all(2 * after[1] == before[1] for before, after in itertools.pairwise(last))
     return (

@@ -106,8 +106,8 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
 
 def _without_guesses(run: RunRecords, findings: list[Finding]) -> list[Finding]:
     """No warning rests on evidence below `min_confidence`: what took the time is then the finding, and the causes are
-    listed as possible, each with what would tell. Without lost time it is info. Time that a certain finding of the
-    same reason has is not told twice."""
+    listed as possible, each with what would tell. Without lost time it is info. A guess is left out if a certain
+    finding of the same reason has at least as much of the lost time."""
     minimum = common_threshold("min_confidence")
     kept, guesses = list[Finding](), dict[str, list[Finding]]()
     for finding in findings:

@@ -16,9 +16,9 @@ from stoker.findings.finding import Finding
 _SECONDS = r"[:= ]\s{0,6}(\d{1,6}\.\d{1,9})(?=s?[\s,(]|$)"
 _STEP = re.compile(rf"(?<![a-z_])(?:(?:iter_|batch_)?time|batch_cost){_SECONDS}", re.IGNORECASE)
 _DATA = re.compile(rf"(?<![a-z_])(?:data(?:_time)?|reader_cost){_SECONDS}", re.IGNORECASE)
-_PROFILED = re.compile(
-    r"train_dataloader_next[^|\n]{0,200}\|(?:\s{0,99}[\d.]{1,20}\s{0,99}\|){3}\s{0,99}([\d.]{1,20})\s"
-)
+_EVALUATION = re.compile(r"(?i)^\W*(test|val\w*|eval\w*)\b|epoch ?\((val|test)\)|model_time|evaluator_time")
+_NUMBER = r"\s{0,99}(\d{1,9}(?:\.\d{1,9})?(?:e[+-]\d\d)?)\s{0,99}"
+_PROFILED = re.compile(rf"train_dataloader_next[^|]{{0,200}}\|{_NUMBER}\|{_NUMBER}\|{_NUMBER}\|{_NUMBER}")
 """A row of Lightning's SimpleProfiler: mean, calls, seconds, percent of the whole."""
 MIN_LINES, MIN_FRACTION = 8, 0.2
 FEWEST_LINES, FRACTION_OF_FEW = 3, 0.5
@@ -31,9 +31,11 @@ def find_printed_wait(lines: tuple[LogLine, ...]) -> Finding | None:
     times = [
         (float(step[1]), float(data[1]), line)
         for line in lines
-        if (step := _STEP.search(line.text)) is not None and (data := _DATA.search(line.text)) is not None
+        if (step := _STEP.search(line.text)) is not None
+        and (data := _DATA.search(line.text)) is not None
+        and not _EVALUATION.search(line.text)
     ]
-    profiled = [(float(row[1]), line) for line in lines if (row := _PROFILED.search(line.text)) is not None]
+    profiled = [(float(row[4]), line) for line in lines if (row := _PROFILED.search(line.text)) is not None]
     if profiled and profiled[-1][0] >= 100 * MIN_FRACTION:
         text = f"Lightning's profiler: {profiled[-1][0]:.0f} % of the time was for the next batch"
         return _make_finding(text, profiled[-1][0] / 100, profiled[-1][1])

@@ -7,6 +7,7 @@ proof the finding describes how the job ended and what is not known. Causes of l
 
 import bisect
 import dataclasses
+import itertools
 import re
 import signal
 
@@ -124,8 +125,8 @@ def explain(termination: Termination) -> list[Finding]:
 
 
 _SUSPICIOUS = re.compile(
-    r"(?i)\b(error|fatal|fail(ed|ure)|cannot|could ?n[o']t|unable to|denied|refused|exceeded|aborted|killed|corrupt\w*"
-    r"|check failed|no such|not (compatible|available|found)|blocked by|mismatch\w*)\b"
+    r"(?i)\b(error(?!\W{0,5}\d)|fatal|fail(ed|ure)|cannot|could ?n[o']t|unable to|denied|refused|exceeded|aborted"
+    r"|killed|corrupt\w*|check failed|no such|not (compatible|available|found)|blocked by|mismatch\w*)\b"
 )
 _NUM_SEARCHED_LINES = 40
 
@@ -143,7 +144,11 @@ def explain_unknown(output: tuple[LogLine, ...]) -> list[Finding]:
     note = make_evidence("not proved: jobs that go on print this too")
     if found:
         return [_make_finding(found[-1].ending.id, [_quote(found[-1].line), note], severity="info")]
-    suspicious = [line for line in last if _SUSPICIOUS.search(line.text) and not _reports_no_failure(line.text)]
+    suspicious = [
+        line
+        for index, line in enumerate(last)
+        if since + index not in progress and _SUSPICIOUS.search(line.text) and not _reports_no_failure(line.text)
+    ]
     return [_make_finding("error_lines", [*_quote_lines(suspicious), note])] if suspicious else []
 
 
@@ -206,7 +211,7 @@ def _name_full_device(termination: Termination, finding: Finding) -> Finding:
     return found
 
 
-_MISSING_MODULE = re.compile(r"No module named ['\"]?(\w{1,100})")
+_MISSING_MODULE = re.compile(r"No module named ['\"]?(\w{1,100}(?:\.\w{1,100}){0,9})")
 
 
 def _name_package(finding: Finding) -> Finding:
@@ -215,27 +220,35 @@ def _name_package(finding: Finding) -> Finding:
     module = next((match[1] for match in found if match is not None), None)
     if finding.id != "package_missing" or module is None:
         return finding
-    package = str(read_toml("package_names.toml").get(module, module))
-    fix = finding.fix.replace("NAME", package)
-    if not package:
+    package, top = read_toml("package_names.toml").get(module), module.partition(".")[0]
+    if package is None and top != module and read_toml("package_names.toml").get(top, top):
         fix = (
-            f"{module} is a folder of the program's repository: start the job in the folder that has it, add that to "
+            f"{top} is there, {module} is not in it: install another version of it, or rename a file or folder of "
+            f'yours that hides it (`python -c "import {top}; print({top}.__file__)"`)'
+        )
+    elif package == "" or (package is None and top != module):
+        fix = (
+            f"{top} is a folder of the program's repository: start the job in the folder that has it, add that to "
             "PYTHONPATH, or install the repository (`pip install -e .`, and what its README builds)"
         )
+    else:
+        fix = finding.fix.replace("NAME", str(package or module))
     return msgspec.structs.replace(finding, fix=fix)
 
 
+_BYTES = r"\d{1,6}(?:\.\d{1,4})? (?:[KMGT]iB|bytes)"
 _GPU_MEMORY = (
     re.compile(
-        r"total capac\w{3,4} of (?P<total>[\d.]{1,12} [MG]iB) of which (?P<free>[\d.]{1,12} [MG]iB) is free"
-        r".{0,300}this process has (?P<own>[\d.]{1,12} [MG]iB)"
+        rf"total capac\w{{2,4}} of (?P<total>{_BYTES}) of which (?P<free>{_BYTES}) is free"
+        rf".{{0,450}}this process has (?P<own>{_BYTES})"
     ),
     re.compile(
-        r"(?P<total>[\d.]{1,12} [MG]iB) total capacity; [\d.]{1,12} [MG]iB already allocated; "
-        r"(?P<free>[\d.]{1,12} [MG]iB) free; (?P<own>[\d.]{1,12} [MG]iB) reserved"
+        rf"(?P<total>{_BYTES}) total capacity; {_BYTES} already allocated; (?P<free>{_BYTES}) free; "
+        rf"(?P<own>{_BYTES}) reserved"
     ),
 )
 """What torch prints of a GPU's memory, since 2.1 and before."""
+_IN_GIB = {"bytes": 2.0**-30, "KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "TiB": 2.0**10}
 
 
 def _name_holders(finding: Finding) -> Finding:
@@ -244,10 +257,8 @@ def _name_holders(finding: Finding) -> Finding:
     memory = next((match for match in found if match is not None), None)
     if finding.id != "gpu_out_of_memory" or memory is None:
         return finding
-    total, free, own = (
-        float(memory[name].partition(" ")[0]) / (1024 if "MiB" in memory[name] else 1)
-        for name in ("total", "free", "own")
-    )
+    values = (memory[name].split(" ") for name in ("total", "free", "own"))
+    total, free, own = (float(number) * _IN_GIB[unit] for number, unit in values)
     others = total - free - own
     if others < total / 2:
         return finding
@@ -349,16 +360,15 @@ def _find_reasons(termination: Termination, matches: list[_Match], bad_losses: l
     """What the output says of the end: a fault, then the request to stop that came after it. Empty: nothing."""
     lines = termination.output
     progress = find_progress(lines)
-    last_retries = _find_last_retries(lines)
+    last_retries, shell_step = _find_last_retries(lines), _last_shell_step(lines)
     decisive = [
         match
         for match in matches
         if not match.pattern.harmless
         and (
-            match.ending.role == "stop"
-            or match.line_index >= last_retries
-            or not (_reports_no_failure(match.line.text) or _is_passed_shell_error(lines, match.line_index))
+            match.ending.role == "stop" or match.line_index >= last_retries or not _reports_no_failure(match.line.text)
         )
+        and not (match.line_index < shell_step and _SHELL_ERROR.match(match.line.text))
     ]
     spans = find_tracebacks(lines)
     late = [match for match in decisive if not _was_survived(lines, match.line_index, progress, spans)]
@@ -377,8 +387,7 @@ def _find_reasons(termination: Termination, matches: list[_Match], bad_losses: l
         before_others = [
             match
             for match in decisive
-            if match.ending.role == "fault"
-            and len(progress) - bisect.bisect(progress, match.line_index) <= _MAX_OF_PEERS
+            if match.ending.role == "fault" and _num_progress(progress, match.line_index) <= _MAX_OF_PEERS
         ]
         is_of_another = all(match.ending.about_another_process for match in consequences)
         chosen = before_others if is_of_another and before_others else consequences
@@ -397,15 +406,22 @@ def _find_last_retries(lines: tuple[LogLine, ...]) -> int:
     return first if count >= _MIN_LAST_RETRIES else len(lines)
 
 
-def _is_passed_shell_error(lines: tuple[LogLine, ...], index: int) -> bool:
-    """Whether a shell reported an error of one command of its script and then went on to the next."""
-    later = sum(bool(line.text.strip()) and not _SHELL_ERROR.match(line.text) for line in lines[index + 1 :])
-    return _SHELL_ERROR.match(lines[index].text) is not None and later >= _MIN_PROGRESS_LINES
+def _last_shell_step(lines: tuple[LogLine, ...]) -> int:
+    """Index of a line after which there are so few that are no errors of a shell that an error of one may be what ended
+    its script; an earlier one was passed."""
+    others = (index for index in range(len(lines) - 1, -1, -1)
+              if lines[index].text.strip() and not _SHELL_ERROR.match(lines[index].text))  # fmt: skip
+    return next(itertools.islice(others, _MIN_PROGRESS_LINES - 1, None), 0)
 
 
 def _reports_no_failure(text: str) -> bool:
     """Whether a line says itself that the job went on: its level, or that it tries again."""
     return _INFO_LEVEL.search(text[:_MAX_LEVEL_CHARS]) is not None or _RETRIED.search(text) is not None
+
+
+def _num_progress(progress: list[int], line_index: int) -> int:
+    """Lines of progress after a line."""
+    return len(progress) - bisect.bisect_right(progress, line_index)
 
 
 def _was_survived(
@@ -444,6 +460,8 @@ def _find_fault(
         for begin, stop in ((last + 1, end), (start, last + 1)):
             found = [match for match in faults if begin <= match.line_index < stop]
             if any(match.ending.id not in UNEXPLAINED for match in found):
+                if all(match.ending.id == "device_assert" for match in found):  # the kernel itself says it better
+                    found += [match for match in late_faults if "Assertion `" in match.line.text]
                 return _finding_from_matches(termination, found, matches)
             crashes += found
         above = spans[number - 1][1] if number else -1
@@ -459,10 +477,9 @@ def _find_fault(
         end = start
     if spans:
         return None
-    if not faults and has_open_traceback(
-        lines
-    ):  # what it ends with is not there; a kernel's assertion has no traceback
-        faults = all_faults
+    if not faults and has_open_traceback(lines):
+        # What it ends with is cut off; the assertion of a kernel comes before it.
+        faults = [match for match in all_faults if _num_progress(progress, match.line_index) <= _MAX_OF_PEERS]
     if faults:
         return _finding_from_matches(termination, late_faults or faults, matches)
     if any(match.ending.role == "consequence" for match in decisive):

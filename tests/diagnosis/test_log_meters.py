@@ -57,6 +57,17 @@ def test_slow_steps_at_the_start_and_few_lines_are_no_finding() -> None:
     assert waits(log(form, [(0.1, 0.0), (60.0, 59.9)] * 4))  # one step of a few waits for all
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Test:  [{n}/100]  eta: 0:00:05  model_time: 0.05  time: {step:.4f}  data: {data:.4f}  max mem: 3000",
+        "07/25 - mmengine - INFO - Epoch(val)  [1][{n}/625]    eta: 0:00:40  time: {step:.4f}  data_time: {data:.4f}",
+    ],
+)
+def test_evaluations_are_no_steps(line: str) -> None:
+    assert not waits(log(line, [(0.5, 0.4)] * 20))
+
+
 def test_a_log_says_the_wait_with_the_line(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
     path.write_text(log(FORMATS["timm: train.py"], [(0.5, 0.4)] * 20))
@@ -71,3 +82,5 @@ def test_the_table_of_lightnings_profiler_says_it() -> None:
     row = "[_TrainingEpochLoop].train_dataloader_next |  5.2931                |  16      |  84.689    |  {}     |\n"
     assert waits(row.format("84.915"))
     assert not waits(row.format("4.915"))
+    assert waits(row.replace("84.689", "1.0469e+05").format("84.915"))
+    assert not waits(row.replace("84.689", "1.2.3").format("84.915"))

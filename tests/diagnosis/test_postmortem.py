@@ -720,6 +720,9 @@ def test_memory_that_other_processes_hold_is_said() -> None:
         assert found.id == "gpu_out_of_memory"
         assert "other processes" in found.title
         assert "nvidia-smi" in found.fix
+    misspelt = new.replace("capacity", "capacty").replace("14.06 MiB is free", "0 bytes is free")
+    (found,) = died(TRACEBACK + misspelt)
+    assert "other processes" in found.title
     own = new.replace("Process 3 has 37.00 GiB memory in use. ", "").replace("1.70 GiB", "39.30 GiB")
     (found,) = died(TRACEBACK + own)
     assert "other processes" not in found.title
@@ -801,7 +804,9 @@ def test_lines_of_threads_that_were_read_wrongly(lines: str, id: str | None) -> 
     ("module", "fix"),
     [
         ("cv2", "pip install opencv-python-headless`"),
-        ("pycocotools.coco", "pip install pycocotools`"),
+        ("pycocotools", "pip install pycocotools`"),
+        ("tensorflow.keras", "tensorflow is there, tensorflow.keras is not in it"),
+        ("google.cloud", "pip install google-cloud-storage`"),
         ("official.vision", "official is a folder of the program's repository"),
     ],
 )
@@ -823,6 +828,10 @@ def test_a_loss_scale_that_is_halved_in_each_step_down_to_a_low_one_is_divergenc
     assert told("".join(deepspeed.format(64 // 2**n, 32 // 2**n) for n in range(5))) == ["diverged"]
     assert told("".join(deepspeed.format(65536 // 2**n, 32768 // 2**n) for n in range(8))) == []
     assert told("".join(fairseq.format(scale) for scale in (8, 4, 8, 4, 8, 4))) == []
+    apex = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {}\n"
+    assert told("".join(apex.format(64 / 2**n) for n in range(6))) == ["diverged"]
+    assert told("".join(apex.format(64 / 2**n) for n in range(6)) + "step 9 loss 0.5\n" * 9) == []
+    assert told("setting loss scale to: 64.0. overflow\n" * 9) == []
 
 
 def test_what_no_pattern_explains_is_quoted_as_info() -> None:
@@ -858,3 +867,37 @@ def test_what_no_pattern_explains_is_quoted_as_info() -> None:
 )
 def test_lines_of_less_known_threads(lines: str, id: str) -> None:
     assert told(lines) == [id]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model_checkpoint.py:384: `ModelCheckpoint(monitor='val_loss')` could not find the monitored key in the "
+        "returned metrics: ['loss']",
+        "W xla/gpu/asm_compiler.cc:231] ptxas too old. Falling back to the driver to compile.",
+        "WARNING[XFORMERS]: xFormers can't load C++/CUDA extensions. xFormers was built for:",
+        "Could not load dynamic library 'libcudart.so.11.0'; dlerror: cannot open shared object file",
+    ],
+)
+def test_warnings_of_jobs_that_go_on_are_no_reasons(line: str) -> None:
+    assert told(line + "\nEpoch 1 loss 0.5\n") in ([], ["checkpoint_not_saved"])
+
+
+def test_what_the_kernel_says_comes_before_the_error_that_it_leads_to() -> None:
+    """github.com/Megvii-BaseDetection/YOLOX/issues/1161."""
+    assertion = "cuda/Loss.cu:102: block: [10,0,0] Assertion `input_val >= zero && input_val <= one` failed.\n"
+    error = TRACEBACK + "RuntimeError: CUDA error: device-side assert triggered"
+    assert told(assertion + error)[0] == "loss_input_not_probability"
+    assert told(error) == ["device_assert"]
+
+
+def test_errors_of_a_shell_are_found_in_linear_time() -> None:
+    text = "x.sh: line 3: y: No such file or directory\n" * 20_000
+    start = time.process_time()
+    died(text, exit_code=None)
+    assert time.process_time() - start < 20
+
+
+def test_a_fault_long_before_an_unfinished_traceback_is_not_its_reason() -> None:
+    fault, epochs = "CUDA_ERROR_OUT_OF_MEMORY: out of memory\n", "Epoch 1 loss 0.5\n" * 50
+    assert told(fault + epochs + TRACEBACK) == []
