@@ -59,8 +59,8 @@ def read_text(path: str | Path, *, encoding: str = "utf-8", errors: str = "stric
 
 
 def open_torch_file(path: str | Path) -> BufferedReader:
-    """A file that `torch.save` wrote. Raises OSError if it is an archive that unpacks to more bytes than it has: torch
-    compresses nothing, so such a file was made to fill the memory."""
+    """A file that `torch.save` wrote. Raises OSError if it is an archive that unpacks to more bytes than it has, which
+    could fill the memory: torch compresses nothing. Of a damaged archive also the errors of `zipfile`."""
     file = open_file(path)
     try:
         if zipfile.is_zipfile(file):

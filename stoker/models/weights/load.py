@@ -143,13 +143,13 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
             # Files of torch before 1.6 are not zip archives and cannot be memory-mapped; torchvision still has some.
-            with regular_files.open_torch_file(path):
+            with regular_files.open_torch_file(path):  # checked; mapping it needs the path
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # damaged files raise many types
         raise WeightsError(
             "The weights file cannot be read.",
             location=path,
-            cause=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            cause=getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__,
             fix="if it was cut off, download or copy it again; if it holds more than tensors, save it again with "
             "torch.save(model.state_dict(), FILE)",
         ) from error
