@@ -31,6 +31,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "ledger": ("stoker/profiling/ledger.py",),
     "loader": LOADING,
     "plan": ("stoker/planning",),
+    "pretraining": TRAINING,
     "quality": TRAINING,
     "ranks": ("stoker/training/ranks.py", "stoker/training/several.py", *MODELS),
     "scaling": ("stoker/training/ranks.py", "stoker/training/several.py", *MODELS),
