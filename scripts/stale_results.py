@@ -36,6 +36,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "ranks": ("stoker/training/ranks.py", "stoker/training/several.py", *MODELS),
     "scaling": ("stoker/training/ranks.py", "stoker/training/several.py", *MODELS),
     "shard_loading": ("stoker/data/formats/webdataset.py", "stoker/data/packing.py", *LOADING),
+    "scale": TRAINING,
     "search": ("stoker/search",),
     "stages": ("stoker/training/stages.py", *MODELS),
     "startup": ("stoker/cli", "stoker/training/start.py", "stoker/training/run.py"),
