@@ -275,14 +275,13 @@ finite for another reason than the scale; lines of progress after the last of th
 def find_overflows(lines: tuple[LogLine, ...]) -> list[LogLine]:
     """The last lines in which the loss scale was halved, if each step did so down to a low one, as fairseq, Apex and
     DeepSpeed print it, and no training went on after it; else empty."""
-    found = [(line, float(match[1])) for line in lines if (match := _LOSS_SCALE.search(line.text)) is not None]
-    if not found or len(find_progress(lines[lines.index(found[-1][0]) :])) > _MAX_LATER_PROGRESS:
+    matches = ((index, _LOSS_SCALE.search(line.text)) for index, line in enumerate(lines))
+    last = [(index, float(match[1])) for index, match in matches if match is not None][-_MIN_HALVINGS:]
+    is_low = len(last) == _MIN_HALVINGS and last[-1][1] <= _LOW_LOSS_SCALE
+    is_halved = all(2 * after == before for (_, before), (_, after) in itertools.pairwise(last))
+    if not is_low or not is_halved or len(find_progress(lines[last[-1][0] :])) > _MAX_LATER_PROGRESS:
         return []
-    last = found[-_MIN_HALVINGS:]
-    halved = all(2 * after[1] == before[1] for before, after in itertools.pairwise(last))
-    return (
-        [line for line, _ in last] if len(last) == _MIN_HALVINGS and halved and last[-1][1] <= _LOW_LOSS_SCALE else []
-    )
+    return [lines[index] for index, _ in last]
 
 
 _PROGRESS_PATTERN = re.compile("|".join(_LINES["progress"]), re.IGNORECASE)

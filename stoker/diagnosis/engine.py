@@ -82,6 +82,7 @@ def run_rules(run: RunRecords) -> list[Finding]:
 
 
 def _supersedes(run: RunRecords, finding: Finding, other: Finding) -> bool:
+    """Whether a finding takes the place of another one: its row says so, and this run's records do."""
     return other.id in CATALOG[finding.id].supersedes and _explains(run, finding, other)
 
 

@@ -1,5 +1,5 @@
-"""Time that a job prints itself: many training scripts print for each step how long it took, and how long of this the
-loop waited for data. In a log, without a record, nothing else says why a job is slow.
+"""Step times in a log: many training scripts print how long a step took, and how much of this the loop waited for
+data. In a log without a record, nothing else says why a job is slow.
 
 Formats: examples/imagenet and its descendants (`Time 0.15 (0.16)  Data 0.001 (0.002)`), timm, torchvision's references
 and DETR (`time: 0.41  data: 0.01`), MMDetection and mmengine, Detectron2, YOLOX (`iter_time`, `data_time`),
@@ -28,6 +28,10 @@ clearly (heuristic: they are a sample of the steps). In the first half loaders s
 
 def find_printed_wait(lines: tuple[LogLine, ...]) -> Finding | None:
     """`input_bound`, if the steps of the second half of the log waited for data for much of their time."""
+    profiled = [(float(row[4]), line) for line in lines if (row := _PROFILED.search(line.text)) is not None]
+    if profiled and profiled[-1][0] >= 100 * MIN_FRACTION:
+        text = f"Lightning's profiler: {profiled[-1][0]:.0f} % of the time was for the next batch"
+        return _make_finding(text, profiled[-1][0] / 100, profiled[-1][1])
     times = [
         (float(step[1]), float(data[1]), line)
         for line in lines
@@ -35,10 +39,6 @@ def find_printed_wait(lines: tuple[LogLine, ...]) -> Finding | None:
         and (data := _DATA.search(line.text)) is not None
         and not _EVALUATION.search(line.text)
     ]
-    profiled = [(float(row[4]), line) for line in lines if (row := _PROFILED.search(line.text)) is not None]
-    if profiled and profiled[-1][0] >= 100 * MIN_FRACTION:
-        text = f"Lightning's profiler: {profiled[-1][0]:.0f} % of the time was for the next batch"
-        return _make_finding(text, profiled[-1][0] / 100, profiled[-1][1])
     late = times[len(times) // 2 :]
     total_s, waited_s = sum(step for step, _, _ in late), sum(data for _, data, _ in late)
     minimum = MIN_FRACTION if len(times) >= MIN_LINES else FRACTION_OF_FEW

@@ -11,10 +11,9 @@ import itertools
 import re
 import signal
 
-import msgspec
-
 from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.shared import make_evidence
+from stoker.diagnosis.ending_details import name_memory_holders, name_package, name_place
 from stoker.diagnosis.endings import (
     SECONDARY_ERROR,
     UNEXPLAINED,
@@ -26,7 +25,6 @@ from stoker.diagnosis.endings import (
     find_normal_end,
     find_overflows,
     find_progress,
-    find_raising_lines,
     find_thread_exceptions,
     find_tracebacks,
     has_open_traceback,
@@ -36,7 +34,6 @@ from stoker.diagnosis.endings import (
 )
 from stoker.diagnosis.run_data import LogLine, Termination
 from stoker.findings.finding import Evidence, Finding, Severity
-from stoker.knowledge import read_toml
 
 NEARLY_FULL_FRACTION = 0.95
 """Fraction of a memory limit in the last sample from which a kill without a message is attributed to it. Heuristic:
@@ -65,11 +62,12 @@ _MIN_PROGRESS_LINES = 3
 """Lines of progress after a failure from which on the job had continued. Heuristic: other ranks print one or two more
 before they wait for the one that failed."""
 _INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b(?!.{0,20}Error reported to Coordinator)|:\d+: \w+Warning: ")
-_MAX_OF_PEERS = 20
+_MAX_PEER_PROGRESS_LINES = 20
 """Lines of progress that the other processes may print after a failure before they end for it (heuristic)."""
 _MIN_LAST_RETRIES = 5
 """Retries with which an output ends from which on they are why it does not go on (heuristic)."""
 _SHELL_ERROR = re.compile(r"\S{1,200}: line \d{1,9}: ")
+"""`script.sh: line 13: activate: No such file or directory`, as bash prints it."""
 _RETRIED = re.compile(r"(?i)\bretrying\b|\bwill be (automatically )?retried\b")
 _MAX_LEVEL_CHARS = 80
 """Characters of a line in which its level is. A failure at level INFO did not end the job."""
@@ -106,8 +104,8 @@ def explain(termination: Termination) -> list[Finding]:
         findings = [_make_finding("ended_without_record", evidence, severity="info")]
     elif termination.exit_code != 0 or _ends_in_traceback(termination.output):
         findings = _explain_end(termination, matches, bad_losses)
-        findings = [_name_full_device(termination, _name_holders(finding)) for finding in findings]
-        findings = [_name_place(termination.output, _name_package(finding)) for finding in findings]
+        findings = [_name_full_device(termination, name_memory_holders(finding)) for finding in findings]
+        findings = [name_place(termination.output, name_package(finding)) for finding in findings]
     if bad_losses and all(finding.id != "diverged" for finding in findings):
         findings.insert(
             0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(bad_losses))
@@ -129,6 +127,7 @@ _SUSPICIOUS = re.compile(
     r"|killed|corrupt\w*|check failed|no such|not (compatible|available|found)|blocked by|mismatch\w*)\b"
 )
 _NUM_SEARCHED_LINES = 40
+"""Last lines in which `explain_unknown` looks (heuristic)."""
 
 
 def explain_unknown(output: tuple[LogLine, ...]) -> list[Finding]:
@@ -209,80 +208,6 @@ def _name_full_device(termination: Termination, finding: Finding) -> Finding:
     found = _make_finding("shared_memory_full", finding.evidence)
     found.evidence.append(make_evidence(text, free_bytes, termination.samples_source))
     return found
-
-
-_MISSING_MODULE = re.compile(r"No module named ['\"]?(\w{1,100}(?:\.\w{1,100}){0,9})")
-
-
-def _name_package(finding: Finding) -> Finding:
-    """The finding of a missing package with its name in the fix."""
-    found = (_MISSING_MODULE.search(item.text) for item in finding.evidence)
-    module = next((match[1] for match in found if match is not None), None)
-    if finding.id != "package_missing" or module is None:
-        return finding
-    package, top = read_toml("package_names.toml").get(module), module.partition(".")[0]
-    if package is None and top != module and read_toml("package_names.toml").get(top, top):
-        fix = (
-            f"{top} is there, {module} is not in it: install another version of it, or rename a file or folder of "
-            f'yours that hides it (`python -c "import {top}; print({top}.__file__)"`)'
-        )
-    elif package == "" or (package is None and top != module):
-        fix = (
-            f"{top} is a folder of the program's repository: start the job in the folder that has it, add that to "
-            "PYTHONPATH, or install the repository (`pip install -e .`, and what its README builds)"
-        )
-    else:
-        fix = finding.fix.replace("NAME", str(package or module))
-    return msgspec.structs.replace(finding, fix=fix)
-
-
-_BYTES = r"\d{1,6}(?:\.\d{1,4})? (?:[KMGT]iB|bytes)"
-_GPU_MEMORY = (
-    re.compile(
-        rf"total capac\w{{2,4}} of (?P<total>{_BYTES}) of which (?P<free>{_BYTES}) is free"
-        rf".{{0,450}}this process has (?P<own>{_BYTES})"
-    ),
-    re.compile(
-        rf"(?P<total>{_BYTES}) total capacity; {_BYTES} already allocated; (?P<free>{_BYTES}) free; "
-        rf"(?P<own>{_BYTES}) reserved"
-    ),
-)
-"""What torch prints of a GPU's memory, since 2.1 and before."""
-_IN_GIB = {"bytes": 2.0**-30, "KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "TiB": 2.0**10}
-
-
-def _name_holders(finding: Finding) -> Finding:
-    """The finding of a full GPU with the fix for one that other processes hold, if they hold most of its memory."""
-    found = (pattern.search(item.text) for item in finding.evidence for pattern in _GPU_MEMORY)
-    memory = next((match for match in found if match is not None), None)
-    if finding.id != "gpu_out_of_memory" or memory is None:
-        return finding
-    values = (memory[name].split(" ") for name in ("total", "free", "own"))
-    total, free, own = (float(number) * _IN_GIB[unit] for number, unit in values)
-    others = total - free - own
-    if others < total / 2:
-        return finding
-    held = make_evidence(f"of its {total:,.1f} GiB this process had {own:,.1f}, others had {others:,.1f}", others)
-    return msgspec.structs.replace(
-        finding,
-        title="The GPU ran out of memory, most of which other processes hold",
-        evidence=[*finding.evidence, held],
-        fix="End the other processes (`nvidia-smi` lists them) or choose another GPU (CUDA_VISIBLE_DEVICES); a smaller "
-        "batch helps little",
-    )
-
-
-def _name_place(lines: tuple[LogLine, ...], finding: Finding) -> Finding:
-    """The finding with the job's own lines in which the exception was raised that it quotes."""
-    quoted = {evidence.source for evidence in finding.evidence}
-    for span in reversed(find_tracebacks(lines)):
-        if quoted.isdisjoint(line.source for line in lines[span[0] : span[1] + 1]):
-            continue
-        if frames := find_raising_lines(lines, span):
-            raised = make_evidence(f"raised at {frames[0]}" + "".join(f", called at {at}" for at in frames[1:]))
-            place = frames[0].partition(" ")[0]
-            return msgspec.structs.replace(finding, evidence=[*finding.evidence, raised], place=place)
-    return finding
 
 
 def _explain_end(termination: Termination, matches: list[_Match], bad_losses: list[LogLine]) -> list[Finding]:
@@ -384,13 +309,13 @@ def _find_reasons(termination: Termination, matches: list[_Match], bad_losses: l
         consequences = [match for match in counting if match.ending.role == "consequence"]
         if not consequences:
             return []
-        before_others = [
+        own_faults = [
             match
             for match in decisive
-            if match.ending.role == "fault" and _num_progress(progress, match.line_index) <= _MAX_OF_PEERS
+            if match.ending.role == "fault" and _num_progress(progress, match.line_index) <= _MAX_PEER_PROGRESS_LINES
         ]
         is_of_another = all(match.ending.about_another_process for match in consequences)
-        chosen = before_others if is_of_another and before_others else consequences
+        chosen = own_faults if is_of_another and own_faults else consequences
         return [_finding_from_matches(termination, chosen, matches)]
     return [fault, *stop] if fault is not None else stop
 
@@ -430,10 +355,10 @@ def _was_survived(
     """Whether the job continued after a line. progress: indices of the lines that report progress. spans: of the
     tracebacks. Before the first progress a single line suffices if it is not of a traceback, which may be cut off or
     mixed with those of other ranks: the ranks start together."""
-    num_before = bisect.bisect_right(progress, line_index)
+    num_after = _num_progress(progress, line_index)
     is_raised = is_exception_line(lines[line_index].text) or any(a <= line_index <= b for a, b in spans)
-    is_start_up = num_before == 0 and not is_raised
-    return len(progress) - num_before >= (1 if is_start_up else _MIN_PROGRESS_LINES)
+    is_start_up = num_after == len(progress) and not is_raised
+    return num_after >= (1 if is_start_up else _MIN_PROGRESS_LINES)
 
 
 def _find_fault(
@@ -479,7 +404,9 @@ def _find_fault(
         return None
     if not faults and has_open_traceback(lines):
         # What it ends with is cut off; the assertion of a kernel comes before it.
-        faults = [match for match in all_faults if _num_progress(progress, match.line_index) <= _MAX_OF_PEERS]
+        faults = [
+            match for match in all_faults if _num_progress(progress, match.line_index) <= _MAX_PEER_PROGRESS_LINES
+        ]
     if faults:
         return _finding_from_matches(termination, late_faults or faults, matches)
     if any(match.ending.role == "consequence" for match in decisive):

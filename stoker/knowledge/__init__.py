@@ -27,7 +27,7 @@ mig.toml: MIG slices of GPUs (`launching/request.py`).
 models.toml: detector architectures (`config/architectures.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
 output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).
-package_names.toml: packages of modules with other names (`diagnosis/postmortem.py`).
+package_names.toml: packages of modules with other names (`diagnosis/ending_details.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
 plan_errors.toml: how far `stoker plan` was off (`planning/predict.py`).
 progress_lines.toml: how jobs print their progress (`watch/output.py`).

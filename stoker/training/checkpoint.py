@@ -385,7 +385,6 @@ def _load(folder: Path) -> LoadedCheckpoint:
         with regular_files.open_torch_file(folder / STATE) as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a file that torch did not write raises many types
-        text = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
-        cause = text or type(error).__name__
+        cause = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError("damaged", cause=f"{STATE} or {WEIGHTS} cannot be read: {cause}") from error
     return LoadedCheckpoint(manifest.step, weights, state)

@@ -777,7 +777,7 @@ def test_an_error_of_the_shell_after_which_the_script_went_on_is_none() -> None:
             TRACEBACK + '  File "keras/engine/topology.py", line 3114, in load_weights_from_hdf5_group_by_name\n'
             "    original_keras_version = f.attrs['keras_version'].decode('utf8')\n"
             "AttributeError: 'str' object has no attribute 'decode'",
-            "text_where_bytes_were",
+            "str_has_no_decode",
         ),
         (  # github.com/keras-team/keras-applications/issues/43
             "Exception: URL fetch failure on https://github.com/fchollet/deep-learning-models/releases/download/v0.5/"
