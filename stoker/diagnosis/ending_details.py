@@ -21,7 +21,7 @@ def name_package(finding: Finding) -> Finding:
     if finding.id != "package_missing" or module is None:
         return finding
     names, top = read_toml("package_names.toml"), module.partition(".")[0]
-    fix = finding.fix.replace("NAME", names.get(module, module))
+    fix = finding.fix.replace("NAME", str(names.get(module, module)))
     if not names.get(module, names.get(top, top)):
         fix = (
             f"{top} is a folder of the program's repository: start the job in the folder that has it, add that to "
