@@ -42,6 +42,12 @@ def seconds(folder: Path, phase: str) -> float:
     return sum(line.phases.get(phase, 0.0) for line in read_lines(folder, STEPS, StepWindow))
 
 
+def work_seconds(folder: Path) -> float:
+    """Everything but the exchange."""
+    phases = [line.phases for line in read_lines(folder, STEPS, StepWindow)]
+    return sum(sum(phase.values()) - phase.get("comm", 0.0) for phase in phases)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
@@ -52,7 +58,9 @@ def test_a_rank_waits_for_the_one_that_is_slow(run: Path) -> None:
     assert job.returncode == 0, job.stderr
     other = run / RANKS / "0001"
     waited_s = seconds(run, "comm") - seconds(other, "comm")
-    assert waited_s == pytest.approx(ranks.STEPS * ranks.SLEEP_S, rel=0.15)
+    assert waited_s >= 0.85 * ranks.STEPS * ranks.SLEEP_S
+    worked_longer_s = work_seconds(other) - work_seconds(run)  # it sleeps, and is disturbed on a busy machine
+    assert waited_s == pytest.approx(worked_longer_s, rel=0.15)
     found = read_run(run).totals
     assert found.phases["straggler"] == pytest.approx(waited_s, rel=0.1)
     assert max(found.straggler_s, key=lambda rank: found.straggler_s[rank]) == 1
