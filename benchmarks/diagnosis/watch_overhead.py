@@ -1,4 +1,4 @@
-"""What `stoker watch` costs a job: the same job with it and without, in turn, on three frameworks.
+"""What `stoker watch` costs a job: the same job with it and without, in turn, on five frameworks.
 
 CPU-seconds are those of all processes: the job and its children, and for `stoker watch` also the watcher, the relays of
 the output and py-spy. They exclude other load, but not its effect on caches and clock rates, so the figure is the
@@ -79,6 +79,28 @@ transformers.Trainer(Model(), settings, train_dataset=Rows()).train()
 """
 )
 
+LIGHTNING = (
+    DATA
+    + """
+import pytorch_lightning
+
+class Module(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def training_step(self, batch, number):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+data = TensorDataset(torch.randn(8 * steps, 3, 32, 32), torch.randint(0, 10, (8 * steps,)))
+trainer = pytorch_lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+trainer.fit(Module(), DataLoader(data, 8))
+"""
+)
+
 KERAS = """
 import sys
 import keras, numpy
@@ -120,6 +142,7 @@ class Job:
 
 def find_jobs() -> list[Job]:
     jobs = [Job("torch loop", sys.executable, TORCH, 1500), Job("transformers Trainer", sys.executable, TRAINER, 1500)]
+    jobs.append(Job("Lightning", sys.executable, LIGHTNING, 1500))
     jobs.append(Job("Keras on TensorFlow", PEERS, KERAS, 2500))
     if python := os.environ.get("STOKER_ULTRALYTICS_PYTHON"):
         jobs.append(Job("Ultralytics", python, ULTRALYTICS, 150))
@@ -147,7 +170,7 @@ def run(arguments: argparse.Namespace) -> Report:
     pr_set_child_subreaper = 36  # linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
     report = Report("Cost of `stoker watch`: CPU-seconds of a job with it and without, of all processes", rounds)
-    report.packages = ("stoker", "torch", "transformers", "py-spy")
+    report.packages = ("stoker", "torch", "transformers", "pytorch-lightning", "py-spy")
     jobs = [job for job in find_jobs() if arguments.only in (None, job.name)]
     for number in range(rounds):
         for job in jobs:

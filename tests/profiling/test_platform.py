@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.profiling.telemetry import environment
-from stoker.profiling.telemetry.environment import count_numa_nodes, describe_storage, detect_cloud
+from stoker.profiling.telemetry.environment import describe_storage, detect_cloud
 
 MOUNTS = """22 1 8:2 / / rw,relatime - ext4 /dev/sda2 rw
 23 22 0:21 / /proc rw - proc proc rw
@@ -79,9 +79,3 @@ def test_a_storage_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mo
 def test_clouds_are_known_by_their_firmware(files: dict[str, str], whose: str | None, tmp_path: Path) -> None:
     put(tmp_path, **{f"sys__class__dmi__id__{name}": text + "\n" for name, text in files.items()})
     assert detect_cloud(tmp_path) == whose
-
-
-def test_numa_nodes_are_counted(tmp_path: Path) -> None:
-    assert count_numa_nodes(tmp_path) is None
-    put(tmp_path, sys__devices__system__node__node0__x="", sys__devices__system__node__node1__x="")
-    assert count_numa_nodes(tmp_path) == 2

@@ -140,7 +140,6 @@ class ShardSamples:
     """(kind, example)."""
     unknown_layouts: list[str] = field(default_factory=list)
     """Reasons of the first few samples whose annotations have a layout that is not known."""
-    num_unknown: int = 0
 
     def add(self, name: str, read: ReadAt, start: int, length: int, annotations: Any) -> None:
         """A sample with decoded annotations. What is wrong with it becomes a problem."""
@@ -152,7 +151,6 @@ class ShardSamples:
             self.problems.append(("record-without-image", f"{place}: {error.cause or error.what}"))
             return
         except UnknownLayout as error:
-            self.num_unknown += 1
             self.unknown_layouts += [f"{place}: {error}"] if len(self.unknown_layouts) < 3 else []
             self.problems.append(("unreadable-annotations", f"{place}: {error}"))
             return

@@ -445,9 +445,6 @@ def disk_nearly_full(run: RunRecords, cause: Cause) -> Finding | None:
     return make_finding(run, cause, free_bytes, [make_evidence(text, free_bytes, "devices.jsonl: disk_free_bytes")])
 
 
-HUNG = find_cause("hung")
-
-
 def hung(run: RunRecords, cause: Cause) -> Finding | None:
     """No step for far longer than any took before, and nothing computes; or for so long that it does not matter."""
     gap = run.progress_gap

@@ -177,10 +177,6 @@ def detect_cloud(root: Path = Path("/")) -> str | None:
     return None
 
 
-def count_numa_nodes(root: Path = Path("/")) -> int | None:
-    return len(list(root.glob("sys/devices/system/node/node[0-9]*"))) or None
-
-
 def describe_storage(location: str | Path, root: Path = Path("/")) -> dict[str, Any]:
     """The storage of a folder or bucket URI. kind: file system or object store; network: whether bytes come over a
     network."""
