@@ -46,6 +46,7 @@ def is_wrapper(function: str, file: str) -> bool:
     return function in _WRAPPERS or _WRAPPER_FILE.search(file) is not None
 
 
+@functools.lru_cache(maxsize=4096)
 def find_call(file: str, line: int, function: str, callee: str = "") -> str:
     """What a line calls, as it can be imported (`pandas.read_csv` for `pd.read_csv(...)`), else as it is written.
     Empty: it is not known, or nothing is called.
@@ -120,9 +121,17 @@ def _scopes(source: _Source | None, line: int, function: str) -> Sequence[ast.AS
     if function == "<module>":
         return [source.tree]
     return [
-        node for node in ast.walk(source.tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function and _covers(node, line)
+        node for node in _around(source.tree, line)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
     ][-1:]  # fmt: skip
+
+
+def _around(tree: ast.Module, line: int) -> Iterator[ast.AST]:
+    """The nodes that a line is in, outer ones first, and those that have no lines of their own."""
+    queue: list[ast.AST] = [tree]
+    for node in queue:  # grows during the loop
+        yield node
+        queue += [child for child in ast.iter_child_nodes(node) if not hasattr(child, "lineno") or _covers(child, line)]
 
 
 def _walk(scope: ast.AST) -> Iterator[ast.AST]:
@@ -245,24 +254,24 @@ def _read_source(file: str) -> _Source | None:
 
 def _imports_of_line(tree: ast.Module, line: int) -> str:
     """`import NAME` of an import; empty: the line is none."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and _covers(node, line):
+    for node in _around(tree, line):
+        if isinstance(node, ast.Import):
             return f"import {', '.join(alias.name for alias in node.names)}"
-        if isinstance(node, ast.ImportFrom) and _covers(node, line):
+        if isinstance(node, ast.ImportFrom):
             return f"import {node.module or '.'}"
     return ""
 
 
 def _entered_in_line(tree: ast.Module, line: int) -> str:
     """`with NAME` of a line that enters a lock or another object by its name; empty: it does not."""
-    items = [item.context_expr for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items]
+    items = [item.context_expr for node in _around(tree, line) if isinstance(node, ast.With) for item in node.items]
     names = (item for item in items if isinstance(item, ast.Name | ast.Attribute) and item.lineno == line)
     return next((f"with {ast.unparse(name)}" for name in names), "")
 
 
 def _calls_of_line(tree: ast.Module, line: int, function: str) -> list[ast.Call]:
     """The calls that a line may run, the outermost first; those that begin in it, if any do."""
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _covers(node, line)]
+    statements = [node for node in _around(tree, line) if isinstance(node, ast.stmt)]
     if not statements:
         return []
     newest = max(node.lineno for node in statements)  # several statements may be in one line

@@ -110,6 +110,29 @@ def find_role(samples: Samples) -> str:
     return next((role for role in ("worker", HELPER) if counts[role]), "")
 
 
+def add_failed(samples: Samples, num_failed: int) -> Samples:
+    """The samples with those that py-spy failed to read. It does where frames change meanwhile, so not in a wait and
+    not in a C function that a line of own code calls: they are spread over the other stacks, in proportion."""
+    can_fail = [not _is_waiting(stack) and not _is_in_c_function(stack) for stack, _ in samples]
+    total = sum(count for (_, count), can in zip(samples, can_fail, strict=True) if can)
+    if not total:
+        return samples
+    found: Samples = []
+    before = 0
+    for (stack, count), can in zip(samples, can_fail, strict=True):
+        after = before + count * can
+        found.append((stack, count + after * num_failed // total - before * num_failed // total))
+        before = after
+    return found
+
+
+def _is_in_c_function(stack: Sequence[Frame]) -> bool:
+    """Whether the innermost frame is a line of own code that calls a function that is not of Python."""
+    if not stack or not is_job_code(stack[0]):
+        return False
+    return find_call(stack[0].file, stack[0].line, _base_name(stack[0].function)) != ""
+
+
 def make_window(
     samples: Samples, *, role: str, cwd: str = "", runnable: float | None = None, **fields: Any
 ) -> StackWindow | None:

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import psutil
 
-from stoker.profiling.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
+from stoker.profiling.frames import HELPER, Frame, Samples, add_failed, find_role, make_window, working_threads
 from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.runs.records import RANKS, STACKS, RunFolder
 
@@ -116,6 +116,8 @@ def find_py_spy() -> str | None:
 
 _RAW_LINE = re.compile(r"thread \((\w+)\)(?:: ([^;]*))?;(.*) (\d+)")
 _RAW_FRAME = re.compile(r"(.*?) \((.*?)(?::(\d+))?\)")
+_FAILED = re.compile(r"py-spy> .* Samples: \d+ Errors: (\d+)")
+"""The line with which py-spy ends."""
 
 
 def parse_samples(text: str, pid: int, cwd: str = "") -> tuple[Samples, dict[int, Samples]]:
@@ -223,6 +225,8 @@ class _Recording:
                 file.seek(0)
                 texts.append(file.read().decode(errors="replace"))
         samples, others = parse_samples(texts[0], self.target.pid, self.target.cwd)
+        failed = _FAILED.search(texts[1])
+        samples = add_failed(samples, int(failed[1]) if failed else 0)
         lines = [line for line in texts[1].splitlines() if line.strip() and not line.startswith("py-spy>")]
         return samples, others, "" if samples else next(iter(lines), "py-spy saw no main thread")
 

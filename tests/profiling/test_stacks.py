@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stoker.profiling import stacks
-from stoker.profiling.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
+from stoker.profiling.frames import HELPER, Frame, Samples, add_failed, find_role, make_window, working_threads
 from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
 
@@ -207,6 +207,27 @@ def test_the_main_thread_is_told_from_the_others_in_the_raw_format() -> None:
         (Frame("_find_and_load", "<frozen importlib._bootstrap>", 1360), 2),
     ]
     assert samples[1][0][1] == Frame("<module>", "/job/train.py", 9)
+
+
+def test_samples_that_failed_are_of_code_whose_frames_change(tmp_path: Path) -> None:
+    """py-spy fails to read a stack that changes meanwhile: counted with those, else a long call seems longer."""
+    (tmp_path / "train.py").write_text("import cv2\n\ndef load():\n    return cv2.fastNlMeansDenoising(image)\n")
+    train = str(tmp_path / "train.py")
+    long_call = [Frame("load", train, 4), Frame("<module>", train, 9)]
+    wait = [Frame("wait", "/usr/lib/python3.11/threading.py", 327), Frame("<module>", train, 9)]
+    model = [Frame("conv2d", "/x/site-packages/torch/nn/functional.py", 9), Frame("<module>", train, 10)]
+    step = [Frame("step", "/x/site-packages/torch/optim/adam.py", 5), Frame("<module>", train, 11)]
+    samples = [(long_call, 30), (model, 10), (wait, 20), (step, 5)]
+    assert [count for _, count in add_failed(samples, 0)] == [30, 10, 20, 5]
+    assert [count for _, count in add_failed(samples, 8)] == [30, 15, 20, 8]
+    assert [count for _, count in add_failed(samples[::2], 8)] == [30, 20], "nothing that could have failed"
+
+
+def test_failed_samples_are_read_from_what_py_spy_says() -> None:
+    """As version 0.4.3 printed it for a training in TensorFlow."""
+    found = stacks._FAILED.search("py-spy> Wrote raw flamegraph data to 'o.raw'. Samples: 47 Errors: 8\n")
+    assert found is not None
+    assert found[1] == "8"
 
 
 def test_threads_that_work_in_the_jobs_code_are_samples_and_those_that_wait_are_not() -> None:
