@@ -224,8 +224,12 @@ def _wilson(fraction: float, count: int) -> tuple[float, float]:
     return max(0.0, (center - error) / scale), min(1.0, (center + error) / scale)
 
 
-_NEVER_A_STEP = re.compile(r"(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv)\.")
-"""Calls of the standard library that no forward pass, backward pass or optimizer step goes through."""
+_NEVER_A_STEP = re.compile(
+    r"(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv"
+    r"|numpy|scipy|sklearn|skimage|pandas|cv2|PIL|matplotlib)\."
+)
+"""Calls that no forward pass, backward pass or optimizer step needs: of the standard library, and of packages that
+compute on the host alone."""
 _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm", LOOP_IN_STEP})
 _LOADER_CALL = re.compile(
     r"^(torch\.utils\.data|multiprocessing|threading|queue|concurrent\.futures|accelerate\.data_loader"

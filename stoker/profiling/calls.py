@@ -74,12 +74,13 @@ _REPEATS = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 @functools.lru_cache(maxsize=4096)
 def is_after_step(file: str, line: int, function: str) -> bool:
-    """Whether a line of a training loop comes after its step: the innermost loop around the line, in the function of
-    that name, takes a step of an optimizer in a line before. What such a line computes is no part of the step."""
+    """Whether a line of a training loop comes after its step: of the loops around the line, in the function of that
+    name, the innermost one that takes a step of an optimizer does so in a line before. What such a line computes is no
+    part of the step."""
     source = _read_source(file)
     for scope in _scopes(source, line, function):
         around = [node for node in _walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
-        steps = _step_lines(source, around[-1]) if around else []
+        steps = next((steps for loop in reversed(around) if (steps := _step_lines(source, loop))), [])
         if steps and line > max(steps):
             return True
     return False
@@ -160,14 +161,21 @@ def _own_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+_UPDATES = frozenset({"apply_gradients", "apply_updates"})
+"""Of TensorFlow's optimizers and Flax's states, and of optax."""
+
+
 def _is_step(node: ast.Call) -> bool:
-    """Whether it is `optimizer.step(…)` or `scaler.step(…)`, but not that of a schedule."""
-    if not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
+    """Whether it is `optimizer.step(…)`, `scaler.step(…)` or another update of weights, but not the step of a
+    schedule."""
+    if not isinstance(node.func, ast.Attribute):
         return False
+    if node.func.attr != "step":
+        return node.func.attr in _UPDATES
     return re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
 
 
-_BACKWARDS = frozenset({"backward", "manual_backward", "apply_gradients", "minimize"})
+_BACKWARDS = frozenset({"backward", "manual_backward", "minimize"})
 
 
 def _is_backward(node: ast.Call) -> bool:

@@ -111,9 +111,12 @@ def find_role(samples: Samples) -> str:
 
 
 def add_failed(samples: Samples, num_failed: int) -> Samples:
-    """The samples with those that py-spy failed to read. It does where frames change meanwhile, so not in a wait and
-    not in a C function that a line of own code calls: they are spread over the other stacks, in proportion."""
-    can_fail = [not _is_waiting(stack) and not _is_in_c_function(stack) for stack, _ in samples]
+    """The samples with those that py-spy failed to read. It does where frames change meanwhile, so not in a wait, for a
+    device or another thread, and not in a C function that a line of own code calls: they are spread over the other
+    stacks, in proportion."""
+    can_fail = [
+        classify(stack, active=True) not in ("idle", "sync") and not _is_in_c_function(stack) for stack, _ in samples
+    ]
     total = sum(count for (_, count), can in zip(samples, can_fail, strict=True) if can)
     if not total:
         return samples

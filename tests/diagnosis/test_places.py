@@ -202,8 +202,12 @@ def test_decoding_in_workers_is_sure_from_few_samples_if_all_show_it(
     assert [(f.confidence or 0) >= 0.7 for f in found] == [True] * is_sure
 
 
-@pytest.mark.parametrize(("call", "found"), [("copy.deepcopy", ["heavy_place"]), ("torch.nn.Module.__call__", [])])
-def test_a_copy_of_the_model_is_no_step_though_torch_copies(call: str, found: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [("copy.deepcopy", ["heavy_place"]), ("numpy.histogram", ["heavy_place"]), ("torch.nn.Module.__call__", []),
+     ("jax.numpy.histogram", [])],
+)  # fmt: skip
+def test_what_no_step_needs_is_a_place_though_torch_calls_it(call: str, found: list[str], tmp_path: Path) -> None:
     copied = Place(line="train.py:53", function="update", call=call, kind="compute", samples=30)
     rest = Place(line="train.py:50", function="train", kind="compute", samples=70)
     stacks = [window(n, copied, rest, samples=100, main_thread={"compute": 1.0}) for n in range(1, 5)]

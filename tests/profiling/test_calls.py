@@ -192,3 +192,37 @@ def test_a_function_may_take_the_step_of_a_loop(
     assert is_after_step(str(script), line, function) is is_after
     found = find_loop(str(script), line, function)._asdict()
     assert [name for name, is_so in found.items() if is_so] == where.split()
+
+
+UPDATES = """\
+@tf.function
+def train_step(images, labels):
+    with tf.GradientTape() as tape:
+        loss = criterion(labels, model(images))
+    optimizer.apply_gradients(zip(tape.gradient(loss, model.variables), model.variables))
+@jax.jit
+def update(params, state, batch):
+    updates, state = tx.update(jax.grad(loss_fn)(params, batch), state)
+    return optax.apply_updates(params, updates), state
+for batch in loader:
+    params, state = update(params, state, batch)
+    for k in range(64):
+        count[int(labels[k])] += 1
+for images, labels in loader:
+    prepare(images)
+    train_step(images, labels)
+    draw(images)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "is_after", "where"),
+    [(11, False, "has_step in_step"), (13, True, "has_step in_step in_loop"), (15, False, "has_step in_step"),
+     (17, True, "has_step in_step")],
+)  # fmt: skip
+def test_updates_of_tensorflow_and_jax_are_steps(line: int, is_after: bool, where: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UPDATES)
+    assert is_after_step(str(script), line, "<module>") is is_after
+    found = find_loop(str(script), line, "<module>")._asdict()
+    assert [name for name, is_so in found.items() if is_so] == where.split()

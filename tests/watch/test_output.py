@@ -109,6 +109,7 @@ def test_a_nan_loss_is_kept() -> None:
         "At a total loss: 3 ships were sunk in step 5.",
         "We did 100 steps and the loss is 0.5 now",
         "val_loss: 0.5",
+        "  CENTER_LOSS_WEIGHT: 0.0005",  # reid-strong-baseline prints its settings
     ],
 )
 def test_what_is_no_progress(line: str) -> None:
