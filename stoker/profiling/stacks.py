@@ -117,7 +117,12 @@ def find_py_spy() -> str | None:
 _RAW_LINE = re.compile(r"thread \((\w+)\)(?:: ([^;]*))?;(.*) (\d+)")
 _RAW_FRAME = re.compile(r"(.*?) \((.*?)(?::(\d+))?\)")
 _FAILED = re.compile(r"py-spy> .* Samples: \d+ Errors: (\d+)")
-"""The line with which py-spy ends."""
+
+
+def find_failed(text: str) -> int | None:
+    """The number of failed samples in what py-spy says at its end; None: it does not say it."""
+    found = _FAILED.search(text)
+    return int(found[1]) if found else None
 
 
 def parse_samples(text: str, pid: int, cwd: str = "") -> tuple[Samples, dict[int, Samples]]:
@@ -187,11 +192,12 @@ class _Recording:
                 "--output", f"/proc/{os.getpid()}/fd/{self._output}",
             ]  # fmt: skip
             env = {"PATH": os.environ.get("PATH", ""), "LANG": "C", "RUST_BACKTRACE": "0"}
-            actions = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1)]
+            # on its output it says how many samples failed
+            said = [(os.POSIX_SPAWN_DUP2, self._errors, fd) for fd in (1, 2)]
             # the watcher's own threads block signals: py-spy must get the one that ends the window
             self.pid = os.posix_spawn(
                 py_spy, command, env,
-                file_actions=[*actions, (os.POSIX_SPAWN_DUP2, self._errors, 2)], setpgroup=0, setsigmask=[],
+                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0), *said], setpgroup=0, setsigmask=[],
             )  # fmt: skip
             stack.pop_all()
 
@@ -225,8 +231,7 @@ class _Recording:
                 file.seek(0)
                 texts.append(file.read().decode(errors="replace"))
         samples, others = parse_samples(texts[0], self.target.pid, self.target.cwd)
-        failed = _FAILED.search(texts[1])
-        samples = add_failed(samples, int(failed[1]) if failed else 0)
+        samples = add_failed(samples, find_failed(texts[1]) or 0)
         lines = [line for line in texts[1].splitlines() if line.strip() and not line.startswith("py-spy>")]
         return samples, others, "" if samples else next(iter(lines), "py-spy saw no main thread")
 
