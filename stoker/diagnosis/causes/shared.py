@@ -180,22 +180,20 @@ def make_stack_finding(
     *kinds: str,
     extra_evidence: Iterable[Evidence | None] = (),
     max_fraction: float = 1.0,
+    place_s: float = 0.0,
     **options: Any,
 ) -> Finding | None:
-    """A cause of a job whose loop no clock measures: as large as the fraction of the main thread's stack samples."""
+    """A cause of a job whose loop no clock measures: as large as the fraction of the main thread's stack samples.
+    place_s: of the place that a title names; from half of that on, it is what was lost."""
     fraction = stack_fraction(run, cause, *kinds)
     if fraction is None or not is_long_enough(run):
         return None
     fraction = min(fraction, max_fraction)
-    return make_finding(
-        run,
-        cause,
-        fraction,
-        [stack_evidence(run, description, *kinds), *extra_evidence],
-        lost_s=sampled_device_s(run, fraction),
-        estimate_basis="the fraction of the main thread's stack samples",
-        **options,
-    )
+    lost_s, basis = sampled_device_s(run, fraction), "the fraction of the main thread's stack samples"
+    if lost_s is not None and lost_s / 2 <= place_s < lost_s:
+        lost_s, basis = place_s, "the samples of the place"
+    evidence = [stack_evidence(run, description, *kinds), *extra_evidence]
+    return make_finding(run, cause, fraction, evidence, lost_s=lost_s, estimate_basis=basis, **options)
 
 
 # Evidence

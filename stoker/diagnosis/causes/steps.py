@@ -69,8 +69,9 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
-    from_stacks = _finding_from_stacks(run, cause, "Python", *_PYTHON, places=_places_between_steps(run))
-    from_stacks = _name_place(run, from_stacks)
+    from_stacks = _name_place(run, _finding_from_stacks(
+        run, cause, "Python", *_PYTHON, places=_places_between_steps(run), place_s=_largest_place_s(run)
+    ))  # fmt: skip
     if fraction is not None and _is_loop_overhead(run, phases):
         in_steps = run.stacks.fraction(*_PYTHON) - fraction
         return from_stacks if cause.severity(in_steps) is not None and _computes_in_places(run) else None
@@ -97,12 +98,22 @@ def _heavy_places(run: RunRecords) -> list[PlaceTotal]:
     return [place for place in found if place.role == "training"]
 
 
+def _largest_place(run: RunRecords) -> PlaceTotal | None:
+    """Of the training thread; None if it is a wait for input."""
+    first = next((place for place in (*_heavy_places(run), *list_places(run)) if place.role == "training"), None)
+    return None if first is None or first.kind == "input_wait" else first
+
+
+def _largest_place_s(run: RunRecords) -> float:
+    """Its seconds, as if all ranks were there."""
+    first = _largest_place(run)
+    return 0.0 if first is None else first.seconds * max(1, run.num_ranks)
+
+
 def _name_place(run: RunRecords, finding: Finding | None) -> Finding | None:
     """The finding of time between steps with the place that takes most of it in its title."""
-    first = next((place for place in (*_heavy_places(run), *list_places(run)) if place.role == "training"), None)
-    if finding is None or first is None or first.kind == "input_wait":
-        return finding
-    if 2 * first.seconds < (finding.lost_device_s or 0.0) / max(1, run.num_ranks):
+    first = _largest_place(run)
+    if finding is None or first is None or 2 * _largest_place_s(run) < (finding.lost_device_s or 0.0):
         return finding
     title = f"{finding.title}: {first.seconds:,.0f} s in {describe_place(first)}"
     return msgspec.structs.replace(finding, title=title, place=first.line)
@@ -247,12 +258,15 @@ def _finding_from_stacks(
     *kinds: str,
     max_fraction: float = 1.0,
     places: Iterable[Evidence] = (),
+    place_s: float = 0.0,
 ) -> Finding | None:
     """A device was not idle for longer than its driver reports."""
     utilizations = [gpu.utilization.value for gpu in run.gpus.values() if gpu.utilization.value is not None]
     max_fraction = min(max_fraction, 1 - max(utilizations, default=0.0))
     evidence = [process_cpu_evidence(run), *places]
-    return make_stack_finding(run, cause, description, *kinds, extra_evidence=evidence, max_fraction=max_fraction)
+    return make_stack_finding(
+        run, cause, description, *kinds, extra_evidence=evidence, max_fraction=max_fraction, place_s=place_s
+    )
 
 
 def _between_step_phases(run: RunRecords) -> tuple[str, ...]:
