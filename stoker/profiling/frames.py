@@ -114,6 +114,8 @@ def add_failed(samples: Samples, num_failed: int) -> Samples:
     """The samples with those that py-spy failed to read. It does where frames change meanwhile, so not in a wait, for a
     device or another thread, and not in a C function that a line of own code calls: they are spread over the other
     stacks, in proportion."""
+    if not num_failed:
+        return samples
     can_fail = [
         classify(stack, active=True) not in ("idle", "sync") and not _is_in_c_function(stack) for stack, _ in samples
     ]

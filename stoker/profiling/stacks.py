@@ -192,12 +192,12 @@ class _Recording:
                 "--output", f"/proc/{os.getpid()}/fd/{self._output}",
             ]  # fmt: skip
             env = {"PATH": os.environ.get("PATH", ""), "LANG": "C", "RUST_BACKTRACE": "0"}
-            # on its output it says how many samples failed
-            said = [(os.POSIX_SPAWN_DUP2, self._errors, fd) for fd in (1, 2)]
+            # it prints to its standard output how many samples failed
+            outputs = [(os.POSIX_SPAWN_DUP2, self._errors, fd) for fd in (1, 2)]
             # the watcher's own threads block signals: py-spy must get the one that ends the window
             self.pid = os.posix_spawn(
                 py_spy, command, env,
-                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0), *said], setpgroup=0, setsigmask=[],
+                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0), *outputs], setpgroup=0, setsigmask=[],
             )  # fmt: skip
             stack.pop_all()
 

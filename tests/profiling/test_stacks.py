@@ -224,20 +224,20 @@ def test_samples_that_failed_are_of_code_whose_frames_change(tmp_path: Path) -> 
 
 
 def test_py_spy_says_how_many_samples_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[int | None] = []
+    found: list[int | None] = []
     original = stacks.find_failed
 
     def find_failed(text: str) -> int | None:
-        said.append(original(text))
-        return said[-1]
+        found.append(original(text))
+        return found[-1]
 
     assert find_failed("py-spy> Wrote raw flamegraph data to 'o.raw'. Samples: 47 Errors: 8\n") == 8
     monkeypatch.setattr(stacks, "find_failed", find_failed)
     with job(WAITS, tmp_path) as process:
         sampled(process.pid, tmp_path / "run")
         process.kill()
-    assert len(said) >= 2
-    assert None not in said
+    assert len(found) >= 2
+    assert None not in found
 
 
 def test_threads_that_work_in_the_jobs_code_are_samples_and_those_that_wait_are_not() -> None:

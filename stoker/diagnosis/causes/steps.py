@@ -69,9 +69,12 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
-    from_stacks = _name_place(run, _finding_from_stacks(
-        run, cause, "Python", *_PYTHON, places=_places_between_steps(run), place_s=_largest_place_s(run)
-    ))  # fmt: skip
+    largest = _largest_place(run)
+    place_s = 0.0 if largest is None else largest.seconds * max(1, run.num_ranks)
+    from_stacks = _finding_from_stacks(
+        run, cause, "Python", *_PYTHON, places=_places_between_steps(run), place_s=place_s
+    )
+    from_stacks = _name_place(from_stacks, largest, place_s)
     if fraction is not None and _is_loop_overhead(run, phases):
         in_steps = run.stacks.fraction(*_PYTHON) - fraction
         return from_stacks if cause.severity(in_steps) is not None and _computes_in_places(run) else None
@@ -89,7 +92,7 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     evidence = [process_cpu_evidence(run), *places]
     confidence = 0.5 if thread_is_idle is None else None
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence, confidence=confidence)
-    return _name_place(run, from_phases) or from_stacks
+    return _name_place(from_phases, largest, place_s) or from_stacks
 
 
 def _heavy_places(run: RunRecords) -> list[PlaceTotal]:
@@ -104,19 +107,13 @@ def _largest_place(run: RunRecords) -> PlaceTotal | None:
     return None if first is None or first.kind == "input_wait" else first
 
 
-def _largest_place_s(run: RunRecords) -> float:
-    """Its seconds, as if all ranks were there."""
-    first = _largest_place(run)
-    return 0.0 if first is None else first.seconds * max(1, run.num_ranks)
-
-
-def _name_place(run: RunRecords, finding: Finding | None) -> Finding | None:
-    """The finding of time between steps with the place that takes most of it in its title."""
-    first = _largest_place(run)
-    if finding is None or first is None or 2 * _largest_place_s(run) < (finding.lost_device_s or 0.0):
+def _name_place(finding: Finding | None, place: PlaceTotal | None, place_s: float) -> Finding | None:
+    """The finding of time between steps with the place in its title, if that takes most of it. place_s: seconds of the
+    place, as if all ranks were there."""
+    if finding is None or place is None or 2 * place_s < (finding.lost_device_s or 0.0):
         return finding
-    title = f"{finding.title}: {first.seconds:,.0f} s in {describe_place(first)}"
-    return msgspec.structs.replace(finding, title=title, place=first.line)
+    title = f"{finding.title}: {place.seconds:,.0f} s in {describe_place(place)}"
+    return msgspec.structs.replace(finding, title=title, place=place.line)
 
 
 def _places_between_steps(run: RunRecords) -> list[Evidence]:
