@@ -217,7 +217,8 @@ def _scale(total: PlaceTotal, leaves: dict[str, int]) -> PlaceTotal:
 
 
 def _wilson(fraction: float, count: int) -> tuple[float, float]:
-    """95 % interval of a fraction of `count` samples."""
+    """95 % interval of a fraction of `count` samples; more than all, which only broken records say, is all."""
+    fraction = min(1.0, fraction)
     center = fraction + _Z**2 / (2 * count)
     error = _Z * math.sqrt(fraction * (1 - fraction) / count + _Z**2 / (4 * count**2))
     scale = 1 + _Z**2 / count
@@ -254,6 +255,8 @@ STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
 """Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
 MAIN_FRACTION = 0.8
 """Of a function's time, in one line and call, from which that is the place."""
+MAX_LINE_GAP = 10
+"""Lines from one call to the next of the same module, up to which they are one place of a training loop."""
 MAX_ONCE_S = 15.0
 """Time of a window up to which what was seen in one only was done once."""
 STARTS_WORKERS = r"data\.dataloader\.__iter__$|data_loader\.__iter__$|^DataLoader$|^iter$"
@@ -409,15 +412,16 @@ def _make_node(name: str, sampled: list[_Sampled], depth: int, root: list[_Sampl
 
 def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     """Functions of the job that took at least this fraction of the time, at the low end of their interval, outside of
-    steps; of functions with steps in them, their lines with a call. Without waits for a loader, imports, and what other
-    causes explain: compiling, checkpoints, decoders. A function of which one line is most of it is that line, else the
-    place has no call."""
+    steps; of functions with steps in them, their lines with a call, neighbors with calls of the same module as one.
+    Without waits for a loader, imports, and what other causes explain: compiling, checkpoints, decoders. A function of
+    which one line is most of it is that line, else the place has no call."""
     have_steps = {
         (total.line.rpartition(":")[0], total.function)
         for total in run.places
         if total.role == "training" and (total.kind in _IN_STEP or any(map(_RUNS_STEP.search, total.leaves)))
     }
-    lines: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
+    functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
+    lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
     for place in list_places(run):
         is_own = (
             place.role == "thread"
@@ -429,19 +433,52 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
         file = place.line.rpartition(":")[0]
         has_step = place.role == "training" and (file, place.function) in have_steps
         if is_own and not is_known and (place.call or not has_step):
-            where = (place.line, "") if has_step else (file, place.function)
-            lines.setdefault((place.role, place.rank, *where), []).append(place)
-    merged = [_merge_lines(group) for group in lines.values()]
+            if has_step:
+                lines.setdefault((place.role, place.rank, place.line), []).append(place)
+            else:
+                functions.setdefault((place.role, place.rank, file, place.function), []).append(place)
+    merged = [_merge_lines(group, "") for group in functions.values()]
+    for group in _join_neighbors(lines.values()):
+        calls = {place.call for place in group}
+        merged.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module_of(group[0].call)))
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)
 
 
-def _merge_lines(group: list[PlaceTotal]) -> PlaceTotal:
-    """Their sum; without a call if no line and call is most of it."""
+def _join_neighbors(lines: Iterable[list[PlaceTotal]]) -> list[list[PlaceTotal]]:
+    """Lines of one function that are near each other and call the same module as one group, as metrics do that are
+    computed or written one after the other."""
+    joined: list[list[PlaceTotal]] = []
+    previous: tuple[str, ...] = ()
+    previous_line = 0
+    for group in sorted(lines, key=lambda group: (module_of(group[0].call), *_position(group[0]))):
+        first = group[0]
+        file, line = _position(first)
+        key = (first.role, str(first.rank), file, first.function, module_of(first.call))
+        if key == previous and line - previous_line <= MAX_LINE_GAP:
+            joined[-1].extend(group)
+        else:
+            joined.append(group)
+        previous, previous_line = key, line
+    return joined
+
+
+def _position(place: PlaceTotal) -> tuple[str, int]:
+    file, _, line = place.line.rpartition(":")
+    return file, int(line)
+
+
+def module_of(call: str) -> str:
+    """`sklearn.metrics` of `sklearn.metrics.f1_score`; all of a name without a dot."""
+    return call.rpartition(".")[0] or call
+
+
+def _merge_lines(group: list[PlaceTotal], call: str) -> PlaceTotal:
+    """Their sum; with this call if no line and call is most of it."""
     total = merge_places(group)
     assert total is not None
     largest = max(place.seconds for place in group)
-    return total if largest >= MAIN_FRACTION * total.seconds else dataclasses.replace(total, call="")
+    return total if largest >= MAIN_FRACTION * total.seconds else dataclasses.replace(total, call=call)
 
 
 ROLE_NAMES = {"training": "in the training thread", "thread": "in another thread", "worker": "in each loader worker"}

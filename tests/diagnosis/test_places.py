@@ -522,3 +522,30 @@ def test_a_place_names_who_called_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", external=True, config=None, fractions={"host": 0.7}, stacks=stacks)
     found = next(finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place")
     assert "called from train.py:120 < train.py:156" in found.evidence_text
+
+
+@pytest.mark.parametrize(
+    ("calls", "gap", "title"),
+    [
+        (["sklearn.metrics.f1_score", "sklearn.metrics.recall_score", "sklearn.metrics.roc_auc_score"], 2,
+         "sklearn.metrics, called at train.py:60"),
+        (["writer.add_scalar"] * 3, 1, "writer.add_scalar, called at train.py:60"),
+        (["sklearn.metrics.f1_score", "sklearn.metrics.recall_score", "sklearn.metrics.roc_auc_score"], 40, ""),
+        (["sklearn.metrics.f1_score", "json.dump", "copy.deepcopy"], 1, ""),
+    ],
+)  # fmt: skip
+def test_neighboring_lines_of_a_loop_with_calls_of_one_module_are_one_place(
+    calls: list[str], gap: int, title: str, tmp_path: Path
+) -> None:
+    """Each line alone is too small to be one; lines far away, and calls of other modules, stay apart."""
+    samples = (4, 3, 3)
+    lines = [Place(line=f"train.py:{60 + n * gap}", function="train", call=call, kind="python", samples=count)
+             for n, (call, count) in enumerate(zip(calls, samples, strict=True))]  # fmt: skip
+    step = Place(line="train.py:50", function="train", call="model", kind="compute", samples=30)
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60,
+                   fractions={"host": 0.25, "compute": 0.75}, stacks=[window(n, step, *lines) for n in range(1, 6)],
+                   window=lambda _: {"thread_cpu_s": {"host": 2.5, "compute": 7.5}})  # fmt: skip
+    named = [finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place" and finding.place]
+    assert [finding.title.partition(" s in ")[2] for finding in named] == [title] * bool(title)
+    for finding in named:
+        assert finding.lost_device_s == pytest.approx(0.25 * 60, rel=0.15)

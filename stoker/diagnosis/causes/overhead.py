@@ -29,6 +29,7 @@ from stoker.diagnosis.places import (
     frequency,
     heavy_places,
     list_places,
+    module_of,
 )
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
@@ -111,10 +112,12 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         evidence = [make_evidence(text, measured, "stacks.jsonl: places")]
         if leaves := sorted((count, leaf) for leaf, count in place.leaves.items() if leaf):
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
-        if not place.call:
-            lines = [
-                other for other in list_places(run) if (other.role, other.function) == (place.role, place.function)
-            ]
+        lines = [
+            other for other in list_places(run)
+            if (other.role, other.function) == (place.role, place.function)
+            and place.call in ("", other.call, module_of(other.call))
+        ]  # fmt: skip
+        if len(lines) > 1:
             parts = ", ".join(f"{other.seconds:,.0f} s in {describe_place(other)}" for other in lines[:MAX_LINES])
             evidence.append(make_evidence(parts, None, "stacks.jsonl: places"))
         if place.callers:
