@@ -327,6 +327,28 @@ ON_TWO = {"external": True, "config": None, "seconds": 45, "fractions": {"comput
 
 
 @pytest.mark.parametrize(
+    ("call", "samples", "is_named"),
+    [("torch.distributed.all_gather_object", 12, True), ("torch.distributed.all_gather_object", 1, False),
+     ("loss.backward", 12, False)],
+)  # fmt: skip
+def test_a_collective_of_the_jobs_own_is_named(call: str, samples: int, is_named: bool, tmp_path: Path) -> None:
+    """Not the all-reduce in the backward pass, nor a line with one sample."""
+    run = make_run(tmp_path / "run", **ON_TWO)
+    collective = Place(line="train.py:66", function="train", call=call, kind="comm", samples=samples)
+    rest = Place(line="train.py:53", function="train", call="model", kind="compute", samples=40 - samples)
+    for name in (".", "ranks/0001"):
+        with (run / name / "stacks.jsonl").open("ab") as file:
+            for n in range(1, 3):
+                line = {"attempt": 1, "pid": 7 + len(name), "wall_s": 10.0, "frames": {}} | window(n, collective, rest)
+                file.write(msgspec.json.encode(line) + b"\n")
+    first = run_rules(read_run(run))[0]
+    assert first.id == "communication_bound"
+    assert (first.place == "train.py:66") is is_named
+    assert ("all_gather_object, called at train.py:66" in first.title) is is_named
+    assert ("at this line" in first.fix) is is_named
+
+
+@pytest.mark.parametrize(
     ("rank_0", "rank_1", "first"),
     [
         (0, 12, "straggler"),

@@ -530,9 +530,32 @@ def _min_fraction(run: RunRecords) -> float | None:
 
 
 def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
-    min_measured = _min_fraction(run)
+    """If most of it is a collective that the job's own code calls outside of the backward pass, with its line."""
+    min_measured, own = _min_fraction(run), _own_collective(run, cause)
+    fix = None if own is None else cause.other_fixes["own collective"]
     if run.phase_seconds("comm") > 0:
-        return make_phase_finding(run, cause, "comm", min_measured=min_measured)
-    if run.traces.wall_s <= 0 or run.traces.comm_s <= 0:
-        return make_stack_finding(run, cause, "a collective", "comm", min_measured=min_measured)
-    return make_traced_finding(run, cause, "collectives", "comm_s")
+        finding = make_phase_finding(run, cause, "comm", min_measured=min_measured, fix=fix)
+    elif run.traces.wall_s <= 0 or run.traces.comm_s <= 0:
+        finding = make_stack_finding(run, cause, "a collective", "comm", min_measured=min_measured, fix=fix)
+    else:
+        return make_traced_finding(run, cause, "collectives", "comm_s")
+    if finding is None or own is None:
+        return finding
+    text = f"{own.samples} of the samples in collectives are in {describe_place(own)}"
+    evidence = [*finding.evidence, make_evidence(text, own.samples, "ranks/*/stacks.jsonl: places")]
+    title = f"The ranks wait for each other in {describe_place(own)}"
+    return msgspec.structs.replace(finding, title=title, place=own.line, evidence=evidence)
+
+
+def _own_collective(run: RunRecords, cause: Cause) -> PlaceTotal | None:
+    """The line with most of the samples of collectives, if the job calls one there itself."""
+    lines: dict[str, list[PlaceTotal]] = {}
+    for place in run.places:
+        if place.role == "training" and place.kind == "comm" and place.line and not place.is_startup:
+            lines.setdefault(place.line, []).append(place)
+    totals = [total for places in lines.values() if (total := merge_places(places)) is not None]
+    largest = max(totals, key=lambda total: total.samples, default=None)
+    if largest is None or run.is_native_run or largest.call.endswith("backward"):
+        return None
+    is_most = 2 * largest.samples > sum(total.samples for total in totals)
+    return largest if is_most and largest.samples >= cause.threshold("min_samples") else None
