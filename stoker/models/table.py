@@ -17,6 +17,7 @@ from stoker.models.ember import build_ember, ember_options
 from stoker.models.faster_rcnn import build_faster_rcnn
 from stoker.models.fcos import build_fcos
 from stoker.models.layers.activation_checkpointing import checkpoint_activations
+from stoker.models.layers.pointwise import use_onednn_for_pointwise
 from stoker.models.layers.winograd import use_winograd_without_avx512
 from stoker.models.retinanet import build_retinanet
 from stoker.models.rf_detr import RFDETR
@@ -82,6 +83,7 @@ def build(settings: ModelSettings, num_classes: int) -> Detector:
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     use_winograd_without_avx512(model)
+    use_onednn_for_pointwise(model)
     return model.to(memory_format=torch.channels_last)
 
 
