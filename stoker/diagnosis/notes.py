@@ -6,7 +6,13 @@ from typing import Any
 
 from stoker.diagnosis.causes.cause import NoteKind, find_note
 from stoker.diagnosis.causes.input import cold_cache_fraction
-from stoker.diagnosis.causes.shared import driver_utilization, fraction_of_phase, is_long_enough, percent
+from stoker.diagnosis.causes.shared import (
+    driver_utilization,
+    fraction_of_phase,
+    has_enough_stacks,
+    is_long_enough,
+    percent,
+)
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Finding
 
@@ -19,7 +25,10 @@ Values = dict[str, Any]
 
 
 def unattributed_time(run: RunRecords, kind: NoteKind) -> Values | None:
-    """In an external job most time is unattributed as long as nothing looks inside."""
+    """In an external job most time is unattributed as long as nothing looks inside; where stacks were sampled, `why`
+    estimates its parts."""
+    if run.is_external and has_enough_stacks(run):
+        return None
     fraction = fraction_of_phase(run, "unattributed")
     name = "min_fraction_external" if run.is_external else "min_fraction"
     return {"fraction": percent(fraction)} if fraction is not None and fraction >= kind.threshold(name) else None

@@ -498,3 +498,14 @@ def test_stack_samples_of_the_start_do_not_count(tmp_path: Path) -> None:
     line = {"t": 1_000_016.0, "main_thread": {"other": 0.5, "python": 0.25, "compute": 0.25}, "samples": 40}
     finding = of(findings(tmp_path / "run", job | {"stacks": [line]}), "python_bound")
     assert finding.evidence[0].value == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("samples", [40, 0])
+def test_a_watched_job_without_a_clock_has_no_unattributed_time_where_stacks_tell_what_it_did(
+    samples: int, tmp_path: Path
+) -> None:
+    stacks = [{"samples": samples, "main_thread": {"python": 1.0}, "t": T0 + 20.0 + 10 * n} for n in range(3)]
+    make_run(tmp_path / "run", external=True, config=None, fractions={"unattributed": 1.0}, seconds=60,
+             stacks=stacks if samples else ())  # fmt: skip
+    named_notes = [note.id for note in notes(tmp_path / "run")]
+    assert ("unattributed_time" in named_notes) is (samples == 0)
