@@ -240,7 +240,7 @@ _LOADER_CALL = re.compile(
 """Calls in which a thread waits for what a loader prepares elsewhere: the place is there."""
 _LOOP_CALL = re.compile(r"^(?!subprocess\.|asyncio\.)(.*\.)?(fit|fit_generator|train|learn|main|run|launch)$")
 """Calls of a training loop as a whole: what takes the time is inside of it."""
-_READ = re.compile(
+READS = re.compile(
     r"(^|[._])(read|readinto|readlines?|read_bytes|read_text|fromfile|open|recv\w*|urlopen|request|get|stat|scandir"
     r"|listdir|download\w*)( \(|$)"
 )
@@ -531,16 +531,17 @@ def count_blocked(place: PlaceTotal) -> int:
     """Samples in a call that reads, or blocked in another one; a sleep is not blocked by a storage."""
     if place.call == "time.sleep":
         return 0
-    if place.kind == "idle" or _READ.search(place.call):
+    if place.kind == "idle" or READS.search(place.call):
         return place.samples
-    return sum(count for leaf, count in place.leaves.items() if _READ.search(leaf))
+    return sum(count for leaf, count in place.leaves.items() if READS.search(leaf))
 
 
 def count_decoding(place: PlaceTotal) -> int:
     return place.samples if place.kind == "decode" else 0
 
 
-_LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.communicate$")
+LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.communicate$")
+"""Calls in which a launcher waits for the processes that it has started."""
 _IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP})
 
 
@@ -552,7 +553,7 @@ def stuck_places(run: RunRecords) -> tuple[list[tuple[str, Place]], list[tuple[s
     for (rank, pid), window in sorted(run.newest_stacks.items()):
         place = max(window.places, key=lambda place: place.samples, default=Place(kind="other", samples=0))
         has_loader = any(other.role == "worker" for (of, _), other in run.newest_stacks.items() if of == rank)
-        if not place.line or _LAUNCHES.search(place.call):
+        if not place.line or LAUNCHES.search(place.call):
             continue  # a worker without a task, or a launcher
         who = f"rank {rank}" if run.num_ranks > 1 else "the training thread"
         if window.role == "worker":

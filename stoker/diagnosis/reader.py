@@ -7,6 +7,7 @@ The time in between is steady: fractions of time are of it, so a short run is ju
 long one. Lost time is computed from the sums of the whole run, `stoker/runs/totals.py`.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +16,15 @@ from typing import Any, NamedTuple
 from stoker.diagnosis.causes.cause import common_threshold
 from stoker.diagnosis.causes.gpu import GPU_CLOCKS_LOW
 from stoker.diagnosis.places import PlaceCounter
-from stoker.diagnosis.run_data import MAX_EXAMPLES, GpuStats, HostStats, ProgressGap, RunRecords, StackStats
+from stoker.diagnosis.run_data import (
+    MAX_EXAMPLES,
+    GpuStats,
+    HostStats,
+    ProgressGap,
+    RunRecords,
+    StackStats,
+    StartStall,
+)
 from stoker.diagnosis.termination import EndReader
 from stoker.runs import records
 from stoker.runs.schemas import (
@@ -50,6 +59,8 @@ _EXTERNAL_END_PHASES = (*_END_PHASES, "compute", "eval", "checkpoint")
 """Phases after the last step that belong to the end."""
 LAUNCHER_KINDS = frozenset({"idle", "other"})
 """Kinds of the stacks of a process that does not train: it waits for its children, or imports."""
+_WAITS = frozenset({"idle", "input_wait", "sync", "comm"})
+"""Kinds of stacks in which a thread can wait without end."""
 _FRAMEWORK_KINDS = frozenset({"compute", "sync", "comm", "compile"})
 """Kinds that only the code of a framework has."""
 
@@ -320,6 +331,7 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
     steady.compile_windows += lines * (window.phases.get("compile", 0.0) > 0)
     if window.recompiles is not None:
         steady.recompile_windows = (steady.recompile_windows or 0) + lines * (window.recompiles > 0)
+        steady.recompile_lines += window.recompiles > 0
     if window.num_images:
         steady.num_images += window.num_images
         steady.steps_with_image_count += window.window_steps
@@ -366,6 +378,8 @@ def _read_devices(
                 progress_gap.process_cpu.add(sample.process_cpu)
                 for gpu in sample.gpus:
                     progress_gap.gpu_utilization.add(gpu.utilization)
+        if sample.process_cpu is not None and not run_records.totals.steps:
+            run_records.start_cpu.append((sample.t, sample.process_cpu))
         if is_steady:
             _add_host(run_records.host, sample)
         elif steady_span is None or sample.t <= steady_span.start_t:
@@ -501,6 +515,8 @@ def _read_stacks(
                 and window.t - window.wall_s / 2 > last_step_t
             ):
                 run_records.newest_stacks[rank, window.pid] = window
+                if not run_records.totals.steps and run_records.is_external:
+                    _add_stall(run_records.start_stalls, (rank, window.pid), window)
             steady_span = steady_spans.get(window.attempt)
             middle_t = window.t - window.wall_s / 2
             places.add(rank, window, is_startup=steady_span is None or middle_t <= steady_span.start_t)
@@ -512,6 +528,18 @@ def _read_stacks(
     training = [stats for stats in by_process.values() if stats.main_thread.keys() - LAUNCHER_KINDS]
     for stats in training or by_process.values():
         run_records.stacks.add(stats)
+
+
+def _add_stall(stalls: dict[tuple[int, int], StartStall], process: tuple[int, int], window: StackWindow) -> None:
+    """Keeps since when a thread waits in one line; a window with another one ends it."""
+    place = window.places[0] if len(window.places) == 1 else None
+    earlier = stalls.pop(process, None)
+    if place is None or not place.line or place.kind not in _WAITS:
+        return
+    if earlier is not None and (earlier.place.line, earlier.place.call) == (place.line, place.call):
+        stalls[process] = dataclasses.replace(earlier, until_t=window.t)
+    else:
+        stalls[process] = StartStall(place=place, since_t=window.t - window.wall_s, until_t=window.t)
 
 
 def _add_stacks(stats: StackStats, window: StackWindow, steady_span: _SteadySpan | None) -> None:

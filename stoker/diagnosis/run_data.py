@@ -6,6 +6,7 @@ job that has ended.
 `reader.py`. Plain arithmetic without numpy, so that `stoker why` starts fast.
 """
 
+import collections
 import dataclasses
 import math
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from stoker.runs.schemas import DeviceSample, Event, Probe, StackWindow
+from stoker.runs.schemas import DeviceSample, Event, Place, Probe, StackWindow
 from stoker.runs.totals import Totals, TotalsSum
 
 MAX_EXAMPLES = 3
@@ -246,6 +247,8 @@ class SteadyStats:
     worker_start_s: float = 0.0
     recompile_windows: int | None = None
     """Windows in which something was compiled that had been compiled before. None: not measured."""
+    recompile_lines: int = 0
+    """Lines of steps.jsonl with one, of any length."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -429,6 +432,19 @@ class PlaceTotal:
     """Groups of consecutive lines in which it was seen."""
 
 
+MAX_START_SAMPLES = 3600
+"""Samples of devices.jsonl before the first step that are kept: an hour."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class StartStall:
+    """A training thread that waits in one line before any step: all of its newest samples."""
+
+    place: Place
+    since_t: float
+    until_t: float
+
+
 @dataclasses.dataclass(kw_only=True)
 class ProgressGap:
     """The time since the last step, in a run that has not finished."""
@@ -524,6 +540,12 @@ class RunRecords:
     num_ranks: int = 1
     """Number of ranks that have records."""
     progress_gap: ProgressGap | None = None
+    start_stalls: dict[tuple[int, int], StartStall] = dataclasses.field(default_factory=dict)
+    """(rank, process) → where it waits, in a watched job without a step."""
+    start_cpu: collections.deque[tuple[float, float]] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=MAX_START_SAMPLES)
+    )
+    """(Unix time, cores in use by the job) of the newest samples in it."""
     host_bound_steps: int = 0
     host_bound_checked_steps: int = 0
     """Steps of windows in which host-bound steps were counted."""

@@ -167,6 +167,9 @@ def _layout_progress(group: dict[str, str | None]) -> Progress | None:
     title = (group.get("title") or "").strip()
     epoch = group.get("epoch") or ((word := _PARTS["epoch_word"].search(title)) and word[1])
     is_tqdm = "title" in group
+    plain = [value for name, value in pairs.items() if _PARTS["plain_loss_name"].match(name)]
+    if is_tqdm and not losses and not title and len(plain) == 1:  # a bar with `MSE=0.05`
+        losses = {"total": plain[0]}
     if not losses and ("pairs_with_loss" in group or (title and epoch is None)):  # a download, a validation, predict
         return None
     step_time = _PARTS["step_time"].search(text)

@@ -571,3 +571,56 @@ def test_neighboring_lines_of_a_loop_with_calls_of_one_module_are_one_place(
     assert [finding.title.partition(" s in ")[2] for finding in named] == [title] * bool(title)
     for finding in named:
         assert finding.lost_device_s == pytest.approx(0.25 * 60, rel=0.15)
+
+
+BATON = Place(line="data.py:82", function="read_sizes", call="baton.wait", kind="idle", samples=40)
+
+
+@pytest.mark.parametrize(
+    ("place", "seconds", "cores", "is_named"),
+    [
+        (BATON, 100, 0.01, True),
+        (BATON, 40, 0.01, False),
+        (BATON, 100, 1.2, False),
+        (msgspec.structs.replace(BATON, call="urllib.request.urlopen"), 100, 0.01, False),
+        (msgspec.structs.replace(BATON, call="subprocess.run"), 100, 0.01, False),
+        (msgspec.structs.replace(BATON, kind="python"), 100, 0.01, False),
+        (msgspec.structs.replace(BATON, line=""), 100, 0.01, False),
+    ],
+    ids=[
+        "waits",
+        "not for long",
+        "its children compute",
+        "downloads",
+        "waits for a program",
+        "computes",
+        "no own line",
+    ],
+)
+def test_a_hang_before_the_first_step_is_named(
+    place: Place, seconds: int, cores: float, is_named: bool, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=0, startup=seconds + 20, losses=None,
+                   num_images=0, host=lambda _: {"process_cpu": cores}, end=None,
+                   stacks=[window(n, place) | {"t": T0 + 10.0 * n} for n in range(1, seconds // 10 + 1)])  # fmt: skip
+    found = [finding for finding in run_rules(read_run(run)) if finding.id == "hung"]
+    assert [finding.place for finding in found] == ["data.py:82"] * is_named
+    for finding in found:
+        assert "the training thread is stuck in baton.wait at data.py:82" in finding.title
+        assert finding.lost_device_s == pytest.approx(seconds, abs=1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_python_of_a_library_between_steps_is_info_and_that_of_own_lines_is_not(share: float, tmp_path: Path) -> None:
+    """As metrics that a handler of ignite computes: no line of the job's own shows them."""
+    own = Place(line="train.py:9", function="log", call="json.dumps", kind="python", samples=round(40 * share))
+    fit = Place(line="train.py:50", function="main", call="trainer.run", kind="compute", samples=32)
+    rest = Place(line="train.py:50", function="main", call="trainer.run", kind="python", samples=8 - own.samples)
+    stacks = [window(n, *(place for place in (fit, own, rest) if place.samples)) for n in range(1, 7)]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"host": 0.2}, stacks=stacks,
+                   window=lambda _: {"thread_cpu_s": {"host": 0.2, "compute": 0.8}})  # fmt: skip
+    found = {finding.id: finding.severity for finding in run_rules(read_run(run))}
+    if share:
+        assert "heavy_place" in found
+    else:
+        assert found.get("python_bound") == "info"

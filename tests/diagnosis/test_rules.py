@@ -509,3 +509,16 @@ def test_a_watched_job_without_a_clock_has_no_unattributed_time_where_stacks_tel
              stacks=stacks if samples else ())  # fmt: skip
     named_notes = [note.id for note in notes(tmp_path / "run")]
     assert ("unattributed_time" in named_notes) is (samples == 0)
+
+
+@pytest.mark.parametrize(("lines", "is_found"), [(range(10, 60, 10), True), (range(50, 60, 10), False)])
+def test_one_burst_of_compilations_is_not_recompiling(lines: range, is_found: bool, tmp_path: Path) -> None:
+    """Forty small functions that JAX compiles when samples are drawn for the first time, in a line of ten seconds."""
+
+    def line(second: int) -> dict[str, Any]:
+        compiles = second in lines
+        return {"recompiles": 40 * compiles, "wall_s": 8.0 if compiles else 1.0,
+                "phases": {"compile": 4.0, "unattributed": 4.0} if compiles else {"unattributed": 1.0}}  # fmt: skip
+
+    case = {"external": True, "config": None, "seconds": 60, "window": line}
+    assert ("recompiles" in {finding.id for finding in findings(tmp_path / "run", case)}) is is_found

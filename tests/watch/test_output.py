@@ -60,6 +60,12 @@ REAL = {
     ),
     "{'loss': 0.5, 'learning_rate': 4.9e-05, 'epoch': 0.02}": Progress(losses={"total": 0.5}, lr=4.9e-5),
     "  5%|▌         | 5/100 [00:10<03:10,  2.00s/it]": Progress(step=5, total_steps=100, is_bare_bar=True),
+    "  5%|▌         | 5/100 [00:10<03:10,  2.00s/it, MSE=0.053]": Progress(
+        step=5, total_steps=100, losses={"total": 0.053}
+    ),
+    "  5%|▌         | 5/100 [00:10<03:10,  2.00s/it, mae=0.2, mse=0.053]": Progress(
+        step=5, total_steps=100, is_bare_bar=True
+    ),
     "step 100 loss=0.53 lr=0.001": Progress(step=100, losses={"total": 0.53}, lr=0.001),
     # torch's ImageNet example (yjh0410/pytorch-imagenet issue 1), and an SSD tutorial after it
     "Epoch: [0][  400/80073]\tTime  0.315 ( 0.372)\tData  0.002 ( 0.073)\tLoss 6.9802e+00 (7.0827e+00)\tAcc@1   0.00 "

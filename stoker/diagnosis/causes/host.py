@@ -15,7 +15,7 @@ from stoker.diagnosis.causes.shared import (
     percent,
     sample_evidence,
 )
-from stoker.diagnosis.places import describe_stuck, stuck_places
+from stoker.diagnosis.places import LAUNCHES, READS, describe_stuck, stuck_places
 from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import Holder
@@ -446,8 +446,11 @@ def disk_nearly_full(run: RunRecords, cause: Cause) -> Finding | None:
 
 
 def hung(run: RunRecords, cause: Cause) -> Finding | None:
-    """No step for far longer than any took before, and nothing computes; or for so long that it does not matter."""
+    """No step for far longer than any took before, and nothing computes; or for so long that it does not matter. Before
+    the first step: all that trains waits in one line, and nothing computes."""
     gap = run.progress_gap
+    if gap is None and not run.totals.steps:
+        return _hung_at_the_start(run, cause)
     if gap is None or gap.gap_s < cause.threshold("min_duration_s") or gap.max_earlier_gap_s <= 0:
         return None
     cpu, gpu = gap.process_cpu.value, gap.gpu_utilization.value
@@ -467,6 +470,36 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
         lost_s=gap.gap_s * run.num_devices,
         estimate_basis="all since the last step",
     )
+    return None if finding is None else name_stuck(run, finding)
+
+
+def _hung_at_the_start(run: RunRecords, cause: Cause) -> Finding | None:
+    end, stalls = run.events.end, run.start_stalls
+    others = [
+        window
+        for process, window in run.newest_stacks.items()
+        if window.role == "training" and process not in stalls
+        and any(place.line and not LAUNCHES.search(place.call) for place in window.places)
+    ]  # fmt: skip
+    stuck = [stall for stall in stalls.values() if not LAUNCHES.search(stall.place.call)]
+    if not stuck or others or (end is not None and end.kind == "finished"):
+        return None
+    longest = max(stuck, key=lambda stall: stall.until_t - stall.since_t)
+    duration_s = longest.until_t - longest.since_t
+    if duration_s < cause.threshold("start_reading_s" if READS.search(longest.place.call) else "start_s"):
+        return None
+    used = [cores for t, cores in run.start_cpu if longest.since_t <= t <= longest.until_t]
+    cpu = sum(used) / len(used) if used else 1.0
+    if cpu >= cause.threshold("idle_cpu"):
+        return None
+    where = f"{longest.place.call or longest.place.function} at {longest.place.line}"
+    finding = make_finding(
+        run, cause, duration_s,
+        [make_evidence(f"no step so far, and all {duration_s:,.0f} s in {where}", duration_s, "stacks.jsonl: places"),
+         make_evidence(f"the job used {cpu:.2f} cores meanwhile", cpu, "devices.jsonl: process_cpu"),
+         *stuck_evidence(run)],
+        severity="critical", lost_s=duration_s * run.num_devices, estimate_basis="all in this line",
+    )  # fmt: skip
     return None if finding is None else name_stuck(run, finding)
 
 

@@ -39,8 +39,6 @@ EVALUATION_HEAVY = find_cause("evaluation_heavy")
 
 STARTUP_HEAVY = find_cause("startup_heavy")
 
-HEAVY_PLACE = find_cause("heavy_place")
-
 MAX_LINES = 3
 """Lines of a function that the evidence names."""
 _BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
@@ -135,14 +133,13 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
 
 def _lost_in_place(run: RunRecords, place: PlaceTotal) -> tuple[float, str]:
     """(seconds of the training thread in a place, what they rest on): the clock of the time between steps, where the
-    place's share of the samples between steps agrees with its own samples; else these, at most all after the start."""
+    place's share of it is within the interval of its own samples; else these, at most all after the start."""
     between = [other for other in list_places(run) if other.role == "training" and other.kind in _BETWEEN_KINDS
                and not re.search(IMPORT, other.call)]  # fmt: skip
     sampled_s = sum(other.seconds for other in between)
     clock_s = run.steady.phases.get("host", 0.0)
-    slack = HEAVY_PLACE.threshold("clock_slack")
     by_clock = clock_s * place.seconds / sampled_s if place.kind in _BETWEEN_KINDS and sampled_s > 0 else 0.0
-    if place.low_s / slack <= by_clock <= place.high_s * slack:
+    if place.low_s <= by_clock <= place.high_s:
         return by_clock, "the clock of the time between steps, by the places of the samples in it"
     return min(place.seconds, run.steady.device_s), "the samples of the place"
 

@@ -20,6 +20,7 @@ from stoker.diagnosis.causes.shared import (
     device_seconds,
     driver_utilization,
     fraction_of_phase,
+    has_enough_stacks,
     is_long_enough,
     make_evidence,
     make_finding,
@@ -62,7 +63,8 @@ _PYTHON = ("python", "gc")
 
 def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
-    computing from waiting, only `host` counts, with a low confidence."""
+    computing from waiting, only `host` counts, with a low confidence. What a library does between the steps in its own
+    loop, as metrics and handlers of ignite do, is info while it is small."""
     lines = [place for place in _heavy_places(run) if place.call]
     if any(place.samples >= run.stacks.main_thread.get("python", 0.0) / 2 for place in lines):
         return None  # one line is most of it: `heavy_place`
@@ -91,7 +93,12 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     places: Sequence[Evidence | None] = _places_between_steps(run) or [stack_evidence(run, "Python", *_PYTHON)]
     evidence = [process_cpu_evidence(run), *places]
     confidence = 0.5 if thread_is_idle is None else None
-    from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence, confidence=confidence)
+    in_library = run.is_external and has_enough_stacks(run) and not _computes_in_places(run)
+    is_small = fraction is not None and fraction < (cause.critical_threshold or 1.0)
+    from_phases = make_phase_finding(
+        run, cause, *phases, extra_evidence=evidence, confidence=confidence,
+        severity="info" if in_library and is_small and cause.severity(fraction or 0.0) is not None else None,
+    )  # fmt: skip
     return _name_place(from_phases, largest, place_s) or from_stacks
 
 
@@ -289,6 +296,9 @@ def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
     """By the count of repeated compilations; without it, by windows or stack samples with any compilation."""
     recompile_windows = run.steady.recompile_windows
     if recompile_windows is not None and recompile_windows < cause.threshold("min_windows"):
+        return None
+    is_burst = recompile_windows is not None and run.steady.recompile_lines < cause.threshold("min_lines")
+    if is_burst and run.steady_phase_fraction("compile") < cause.threshold("burst"):
         return None
     compile_s = run.steady.phases.get("compile", 0.0)
     if compile_s > 0 and is_long_enough(run):
