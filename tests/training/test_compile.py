@@ -22,6 +22,12 @@ from tests.fixtures.training_stability import settings as unstable
 from tests.models.samples import make_batch, settings_of
 
 
+@pytest.fixture(autouse=True)
+def without_pointwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled steps have torch's 1 × 1 convolutions, and rounding differs."""
+    monkeypatch.setattr("stoker.models.layers.pointwise.MIN_IMAGES", 0)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw(tmp_path_factory.mktemp("drawn") / "shapes")
