@@ -464,8 +464,9 @@ def _join_neighbors(lines: Iterable[list[PlaceTotal]]) -> list[list[PlaceTotal]]
 
 
 def _position(place: PlaceTotal) -> tuple[str, int]:
+    """File and line; 0 in broken records."""
     file, _, line = place.line.rpartition(":")
-    return file, int(line)
+    return file, int(line) if line.isdecimal() and len(line) < 10 else 0
 
 
 def module_of(call: str) -> str:

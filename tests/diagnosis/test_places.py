@@ -624,3 +624,14 @@ def test_python_of_a_library_between_steps_is_info_and_that_of_own_lines_is_not(
         assert "heavy_place" in found
     else:
         assert found.get("python_bound") == "info"
+
+
+@pytest.mark.parametrize("line", ["train.py", "train.py:", "train.py:x", "train.py:²", "train.py:" + 5000 * "9"])
+def test_a_broken_line_number_is_no_error(line: str, tmp_path: Path) -> None:
+    step = Place(line="train.py:50", function="train", call="model", kind="compute", samples=20)
+    broken = Place(line=line, function="train", call="json.dump", kind="python", samples=20)
+    file = line.rpartition(":")[0]
+    same_file = Place(line=f"{file}:50", function="train", call="model", kind="compute", samples=20)
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"host": 0.5},
+                   stacks=[window(n, step, broken, same_file) for n in range(1, 6)])  # fmt: skip
+    run_rules(read_run(run))
