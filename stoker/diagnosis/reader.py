@@ -61,6 +61,8 @@ LAUNCHER_KINDS = frozenset({"idle", "other"})
 """Kinds of the stacks of a process that does not train: it waits for its children, or imports."""
 _WAITS = frozenset({"idle", "input_wait", "sync", "comm"})
 """Kinds of stacks in which a thread can wait without end."""
+MIN_LOOP_FRACTION = 0.05
+"""Fraction of the samples after the first step in a line from which it belongs to the loop."""
 _FRAMEWORK_KINDS = frozenset({"compute", "sync", "comm", "compile"})
 """Kinds that only the code of a framework has."""
 
@@ -201,7 +203,44 @@ def _read_steps(
                 observer.window(rank, window)
     run_records.totals = totals.totals(run_records.events.attempts)
     steps.finish()
-    return steps.steady_spans or _steady_by_stacks(ranks[0], run_records)
+    if not steps.steady_spans:
+        return _steady_by_stacks(ranks[0], run_records)
+    return _begin_with_the_loop(ranks[0], run_records, steps.steady_spans) if steps.from_output else steps.steady_spans
+
+
+def _begin_with_the_loop(
+    run_dir: Path, run_records: RunRecords, steady_spans: dict[int, _SteadySpan]
+) -> dict[int, _SteadySpan]:
+    """Steady times of a watched job whose steps are known from its output, which may show the first one late: a time
+    begins with the earliest line of stacks.jsonl from which on most samples are in the lines of the loop, those that
+    the samples after the first shown step are in."""
+    windows: dict[int, list[StackWindow]] = {}
+    for stacks in records.read_lines(run_dir, records.STACKS, StackWindow):
+        if stacks.role == "training" and stacks.attempt in steady_spans:
+            windows.setdefault(stacks.attempt, []).append(stacks)
+    begin: dict[int, float] = {}
+    for attempt, of_attempt in windows.items():
+        shown_t = steady_spans[attempt].start_t
+        loop = {
+            place.line
+            for stacks in of_attempt
+            if stacks.t > shown_t
+            for place in stacks.places
+            if place.line and place.samples >= MIN_LOOP_FRACTION * stacks.samples
+        }
+        for stacks in sorted((one for one in of_attempt if one.t <= shown_t), key=lambda one: -one.t):
+            in_loop = sum(place.samples for place in stacks.places if place.line in loop and place.kind != "compile")
+            if in_loop < stacks.samples / 2:
+                break
+            begin[attempt] = stacks.t - stacks.wall_s
+    if begin:
+        for window in records.read_lines(run_dir, records.STEPS, StepWindow):
+            middle_t, start_t = window.t - window.wall_s / 2, begin.get(window.attempt)
+            if start_t is not None and start_t < middle_t and window.t <= steady_spans[window.attempt].start_t:
+                _add_steady(run_records, window, excluded=_STARTUP_PHASES)
+    return {
+        attempt: span._replace(start_t=begin.get(attempt, span.start_t)) for attempt, span in steady_spans.items()
+    }
 
 
 def _steady_by_stacks(run_dir: Path, run_records: RunRecords) -> dict[int, _SteadySpan]:
@@ -229,6 +268,8 @@ class _StepsReader:
 
     def __init__(self, run_records: RunRecords) -> None:
         self.steady_spans: dict[int, _SteadySpan] = {}
+        self.from_output = run_records.is_external
+        """Whether no hook saw a step: the output of the job has shown all that there are."""
         self._run_records = run_records
         self._last_t: float | None = None
         self._max_gap_s, self._attempt = 0.0, 0
@@ -250,6 +291,7 @@ class _StepsReader:
         _add_learning(run_records, window)
         if learning.best is not None and window.t > learning.best[0]:
             learning.device_s_since_best += window.wall_s * window.devices
+        self.from_output &= "compute" not in window.phases
         self._images_seen += window.num_images
         self._total_fetch_s += window.input_wait_stages.get("fetch", 0.0)
         if (
@@ -326,12 +368,13 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
     steady.steps += window.window_steps
     steady.worker_starts += window.worker_starts
     steady.worker_start_s += window.worker_start_s
-    # a long line counts as lines of a second, as far as the compilations in it were counted
-    lines = max(1, min(window.recompiles or 0, round(window.wall_s)))
-    steady.compile_windows += lines * (window.phases.get("compile", 0.0) > 0)
-    if window.recompiles is not None:
-        steady.recompile_windows = (steady.recompile_windows or 0) + lines * (window.recompiles > 0)
-        steady.recompile_lines += window.recompiles > 0
+    if "compile" not in excluded:
+        # a long line counts as lines of a second, as far as the compilations in it were counted
+        lines = max(1, min(window.recompiles or 0, round(window.wall_s)))
+        steady.compile_windows += lines * (window.phases.get("compile", 0.0) > 0)
+        if window.recompiles is not None:
+            steady.recompile_windows = (steady.recompile_windows or 0) + lines * (window.recompiles > 0)
+            steady.recompile_lines += window.recompiles > 0
     if window.num_images:
         steady.num_images += window.num_images
         steady.steps_with_image_count += window.window_steps

@@ -76,3 +76,14 @@ def test_a_jax_job_without_step_numbers_is_compiled_again_and_again() -> None:
     findings = run_rules(run)
     assert (run.totals.steps, findings[0].id, findings[0].severity) == (0, "recompiles", "critical")
     assert any("jit(<lambda>)" in line.text for line in findings[0].evidence)
+
+
+def test_a_loop_begins_before_its_first_shown_step() -> None:
+    """Recorded: a JAX job whose output shows its first step number after 50 s. By its own clock, reading an archive for
+    each batch took 14.0 s; `jax_compiled` is the same program without a fault: its first samples and compilations come
+    at the first step that is shown."""
+    findings = run_rules(read_run(Path(__file__).parent / "recorded" / "jax_first_step_late"))
+    assert "train.py:66" in findings[0].title
+    assert findings[0].lost_device_s == pytest.approx(14.0, rel=0.15)
+    findings = run_rules(read_run(Path(__file__).parent / "recorded" / "jax_compiled"))
+    assert not [finding.id for finding in findings if finding.severity != "info"]
