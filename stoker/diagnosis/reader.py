@@ -238,9 +238,7 @@ def _begin_with_the_loop(
             middle_t, start_t = window.t - window.wall_s / 2, begin.get(window.attempt)
             if start_t is not None and start_t < middle_t and window.t <= steady_spans[window.attempt].start_t:
                 _add_steady(run_records, window, excluded=_STARTUP_PHASES)
-    return {
-        attempt: span._replace(start_t=begin.get(attempt, span.start_t)) for attempt, span in steady_spans.items()
-    }
+    return {attempt: span._replace(start_t=begin.get(attempt, span.start_t)) for attempt, span in steady_spans.items()}
 
 
 def _steady_by_stacks(run_dir: Path, run_records: RunRecords) -> dict[int, _SteadySpan]:
