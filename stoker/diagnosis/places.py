@@ -242,8 +242,9 @@ _LOOP_CALL = re.compile(r"^(?!subprocess\.|asyncio\.)(.*\.)?(fit|fit_generator|t
 """Calls of a training loop as a whole: what takes the time is inside of it."""
 READS = re.compile(
     r"(^|[._])(read|readinto|readlines?|read_bytes|read_text|fromfile|open|recv\w*|urlopen|request|get|stat|scandir"
-    r"|listdir|download\w*)( \(|$)"
+    r"|listdir|download\w*|imread\w*|(read|load)_(image|img)\w*)( \(|$)|^load \(PIL/"
 )
+"""Calls and frames that read, some of which decode as well."""
 _DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albumentations|skimage|transforms")
 """Calls and frames of libraries that decode or transform images."""
 _PER_PIXEL = re.compile(r"\b(put|get)(pixel|data)\b")

@@ -373,6 +373,7 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
         if window.recompiles is not None:
             steady.recompile_windows = (steady.recompile_windows or 0) + lines * (window.recompiles > 0)
             steady.recompile_lines += window.recompiles > 0
+            steady.recompiles += window.recompiles
     if window.num_images:
         steady.num_images += window.num_images
         steady.steps_with_image_count += window.window_steps
@@ -544,14 +545,19 @@ def _read_stacks(
     """Adds up the samples of the processes that train, of all if none is known to; and the places of all roles."""
     by_process: dict[tuple[int, int], StackStats] = {}
     places = PlaceCounter()
+    training_processes: set[tuple[int, int, int]] = set()
     last_step_t = run_records.progress_gap.last_step_t if run_records.progress_gap is not None else 0.0
     for rank, folder in ranks.items():
         for number, window in records.numbered_lines(folder, records.STACKS, StackWindow):
             is_own = any(place.part for place in window.places)
-            if rank == 0 and not is_own and window.role != "thread":
+            process = (rank, window.attempt, window.pid)
+            if window.role == "training":
+                training_processes.add(process)
+            is_process = window.role == "training" or (window.role == "worker" and process not in training_processes)
+            if rank == 0 and not is_own and is_process:
                 end.stacks(number, window)
             if (
-                window.role != "thread"
+                is_process
                 and window.attempt == run_records.totals.attempts
                 and window.t - window.wall_s / 2 > last_step_t
             ):

@@ -249,6 +249,8 @@ class SteadyStats:
     """Windows in which something was compiled that had been compiled before. None: not measured."""
     recompile_lines: int = 0
     """Lines of steps.jsonl with one, of any length."""
+    recompiles: int = 0
+    """Compilations of what had been compiled before."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -70,6 +70,11 @@ _TRAINER_FILE = re.compile(
 )
 """Files of packages that have a training loop."""
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
+_LOADER_THREAD_FILE = re.compile(
+    r"/tensorflow/python/ops/script_ops\.py|/(tf_)?keras/(src/)?(trainers/data_adapters/|utils/data_utils\.py)"
+    r"|/torch/utils/data/|/multiprocessing/pool\.py|/prefetch_generator/|/grain/"
+)
+"""Files of loaders that call the job's own code in threads."""
 _CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
 _RECORDER_FILE = re.compile(r"/stoker/profiling/")
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
@@ -194,19 +199,45 @@ def make_window(
     )
 
 
-def working_threads(others: Mapping[int, Samples], total: int, find_runnable: Callable[[int], float | None]) -> Samples:
-    """The samples in which threads besides the main one worked in the job's own code, filled up to `total`, those of
-    the main thread. find_runnable: fraction of the time in which a thread could run, None if it ended; where that is
-    much less, it waits in a function that no rule knows."""
-    found: Samples = []
+def working_threads(
+    others: Mapping[int, Samples], total: int, find_runnable: Callable[[int], float | None]
+) -> dict[str, tuple[Samples, float]]:
+    """Role → (samples of threads besides the main one in the job's own code, filled up to `total`, those of the main
+    thread; fraction of them in which the thread could run): "worker", what a loader calls in its threads, also where it
+    waits; "thread", other work. find_runnable: fraction of the time in which a thread could run, None if it ended; where
+    that is much less, it waits in a function that no rule knows."""
+    found: dict[str, Samples] = {"worker": [], "thread": []}
+    can_run = dict.fromkeys(found, 0.0)
     for thread, samples in others.items():
-        own = [(stack, count) for stack, count in samples
-               if any(map(is_job_code, stack)) and classify(stack, active=True) != "idle"]  # fmt: skip
-        if own and (find_runnable(thread) or 0.0) * total >= sum(count for _, count in own) / 2:
-            found += own
-    if found and (rest := total - sum(count for _, count in found)) > 0:
-        found.append(([], rest))
-    return found
+        runnable = find_runnable(thread)
+        loads: Samples = []
+        works: Samples = []
+        for stack, count in samples:
+            inner = _inside_loader(stack)
+            if any(map(is_job_code, inner)):
+                loads.append((inner, count))
+            # of one that has ended, only what a rule knows
+            elif any(map(is_job_code, stack)) and classify(stack, active=runnable is not None) != "idle":
+                works.append((stack, count))
+        num_loads, num_works = (sum(count for _, count in own) for own in (loads, works))
+        can_run["worker"] += num_loads if runnable is None else min(runnable * total, num_loads)
+        if runnable is None or runnable * total >= num_works / 2:
+            found["thread"] += works
+            can_run["thread"] += num_works
+        found["worker"] += loads
+    result: dict[str, tuple[Samples, float]] = {}
+    for role, own in found.items():
+        if own:
+            num_own = sum(count for _, count in own)
+            filled = [*own, *([([], total - num_own)] if num_own < total else [])]
+            result[role] = filled, can_run[role] / max(total, num_own)
+    return result
+
+
+def _inside_loader(stack: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames inside of the innermost one of a loader; empty: no loader has called them."""
+    index = next((index for index, frame in enumerate(stack) if _LOADER_THREAD_FILE.search(frame.file)), 0)
+    return stack[:index]
 
 
 def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:

@@ -410,7 +410,9 @@ class StackSampler:
         windows = [make_window(samples, role=role, runnable=runnable, process_cpu=process_cpu, **fields)]
         if role == "training":
             working = working_threads(others, sum(count for _, count in samples), recording.thread_runnable)
-            windows.append(make_window(working, role="thread", **fields))
+            windows += [
+                make_window(found, role=name, runnable=can_run, **fields) for name, (found, can_run) in working.items()
+            ]
         for window in filter(None, windows):
             name = STACKS if target.rank == 0 else f"{RANKS}/{target.rank:04d}/{STACKS}"
             (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -250,12 +250,34 @@ def test_threads_that_work_in_the_jobs_code_are_samples_and_those_that_wait_are_
     others = {2: [([inner, denoise], 60), ([wait, denoise], 40)], 3: [([wait, pulls], 100)], 4: [([logs], 100)],
               5: [([pulls], 100)], 6: [([library], 100)]}  # fmt: skip
     found = working_threads(others, 100, {2: 0.6, 3: 0.0, 4: 0.01, 5: None, 6: 1.0}.get)
-    assert found == [([inner, denoise], 60), ([], 40)]
-    window = window_of(found, role="thread", cwd="/job")
+    assert found == {"thread": ([([inner, denoise], 60), ([], 40)], 0.6)}
+    window = window_of(found["thread"][0], role="thread", cwd="/job")
     assert [(p.line, p.function, p.kind, p.samples) for p in window.places] == [
         ("set.py:9", "denoise", "python", 60), ("", "", "other", 40)
     ]  # fmt: skip
-    assert working_threads({3: others[3]}, 100, {3: 1.0}.get) == []
+    assert working_threads({3: others[3]}, 100, {3: 1.0}.get) == {}
+
+
+def test_threads_of_a_loader_are_workers_also_where_they_wait_or_have_ended() -> None:
+    """Keras's pool of threads in an HTTP request, a py_function of TensorFlow that sleeps, one that has ended in a
+    decoder, a pool without a task, a thread of the job's own that has ended in a decoder."""
+    pool = [Frame("worker", "/usr/lib/python3.11/multiprocessing/pool.py", 125),
+            Frame("run", "/usr/lib/python3.11/threading.py", 982)]  # fmt: skip
+    keras = Frame("get_index", SITE + "keras/src/trainers/data_adapters/py_dataset_adapter.py", 9)
+    py_function = Frame("__call__", SITE + "tensorflow/python/ops/script_ops.py", 145)
+    reads = [Frame("readinto", "/usr/lib/python3.11/socket.py", 7), Frame("urlopen", "/usr/lib/python3.11/urllib/request.py", 9)]  # fmt: skip
+    item, sleeps = Frame("__getitem__", "/job/set.py", 9), Frame("load", "/job/set.py", 12)
+    decodes = [Frame("load", SITE + "PIL/ImageFile.py", 293), Frame("open_image", "/job/set.py", 20)]
+    idle_pool = [Frame("get", "/usr/lib/python3.11/multiprocessing/queues.py", 9), *pool]
+    others = {2: [([*reads, item, keras, *pool], 50), (idle_pool, 50)], 3: [([sleeps, py_function], 10)],
+              4: [([*decodes, py_function], 20)], 5: [(idle_pool, 100)], 6: [(decodes, 5)]}  # fmt: skip
+    found = working_threads(others, 100, {2: 0.0, 3: 0.0, 5: 0.0}.get)
+    assert found["worker"] == ([([*reads, item], 50), ([sleeps], 10), (decodes, 20), ([], 20)], 0.2)
+    assert found["thread"] == ([(decodes, 5), ([], 95)], 0.05)
+    window = window_of(found["worker"][0], role="worker", runnable=0.2, cwd="/job")
+    assert [(p.line, p.kind, p.samples) for p in window.places if p.line] == [
+        ("set.py:9", "idle", 50), ("set.py:20", "decode", 20), ("set.py:12", "idle", 10)
+    ]  # fmt: skip
 
 
 def window_of(samples: Samples, **fields: object) -> StackWindow:

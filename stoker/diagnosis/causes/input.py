@@ -265,8 +265,24 @@ def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
     if blocked is not None:
         text = f"of the samples of who loads the images, {percent(blocked)} were in a call that reads or waits"
         evidence.append(make_evidence(text, blocked, "stacks.jsonl: places"))
-    confidence = 0.65 if blocked is None else 0.8
+    elif waits := _native_wait_evidence(run):
+        evidence.append(waits)
+    confidence = 0.8 if len(evidence) > 2 else 0.65
     return make_input_wait_finding(run, cause, evidence, confidence=confidence, excluded_s=computed_s)
+
+
+def _native_wait_evidence(run: RunRecords) -> Evidence | None:
+    """No Python code loads the images, so it is none that sleeps or waits for a lock: TensorFlow's own threads load, of
+    which there are no stacks."""
+    if "tensorflow" not in run.frameworks or run.stacks.samples < SLOW_STORAGE.threshold("min_native_samples"):
+        return None
+    if any(place.role != "training" and place.line and not place.is_startup for place in run.places):
+        return None
+    text = (
+        f"in none of {run.stacks.samples} samples did Python code of the job load images: TensorFlow's own threads do, and "
+        "without a core they can only wait for files or a server"
+    )
+    return make_evidence(text, float(run.stacks.samples), "stacks.jsonl: places")
 
 
 def _network_is_saturated(run: RunRecords) -> bool:

@@ -294,15 +294,19 @@ def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
 
 def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
     """By the count of repeated compilations; without it, by windows or stack samples with any compilation."""
-    recompile_windows = run.steady.recompile_windows
-    if recompile_windows is not None and recompile_windows < cause.threshold("min_windows"):
-        return None
-    is_burst = recompile_windows is not None and run.steady.recompile_lines < cause.threshold("min_lines")
-    if is_burst and run.steady_phase_fraction("compile") < cause.threshold("burst"):
-        return None
-    compile_s = run.steady.phases.get("compile", 0.0)
-    if compile_s > 0 and is_long_enough(run):
-        if run.steady.compile_windows < cause.threshold("min_windows"):
+    steady, min_windows = run.steady, cause.threshold("min_windows")
+    in_each_step = steady.recompiles >= max(
+        cause.threshold("min_recompiles"), cause.threshold("per_step") * steady.steps
+    )
+    if steady.recompile_windows is not None and not in_each_step:
+        is_burst = steady.recompile_lines < cause.threshold("min_lines")
+        if steady.recompile_windows < min_windows or (
+            is_burst and run.steady_phase_fraction("compile") < cause.threshold("burst")
+        ):
+            return None
+    compile_s = steady.phases.get("compile", 0.0)
+    if compile_s > 0 and (in_each_step or is_long_enough(run)):
+        if steady.compile_windows < min_windows and not in_each_step:
             return None
         fraction, function = run.steady_phase_fraction("compile"), run.facts.get("recompiled")
         text = f"{function} was compiled again most often"
