@@ -18,8 +18,9 @@ To add a job: write a program into `wild/`, parameterized by its arguments or va
 fault among them and without a word of stoker, and add a `Job` (`wild/job.py`) to `JOBS` in `wild/jobs.py`. Faults from
 outside (slow disks, servers, limits, neighbors, signals) are in `wild/around.py` and `diagnose_outside.py`. A fault of
 a program has at least two jobs, each in another way. A job takes 20 to 35 s, of which loading the packages is a part;
-some healthy ones 10 s, some 70 s. One that ends sooner, on a quicker machine, is run again with more epochs or steps. `make docs` lists the ids of causes. Try one job with `--only WORDS --keep`, whose
-folder is then printed: it has `output`, `run/` and `why.json`.
+some healthy ones 10 s, some 70 s. One that ends sooner, on a quicker machine, is run again with more epochs or steps.
+`make docs` lists the ids of causes. Try one job with `--only WORDS --keep`, whose folder is then printed: it has
+`job.log`, `run/` and `why.json`.
 """
 
 import argparse

@@ -203,9 +203,9 @@ def working_threads(
     others: Mapping[int, Samples], total: int, find_runnable: Callable[[int], float | None]
 ) -> dict[str, tuple[Samples, float]]:
     """Role → (samples of threads besides the main one in the job's own code, filled up to `total`, those of the main
-    thread; fraction of them in which the thread could run): "worker", what a loader calls in its threads, also where it
-    waits; "thread", other work. find_runnable: fraction of the time in which a thread could run, None if it ended; where
-    that is much less, it waits in a function that no rule knows."""
+    thread; fraction of them in which the thread could run): "worker", what a loader calls in its threads, also where
+    it waits; "thread", other work. find_runnable: fraction of the time in which a thread could run, None if it ended;
+    where that is much less, it waits in a function that no rule knows."""
     found: dict[str, Samples] = {"worker": [], "thread": []}
     can_run = dict.fromkeys(found, 0.0)
     for thread, samples in others.items():

@@ -165,8 +165,8 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """CPU-seconds per second of the process in this time: all its threads, without its children."""
     role: str = "training"
     """Of the process: `training`, or `worker` for a process that loads data for another one, also for threads of the
-    training process that load. `thread`: what these do in the job's own code besides the main thread and loading. Samples
-    without such work are in the sum of the rest."""
+    training process that load. `thread`: what other threads do in the job's own code. Samples of threads without such
+    work are in the sum of the rest."""
     places: list[Place] = []
     """Where the main thread was, the most frequent first; their samples add up to `samples`. The last one may be the
     sum of the rest, without a line."""

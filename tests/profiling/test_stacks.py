@@ -265,7 +265,8 @@ def test_threads_of_a_loader_are_workers_also_where_they_wait_or_have_ended() ->
             Frame("run", "/usr/lib/python3.11/threading.py", 982)]  # fmt: skip
     keras = Frame("get_index", SITE + "keras/src/trainers/data_adapters/py_dataset_adapter.py", 9)
     py_function = Frame("__call__", SITE + "tensorflow/python/ops/script_ops.py", 145)
-    reads = [Frame("readinto", "/usr/lib/python3.11/socket.py", 7), Frame("urlopen", "/usr/lib/python3.11/urllib/request.py", 9)]  # fmt: skip
+    python = "/usr/lib/python3.11/"
+    reads = [Frame("readinto", python + "socket.py", 7), Frame("urlopen", python + "urllib/request.py", 9)]
     item, sleeps = Frame("__getitem__", "/job/set.py", 9), Frame("load", "/job/set.py", 12)
     decodes = [Frame("load", SITE + "PIL/ImageFile.py", 293), Frame("open_image", "/job/set.py", 20)]
     idle_pool = [Frame("get", "/usr/lib/python3.11/multiprocessing/queues.py", 9), *pool]

@@ -279,8 +279,8 @@ def _native_wait_evidence(run: RunRecords) -> Evidence | None:
     if any(place.role != "training" and place.line and not place.is_startup for place in run.places):
         return None
     text = (
-        f"in none of {run.stacks.samples} samples did Python code of the job load images: TensorFlow's own threads do, and "
-        "without a core they can only wait for files or a server"
+        f"in none of {run.stacks.samples} samples did Python code of the job load images: TensorFlow's own threads do, "
+        "and without a core they can only wait for files or a server"
     )
     return make_evidence(text, float(run.stacks.samples), "stacks.jsonl: places")
 
