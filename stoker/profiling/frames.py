@@ -234,7 +234,7 @@ def working_threads(
     return result
 
 
-def _inside_loader(stack: Sequence[Frame]) -> Sequence[Frame]:
+def _inside_loader(stack: Stack) -> Stack:
     """The frames inside of the innermost one of a loader; empty: no loader has called them."""
     index = next((index for index, frame in enumerate(stack) if _LOADER_THREAD_FILE.search(frame.file)), 0)
     return stack[:index]
