@@ -5,14 +5,14 @@
 
 Each job is a real program that knows nothing of stoker, run as `stoker watch -- python SCRIPT …` in a folder of its
 own; then `stoker why RUN --json` is read. A job with a fault is right if its first finding above "info" (of all
-findings, where none is above) is one that the job accepts; a healthy job is right without a finding above "info". A job
-may write known.json {"lost_s": seconds} into its folder, by clocks of its own: the lost device time of the accepted
-finding is compared with it. Where processes besides this benchmark used the cores, `cpu_contention` is true and is
-passed over. The jobs were written without a look at the rules; after fixes for what they found, they no longer say how
-well the rules do on jobs of others: new ones do. `--stoker DIR` measures another checkout with the same jobs; with
-`--read` nothing runs, and its rules read the runs that `--keep` has kept. Jobs that this machine does not permit, that
-lack a package, or that failed by themselves are n/a, with the reason. Finished jobs are kept in a file (`--partial`)
-and not repeated.
+findings, where none is above) is one that the job accepts, a cause or a line in the function of the fault; a healthy
+job is right without a finding above "info". A job may write known.json {"lost_s": seconds} into its folder, by clocks
+of its own: the lost device time of the accepted finding is compared with it. Where processes besides this benchmark
+used the cores, `cpu_contention` is true and is passed over. The jobs were written without a look at the rules; after
+fixes for what they found, they no longer say how well the rules do on jobs of others: new ones do. `--stoker DIR`
+measures another checkout with the same jobs; with `--read` nothing runs, and its rules read the runs that `--keep` has
+kept. Jobs that this machine does not permit, that lack a package, or that failed by themselves are n/a, with the
+reason. Finished jobs are kept in a file (`--partial`) and not repeated.
 
 To add a job: write a program into `wild/`, parameterized by its arguments or variables, with the parameters of the
 fault among them and without a word of stoker, and add a `Job` (`wild/job.py`) to `JOBS` in `wild/jobs.py`. Faults from
@@ -24,6 +24,7 @@ some healthy ones 10 s, some 70 s. One that ends sooner, on a quicker machine, i
 """
 
 import argparse
+import ast
 import contextlib
 import json
 import math
@@ -45,7 +46,7 @@ import msgspec
 from benchmarks.diagnosis import diagnose_outside as outside
 from benchmarks.diagnosis.diagnose_score import NO_ANSWER, NONE, wilson
 from benchmarks.diagnosis.wild.around import descendants, tree
-from benchmarks.diagnosis.wild.job import HEALTHY, Job
+from benchmarks.diagnosis.wild.job import HEALTHY, Job, place
 from benchmarks.diagnosis.wild.jobs import JOBS
 from benchmarks.report import Bar, Report, options, publish
 
@@ -277,9 +278,26 @@ class Bench:
         if done.returncode:  # this is a wrong answer too
             return (NamedCause(cause=NO_ANSWER, severity="critical"),)
         return tuple(
-            NamedCause(cause=found["cause"], severity=found["severity"], lost_s=found.get("lost_device_s"))
+            NamedCause(cause=cause_or_function(found), severity=found["severity"], lost_s=found.get("lost_device_s"))
             for found in json.loads(done.stdout)["findings"]
         )
+
+
+def cause_or_function(found: dict[str, Any]) -> str:
+    """The id of a finding's cause; of a place in a program of `wild/`, `wild.job.place` of the function with its
+    line."""
+    file, _, line = found.get("place", "").rpartition(":")
+    path = HERE / "wild" / Path(file).name
+    if found["cause"] != "heavy_place" or not path.is_file() or not line.isdecimal():
+        return str(found["cause"])
+    names: list[str] = []
+    inner: list[ast.AST] = [ast.parse(path.read_text())]
+    while inner:
+        node = inner.pop()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.lineno <= int(line) <= (node.end_lineno or 0):
+            names.append(node.name)
+        inner += ast.iter_child_nodes(node)
+    return place(path.name, ".".join(names))
 
 
 def finished(path: Path | None, asked: dict[tuple[str, str, str], Job]) -> list[Outcome]:

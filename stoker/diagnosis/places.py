@@ -542,6 +542,10 @@ def count_decoding(place: PlaceTotal) -> int:
     return place.samples if place.kind == "decode" else 0
 
 
+def count_working(place: PlaceTotal) -> int:
+    return place.samples if place.kind in ("decode", "python", "compute") else 0
+
+
 LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.communicate$")
 """Calls in which a launcher waits for the processes that it has started."""
 _IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP})

@@ -10,6 +10,11 @@ from benchmarks.diagnosis.diagnose_outside import Around, nothing
 HEALTHY = "healthy"
 
 
+def place(file: str, function: str) -> str:
+    """An answer: a line of this function, named with its classes and outer functions, takes the time."""
+    return f"place {file}:{function}"
+
+
 def no_fault(folder: Path) -> AbstractContextManager[Around]:  # noqa: ARG001 (the signature of Job.around)
     return nothing()
 
@@ -27,7 +32,8 @@ class Job:
     arguments. {wild}: this folder; {folder}: the job's own, empty folder, where it also starts; {server}: the address
     of `around.http_server`."""
     accepted: tuple[str, ...] = ()
-    """Ids of causes that are a correct first finding; several where they are equally true. Empty: healthy."""
+    """Ids of causes that are a correct first finding, and `place` of the functions that are the fault; several where
+    they are equally true. Empty: healthy."""
     python: str = "venv"
     """"venv": this interpreter; "peers": `.peers` with TensorFlow; "ultralytics": that of STOKER_ULTRALYTICS_PYTHON."""
     variables: dict[str, str] = field(default_factory=dict)

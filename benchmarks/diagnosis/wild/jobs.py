@@ -17,7 +17,7 @@ from benchmarks.diagnosis.wild.around import (
     slow_reads,
     small_disk,
 )
-from benchmarks.diagnosis.wild.job import HEALTHY, Job
+from benchmarks.diagnosis.wild.job import HEALTHY, Job, place
 
 DIVERGES = ("lr_too_high", "diverged", "non_finite_loss", "unstable_training")
 NAN = ("non_finite_loss", "diverged")
@@ -56,15 +56,16 @@ KERAS = (
     keras("slow storage", "LD_PRELOAD delay per read", "--data @shapes --epochs 3",
           around=data("shapes", then=slow_reads("data/shapes", 0.06)), accepted=("slow_storage",)),
     keras("slow storage", "HTTP server, a request per image", "--data @shapes --epochs 4 --remote",
-          around=data("shapes", then=http_server("data/shapes", delay_s=0.02)), accepted=("slow_storage",)),
+          around=data("shapes", then=http_server("data/shapes", delay_s=0.02)),
+          accepted=("slow_storage", place("keras_fit.py", "UrlSequence.load"))),
     keras("slow preprocessing", "Pillow in a PyDataset", "--data @shapes --epochs 3 --input pillow",
-          around=SHAPES, accepted=INPUT),
+          around=SHAPES, accepted=(*INPUT, place("keras_fit.py", "AugmentedSequence.load"))),
     keras("slow preprocessing", "tf.numpy_function in map", "--data @shapes --epochs 5 --input numpy --width 8",
-          around=SHAPES, accepted=INPUT),
+          around=SHAPES, accepted=(*INPUT, place("keras_fit.py", "equalize_in_numpy"))),
     keras("Python after each batch", "confusion matrix", "--data @shapes --epochs 6 --callback confusion",
-          around=SHAPES, accepted=("python_bound",)),
+          around=SHAPES, accepted=("python_bound", place("keras_fit.py", "ConfusionMatrix.on_train_batch_end"))),
     keras("Python after each batch", "history in JSON", "--data @shapes --epochs 6 --callback history",
-          around=SHAPES, accepted=("python_bound",)),
+          around=SHAPES, accepted=("python_bound", place("keras_fit.py", "JsonHistory.on_train_batch_end"))),
     keras("diverges", "learning rate of 100", "--data @shapes --epochs 10 --optimizer sgd --lr 100", around=SHAPES,
           accepted=DIVERGES),
     keras("diverges", "logarithm of zero in a loss", "--data @shapes --epochs 10 --loss focal", around=SHAPES,
@@ -89,11 +90,12 @@ TAPE = (
          "--shuffle 32", around=data("records", then=slow_reads("data/records", 0.15)), accepted=("slow_storage",)),
     tape("slow storage", "HTTP server behind from_generator", "--folder @shapes --reader server --steps 50 "
          "--measure-waits --shuffle 0", around=data("shapes", then=http_server("data/shapes", delay_s=0.02)),
-         accepted=("slow_storage",)),
+         accepted=("slow_storage", place("tape.py", "from_server"))),
     tape("slow preprocessing", "large JPEGs, one decoder, no prefetch", "--folder @scans --reader files --parallel 1 "
          "--no-prefetch --steps 30 --shuffle 0 --measure-waits --eval-batches 0", around=data("scans"), accepted=INPUT),
     tape("slow preprocessing", "Pillow in from_generator", "--folder @scans --reader pillow --steps 16 --batch 8 "
-         "--shuffle 0 --measure-waits --eval-batches 0", around=data("scans"), accepted=INPUT),
+         "--shuffle 0 --measure-waits --eval-batches 0", around=data("scans"),
+         accepted=(*INPUT, place("tape.py", "from_pillow"))),
     tape("retracing", "a Python number as argument", f"{TRAIN} --steps 40 --warmup-in-python", around=RECORDS,
          accepted=("recompiles",)),
     tape("retracing", "another shape in each step", f"{TRAIN} --steps 40 --multi-scale", around=RECORDS,
@@ -117,15 +119,16 @@ YOLOS = (
     yolo("slow storage", "LD_PRELOAD delay per open", "--data @yolo/data.yaml --imgsz 96 --epochs 2 --no-val",
          around=data("yolo", then=slow_files("yolo/images", open_s=0.15)), accepted=("slow_storage",)),
     yolo("slow storage", "HTTP server", "--data @yolo/data.yaml --imgsz 96 --epochs 2 --no-val --images served",
-         around=data("yolo", then=http_server("data/yolo/images", delay_s=0.1)), accepted=("slow_storage",)),
+         around=data("yolo", then=http_server("data/yolo/images", delay_s=0.1)),
+         accepted=("slow_storage", place("yolo.py", "ServedDataset.load_image"))),
     yolo("slow preprocessing", "large JPEGs", "--data @yolo_large/data.yaml --imgsz 96 --epochs 4 --no-val",
          around=data("yolo_large"), accepted=INPUT),
     yolo("slow preprocessing", "Pillow in the dataset", "--data @yolo/data.yaml --imgsz 96 --epochs 2 --no-val "
-         "--images photometric", around=YOLO, accepted=INPUT),
+         "--images photometric", around=YOLO, accepted=(*INPUT, place("yolo.py", "PhotometricDataset.load_image"))),
     yolo("evaluation too often", "large validation split", "--data @yolo_val/data.yaml --imgsz 96 --epochs 3 "
          "--clock-val", around=data("yolo_val"), accepted=("evaluation_heavy",)),
     yolo("evaluation too often", "callback every two batches", "--data @yolo/data.yaml --imgsz 96 --epochs 2 "
-         "--check-every 2", around=YOLO, accepted=("evaluation_heavy",)),
+         "--check-every 2", around=YOLO, accepted=("evaluation_heavy", place("yolo.py", "main.check"))),
     yolo("missing file", "validation images", "--data @missing/data.yaml", around=data("missing"), exits=1,
          accepted=("path_not_found",)),
     yolo("missing file", "model configuration", "--data @yolo/data.yaml --model yolo11n-thin-neck.yaml", around=YOLO,
@@ -138,17 +141,19 @@ YOLOS = (
 
 DETR = (
     detr("slow preprocessing", "Pillow in a lambda as collator", "--data @yolo_mid --steps 16 --collate lambda",
-         around=data("yolo_mid"), accepted=INPUT),
+         around=data("yolo_mid"), accepted=(*INPUT, place("detr.py", "main.denoise"))),
     detr("slow preprocessing", "pixel by pixel, one worker", "--data @yolo_mid --steps 16 --effects fog --workers 1",
-         around=data("yolo_mid"), accepted=INPUT),
+         around=data("yolo_mid"), accepted=(*INPUT, place("detr.py", "Boxes.fog"))),
     detr("evaluation too often", "eval_steps", "--data @yolo_val --steps 16 --train 16 --val 48 --eval-steps 2",
          around=data("yolo_val"), accepted=("evaluation_heavy",)),
     detr("evaluation too often", "compute_metrics in Python", "--data @yolo_val --steps 20 --train 16 --val 32 "
-         "--eval-steps 3 --python-metrics", around=data("yolo_val"), accepted=("evaluation_heavy",)),
+         "--eval-steps 3 --python-metrics", around=data("yolo_val"),
+         accepted=("evaluation_heavy", place("detr.py", "main.metrics"))),
     detr("checkpoints too often", "save_steps on a slow disk", "--data @yolo --steps 24 --save-steps 1",
          around=data("yolo", then=slow_files("/checkpoint-", write_s=0.0015)), accepted=("checkpoint_heavy",)),
     detr("checkpoints too often", "callback on a slow disk", "--data @yolo --steps 24 --soup 1",
-         around=data("yolo", then=slow_files("/soup-", write_s=0.0015)), accepted=("checkpoint_heavy",)),
+         around=data("yolo", then=slow_files("/soup-", write_s=0.0015)),
+         accepted=("checkpoint_heavy", place("detr.py", "SaveEverything.on_step_end"))),
     detr("diverges", "learning rate", "--data @yolo --steps 40 --lr 1e6 --clip 0", around=YOLO, exits=None,
          accepted=DIVERGES),
     detr("diverges", "SGD without clipping", "--data @yolo --steps 40 --lr 1e4 --clip 0 --optim sgd", around=YOLO,
@@ -169,7 +174,7 @@ DDP = (
         around=data("shapes", "shapes_nfs", then=slow_files("shapes_nfs", open_s=0.04)),
         accepted=("straggler", "slow_storage")),
     ddp("straggler", "slow preprocessing of one rank", "--data @shapes --blur-of-rank-2 2 --epochs 4", around=SHAPES,
-        accepted=("straggler", *INPUT)),
+        accepted=("straggler", *INPUT, place("ddp.py", "Shapes.__getitem__"))),
     ddp("rank waits in vain", "one rank has fewer images", "--data @shapes --epochs 4 --uneven --timeout 15",
         around=SHAPES, exits=1, accepted=("collective_timeout",)),
     ddp("rank waits in vain", "one rank in a lock, timeout", "--data @shapes --epochs 10 --locked --timeout 15",
@@ -196,9 +201,10 @@ DDP = (
 
 ENGINE = (
     engine("waits in each step", "POST to a slow server", "--data @shapes --epochs 2 --hook post",
-           around=data("shapes", then=http_server("data/shapes", delay_s=0.5)), accepted=("host_device_syncs",)),
+           around=data("shapes", then=http_server("data/shapes", delay_s=0.5)),
+           accepted=("host_device_syncs", place("engine.py", "post_metrics"))),
     engine("waits in each step", "a limit of steps per second", "--data @shapes --epochs 2 --hook limit",
-           around=SHAPES, accepted=("host_device_syncs",)),
+           around=SHAPES, accepted=("host_device_syncs", place("engine.py", "token_bucket.limited"))),
     engine("other processes", "four busy loops", "--data @shapes --epochs 3",
            around=data("shapes", then=busy_neighbors(4)), accepted=("cpu_contention",)),
     engine("other processes", "matrix products", "--data @shapes --epochs 3",

@@ -28,6 +28,7 @@ from stoker.diagnosis.places import (
     ROLE_NAMES,
     count_blocked,
     count_decoding,
+    count_working,
     describe_place,
     loading_fraction,
     loading_places,
@@ -393,8 +394,13 @@ def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
     loader_cores = loader_cpu(run)
     if loader_cores is None or loader_cores > cause.threshold("max_loader_cores"):
         return None
+    minimum = cause.threshold("min_working_fraction")
+    working = loading_fraction(run, count_working, minimum)
     evidence = [loader_cpu_evidence(loader_cores), cpu_utilization_evidence(run)]
-    return make_input_wait_finding(run, cause, evidence, confidence=0.6, is_computing=True)
+    if working is not None and working >= minimum:
+        text = f"of the samples of who loads the images, {percent(working)} were in code that computes"
+        evidence.append(make_evidence(text, working, "stacks.jsonl: places"))
+    return make_input_wait_finding(run, cause, evidence, confidence=0.8 if len(evidence) > 2 else 0.6, is_computing=True)
 
 
 def _num_workers(run: RunRecords) -> int | None:

@@ -35,7 +35,15 @@ from stoker.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker.diagnosis.places import IMPORT, describe_place, find_places, heavy_places, list_places, merge_places
+from stoker.diagnosis.places import (
+    IMPORT,
+    MAIN_FRACTION,
+    describe_place,
+    find_places,
+    heavy_places,
+    list_places,
+    merge_places,
+)
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import AFTER_STEP
@@ -115,11 +123,15 @@ def _largest_place(run: RunRecords) -> PlaceTotal | None:
 
 
 def _name_place(finding: Finding | None, place: PlaceTotal | None, place_s: float) -> Finding | None:
-    """The finding of time between steps with the place in its title, if that takes most of it. place_s: seconds of the
-    place, as if all ranks were there."""
+    """The finding of time between steps with the place in its title, if that takes most of it, and with its seconds, if
+    that takes nearly all: the rest is what any framework's loop costs. place_s: seconds of the place, as if all ranks
+    were there."""
     if finding is None or place is None or 2 * place_s < (finding.lost_device_s or 0.0):
         return finding
     title = f"{finding.title}: {place.seconds:,.0f} s in {describe_place(place)}"
+    if MAIN_FRACTION * (finding.lost_device_s or 0.0) <= place_s < (finding.lost_device_s or 0.0):
+        cost = None if finding.lost_cost is None else finding.lost_cost * place_s / (finding.lost_device_s or 1.0)
+        finding = msgspec.structs.replace(finding, lost_device_s=place_s, lost_cost=cost)
     return msgspec.structs.replace(finding, title=title, place=place.line)
 
 
