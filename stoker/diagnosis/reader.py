@@ -290,6 +290,7 @@ class _StepsReader:
         if learning.best is not None and window.t > learning.best[0]:
             learning.device_s_since_best += window.wall_s * window.devices
         self.from_output &= "compute" not in window.phases
+        run_records.step_counts.add(window.t, window.step)
         self._images_seen += window.num_images
         self._total_fetch_s += window.input_wait_stages.get("fetch", 0.0)
         if (

@@ -6,6 +6,7 @@ job that has ended.
 `reader.py`. Plain arithmetic without numpy, so that `stoker why` starts fast.
 """
 
+import bisect
 import collections
 import dataclasses
 import math
@@ -109,6 +110,16 @@ class TimeSeries:
         if tt <= 0:
             return None
         return LinearFit(tv / tt, tv * tv / (tt * vv) if vv > 0 else 0.0)
+
+    def over(self, clock: "TimeSeries") -> "TimeSeries":
+        """The values over those of a series that rises, such as steps, where that has a point before and after."""
+        times, found = clock.points, TimeSeries()
+        for t, value in self.points:
+            index = bisect.bisect_right(times, t, key=lambda point: point[0])
+            if 0 < index < len(times):
+                (before_t, before), (after_t, after) = times[index - 1 : index + 1]
+                found.add(before + (after - before) * (t - before_t) / (after_t - before_t), value)
+        return found
 
     def running_medians(self, window_size: int) -> list[float]:
         """Medians of `window_size` consecutive values; empty if there are fewer."""
@@ -542,6 +553,8 @@ class RunRecords:
     num_ranks: int = 1
     """Number of ranks that have records."""
     progress_gap: ProgressGap | None = None
+    step_counts: TimeSeries = dataclasses.field(default_factory=TimeSeries)
+    """Steps so far, of rank 0."""
     start_stalls: dict[tuple[int, int], StartStall] = dataclasses.field(default_factory=dict)
     """(rank, process) → where it waits, in a watched job without a step."""
     start_cpu: collections.deque[tuple[float, float]] = dataclasses.field(

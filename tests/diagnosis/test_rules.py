@@ -441,6 +441,17 @@ def test_what_a_process_does_at_its_end_is_not_judged(tmp_path: Path) -> None:
     assert [named(f) for f in found] == ["too_few_workers"]
 
 
+def test_memory_grows_with_the_steps_also_where_these_become_slower(tmp_path: Path) -> None:
+    """Recorded of a job that keeps activations: 14 MB a step, 80 steps a second at first, then 33. A cache that fills
+    slows down over steps as well."""
+    steps = [80 * min(s, 6) + 33 * max(0, s - 6) for s in range(80)]
+    slower = {"window": lambda s: {"step": steps[s], "window_steps": steps[s] - steps[max(0, s - 1)]}}
+    leak = {"host": lambda s: {"rss_bytes": 10**9 + 14_000_000 * steps[s]}, "seconds": 18, "startup": 0}
+    assert [f.id for f in findings(tmp_path / "leak", leak | slower)] == ["host_memory_leak"]
+    cache = {"host": lambda s: {"rss_bytes": 10**9 + 14_000_000 * min(500, steps[s])}, "seconds": 40, "startup": 0}
+    assert not findings(tmp_path / "cache", cache | slower)
+
+
 @pytest.mark.parametrize(("in_workers", "is_named"), [(0.9, True), (0.1, False)])
 def test_memory_that_grows_in_loader_workers_is_theirs(in_workers: float, is_named: bool, tmp_path: Path) -> None:
     def memory(s: int) -> dict[str, int]:

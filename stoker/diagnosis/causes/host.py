@@ -1,6 +1,7 @@
 """The machine: its cores, memory, disks and open files; and a job that makes no progress on it."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -298,7 +299,8 @@ def name_holder(run: RunRecords, finding: Finding | None) -> Finding | None:
 
 
 def describe_growth(run: RunRecords) -> tuple[str, float] | None:
-    """(how the job's memory on the host grows, bytes per second), if by stairs or in a straight line; else None."""
+    """(how the job's memory on the host grows, bytes per second), if by stairs or in a straight line, over time or over
+    steps, which may become slower; else None."""
     rss = run.host.rss
     if rss.growth < HOST_MEMORY_LEAK.threshold("min_growth_bytes"):
         return None
@@ -308,9 +310,12 @@ def describe_growth(run: RunRecords) -> tuple[str, float] | None:
         text = f"{stairs.size / 2**20:,.0f} MiB more every {every}, by stairs, as at the end of an epoch"
         return text, stairs.size / stairs.interval_s
     fit = fit_steady_growth(rss)
+    steps_per_s = _steps_per_s(run)
+    if fit is None and steps_per_s and run.totals.attempts == 1:
+        over_steps = fit_steady_growth(rss.over(run.step_counts))
+        fit = None if over_steps is None else dataclasses.replace(over_steps, slope=over_steps.slope * steps_per_s)
     if fit is None:
         return None
-    steps_per_s = _steps_per_s(run)
     per_step = f", {fit.slope / steps_per_s / 2**20:,.2f} MiB a step" if steps_per_s else ""
     text = f"{rss.growth / 2**20:,.0f} MiB more in {rss.span_s:,.0f} s, in a straight line "
     return f"{text}({fit.slope / 2**20:.2f} MiB/s{per_step})", fit.slope

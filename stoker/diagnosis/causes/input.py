@@ -266,22 +266,22 @@ def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
     if blocked is not None:
         text = f"of the samples of who loads the images, {percent(blocked)} were in a call that reads or waits"
         evidence.append(make_evidence(text, blocked, "stacks.jsonl: places"))
-    elif waits := _native_wait_evidence(run):
+    elif waits := _native_loader_evidence(run, "without a core they can only wait for files or a server"):
         evidence.append(waits)
     confidence = 0.8 if len(evidence) > 2 else 0.65
     return make_input_wait_finding(run, cause, evidence, confidence=confidence, excluded_s=computed_s)
 
 
-def _native_wait_evidence(run: RunRecords) -> Evidence | None:
-    """No Python code loads the images, so it is none that sleeps or waits for a lock: TensorFlow's own threads load, of
-    which there are no stacks."""
+def _native_loader_evidence(run: RunRecords, so: str) -> Evidence | None:
+    """No Python code loads the images, so it is none that computes, sleeps or waits for a lock: TensorFlow's own threads
+    load, of which there are no stacks. so: what follows."""
     if "tensorflow" not in run.frameworks or run.stacks.samples < SLOW_STORAGE.threshold("min_native_samples"):
         return None
     if any(place.role != "training" and place.line and not place.is_startup for place in run.places):
         return None
     text = (
         f"in none of {run.stacks.samples} samples did Python code of the job load images: TensorFlow's own threads do, "
-        "and without a core they can only wait for files or a server"
+        f"and {so}"
     )
     return make_evidence(text, float(run.stacks.samples), "stacks.jsonl: places")
 
@@ -334,6 +334,8 @@ def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
         text = f"of the samples of who loads the images, {percent(decoding)} were in decoding or a transform"
         evidence.append(make_evidence(text, decoding, "stacks.jsonl: places"))
         return make_input_wait_finding(run, cause, evidence, is_computing=True)
+    if computes := _native_loader_evidence(run, "they compute meanwhile"):
+        return make_input_wait_finding(run, cause, [*evidence, computes], confidence=0.8, is_computing=True)
     return make_input_wait_finding(run, cause, evidence, confidence=0.65, is_computing=True)
 
 
@@ -400,7 +402,11 @@ def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
     if working is not None and working >= minimum:
         text = f"of the samples of who loads the images, {percent(working)} were in code that computes"
         evidence.append(make_evidence(text, working, "stacks.jsonl: places"))
-    return make_input_wait_finding(run, cause, evidence, confidence=0.8 if len(evidence) > 2 else 0.6, is_computing=True)
+    elif computes := _native_loader_evidence(run, "as many as one computes meanwhile"):
+        evidence.append(computes)
+    return make_input_wait_finding(
+        run, cause, evidence, confidence=0.8 if len(evidence) > 2 else 0.6, is_computing=True
+    )
 
 
 def _num_workers(run: RunRecords) -> int | None:
