@@ -245,6 +245,7 @@ READS = re.compile(
     r"|listdir|download\w*|imread\w*|(read|load)_(image|img)\w*)( \(|$)|^load \(PIL/"
 )
 """Calls and frames that read, some of which decode as well."""
+_SLEEPS = re.compile(r"(^|\.)sleep$")
 _DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albumentations|skimage|transforms")
 """Calls and frames of libraries that decode or transform images."""
 _PER_PIXEL = re.compile(r"\b(put|get)(pixel|data)\b")
@@ -270,16 +271,19 @@ MIN_LOADER_SAMPLES = 10
 
 def list_places(run: RunRecords) -> list[PlaceTotal]:
     """Places after the start outside of forward, backward and optimizer step, the most costly first; kinds of a line
-    and call are one. A training thread that waits in a call of its own code is there; a worker may wait for its next
-    batch. A line with more samples in the steps than outside of them is that of the loop (`model.fit`), and no
-    place."""
+    and call are one. A training thread that waits in a call of its own code is there; of a worker, which may wait for its
+    next batch, only one that sleeps or reads. A line with more samples in the steps than outside of them is that of the
+    loop (`model.fit`), and no place."""
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     in_steps: collections.Counter[tuple[str, int, str, str]] = collections.Counter()
     for total in run.places:
         if total.is_startup or not total.line:
             continue
         key = (total.role, total.rank if total.role == "training" else 0, total.line, total.call)
-        waits = total.kind == "idle" and total.role == "training" and total.call and not _LOADER_CALL.search(total.call)
+        waits = total.kind == "idle" and (
+            (total.role == "training" and total.call and not _LOADER_CALL.search(total.call))
+            or (total.role == "worker" and (_SLEEPS.search(total.call) or READS.search(total.call)))
+        )
         if total.kind in _STEP_KINDS and total.role != "thread" and not waits:
             in_steps[key] += total.samples * (total.kind != "idle")
             continue

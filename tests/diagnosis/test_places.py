@@ -177,6 +177,34 @@ def test_workers_that_read_have_a_slow_storage(tmp_path: Path) -> None:
     assert (finding.confidence or 0) >= 0.7
 
 
+@pytest.mark.parametrize(
+    ("loader", "process_cpu", "cause"),
+    [
+        (None, 0.3, "slow_storage"),
+        (Place(line="data.py:9", function="load", call="time.sleep", kind="idle", samples=40), 0.3, "heavy_place"),
+        (Place(line="data.py:9", function="load", call="urllib.request.urlopen", kind="idle", samples=40), 0.3,
+         "slow_storage"),
+        (None, 1.3, "too_few_workers"),
+        (Place(line="data.py:9", function="load", call="image.filter", kind="decode", samples=40), 1.3,
+         "too_few_workers"),
+    ],
+)  # fmt: skip
+def test_tensorflows_own_threads_load_if_no_python_does(
+    loader: Place | None, process_cpu: float, cause: str, tmp_path: Path
+) -> None:
+    """Threads of TensorFlow have no Python stacks. A py_function has, also one that sleeps."""
+    fit = Place(line="train.py:9", function="main", call="model.fit", leaf="quick_execute (eager/execute.py)",
+                kind="other", samples=40)  # fmt: skip
+    roles = [("training", fit), *([] if loader is None else [("worker", loader)])]
+    stacks = [window(n, place, role=role) for n in (1, 2, 3, 4, 5) for role, place in roles]
+    coverage = {"coverage": {"inside the job": "recorded: Keras 3.15 on tensorflow in a process"}}
+    host = IDLE | {"process_cpu": process_cpu}
+    job = {**WAITS, "host": lambda _: host, "events": [("info", "", coverage)]}
+    findings = run_rules(read_run(make_run(tmp_path / "run", **job, stacks=stacks)))
+    assert findings[0].id == cause
+    assert (findings[0].confidence or 0) >= 0.7
+
+
 @pytest.mark.parametrize(("call", "first"), [("path.read_bytes", "slow_storage"), ("path.parse", "heavy_place")])
 def test_a_line_that_reads_is_slow_storage(call: str, first: str, tmp_path: Path) -> None:
     """In the training thread, whose stacks show only that line."""

@@ -273,8 +273,8 @@ def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
 
 
 def _native_loader_evidence(run: RunRecords, so: str) -> Evidence | None:
-    """No Python code loads the images, so it is none that computes, sleeps or waits for a lock: TensorFlow's own threads
-    load, of which there are no stacks. so: what follows."""
+    """No Python code loads the images, so none computes, sleeps or waits for a lock: TensorFlow's own threads load, of
+    which there are no stacks. so: what follows."""
     if "tensorflow" not in run.frameworks or run.stacks.samples < SLOW_STORAGE.threshold("min_native_samples"):
         return None
     if any(place.role != "training" and place.line and not place.is_startup for place in run.places):
