@@ -376,6 +376,14 @@ def test_a_collective_of_the_jobs_own_is_named(call: str, samples: int, is_named
     assert ("at this line" in first.fix) is is_named
 
 
+@pytest.mark.parametrize(("cores", "severity"), [(2.0, "critical"), (1.0, "info")])
+def test_more_ranks_than_cores_wait_for_each_others_turn(cores: float, severity: str, tmp_path: Path) -> None:
+    host = {"cpu_limit_cores": cores, "process_cpu": cores}
+    findings = run_rules(read_run(make_run(tmp_path / "run", **ON_TWO, host=lambda _: host)))
+    (finding,) = [finding for finding in findings if finding.id == "communication_bound"]
+    assert finding.severity == severity
+
+
 @pytest.mark.parametrize(
     ("rank_0", "rank_1", "first"),
     [

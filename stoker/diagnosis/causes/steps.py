@@ -556,7 +556,8 @@ def _min_fraction(run: RunRecords) -> float | None:
 
 
 def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
-    """If most of it is a collective that the job's own code calls outside of the backward pass, with its line."""
+    """If most of it is a collective that the job's own code calls outside of the backward pass, with its line. Where more
+    ranks train on the CPU than there are cores, they wait for each other's turn, which is info."""
     min_measured, own = _min_fraction(run), _own_collective(run, cause)
     fix = None if own is None else cause.other_fixes["own collective"]
     if run.phase_seconds("comm") > 0:
@@ -565,6 +566,11 @@ def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
         finding = make_stack_finding(run, cause, "a collective", "comm", min_measured=min_measured, fix=fix)
     else:
         return make_traced_finding(run, cause, "collectives", "comm_s")
+    cores = run.host.cores
+    if finding is not None and own is None and run.on_cpu and cores is not None and run.num_ranks > cores:
+        text = f"{run.num_ranks} ranks take turns on {cores:g} cores"
+        evidence = [*finding.evidence, make_evidence(text, run.num_ranks, "devices.jsonl: cpu_limit_cores")]
+        finding = msgspec.structs.replace(finding, severity="info", evidence=evidence)
     if finding is None or own is None:
         return finding
     text = f"{own.samples} of the samples in collectives are in {describe_place(own)}"
