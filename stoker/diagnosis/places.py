@@ -271,9 +271,9 @@ MIN_LOADER_SAMPLES = 10
 
 def list_places(run: RunRecords) -> list[PlaceTotal]:
     """Places after the start outside of forward, backward and optimizer step, the most costly first; kinds of a line
-    and call are one. A training thread that waits in a call of its own code is there; of a worker, which may wait for its
-    next batch, only one that sleeps or reads. A line with more samples in the steps than outside of them is that of the
-    loop (`model.fit`), and no place."""
+    and call are one. A training thread that waits in a call of its own code is there; of a worker, which may wait for
+    its next batch, only one that sleeps or reads. A line with more samples in the steps than outside of them is that of
+    the loop (`model.fit`), and no place."""
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     in_steps: collections.Counter[tuple[str, int, str, str]] = collections.Counter()
     for total in run.places:

@@ -556,8 +556,8 @@ def _min_fraction(run: RunRecords) -> float | None:
 
 
 def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
-    """If most of it is a collective that the job's own code calls outside of the backward pass, with its line. Where more
-    ranks train on the CPU than there are cores, they wait for each other's turn, which is info."""
+    """If most of it is a collective that the job's own code calls outside of the backward pass, with its line. Where
+    more ranks train on the CPU than there are cores, they wait for each other's turn, which is info."""
     min_measured, own = _min_fraction(run), _own_collective(run, cause)
     fix = None if own is None else cause.other_fixes["own collective"]
     if run.phase_seconds("comm") > 0:
