@@ -410,12 +410,15 @@ def catalog_of(stoker: Path) -> str:
 
 
 def read_kept(bench: Bench, jobs: dict[tuple[str, str, str], Job]) -> list[Outcome]:
-    done: list[Outcome] = []
+    newest: dict[tuple[str, str, str], tuple[Outcome, Path]] = {}
     for path in sorted(bench.base.glob(f"job-*/{OUTCOME}")):
         kept = msgspec.convert(json.loads(path.read_text()), Outcome)
         if kept.key in jobs:
-            done.append(bench.read_again(kept, path.parent, jobs[kept.key].accepted))
-            show(done[-1], len(done), len(jobs))
+            newest[kept.key] = kept, path.parent
+    done: list[Outcome] = []
+    for key, (kept, folder) in newest.items():
+        done.append(bench.read_again(kept, folder, jobs[key].accepted))
+        show(done[-1], len(done), len(jobs))
     return done
 
 
