@@ -147,6 +147,8 @@ def read_tables() -> Table:
     found = Table()
     for path in sorted(FOLDER.glob("*.toml")):
         table = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Table)
+        if twice := found.program.keys() & table.program.keys():
+            raise ValueError(f"{path.name}: {', '.join(sorted(twice))}: another table has a program of this name")
         found.program |= table.program
         found.job += table.job
     return found
