@@ -274,6 +274,8 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
     and call are one. A training thread that waits in a call of its own code is there; of a worker, which may wait for
     its next batch, only one that sleeps or reads. A line with more samples in the steps than outside of them is that of
     the loop (`model.fit`), and no place."""
+    # torch computes in the step itself on a CPU: nothing is waited for where a tensor is printed or made a list
+    formats_tensors = run.on_cpu and "torch" in run.frameworks and not re.search("tensorflow|jax", run.frameworks)
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     in_steps: collections.Counter[tuple[str, int, str, str]] = collections.Counter()
     for total in run.places:
@@ -284,7 +286,8 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
             (total.role == "training" and total.call and not _LOADER_CALL.search(total.call))
             or (total.role == "worker" and (_SLEEPS.search(total.call) or READS.search(total.call)))
         )
-        if total.kind in _STEP_KINDS and total.role != "thread" and not waits:
+        formats = total.kind == "sync" and formats_tensors
+        if total.kind in _STEP_KINDS and total.role != "thread" and not waits and not formats:
             in_steps[key] += total.samples * (total.kind != "idle")
             continue
         outside = _without_graph_steps(total)
@@ -430,7 +433,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     for place in list_places(run):
         is_own = (
             place.role == "thread"
-            or place.kind in ("python", "gc", "other", "idle", "input_wait")
+            or place.kind in ("python", "gc", "other", "idle", "input_wait", "sync")
             or (place.kind == "decode" and not _is_decoder(" ".join((place.call, *place.leaves))))
         )
         is_loop = place.role == "training" and _LOOP_CALL.search(place.call)

@@ -376,6 +376,18 @@ def test_a_collective_of_the_jobs_own_is_named(call: str, samples: int, is_named
     assert ("at this line" in first.fix) is is_named
 
 
+@pytest.mark.parametrize(("frameworks", "is_named"), [("torch", True), ("jax 0.10 and torch", False)])
+def test_printing_tensors_on_a_cpu_is_a_place(frameworks: str, is_named: bool, tmp_path: Path) -> None:
+    """On a device, and in JAX also on a CPU, the same call waits for the steps."""
+    prints = Place(line="train.py:60", function="train", call="torch._tensor.__repr__", kind="sync", samples=10)
+    steps = Place(line="train.py:53", function="train", call="loss.backward", kind="compute", samples=30)
+    coverage = {"coverage": {"inside the job": f"recorded: {frameworks} in a process"}}
+    stacks = [window(n, steps, prints) for n in (1, 2, 3, 4)]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=45, events=[("info", "", coverage)],
+                   stacks=stacks)  # fmt: skip
+    assert ("train.py:60" in {place.line for place in list_places(read_run(run))}) is is_named
+
+
 @pytest.mark.parametrize(("cores", "severity"), [(2.0, "critical"), (1.0, "info")])
 def test_more_ranks_than_cores_wait_for_each_others_turn(cores: float, severity: str, tmp_path: Path) -> None:
     host = {"cpu_limit_cores": cores, "process_cpu": cores}

@@ -452,6 +452,16 @@ def test_memory_grows_with_the_steps_also_where_these_become_slower(tmp_path: Pa
     assert not findings(tmp_path / "cache", cache | slower)
 
 
+def test_a_leak_is_seen_through_the_workers_of_each_epoch(tmp_path: Path) -> None:
+    """Recorded of a job that caches: its workers share 450 MB with it, which count twice, and end after 20 s each."""
+    def memory(s: int) -> dict[str, int]:
+        own = 900_000_000 + 15_000_000 * s
+        return {"largest_rss_bytes": own, "rss_bytes": own + 450_000_000 * (1 + (s % 20 > 17))}
+
+    found = of(findings(tmp_path / "run", {"host": memory, "seconds": 40}), "host_memory_leak")
+    assert "in a straight line (14.3" in found.evidence[0].text
+
+
 @pytest.mark.parametrize(("in_workers", "is_named"), [(0.9, True), (0.1, False)])
 def test_memory_that_grows_in_loader_workers_is_theirs(in_workers: float, is_named: bool, tmp_path: Path) -> None:
     def memory(s: int) -> dict[str, int]:

@@ -300,25 +300,26 @@ def name_holder(run: RunRecords, finding: Finding | None) -> Finding | None:
 
 def describe_growth(run: RunRecords) -> tuple[str, float] | None:
     """(how the job's memory on the host grows, bytes per second), if by stairs or in a straight line, over time or over
-    steps, which may become slower; else None."""
-    rss = run.host.rss
-    if rss.growth < HOST_MEMORY_LEAK.threshold("min_growth_bytes"):
-        return None
-    if (stairs := fit_stairs(rss)) is not None:
-        steps = _steps_per_s(run) * stairs.interval_s
+    steps, which may become slower; else None. Of all processes, else of the one with the most: pages that a loader
+    worker shares with the process that has forked it count twice in the sum."""
+    rss, steps_per_s, min_bytes = run.host.rss, _steps_per_s(run), HOST_MEMORY_LEAK.threshold("min_growth_bytes")
+    if rss.growth >= min_bytes and (stairs := fit_stairs(rss)) is not None:
+        steps = steps_per_s * stairs.interval_s
         every = f"{steps:,.0f} steps ({stairs.interval_s:,.0f} s)" if steps else f"{stairs.interval_s:,.0f} s"
         text = f"{stairs.size / 2**20:,.0f} MiB more every {every}, by stairs, as at the end of an epoch"
         return text, stairs.size / stairs.interval_s
-    fit = fit_steady_growth(rss)
-    steps_per_s = _steps_per_s(run)
-    if fit is None and steps_per_s and run.totals.attempts == 1:
-        over_steps = fit_steady_growth(rss.over(run.step_counts))
-        fit = None if over_steps is None else dataclasses.replace(over_steps, slope=over_steps.slope * steps_per_s)
-    if fit is None:
-        return None
-    per_step = f", {fit.slope / steps_per_s / 2**20:,.2f} MiB a step" if steps_per_s else ""
-    text = f"{rss.growth / 2**20:,.0f} MiB more in {rss.span_s:,.0f} s, in a straight line "
-    return f"{text}({fit.slope / 2**20:.2f} MiB/s{per_step})", fit.slope
+    for series in (rss, run.host.largest_rss):
+        if series.growth < min_bytes:
+            continue
+        fit = fit_steady_growth(series)
+        if fit is None and steps_per_s and run.totals.attempts == 1:
+            over_steps = fit_steady_growth(series.over(run.step_counts))
+            fit = None if over_steps is None else dataclasses.replace(over_steps, slope=over_steps.slope * steps_per_s)
+        if fit is not None:
+            per_step = f", {fit.slope / steps_per_s / 2**20:,.2f} MiB a step" if steps_per_s else ""
+            text = f"{series.growth / 2**20:,.0f} MiB more in {series.span_s:,.0f} s, in a straight line "
+            return f"{text}({fit.slope / 2**20:.2f} MiB/s{per_step})", fit.slope
+    return None
 
 
 def _steps_per_s(run: RunRecords) -> float:
