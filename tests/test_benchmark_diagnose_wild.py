@@ -1,6 +1,7 @@
 """The benchmark on programs of others: it counts correctly, and its jobs are well-formed. Not its numbers."""
 
 import argparse
+import ast
 import dataclasses
 import importlib
 import json
@@ -135,12 +136,34 @@ def test_the_options_choose_jobs(wild: ModuleType) -> None:
     assert {job.fault for job in wild.chosen_jobs(chosen).values()} == {wild.HEALTHY}
 
 
+def _line_of(text: str, function: str) -> int:
+    """The last line of a function, whose name has those of its classes and outer functions."""
+    nodes: list[ast.AST] = [ast.parse(text)]
+    for name in function.split("."):
+        inner = [child for node in nodes for child in ast.walk(node)]
+        nodes = [node for node in inner if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name]
+    (node,) = nodes
+    assert isinstance(node, ast.FunctionDef)
+    return node.end_lineno or 0
+
+
+def test_a_job_is_lengthened_by_its_epochs_or_steps(wild: ModuleType) -> None:
+    job = dataclasses.replace(wild.JOBS[0], command=("keras_fit.py", "--epochs", "3", "--eval-steps", "2"))
+    assert wild.lengthen(job, 3.2).command == ("keras_fit.py", "--epochs", "12", "--eval-steps", "2")
+    assert wild.lengthen(job, 99.0).command[2] == str(3 * wild.MAX_LONGER)
+
+
 def test_the_jobs_are_well_formed_and_many_enough(wild: ModuleType) -> None:
     known = {entry.id for entry in all_entries()}
     assert len({job.key for job in wild.JOBS}) == len(wild.JOBS)
     ways: dict[tuple[str, str], set[str]] = defaultdict(set)
     for job in wild.JOBS:
-        assert set(job.accepted) <= known, f"{job.name}: {set(job.accepted) - known} is no cause"
+        causes = {answer for answer in job.accepted if not answer.startswith("place ")}
+        assert causes <= known, f"{job.name}: {causes - known} is no cause"
+        for answer in set(job.accepted) - causes:
+            file, _, function = answer.removeprefix("place ").partition(":")
+            line = _line_of((FOLDER / "diagnosis" / "wild" / file).read_text(encoding="utf-8"), function)
+            assert wild.cause_or_function({"cause": "heavy_place", "place": f"wild/{file}:{line}"}) == answer
         assert bool(job.accepted) == (job.fault != wild.HEALTHY), job.name
         assert job.python in ("venv", "peers", "ultralytics"), job.name
         script = next(word for word in job.command if word.endswith(".py")).removeprefix("{wild}/")

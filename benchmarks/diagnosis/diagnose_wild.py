@@ -188,7 +188,8 @@ class Bench:
         longer = lengthen(job, (AIM_S - PACKAGES_S) / max(1.0, outcome.took_s - PACKAGES_S))
         if outcome.reason or outcome.took_s >= MIN_S or job.exits != 0 or job.way == "short" or longer == job:
             return outcome
-        return self._outcome(longer)
+        again = self._outcome(longer)
+        return again if again.findings is not None else outcome
 
     def _outcome(self, job: Job) -> Outcome:
         self._count += 1
@@ -413,7 +414,7 @@ def read_kept(bench: Bench, jobs: dict[tuple[str, str, str], Job]) -> list[Outco
     newest: dict[tuple[str, str, str], tuple[Outcome, Path]] = {}
     for path in sorted(bench.base.glob(f"job-*/{OUTCOME}")):
         kept = msgspec.convert(json.loads(path.read_text()), Outcome)
-        if kept.key in jobs:
+        if kept.key in jobs and (kept.findings is not None or kept.key not in newest):
             newest[kept.key] = kept, path.parent
     done: list[Outcome] = []
     for key, (kept, folder) in newest.items():

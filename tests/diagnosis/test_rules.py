@@ -454,6 +454,7 @@ def test_memory_grows_with_the_steps_also_where_these_become_slower(tmp_path: Pa
 
 def test_a_leak_is_seen_through_the_workers_of_each_epoch(tmp_path: Path) -> None:
     """Recorded of a job that caches: its workers share 450 MB with it, which count twice, and end after 20 s each."""
+
     def memory(s: int) -> dict[str, int]:
         own = 900_000_000 + 15_000_000 * s
         return {"largest_rss_bytes": own, "rss_bytes": own + 450_000_000 * (1 + (s % 20 > 17))}
