@@ -226,8 +226,8 @@ def _wilson(fraction: float, count: int) -> tuple[float, float]:
 
 
 _NEVER_A_STEP = re.compile(
-    r"(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv"
-    r"|numpy|scipy|sklearn|skimage|pandas|cv2|PIL|matplotlib)\."
+    r"(<class ')?(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv|urllib|requests|yaml|xml|sqlite3"
+    r"|numpy|scipy|sklearn|skimage|pandas|cv2|PIL|matplotlib|networkx|nltk|librosa|shapely|h5py)\."
 )
 """Calls that no forward pass, backward pass or optimizer step needs: of the standard library, and of packages that
 compute on the host alone."""
