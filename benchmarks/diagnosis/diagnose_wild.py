@@ -56,11 +56,12 @@ CONTENTION = "cpu_contention"
 DISTURBED_CORES = 0.3
 """Below, a job has the machine to itself: the neighbors of `around.busy_neighbors` are not counted."""
 OUTCOME = "outcome.json"
+"""In the folder of a kept job."""
 MIN_S, AIM_S, PACKAGES_S = 18.0, 26.0, 6.0
 """Seconds of a job from which it is long enough for samples; those of one that is run again, longer; those that its
 packages take to load."""
 MAX_LONGER = 6
-"""In the folder of a kept job."""
+"""Times as many epochs or steps, at most, of a job that is run again."""
 FIRST_GOAL, TWO_GOAL, HEALTHY_GOAL, LOSS_GOAL = 0.85, 0.95, 0.95, 0.15
 
 

@@ -245,7 +245,6 @@ READS = re.compile(
     r"|listdir|download\w*|imread\w*|(read|load)_(image|img)\w*)( \(|$)|^load \(PIL/"
 )
 """Calls and frames that read, some of which decode as well."""
-_SLEEPS = re.compile(r"(^|\.)sleep$")
 _DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albumentations|skimage|transforms")
 """Calls and frames of libraries that decode or transform images."""
 _PER_PIXEL = re.compile(r"\b(put|get)(pixel|data)\b")
@@ -275,7 +274,7 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
     its next batch, only one that sleeps or reads. A line with more samples in the steps than outside of them is that of
     the loop (`model.fit`), and no place."""
     # torch computes in the step itself on a CPU: nothing is waited for where a tensor is printed or made a list
-    formats_tensors = run.on_cpu and "torch" in run.frameworks and not re.search("tensorflow|jax", run.frameworks)
+    formats_tensors = run.on_cpu and run.computes_with_torch and "jax" not in run.frameworks
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     in_steps: collections.Counter[tuple[str, int, str, str]] = collections.Counter()
     for total in run.places:
@@ -284,7 +283,7 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
         key = (total.role, total.rank if total.role == "training" else 0, total.line, total.call)
         waits = total.kind == "idle" and (
             (total.role == "training" and total.call and not _LOADER_CALL.search(total.call))
-            or (total.role == "worker" and (_SLEEPS.search(total.call) or READS.search(total.call)))
+            or (total.role == "worker" and (total.call == "time.sleep" or READS.search(total.call)))
         )
         formats = total.kind == "sync" and formats_tensors
         if total.kind in _STEP_KINDS and total.role != "thread" and not waits and not formats:

@@ -61,7 +61,7 @@ LAUNCHER_KINDS = frozenset({"idle", "other"})
 """Kinds of the stacks of a process that does not train: it waits for its children, or imports."""
 _WAITS = frozenset({"idle", "input_wait", "sync", "comm"})
 """Kinds of stacks in which a thread can wait without end."""
-MIN_LOOP_FRACTION = 0.05
+_MIN_LOOP_FRACTION = 0.05
 """Fraction of the samples after the first step in a line from which it belongs to the loop."""
 _FRAMEWORK_KINDS = frozenset({"compute", "sync", "comm", "compile"})
 """Kinds that only the code of a framework has."""
@@ -79,7 +79,7 @@ class Observer:
 
 
 def read_run(run_dir: Path, *, observers: Iterable[Observer] = ()) -> RunRecords:
-    """The records of a run; each file is read once."""
+    """The records of a run; each file is read once, but stacks and steps of a job that only its output times."""
     observers = list(observers)
     tables = records.read_settings(run_dir) or {}
     settings: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def _begin_with_the_loop(
             for stacks in of_attempt
             if stacks.t > shown_t
             for place in stacks.places
-            if place.line and place.samples >= MIN_LOOP_FRACTION * stacks.samples
+            if place.line and place.samples >= _MIN_LOOP_FRACTION * stacks.samples
         }
         for stacks in sorted((one for one in of_attempt if one.t <= shown_t), key=lambda one: -one.t):
             in_loop = sum(place.samples for place in stacks.places if place.line in loop and place.kind != "compile")

@@ -614,6 +614,11 @@ class RunRecords:
         return " ".join([*sorted(seen), *of_torch])
 
     @property
+    def computes_with_torch(self) -> bool:
+        """Whether torch, and not TensorFlow, computes the steps of a watched job."""
+        return "torch" in self.frameworks and "tensorflow" not in self.frameworks
+
+    @property
     def on_cpu(self) -> bool:
         """Training computes on the CPU: by the settings, or the telemetry has no GPU."""
         device = self.settings.get("device")

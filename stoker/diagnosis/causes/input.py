@@ -177,7 +177,7 @@ def loader_cpu(run: RunRecords) -> float | None:
     if (worker_utilization := _worker_utilization(run)) is not None:
         return worker_utilization * float(run.facts["workers"]) * run.num_ranks
     children_cpu = _children_cpu(run)
-    if children_cpu is not None and utilization is not None and _computes_with_torch(run):
+    if children_cpu is not None and utilization is not None and run.computes_with_torch:
         return children_cpu + utilization * fraction  # its other threads compute steps; TensorFlow's also load
     return max(0.0, process_cpu - _training_thread_cpu(run, fraction))
 
@@ -203,10 +203,6 @@ def _children_cpu(run: RunRecords) -> float | None:
     if process_cpu is None or training_cpu is None or ratio is None:
         return None
     return ratio * max(0.0, process_cpu - run.num_ranks * training_cpu)
-
-
-def _computes_with_torch(run: RunRecords) -> bool:
-    return "torch" in run.frameworks and "tensorflow" not in run.frameworks
 
 
 def idle_while_waiting_evidence(run: RunRecords) -> Evidence | None:
@@ -262,13 +258,12 @@ def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
         return None  # idle cores are not slow storage: who loads was elsewhere
     # CPU time of the training thread in the wait is decoding, which faster storage does not save.
     computed_s = run.totals.thread_cpu_s.get("input_wait", 0.0)
-    evidence = [idle_evidence, stack_evidence(run, "a wait for images", "input_wait")]
+    waits = _native_loader_evidence(run, "without a core they can only wait for files or a server")
     if blocked is not None:
         text = f"of the samples of who loads the images, {percent(blocked)} were in a call that reads or waits"
-        evidence.append(make_evidence(text, blocked, "stacks.jsonl: places"))
-    elif waits := _native_loader_evidence(run, "without a core they can only wait for files or a server"):
-        evidence.append(waits)
-    confidence = 0.8 if len(evidence) > 2 else 0.65
+        waits = make_evidence(text, blocked, "stacks.jsonl: places")
+    evidence = [idle_evidence, stack_evidence(run, "a wait for images", "input_wait"), waits]
+    confidence = 0.65 if waits is None else 0.8
     return make_input_wait_finding(run, cause, evidence, confidence=confidence, excluded_s=computed_s)
 
 
@@ -398,15 +393,13 @@ def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
         return None
     minimum = cause.threshold("min_working_fraction")
     working = loading_fraction(run, count_working, minimum)
-    evidence = [loader_cpu_evidence(loader_cores), cpu_utilization_evidence(run)]
+    computes = _native_loader_evidence(run, "as many as one computes meanwhile")
     if working is not None and working >= minimum:
         text = f"of the samples of who loads the images, {percent(working)} were in code that computes"
-        evidence.append(make_evidence(text, working, "stacks.jsonl: places"))
-    elif computes := _native_loader_evidence(run, "as many as one computes meanwhile"):
-        evidence.append(computes)
-    return make_input_wait_finding(
-        run, cause, evidence, confidence=0.8 if len(evidence) > 2 else 0.6, is_computing=True
-    )
+        computes = make_evidence(text, working, "stacks.jsonl: places")
+    evidence = [loader_cpu_evidence(loader_cores), cpu_utilization_evidence(run), computes]
+    confidence = 0.6 if computes is None else 0.8
+    return make_input_wait_finding(run, cause, evidence, confidence=confidence, is_computing=True)
 
 
 def _num_workers(run: RunRecords) -> int | None:
