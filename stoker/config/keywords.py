@@ -53,7 +53,7 @@ class Settings(TypedDict, total=False):
     queries: int
     class_loss: Literal["vfl", "mal"]
     activation_checkpointing: bool
-    optimizer: Literal["sgd", "adamw"]
+    optimizer: Literal["sgd", "adamw", "muon"]
     lr: float
     backbone_lr_mult: float
     momentum: float

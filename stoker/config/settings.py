@@ -153,14 +153,14 @@ class ModelSettings:
 class OptimSettings:
     """The optimizer and the learning rate."""
 
-    optimizer: Literal["sgd", "adamw"] = AUTO
-    """sgd (with momentum) or adamw."""
+    optimizer: Literal["sgd", "adamw", "muon"] = AUTO
+    """sgd (with momentum), adamw, or muon for the kernels of convolutions and adamw for the rest."""
     lr: float = AUTO
     """Peak learning rate."""
     backbone_lr_mult: float = AUTO
     """Factor of the learning rate for the backbone; below 1 keeps more of the pretrained features."""
     momentum: float = AUTO
-    """Momentum of sgd; first beta of adamw."""
+    """Momentum of sgd; first beta of adamw, also of muon's."""
     weight_decay: float = AUTO
     """Weight decay; not applied to biases and norms."""
     lr_scheduler: Literal["cosine", "multistep", "exponential", "constant"] = AUTO

@@ -25,6 +25,7 @@ from stoker.config.settings import OptimSettings
 from stoker.hardware.device import XLA_KINDS, Device, device_of_constants, set_scalar
 from stoker.models import Detector
 from stoker.models.layers.transformer import FiniteRMSNorm
+from stoker.training.muon import Muon, is_matrix
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
@@ -114,6 +115,7 @@ class OptimizerStep:
         self.is_updated = False
         """Whether weights may have changed since `set_scalars`: a step that fails then is half-applied."""
         self._optimizer, self._lr_mults, self._numbers = _make_optimizer(model, settings, parts)
+        self._muon = Muon(self._optimizer) if settings.optimizer == "muon" else None
         self.completed_steps: int | Tensor = 0
         """Optimizer steps before the next one. On an accelerator a tensor [] of int64."""
         self._ema_weight: float | Tensor = 0.0
@@ -182,6 +184,8 @@ class OptimizerStep:
         self.is_updated = True
         _copy_stats(self.model, self.norm_stats, into_model=False)
         if self._gradients():
+            if self._muon is not None:
+                self._muon.step(clipped.divisor, clipped.found_inf)
             # The fused kernels read these, so dividing and skipping need no pass of their own.
             self._optimizer.grad_scale = clipped.divisor  # type: ignore[attr-defined]
             self._optimizer.found_inf = clipped.found_inf  # type: ignore[attr-defined]
@@ -232,8 +236,12 @@ class OptimizerStep:
         """
         names = dict(zip(self._trainable_params, self.names, strict=True))
         ratios: dict[str, Tensor] = {}
+        if self._muon is not None:
+            ratios |= {names[weight]: change.norm() / weight.norm() for weight, change in self._muon.changes().items()}
         for group in self._optimizer.param_groups:
-            for weight in (parameter for parameter in group["params"] if parameter.dim() > 1):
+            for weight in (
+                parameter for parameter in group["params"] if parameter.dim() > 1 and names[parameter] not in ratios
+            ):
                 state = self._optimizer.state[weight]
                 change = state.get("momentum_buffer")
                 if "exp_avg" in state:
@@ -255,7 +263,8 @@ class OptimizerStep:
         if self.ema_model is not self.model:
             groups.append(self._ema_params)
         states = [self._optimizer.state[parameter] for parameter in self._trainable_params]
-        groups += [[state[name] for state in states if state[name].dim()] for name in states[0]]
+        moments = dict.fromkeys(name for state in states for name in state)
+        groups += [[state[name] for state in states if name in state and state[name].dim()] for name in moments]
         return [group for group in groups if group]
 
     def keep_running_stats(self) -> None:
@@ -377,7 +386,7 @@ def _make_optimizer(
     backbone_prefix = (
         model.backbone_prefixes if isinstance(model, Detector) and settings.backbone_lr_mult != 1 else None
     )
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for module_name, module in model.named_modules():
         lr_mult = (
             settings.backbone_lr_mult
@@ -387,15 +396,17 @@ def _make_optimizer(
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 decay = 0.0 if name == "bias" or isinstance(module, NORM_TYPES) else settings.weight_decay
-                groups.setdefault((lr_mult, decay), []).append(parameter)
-    lr_mults, counter = [lr_mult for lr_mult, _ in groups], itertools.count()
+                is_muons = settings.optimizer == "muon" and is_matrix(module, name)
+                groups.setdefault((lr_mult, decay, is_muons), []).append(parameter)
+    lr_mults, counter = [lr_mult for lr_mult, *_ in groups], itertools.count()
     numbers = [{next(counter): parameter in parts for parameter in group} for group in groups.values()]
     param_groups: list[dict[str, Any]] = [
         {"params": [parts[parameter] for parameter in group if parameter in parts], "weight_decay": decay}
-        for (_, decay), group in groups.items()
+        | ({"is_matrix": True} if is_muons else {})
+        for (_, decay, is_muons), group in groups.items()
     ]
     fused = all(parameter.device.type not in XLA_KINDS for parameter in parts.values())
-    if settings.optimizer == "adamw":
+    if settings.optimizer in ("adamw", "muon"):
         # The step count stays on the device. Fused kernels are the same without, but then refuse a CUDA graph.
         optimizer: torch.optim.Optimizer = _without_dynamo(torch.optim.AdamW)(
             param_groups, lr=0.0, betas=(settings.momentum, 0.999), capturable=True, fused=fused
@@ -407,8 +418,8 @@ def _make_optimizer(
         moments = ("momentum_buffer",) if settings.momentum else ()
     # The state exists before the first step: a fused SGD whose first step is skipped would leave its buffers
     # uninitialized, and a CUDA graph must not create what outlives a step.
-    for parameter in itertools.chain(*(group["params"] for group in param_groups)):
-        if settings.optimizer == "adamw":
+    for parameter in itertools.chain(*(group["params"] for group in param_groups if not group.get("is_matrix"))):
+        if settings.optimizer != "sgd":
             optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in moments:
             optimizer.state[parameter][name] = torch.zeros_like(parameter)

@@ -49,7 +49,7 @@ from tests.host_sync import ForbidHostSync, RecordOperators
 from tests.models.oracle import SMALL_MODELS
 from tests.models.samples import settings_of
 
-CASES = [("retinanet_tiny_fpn", "sgd", 2), ("retinanet_tiny_fpn", "adamw", 1)]
+CASES = [("retinanet_tiny_fpn", "sgd", 2), ("retinanet_tiny_fpn", "adamw", 1), ("retinanet_tiny_fpn", "muon", 1)]
 SLOW_CASES = [(name, "adamw", 1) for name in SMALL_MODELS if name != "retinanet_tiny_fpn"]
 
 

@@ -90,7 +90,7 @@ def test_state_continues_exactly():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 def test_the_backbone_has_its_own_lr_and_its_state_continues(optimizer: str):
     """At a tenth it moves a tenth as far in a first step; the rest moves as without. Norms are never decayed."""
 

@@ -58,6 +58,7 @@ def check_user_settings(config: Config, index: Index, device: Device, devices: D
         "sync": has_sync(config),
         "shard": run.shard,
         "stages": has_stages,
+        "muon": config.optim.optimizer == "muon",
         "compile": run.compile,
         "auto_batch": run.auto_batch,
         "cuda_graph": run.cuda_graph,

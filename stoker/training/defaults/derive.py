@@ -355,8 +355,15 @@ def derive_backbone_lr_mult(known: Known) -> Choice:
     return 1.0, "one learning rate for all weights, as in torchvision's and Detectron2's recipes"
 
 
+def derive_optimizer(known: Known) -> Choice:
+    """The recipe's; adamw with `--shard` where that is muon."""
+    if known.recipe.optim.optimizer == "muon" and known.config.run.shard:
+        return "adamw", "muon needs whole kernels, which --shard divides"
+    return known.recipe.optim.optimizer, f"recipe {known.arch.recipe}"
+
+
 def derive_lr(known: Known) -> Choice:
-    """The recipe's, scaled with the batch size: linearly for sgd, with its square root for adamw.
+    """The recipe's, scaled with the batch size: linearly for sgd, with its square root for adamw and muon.
 
     SGD: a step with k times the images moves as far as k steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
     AdamW divides by the gradient's magnitude, so the noise must stay the same, which falls with the square root of the
@@ -379,7 +386,7 @@ def _reference_lr(known: Known) -> tuple[float, int, str]:
     optimizer, recipe = known.config.optim.optimizer, known.recipe
     if optimizer == recipe.optim.optimizer:
         return recipe.optim.lr, recipe.run.batch_size, f"recipe {known.arch.recipe}"
-    if optimizer == "adamw":
+    if optimizer != "sgd":
         return 1e-3, 16, "usual for adamw"
     return 0.01, 16, "torchvision's reference"
 
@@ -589,7 +596,8 @@ SETTINGS: dict[str, Row] = {
     "device": derive_device,
     "precision": derive_precision,
     "workers": derive_workers,
-    **dict.fromkeys(("optimizer", "lr_scheduler", "weight_decay", "momentum")),
+    "optimizer": derive_optimizer,
+    **dict.fromkeys(("lr_scheduler", "weight_decay", "momentum")),
     "backbone_lr_mult": derive_backbone_lr_mult,
     "batch_size": derive_batch_size,
     "grad_accum_steps": derive_grad_accum_steps,
