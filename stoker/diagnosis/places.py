@@ -262,6 +262,8 @@ MAX_ONCE_S = 15.0
 """Time of a window up to which what was seen in one only was done once."""
 STARTS_WORKERS = r"data\.dataloader\.__iter__$|data_loader\.__iter__$|^DataLoader$|^iter$"
 """Calls in which a training thread starts loader workers."""
+MIN_STEPS = 0.1
+"""Fraction of the samples of a function in the training step from which it is one with steps in it."""
 MIN_LOOP = 0.1
 """Fraction of the time of a training thread from which a Python loop inside of its steps is a place."""
 MIN_LOADER_SAMPLES = 10
@@ -297,10 +299,15 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
         place for key, group in groups.items()
         if (place := merge_places(group)) is not None and (key[0] != "training" or in_steps[key] <= place.samples)
     ]  # fmt: skip
+    return _sort_by_cost(run, merged)
+
+
+def _sort_by_cost(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
+    """The most costly first: what workers do costs only the time in which the training waits."""
     phases = run.steady.phases
     waited = phases.get("input_wait", 0.0) / sum(phases.values()) if any(phases.values()) else 1.0
-    costs = {"worker": waited, "thread": waited}  # what they do costs only the time in which the training waits
-    return sorted(merged, key=lambda place: -place.seconds * costs.get(place.role, 1.0))
+    costs = {"worker": waited, "thread": waited}
+    return sorted(places, key=lambda place: -place.seconds * costs.get(place.role, 1.0))
 
 
 def _without_graph_steps(total: PlaceTotal) -> PlaceTotal:
@@ -422,11 +429,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     steps; of functions with steps in them, their lines with a call, neighbors with calls of the same module as one.
     Without waits for a loader, imports, and what other causes explain: compiling, checkpoints, decoders. A function of
     which one line is most of it is that line, else the place has no call."""
-    have_steps = {
-        (total.line.rpartition(":")[0], total.function)
-        for total in run.places
-        if total.role == "training" and (total.kind in _IN_STEP or any(map(_RUNS_STEP.search, total.leaves)))
-    }
+    have_steps = _functions_with_steps(run)
     functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
     for place in list_places(run):
@@ -450,6 +453,30 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
         merged.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module_of(group[0].call)))
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)
+
+
+def _functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
+    """(file, function) of those that spend at least MIN_STEPS in the training step: one that ends with
+    `torch.from_numpy(…)` is none."""
+    in_steps: collections.Counter[tuple[str, str]] = collections.Counter()
+    totals: collections.Counter[tuple[str, str]] = collections.Counter()
+    for total in run.places:
+        if total.role == "training" and not total.is_startup:
+            key = (total.line.rpartition(":")[0], total.function)
+            totals[key] += total.samples
+            if total.kind in _IN_STEP or any(map(_RUNS_STEP.search, total.leaves)):
+                in_steps[key] += total.samples
+    return {key for key, count in in_steps.items() if count >= MIN_STEPS * totals[key]}
+
+
+def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
+    """With lines of a function that are near each other and call the same module as one place each, the most costly
+    first."""
+    joined = [place for place in places if not place.call]
+    for group in _join_neighbors([place] for place in places if place.call):
+        calls = {place.call for place in group}
+        joined.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module_of(group[0].call)))
+    return _sort_by_cost(run, joined)
 
 
 def _join_neighbors(lines: Iterable[list[PlaceTotal]]) -> list[list[PlaceTotal]]:

@@ -27,6 +27,10 @@ KINDS = (
 )  # fmt: skip
 """Kinds of work of the main thread; docs/run-folder.md describes them."""
 
+WAIT, BACKWARD, EVALUATION = "input_wait", "backward", "eval"
+"""What the clock in the process of a job times: waits for batches of the training, backward passes, and evaluations,
+whose waits are not told from their other work."""
+
 MIN_TRAINING = 0.1
 """Samples of training for each one of a helper from which a process trains: a launcher sleeps (heuristic)."""
 HELPER = "helper"
@@ -134,6 +138,45 @@ def add_failed(samples: Samples, num_failed: int) -> Samples:
         found.append((stack, count + after * num_failed // total - before * num_failed // total))
         before = after
     return found
+
+
+def weigh(samples: Samples, known_s: Mapping[str, float], wall_s: float) -> Samples:
+    """As many samples, but those in waits for a loader and in backward passes as the clock in the process says. Which
+    stacks py-spy reads depends on how fast they change, so without that a long call seems longer than it is.
+
+    known_s: seconds of WAIT, BACKWARD and EVALUATION in this time. Not weighed are what has samples or seconds alone,
+    and waits beside an evaluation.
+    """
+    parts = [_clocked_part(stack) for stack, _ in samples]
+    counts: collections.Counter[str] = collections.Counter()
+    for part, (_, count) in zip(parts, samples, strict=True):
+        counts[part] += count
+    clocked_parts = (BACKWARD,) if known_s.get(EVALUATION, 0.0) > 0 else (WAIT, BACKWARD)
+    clocked = {part: known_s[part] for part in clocked_parts if counts[part] and known_s.get(part, 0.0) > 0}
+    total, rest_s = sum(counts.values()), wall_s - sum(clocked.values())
+    num_rest = total - sum(counts[part] for part in clocked)
+    if not clocked or rest_s <= 0 or not num_rest:
+        return samples
+    factors = {part: total * seconds / wall_s / counts[part] for part, seconds in clocked.items()}
+    rest_factor = total * rest_s / wall_s / num_rest
+    weighed: Samples = []
+    exact = 0.0
+    for part, (stack, count) in zip(parts, samples, strict=True):
+        before = round(exact)
+        exact += count * factors.get(part, rest_factor)
+        if round(exact) > before:
+            weighed.append((stack, round(exact) - before))
+    return weighed
+
+
+def _clocked_part(stack: Sequence[Frame]) -> str:
+    """WAIT, BACKWARD, or empty: what the clock in the process times of PyTorch (`hook/stoker_hook/torch_loop.py`)."""
+    for frame in stack:
+        if frame.file.endswith("/torch/autograd/__init__.py") and _base_name(frame.function) == "backward":
+            return BACKWARD
+        if frame.file.endswith("/torch/utils/data/dataloader.py") and _base_name(frame.function) == "__next__":
+            return WAIT
+    return ""
 
 
 def _is_in_c_function(stack: Sequence[Frame]) -> bool:

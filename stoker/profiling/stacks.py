@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import psutil
 
-from stoker.profiling.frames import HELPER, Frame, Samples, add_failed, find_role, make_window, working_threads
+from stoker.profiling.frames import HELPER, Frame, Samples, add_failed, find_role, make_window, weigh, working_threads
 from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.runs.records import RANKS, STACKS, RunFolder
 
@@ -146,6 +146,10 @@ def parse_samples(text: str, pid: int, cwd: str = "") -> tuple[Samples, dict[int
     return main, others
 
 
+Clock = Callable[[int], Mapping[str, float]]
+"""PID → seconds of parts of its work so far, by the clock in that process (`HookReader.clock`)."""
+
+
 class _Process:
     """A Python process of the job. role: of `StackWindow`, HELPER, or empty: not known yet."""
 
@@ -173,9 +177,10 @@ class _Process:
 class _Recording:
     """A window that py-spy records: a process of its own, which writes into memory when it ends. Raises OSError."""
 
-    def __init__(self, target: _Process, py_spy: str, rate_hz: int) -> None:
-        self.target, self.rate_hz, self.trains = target, rate_hz, target.trains
+    def __init__(self, target: _Process, py_spy: str, rate_hz: int, clock: Clock) -> None:
+        self.target, self.rate_hz, self.trains, self._clock = target, rate_hz, target.trains, clock
         self.start_s, self.start_t = time.monotonic(), time.time()
+        self._start_clock, self._end_clock, self._end_s = clock(target.pid), dict[str, float](), self.start_s
         self._start_cpu_s, self._start_runnable_s = cpu_seconds(target.process), _runnable_seconds(target.pid)
         self._end_runnable_s = self._start_runnable_s
         self._start_threads_s = {thread: _runnable_seconds(target.pid, thread) for thread in _list_threads(target.pid)}
@@ -206,7 +211,7 @@ class _Recording:
 
     def end(self, signal_number: int = signal.SIGINT) -> None:
         """Lets it write what it has, and end."""
-        self.is_ending = True
+        self.is_ending, self._end_s, self._end_clock = True, time.monotonic(), dict(self._clock(self.target.pid))
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal_number)
 
@@ -232,6 +237,9 @@ class _Recording:
                 texts.append(file.read().decode(errors="replace"))
         samples, others = parse_samples(texts[0], self.target.pid, self.target.cwd)
         samples = add_failed(samples, find_failed(texts[1]) or 0)
+        clocked_s = {name: self._end_clock[name] - start for name, start in self._start_clock.items()
+                     if name in self._end_clock}  # fmt: skip
+        samples = weigh(samples, clocked_s, max(1e-3, self._end_s - self.start_s))
         lines = [line for line in texts[1].splitlines() if line.strip() and not line.startswith("py-spy>")]
         return samples, others, "" if samples else next(iter(lines), "py-spy saw no main thread")
 
@@ -274,8 +282,8 @@ class StackSampler:
 
     pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_ranks:
     PID → rank of the live processes that train, as far as the hook knows them; then only these and their loader workers
-    are sampled, and not a launcher that waits for them. own_rank: `pid` is this process, the only one of this rank that
-    trains: other ranks sample themselves.
+    are sampled, and not a launcher that waits for them; clock: weighs their samples. own_rank: `pid` is this process,
+    the only one of this rank that trains: other ranks sample themselves.
     """
 
     def __init__(
@@ -285,12 +293,13 @@ class StackSampler:
         *,
         on_unavailable: Callable[[str], None],
         training_ranks: Callable[[], Mapping[int, int]] = dict,
+        clock: Clock = lambda _: {},
         own_rank: int | None = None,
     ) -> None:
         self._folder = folder
         self._pid = pid
         self._on_unavailable = on_unavailable
-        self._training_ranks = training_ranks
+        self._training_ranks, self._clock = training_ranks, clock
         self._own_rank = own_rank
         self._processes: dict[psutil.Process, _Process] = {}
         self._not_python: set[psutil.Process] = set()
@@ -365,7 +374,7 @@ class StackSampler:
                 target.sampled_s = now_s
                 # a process of which stacks told nothing so far imports modules: that says little, and costs much
                 rate = rate_hz if target.role or target.is_new else min(rate_hz, IMPORT_RATE_HZ)
-                self._recordings.append(_Recording(target, py_spy, rate))
+                self._recordings.append(_Recording(target, py_spy, rate, self._clock))
         for recording in self._recordings:
             recording.end()
         deadline_s = time.monotonic() + STOP_TIMEOUT_S

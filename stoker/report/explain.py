@@ -22,7 +22,7 @@ from stoker.diagnosis import engine
 from stoker.diagnosis.causes.shared import has_enough_stacks
 from stoker.diagnosis.log_meters import find_printed_wait
 from stoker.diagnosis.notes import collect_notes
-from stoker.diagnosis.places import PlaceNode, frequency, list_loops, list_parts, list_places, place_trees
+from stoker.diagnosis.places import PlaceNode, frequency, join_lines, list_loops, list_parts, list_places, place_trees
 from stoker.diagnosis.postmortem import explain, explain_unknown
 from stoker.diagnosis.reader import Observer, read_run
 from stoker.diagnosis.run_data import EventSummary, RunRecords, Termination
@@ -257,7 +257,7 @@ def explain_run(
 
 def _places(run_records: RunRecords) -> list[PlaceTime]:
     """The most costly places of at least a hundredth of their process' time, with loops inside of the steps."""
-    listed = [*list_places(run_records), *list_parts(run_records)]
+    listed = [*join_lines(run_records, list_places(run_records)), *list_parts(run_records)]
     for loop in list_loops(run_records):
         smaller = (index for index, place in enumerate(listed) if place.seconds < loop.seconds)
         listed.insert(next(smaller, len(listed)), loop)

@@ -25,6 +25,7 @@ import psutil
 from stoker import regular_files
 from stoker.profiling import hook
 from stoker.profiling.calls import describe_growth
+from stoker.profiling.frames import BACKWARD, EVALUATION, WAIT
 from stoker.profiling.stacks import cpu_seconds, is_alive
 from stoker.runs.schemas import StepWindow
 from stoker.storage.local_files import temporary_folder
@@ -59,7 +60,7 @@ WORKING_SLOTS = ("compute", "maybe_work", "graph")
 
 _OTHER_SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr", "device", "busy",
-    "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s",
+    "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s", "backward",
 )  # fmt: skip
 _SLOTS = frozenset({*_OTHER_SLOTS, *SLOT_PHASES, "graph"})
 
@@ -464,6 +465,18 @@ class HookReader:
     def recompiled_function(self) -> str:
         """The function that was compiled again most often; empty: none, or not known."""
         return next((state.recompiled for state in self._states.values() if state.recompiled), "")
+
+    def clock(self, pid: int) -> dict[str, float]:
+        """Seconds of the training thread of a process so far in waits for batches of its training, in backward passes
+        and in evaluations, as `frames.weigh` takes them; empty: it has done no step, or has ended. From any thread."""
+        names = [name for name, state in list(self._states.items()) if state.pid == pid and state.values["steps"]]
+        state = read_hook_state(self._directory / names[-1]) if names else None
+        if state is None or state.values["ended"]:
+            return {}
+        slots = dict(state.values)
+        if state.current_slot in slots:
+            slots[state.current_slot] += max(0.0, time.monotonic() - slots["last_update"])
+        return {WAIT: slots["input_wait"] + slots["maybe_wait"], BACKWARD: slots["backward"], EVALUATION: slots["eval"]}
 
     def growing(self) -> list[dict[str, Any]]:
         """What holds the memory that grows, of the process that reported last (`stoker_hook/growth.py`); empty: nothing

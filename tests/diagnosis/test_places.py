@@ -13,7 +13,7 @@ from stoker.diagnosis.engine import CATALOG, run_rules
 from stoker.diagnosis.places import MAX_NODES, MIN_SHARE, _wilson, find_places, list_places, place_trees
 from stoker.diagnosis.reader import read_run
 from stoker.report.explain import explain_run, print_explanation
-from stoker.runs.schemas import Place
+from stoker.runs.schemas import LOOP_IN_STEP, Place
 from tests.diagnosis.built import STARTUP, T0, make_run
 
 COPY = Place(line="train.py:53", function="update", call="copy.deepcopy", kind="python", samples=10)
@@ -619,6 +619,44 @@ def test_neighboring_lines_of_a_loop_with_calls_of_one_module_are_one_place(
     assert [finding.title.partition(" s in ")[2] for finding in named] == [title] * bool(title)
     for finding in named:
         assert finding.lost_device_s == pytest.approx(0.25 * 60, rel=0.15)
+
+
+def test_a_function_with_a_little_of_the_step_in_it_is_one_place(tmp_path: Path) -> None:
+    """Recorded of a graph network whose forward pass computes eigenvectors with two lines, and makes a tensor of them;
+    a training loop, whose lines do different work, has more of the step."""
+
+    def found(steps: int) -> list[tuple[str, str]]:
+        fields = {"function": "encode", "kind": LOOP_IN_STEP}
+        places = [
+            Place(line="net.py:204", call="networkx.linalg.normalized_laplacian_matrix", samples=6, **fields),
+            Place(line="net.py:205", call="numpy.linalg.eigh", samples=5, **fields),
+            Place(line="net.py:207", function="encode", call="torch.from_numpy", kind="compute", samples=steps),
+            Place(line="train.py:38", function="train", call="loss.backward", kind="compute", samples=29 - steps),
+        ]
+        run = make_run(tmp_path / f"run{steps}", external=True, config=None, seconds=60, fractions={"compute": 1.0},
+                       stacks=[window(n, *places) for n in range(1, 6)])  # fmt: skip
+        named = [finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place"]
+        return [(finding.place, f"{finding.lost_device_s:.0f}") for finding in named]
+
+    (first,) = found(1)
+    assert first == ("net.py:204", f"{50 * 11 / 40:.0f}")
+    assert first not in found(9)
+
+
+def test_why_lists_neighboring_lines_with_calls_of_one_module_as_one(tmp_path: Path) -> None:
+    """Recorded of U²-Net, which reads image and mask in two lines."""
+    read = {"function": "__getitem__", "call": "skimage.io.imread", "kind": "decode"}
+    places = [
+        Place(line="data.py:255", samples=8, **read),
+        Place(line="data.py:256", samples=4, **read),
+        Place(line="data.py:41", function="resize", call="skimage.transform.resize", kind="decode", samples=8),
+        Place(line="train.py:38", function="train", call="loss.backward", kind="compute", samples=20),
+    ]
+    phases = {"input_wait": 0.5, "compute": 0.5}
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions=phases,
+                   stacks=[window(n, *places) for n in range(1, 6)])  # fmt: skip
+    listed = [(place.line, round(place.seconds)) for place in explain_run(run).places]
+    assert listed == [("data.py:255", 15), ("data.py:41", 10)]
 
 
 BATON = Place(line="data.py:82", function="read_sizes", call="baton.wait", kind="idle", samples=40)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stoker.profiling import stacks
-from stoker.profiling.frames import HELPER, Frame, Samples, add_failed, find_role, make_window, working_threads
+from stoker.profiling.frames import HELPER, Frame, Samples, add_failed, find_role, make_window, weigh, working_threads
 from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
 
@@ -221,6 +221,30 @@ def test_samples_that_failed_are_of_code_whose_frames_change(tmp_path: Path) -> 
     assert [count for _, count in add_failed(samples, 0)] == [30, 10, 20, 5]
     assert [count for _, count in add_failed(samples, 8)] == [30, 15, 20, 8]
     assert [count for _, count in add_failed(samples[::2], 8)] == [30, 20], "nothing that could have failed"
+
+
+def test_samples_are_as_many_as_the_clock_in_the_process_says() -> None:
+    """Recorded of a job (U²-Net, 40 s): 7 s of samples in the loader, 12 by its clock."""
+    torch, train = "/x/site-packages/torch", Frame("<module>", "/job/train.py", 9)
+    decode = [Frame("load", "/x/site-packages/PIL/ImageFile.py", 3), Frame("__getitem__", "/job/data.py", 5)]
+    other = [Frame("__getitem__", "/job/data.py", 6)]
+    loader = [Frame("fetch", f"{torch}/utils/data/_utils/fetch.py", 52),
+              Frame("_BaseDataLoaderIter.__next__", f"{torch}/utils/data/dataloader.py", 734), train]  # fmt: skip
+    engine = [Frame("_engine_run_backward", f"{torch}/autograd/graph.py", 841),
+              Frame("backward", f"{torch}/autograd/__init__.py", 353), train]  # fmt: skip
+    forward = [Frame("conv2d", f"{torch}/nn/functional.py", 9), train]
+    samples = [([*decode, *loader], 12), ([*other, *loader], 6), (engine, 50), (forward, 32)]
+
+    def weighed(**known_s: float) -> list[int]:
+        return [count for _, count in weigh(samples, known_s, 40.0)]
+
+    assert weighed(input_wait=12.0, backward=14.0) == [20, 10, 35, 35]
+    assert weighed(input_wait=12.0) == [20, 10, 43, 27]
+    assert weighed(input_wait=12.0, backward=14.0, eval=0.1) == [16, 7, 35, 42], "waits of an evaluation are not told"
+    unchanged = [12, 6, 50, 32]
+    assert weighed() == weighed(input_wait=0.0) == weighed(input_wait=41.0) == unchanged
+    assert weigh(samples[2:3], {"backward": 3.0}, 40.0) == samples[2:3], "the rest has no samples"
+    assert sum(weighed(input_wait=0.1, backward=1.0)) == 100
 
 
 def test_py_spy_says_how_many_samples_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from time import monotonic
 from weakref import ref
 
 from .clock import (
+    BACKWARD,
     BUSY,
     COMM,
     COMPILE,
@@ -113,10 +114,13 @@ def patch_backward(module: "Any") -> None:
         if is_training_thread:
             clock.confirm_training()
         depth += is_training_thread
+        begin_s = monotonic()
         try:
             original(*args, **kwargs)
         finally:
             depth -= is_training_thread
+            if is_training_thread and not depth:
+                clock.values[BACKWARD] += monotonic() - begin_s
         if is_training_thread and not depth:
             clock.count_backward(module)
 
