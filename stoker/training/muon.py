@@ -13,11 +13,14 @@ Why not `torch.optim.Muon`: it takes matrices only, one at a time, in bf16, and 
 not finite without a host wait.
 """
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+Item = TypeVar("Item")
 
 MOMENTUM = 0.95
 NUM_ITERATIONS = 3
@@ -73,23 +76,32 @@ class _Group:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
-        self.parameters: list[Tensor] = options["params"]
+        # those of the same shape, and of the same smaller side, one after the other: each operation is one call for all
+        self.parameters: list[Tensor] = sorted(options["params"], key=lambda p: (min(_shape(p)), _shape(p)))
         device, dtype = self.parameters[0].device, self.parameters[0].dtype
-        # one tensor for all, so that an operation is one call
         self.momentum = torch.zeros(sum(map(Tensor.numel, self.parameters)), device=device, dtype=dtype)
-        by_size: dict[int, list[int]] = {}
-        for number, parameter in enumerate(self.parameters):
-            by_size.setdefault(min(_matrix_shape(parameter)), []).append(number)
-        longest = [[max(_matrix_shape(self.parameters[number])) for number in numbers] for numbers in by_size.values()]
-        self._batches = [
-            (numbers, RMS * torch.tensor(sizes, device=device, dtype=dtype).sqrt()[:, None, None])
-            for numbers, sizes in zip(by_size.values(), longest, strict=True)
+        self._shapes = [(shape, len(list(equal))) for shape, equal in itertools.groupby(self.parameters, _shape)]
+        """(shape, number of kernels)"""
+        longest = [
+            [max(shape) for shape, count in shapes for _ in range(count)] for shapes in self._by_side(self._shapes)
+        ]
+        self._factors = [
+            RMS * torch.tensor(sides, device=device, dtype=dtype).sqrt()[:, None, None] for sides in longest
         ]
 
+    def _by_side(self, of_shapes: list[Item]) -> list[list[Item]]:
+        """What there is of each shape, in lists of shapes with the same smaller side."""
+        paired = zip(self._shapes, of_shapes, strict=True)
+        return [[item for _, item in pairs] for _, pairs in itertools.groupby(paired, lambda pair: min(pair[0][0]))]
+
+    def _stacks(self, flat: Tensor) -> list[Tensor]:
+        """Of all kernels, to the matrices [N, O, I · h · w] of each shape."""
+        parts = torch.split(flat, [count * shape[0] * shape[1] for shape, count in self._shapes])
+        return [part.view(count, *shape) for part, (shape, count) in zip(parts, self._shapes, strict=True)]
+
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Of all kernels, to a matrix [O, h · w · I or I · h · w] of each."""
-        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
-        return [part.view(len(parameter), -1) for part, parameter in zip(parts, self.parameters, strict=True)]
+        """Of all kernels, to the matrix of each."""
+        return [matrix for stack in self._stacks(flat) for matrix in stack.unbind()]
 
     def step(self, divisor: Tensor | None, found_inf: Tensor) -> None:
         gradient = torch.cat([
@@ -110,34 +122,37 @@ class _Group:
 
     def orthogonalize(self, flat: Tensor, lr: Tensor | float) -> list[Tensor]:
         """The change of each kernel for a momentum of all."""
-        matrices = self.split(flat)
-        changes: list[Tensor] = list(matrices)
-        for numbers, scales in self._batches:
-            batch = orthogonalize([matrices[number] for number in numbers], scales * lr)
-            for number, change in zip(numbers, batch, strict=True):
-                changes[number] = change
-        return changes
+        batches = zip(self._by_side(self._stacks(flat)), self._factors, strict=True)
+        return [
+            change
+            for stacks, factors in batches
+            for stack in orthogonalize(stacks, factors * lr)
+            for change in stack.unbind()
+        ]
 
 
-def orthogonalize(matrices: Sequence[Tensor], factors: Tensor | float = 1.0) -> list[Tensor]:
-    """Each matrix, float32 [m, n] with the same min(m, n) in all, with its singular values near 1, times its factor
-    [N, 1, 1]. Zeros stay zeros."""
-    grams = torch.stack([x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x for x in matrices])
+def orthogonalize(stacks: Sequence[Tensor], factors: Tensor | float = 1.0) -> list[Tensor]:
+    """Matrices, float32 [N, m, n] with the same min(m, n) in all stacks, with their singular values near 1, times the
+    factors [sum of N, 1, 1]. Zeros stay zeros."""
+    is_wide = [x.shape[1] <= x.shape[2] for x in stacks]
+    grams = torch.cat(
+        [torch.bmm(x, x.mT) if wide else torch.bmm(x.mT, x) for x, wide in zip(stacks, is_wide, strict=True)]
+    )
     squared_norms = grams.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp(min=torch.finfo(grams.dtype).tiny)
     grams = grams / squared_norms
     products: Tensor | None = None
     for iteration in range(NUM_ITERATIONS):
         polynomials = torch.baddbmm(grams, grams, grams, beta=B, alpha=C)
         polynomials.diagonal(dim1=1, dim2=2).add_(A)
-        products = polynomials if products is None else polynomials @ products
+        products = polynomials if products is None else torch.bmm(polynomials, products)
         if iteration < NUM_ITERATIONS - 1:
-            grams = polynomials @ grams @ polynomials
+            grams = torch.bmm(torch.bmm(polynomials, grams), polynomials)
     assert products is not None
-    products = products * (squared_norms.rsqrt() * factors)
-    return [p @ x if x.shape[0] <= x.shape[1] else x @ p for p, x in zip(products, matrices, strict=True)]
+    parts = torch.split(products * (squared_norms.rsqrt() * factors), [len(x) for x in stacks])
+    return [torch.bmm(p, x) if wide else torch.bmm(x, p) for p, x, wide in zip(parts, stacks, is_wide, strict=True)]
 
 
-def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
+def _shape(parameter: Tensor) -> tuple[int, int]:
     return len(parameter), parameter.numel() // len(parameter)
 
 

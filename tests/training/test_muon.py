@@ -10,6 +10,7 @@ from stoker.hardware.device import Device
 from stoker.training.muon import MOMENTUM, NUM_ITERATIONS, is_matrix, orthogonalize
 from stoker.training.optim import OptimizerStep
 from tests.fixtures.training_optim import make_images, settings
+from tests.host_sync import ForbidHostSync
 
 CPU = Device(torch.device("cpu"))
 
@@ -27,18 +28,20 @@ def test_singular_values_change_and_directions_stay(shape: tuple[int, int]):
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn(shape, generator=generator) * scale for scale in (1e-6, 1.0, 1e6)]
     matrices.append(matrices[1] * torch.logspace(0, -4, shape[1]))  # badly conditioned
-    for found, matrix in zip(orthogonalize(matrices), matrices, strict=True):
+    stacks = [torch.stack(matrices[:3]), torch.stack(matrices[3:]).mT.contiguous()]
+    found_stacks = orthogonalize(stacks)
+    for found, matrix in zip([*found_stacks[0], *found_stacks[1].mT], matrices, strict=True):
         expected = by_svd(matrix)
         assert (found.double() - expected).norm() <= 1e-4 * expected.norm()
 
 
 def test_zeros_stay_and_factors_scale():
-    matrices = [torch.zeros(4, 8), torch.ones(4, 8), torch.randn(8, 4)]
-    plain = orthogonalize(matrices)
-    scaled = orthogonalize(matrices, torch.tensor([1.0, 2.0, 3.0])[:, None, None])
-    assert torch.equal(plain[0], matrices[0])
-    torch.testing.assert_close(scaled[1], 2 * plain[1])
-    torch.testing.assert_close(scaled[2], 3 * plain[2])
+    stacks = [torch.stack([torch.zeros(4, 8), torch.ones(4, 8)]), torch.randn(1, 8, 4)]
+    plain = orthogonalize(stacks)
+    scaled = orthogonalize(stacks, torch.tensor([1.0, 2.0, 3.0])[:, None, None])
+    assert torch.equal(plain[0][0], stacks[0][0])
+    torch.testing.assert_close(scaled[0][1], 2 * plain[0][1])
+    torch.testing.assert_close(scaled[1], 3 * plain[1])
 
 
 def make_model() -> nn.Sequential:
@@ -128,3 +131,11 @@ def test_update_ratios_are_what_the_last_step_changed():
         expected = ((weight - before[name]).norm() / weight.norm()).item()
         assert found[name] == pytest.approx(expected, rel=0.02), name
     assert found.keys() == {f"{n}.weight" for n in (0, 3, 6, 7, 9)}
+
+
+def test_a_step_never_waits_for_the_device():
+    stepper = OptimizerStep(make_model(), settings(optimizer="muon", ema_decay=0.9), CPU, precision="fp16")
+    for step in range(2):
+        with ForbidHostSync():
+            stepper.backward(stepper.model(make_images(0, bad=False)).square().mean())
+            stepper.step(0.1, step)
