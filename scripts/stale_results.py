@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADING = ("stoker/data/loading", "stoker/data/images", "stoker/data/augment.py", "stoker/data/geometry.py")
-MODELS = ("stoker/models", "stoker/training/step.py", "stoker/training/optim.py")
+MODELS = ("stoker/models", "stoker/training/step.py", "stoker/training/optim.py", "stoker/training/muon.py")
 TRAINING = (*MODELS, "stoker/training/loop.py", "stoker/training/defaults", "stoker/knowledge/recipes.toml")
 MEASURES: dict[str, tuple[str, ...]] = {
     "cache": ("stoker/data/images/pixel_cache.py", *LOADING),

@@ -30,11 +30,11 @@ from benchmarks.report import Report, options, publish, table
 HEADLINE = gpu_results.HEADLINE
 CASES: dict[str, dict[str, Any]] = {
     HEADLINE: {"classes": 80, "batch": 32, "image_size": (800, 800), "goal": 500},
-    "ember_n": {"classes": 80, "batch": 64, "image_size": (640, 640), "optimizer": "adamw", "goal": 2500},
+    "ember_n": {"classes": 80, "batch": 64, "image_size": (640, 640), "optimizer": "muon", "goal": 2500},
     "faster_rcnn_resnet50_fpn": {"classes": 80, "batch": 16, "image_size": (800, 1344), "goal": 262},
     "retinanet_resnext50_32x4d_fpn": {"classes": 264, "batch": 32, "image_size": (800, 800), "goal": 312},
-    "ember_s": {"classes": 80, "batch": 64, "image_size": (640, 640), "optimizer": "adamw"},
-    "ember_m": {"classes": 80, "batch": 32, "image_size": (640, 640), "optimizer": "adamw"},
+    "ember_s": {"classes": 80, "batch": 64, "image_size": (640, 640), "optimizer": "muon"},
+    "ember_m": {"classes": 80, "batch": 32, "image_size": (640, 640), "optimizer": "muon"},
     "fcos_resnet50_fpn": {"classes": 80, "batch": 32, "image_size": (800, 800)},
     "ssd300_vgg16": {"classes": 80, "batch": 64, "image_size": (300, 300)},
     "ssdlite320_mobilenet_v3_large": {"classes": 80, "batch": 128, "image_size": (320, 320), "optimizer": "adamw"},

@@ -248,6 +248,8 @@ READS = re.compile(
 _DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albumentations|skimage|transforms")
 """Calls and frames of libraries that decode or transform images."""
 _PER_PIXEL = re.compile(r"\b(put|get)(pixel|data)\b")
+_UPDATES = re.compile(r"(^|[._])(backward|\w*step|apply_gradients|apply_updates|minimize)$")
+"""Calls that are in a training loop: a backward pass, an update of the weights."""
 _RUNS_STEP = re.compile(r"^(quick_execute|call_function|execute) \((eager/)?(execute|context)\.py\)")
 """Frames in which TensorFlow runs a step as a whole."""
 IMPORT = r"^import |^importlib\."
@@ -456,26 +458,32 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
 
 
 def _functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
-    """(file, function) of those that spend at least MIN_STEPS in the training step: one that ends with
-    `torch.from_numpy(…)` is none."""
+    """(file, function) of those that call a backward pass or an optimizer's step, or spend at least MIN_STEPS in the
+    training step: one that ends with `torch.from_numpy(…)` is none."""
     in_steps: collections.Counter[tuple[str, str]] = collections.Counter()
     totals: collections.Counter[tuple[str, str]] = collections.Counter()
+    updates: set[tuple[str, str]] = set()
     for total in run.places:
         if total.role == "training" and not total.is_startup:
             key = (total.line.rpartition(":")[0], total.function)
             totals[key] += total.samples
             if total.kind in _IN_STEP or any(map(_RUNS_STEP.search, total.leaves)):
                 in_steps[key] += total.samples
-    return {key for key, count in in_steps.items() if count >= MIN_STEPS * totals[key]}
+                if _UPDATES.search(total.call):
+                    updates.add(key)
+    return updates | {key for key, count in in_steps.items() if count >= MIN_STEPS * totals[key]}
 
 
 def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
-    """With lines of a function that are near each other and call the same module as one place each, the most costly
+    """With lines of a function that are near each other and make the same call as one place each, the most costly
     first."""
     joined = [place for place in places if not place.call]
-    for group in _join_neighbors([place] for place in places if place.call):
-        calls = {place.call for place in group}
-        joined.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module_of(group[0].call)))
+    calls: dict[tuple[str, str], list[list[PlaceTotal]]] = {}
+    for place in places:
+        if place.call:
+            calls.setdefault((place.kind, place.call), []).append([place])
+    for (_, call), lines in calls.items():
+        joined += [_merge_lines(group, call) for group in _join_neighbors(lines)]
     return _sort_by_cost(run, joined)
 
 

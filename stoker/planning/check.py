@@ -331,7 +331,7 @@ def try_batch(user_config: Config) -> Answer:
         used, about = f": {fmt.memory(trials[0].peak_bytes, dry_run.budget_bytes)}", ""
         tried, speed = "tried on the device", f"; {images_per_s:,.0f} img/s"
     parameters = sum(parameter.numel() for parameter in dry_run.optimizer.model.parameters())
-    copies = CHECKPOINT_COPIES + (config.optim.optimizer == "adamw")  # muon: of few weights
+    copies = CHECKPOINT_COPIES + (config.optim.optimizer != "sgd")
     try:
         decode_core_s = loader_demand(config, index).decode_core_s
     except StokerError:  # no image can be decoded: another probe reports that

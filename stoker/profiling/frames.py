@@ -31,6 +31,8 @@ WAIT, BACKWARD, EVALUATION = "input_wait", "backward", "eval"
 """What the clock in the process of a job times: waits for batches of the training, backward passes, and evaluations,
 whose waits are not told from their other work."""
 
+MIN_WEIGHED, MAX_FACTOR = 5, 3.0
+"""Samples of a part from which it is weighed, and by how much at most: a few that count as many would be certain."""
 MIN_TRAINING = 0.1
 """Samples of training for each one of a helper from which a process trains: a launcher sleeps (heuristic)."""
 HELPER = "helper"
@@ -144,21 +146,25 @@ def weigh(samples: Samples, known_s: Mapping[str, float], wall_s: float) -> Samp
     """As many samples, but those in waits for a loader and in backward passes as the clock in the process says. Which
     stacks py-spy reads depends on how fast they change, so without that a long call seems longer than it is.
 
-    known_s: seconds of WAIT, BACKWARD and EVALUATION in this time. Not weighed are what has samples or seconds alone,
-    and waits beside an evaluation.
+    known_s: seconds of WAIT, BACKWARD and EVALUATION in this time. Not weighed are what has too few samples, and waits
+    beside an evaluation.
     """
     parts = [_clocked_part(stack) for stack, _ in samples]
     counts: collections.Counter[str] = collections.Counter()
     for part, (_, count) in zip(parts, samples, strict=True):
         counts[part] += count
     clocked_parts = (BACKWARD,) if known_s.get(EVALUATION, 0.0) > 0 else (WAIT, BACKWARD)
-    clocked = {part: known_s[part] for part in clocked_parts if counts[part] and known_s.get(part, 0.0) > 0}
-    total, rest_s = sum(counts.values()), wall_s - sum(clocked.values())
-    num_rest = total - sum(counts[part] for part in clocked)
-    if not clocked or rest_s <= 0 or not num_rest:
+    total = sum(counts.values())
+    factors = {
+        part: min(MAX_FACTOR, max(1 / MAX_FACTOR, total * known_s[part] / wall_s / counts[part]))
+        for part in clocked_parts
+        if counts[part] >= MIN_WEIGHED and known_s.get(part, 0.0) > 0
+    }
+    num_rest = total - sum(counts[part] for part in factors)
+    left = total - sum(counts[part] * factor for part, factor in factors.items())
+    if not factors or left <= 0 or num_rest < MIN_WEIGHED:
         return samples
-    factors = {part: total * seconds / wall_s / counts[part] for part, seconds in clocked.items()}
-    rest_factor = total * rest_s / wall_s / num_rest
+    rest_factor = left / num_rest
     weighed: Samples = []
     exact = 0.0
     for part, (stack, count) in zip(parts, samples, strict=True):
@@ -174,7 +180,10 @@ def _clocked_part(stack: Sequence[Frame]) -> str:
     for frame in stack:
         if frame.file.endswith("/torch/autograd/__init__.py") and _base_name(frame.function) == "backward":
             return BACKWARD
-        if frame.file.endswith("/torch/utils/data/dataloader.py") and _base_name(frame.function) == "__next__":
+        if frame.file.endswith("/torch/utils/data/dataloader.py") and _base_name(frame.function) in (
+            "__next__",
+            "__iter__",
+        ):
             return WAIT
     return ""
 

@@ -211,7 +211,8 @@ class _Recording:
 
     def end(self, signal_number: int = signal.SIGINT) -> None:
         """Lets it write what it has, and end."""
-        self.is_ending, self._end_s, self._end_clock = True, time.monotonic(), dict(self._clock(self.target.pid))
+        if not self.is_ending:
+            self.is_ending, self._end_s, self._end_clock = True, time.monotonic(), dict(self._clock(self.target.pid))
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal_number)
 

@@ -28,6 +28,8 @@ A, B, C = 3.4445, -4.7750, 2.0315
 """Coefficients of the iteration, of Jordan et al.: the steepest polynomial at 0 that stays near 1."""
 RMS = 0.2
 """Of an update at a learning rate of 1: about AdamW's (Liu et al.)."""
+MIN_SQUARED_NORM = 1e-14
+"""Of a momentum, below which its update vanishes with it, as Jordan et al. have it."""
 MIN_CHANNELS = 4
 """Input channels of a kernel: that of an image's three is not a matrix between features."""
 
@@ -56,7 +58,7 @@ class Muon:
     @torch.no_grad()
     def step(self, divisor: Tensor | None, found_inf: Tensor) -> None:
         """As `OptimizerStep.update`; frees the gradients. divisor: of the gradients; found_inf: 1 if weights and
-        momentum must stay."""
+        momentum must stay. A kernel without a gradient counts as one with zeros."""
         for group in self._groups:
             group.step(divisor, found_inf)
 
@@ -105,7 +107,7 @@ class _Group:
 
     def step(self, divisor: Tensor | None, found_inf: Tensor) -> None:
         gradient = torch.cat([
-            _matrix(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, parameter).flatten()
+            _ordered(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, parameter).flatten()
             for parameter in self.parameters
         ])  # fmt: skip
         for parameter in self.parameters:
@@ -118,7 +120,7 @@ class _Group:
         lr = self.options["lr"] * (1 - found_inf)
         changes = self.orthogonalize(gradient, lr)
         torch._foreach_mul_(self.parameters, 1 - lr * self.options["weight_decay"])
-        torch._foreach_sub_([_matrix(parameter, parameter) for parameter in self.parameters], changes)
+        torch._foreach_sub_([_ordered(p, p).view(len(p), -1) for p in self.parameters], changes)
 
     def orthogonalize(self, flat: Tensor, lr: Tensor | float) -> list[Tensor]:
         """The change of each kernel for a momentum of all."""
@@ -138,7 +140,7 @@ def orthogonalize(stacks: Sequence[Tensor], factors: Tensor | float = 1.0) -> li
     grams = torch.cat(
         [torch.bmm(x, x.mT) if wide else torch.bmm(x.mT, x) for x, wide in zip(stacks, is_wide, strict=True)]
     )
-    squared_norms = grams.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp(min=torch.finfo(grams.dtype).tiny)
+    squared_norms = grams.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp(min=MIN_SQUARED_NORM)
     grams = grams / squared_norms
     products: Tensor | None = None
     for iteration in range(NUM_ITERATIONS):
@@ -156,8 +158,7 @@ def _shape(parameter: Tensor) -> tuple[int, int]:
     return len(parameter), parameter.numel() // len(parameter)
 
 
-def _matrix(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A kernel [O, I, h, w] as a matrix with the columns in the order of the parameter's memory: a view of the
-    parameter. Their order makes no difference to the update."""
-    ordered = tensor if parameter.is_contiguous() else tensor.permute(0, 2, 3, 1)
-    return ordered.reshape(len(tensor), -1)
+def _ordered(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """With its dimensions in the order of the parameter's memory. For a matrix [O, I · h · w] that is another order of
+    columns, which makes no difference to the update."""
+    return tensor if parameter.is_contiguous() else tensor.permute(0, 2, 3, 1)

@@ -473,9 +473,12 @@ class HookReader:
         state = read_hook_state(self._directory / names[-1]) if names else None
         if state is None or state.values["ended"]:
             return {}
-        slots = dict(state.values)
-        if state.current_slot in slots:
-            slots[state.current_slot] += max(0.0, time.monotonic() - slots["last_update"])
+        if not _read_process(pid)[0]:
+            return {}
+        slots, now_s = dict(state.values), time.monotonic()
+        slots[state.current_slot] += max(0.0, now_s - slots["last_update"])
+        if slots["backward"] < 0:  # one is running
+            slots["backward"] += now_s
         return {WAIT: slots["input_wait"] + slots["maybe_wait"], BACKWARD: slots["backward"], EVALUATION: slots["eval"]}
 
     def growing(self) -> list[dict[str, Any]]:

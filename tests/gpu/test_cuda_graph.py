@@ -14,7 +14,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 @pytest.mark.parametrize("name", ["retinanet_tiny_fpn", "ember_n", "faster_rcnn_resnet18_fpn"])
 def test_a_captured_training_equals_the_eager_one(name: str, optimizer: str, precision: str) -> None:
     """With skipped steps, a rollback, another batch, learning rate and number each step, and a second capture."""

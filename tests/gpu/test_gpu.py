@@ -47,7 +47,7 @@ def case(count: int, side: int, device: Device) -> Batch:
     return make_worst_case_batch(count, image_size=(side, side), max_boxes=8, num_classes=4, device=device)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_whole_step_never_synchronizes(device: Device, optimizer: str, precision: str):
     model = build(settings_of("retinanet_mobilenet_v2_fpn"), 4).to(device.torch_device).train()

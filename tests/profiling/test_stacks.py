@@ -241,10 +241,12 @@ def test_samples_are_as_many_as_the_clock_in_the_process_says() -> None:
     assert weighed(input_wait=12.0, backward=14.0) == [20, 10, 35, 35]
     assert weighed(input_wait=12.0) == [20, 10, 43, 27]
     assert weighed(input_wait=12.0, backward=14.0, eval=0.1) == [16, 7, 35, 42], "waits of an evaluation are not told"
-    unchanged = [12, 6, 50, 32]
-    assert weighed() == weighed(input_wait=0.0) == weighed(input_wait=41.0) == unchanged
-    assert weigh(samples[2:3], {"backward": 3.0}, 40.0) == samples[2:3], "the rest has no samples"
+    assert weighed() == weighed(input_wait=0.0) == [12, 6, 50, 32]
+    assert weighed(input_wait=39.0) == [36, 18, 28, 18], "at most three times as many"
     assert sum(weighed(input_wait=0.1, backward=1.0)) == 100
+    assert weigh(samples[2:3], {"backward": 3.0}, 40.0) == samples[2:3], "the rest has no samples"
+    few = [*samples[2:], ([*decode, *loader], 4)]
+    assert weigh(few, {"input_wait": 12.0}, 40.0) == few, "four samples that count as many would be certain"
 
 
 def test_py_spy_says_how_many_samples_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.config.durations import parse_duration
-from stoker.config.settings import Config, from_fields
+from stoker.config.settings import Config, from_fields, read_recipes
 from stoker.data.index import Index, open_index
 from stoker.data.loading import device_decoder
 from stoker.errors import ConfigError, WeightsError
@@ -213,6 +214,20 @@ def test_a_larger_batch_has_a_higher_lr_and_a_longer_warm_up_with_reasons(index:
     assert found[16][1]["warmup_steps"] == "5 % of the length, at most 500 steps"
     tiny = derive(from_fields({"batch_size": 64}), index, CPU)[1]["lr"]
     assert tiny == "recipe tiny: 0.0021 at 8 images, square root rule (Malladi et al. 2022)"
+
+
+@pytest.mark.parametrize("optimizer", [None, "adamw"])
+def test_ember_has_the_lr_of_its_recipe_with_muon_and_with_adamw(optimizer: str | None, index: Index) -> None:
+    asked = {"model": "ember_n", "weights": "none", "batch_size": 8, "image_size": (64, 64), "optimizer": optimizer}
+    config, _ = derive(from_fields({name: value for name, value in asked.items() if value}), index, CPU)
+    assert (config.optim.optimizer, config.optim.lr) == (optimizer or "muon", 0.004)
+
+
+def test_a_divided_ember_has_adamw_for_muon() -> None:
+    arch = MODELS["ember_n"]
+    config = from_fields({"shard": True})
+    known: Any = types.SimpleNamespace(config=config, recipe=read_recipes()[arch.recipe], arch=arch)
+    assert deriving.derive_optimizer(known) == ("adamw", "muon needs whole kernels, which --shard divides")
 
 
 def test_a_tried_batch_size_scales_the_lr_but_not_the_users(index: Index, monkeypatch):

@@ -149,9 +149,9 @@ class Known:
 
     @property
     def recipe_settings(self) -> dict[str, Any]:
-        """What the recipe sets as it is: its learning rate is for its batch size."""
+        """What the recipe sets as it is: its learning rate is for its batch size, its optimizer for whole kernels."""
         settings = {} if self.config.model.model is None else self.recipe.set_fields()
-        return {name: value for name, value in settings.items() if name not in ("batch_size", "lr")}
+        return {name: value for name, value in settings.items() if name not in ("batch_size", "lr", "optimizer")}
 
     @functools.cached_property
     def options_of_weights(self) -> Mapping[str, bool]:
@@ -384,7 +384,7 @@ def derive_lr(known: Known) -> Choice:
 def _reference_lr(known: Known) -> tuple[float, int, str]:
     """(learning rate, its batch size, its source)."""
     optimizer, recipe = known.config.optim.optimizer, known.recipe
-    if optimizer == recipe.optim.optimizer:
+    if (optimizer == "sgd") == (recipe.optim.optimizer == "sgd"):  # muon's updates are as large as adamw's
         return recipe.optim.lr, recipe.run.batch_size, f"recipe {known.arch.recipe}"
     if optimizer != "sgd":
         return 1e-3, 16, "usual for adamw"
