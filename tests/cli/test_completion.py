@@ -21,5 +21,5 @@ def test_bash_completes_commands_flags_and_values(tmp_path: Path) -> None:
     commands, flags, values, of_data = asked.stdout.splitlines()
     assert {"train", "predict", "why", "export", "launch"} <= set(commands.split())
     assert flags == "--batch-size"
-    assert values.split() == ["sgd", "adamw"]
+    assert values.split() == ["sgd", "adamw", "muon"]
     assert {"check", "convert"} <= set(of_data.split())
