@@ -160,7 +160,7 @@ class OptimSettings:
     backbone_lr_mult: float = AUTO
     """Factor of the learning rate for the backbone; below 1 keeps more of the pretrained features."""
     momentum: float = AUTO
-    """Momentum of sgd; first beta of adamw; the kernels of muon have 0.95."""
+    """Momentum of sgd; first beta of adamw. The momentum of muon is always 0.95."""
     weight_decay: float = AUTO
     """Weight decay; not applied to biases and norms."""
     lr_scheduler: Literal["cosine", "multistep", "exponential", "constant"] = AUTO

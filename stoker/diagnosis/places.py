@@ -249,7 +249,8 @@ _DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albu
 """Calls and frames of libraries that decode or transform images."""
 _PER_PIXEL = re.compile(r"\b(put|get)(pixel|data)\b")
 _UPDATES = re.compile(r"(^|[._])(backward|\w*step|apply_gradients|apply_updates|minimize)$")
-"""Calls that are in a training loop: a backward pass, an update of the weights."""
+"""Calls that are in a training loop: a backward pass, an update of the weights. `profiling/calls.py` finds these in
+source code, which records do not have."""
 _RUNS_STEP = re.compile(r"^(quick_execute|call_function|execute) \((eager/)?(execute|context)\.py\)")
 """Frames in which TensorFlow runs a step as a whole."""
 IMPORT = r"^import |^importlib\."

@@ -147,7 +147,7 @@ def weigh(samples: Samples, known_s: Mapping[str, float], wall_s: float) -> Samp
     stacks py-spy reads depends on how fast they change, so without that a long call seems longer than it is.
 
     known_s: seconds of WAIT, BACKWARD and EVALUATION in this time. Not weighed are what has too few samples, and waits
-    beside an evaluation.
+    in a time with an evaluation, whose loader they may be for.
     """
     parts = [_clocked_part(stack) for stack, _ in samples]
     counts: collections.Counter[str] = collections.Counter()

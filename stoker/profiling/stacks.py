@@ -180,7 +180,8 @@ class _Recording:
     def __init__(self, target: _Process, py_spy: str, rate_hz: int, clock: Clock) -> None:
         self.target, self.rate_hz, self.trains, self._clock = target, rate_hz, target.trains, clock
         self.start_s, self.start_t = time.monotonic(), time.time()
-        self._start_clock, self._end_clock, self._end_s = clock(target.pid), dict[str, float](), self.start_s
+        self._start_clock, self._end_s = clock(target.pid), self.start_s
+        self._end_clock: Mapping[str, float] = {}
         self._start_cpu_s, self._start_runnable_s = cpu_seconds(target.process), _runnable_seconds(target.pid)
         self._end_runnable_s = self._start_runnable_s
         self._start_threads_s = {thread: _runnable_seconds(target.pid, thread) for thread in _list_threads(target.pid)}
@@ -212,7 +213,7 @@ class _Recording:
     def end(self, signal_number: int = signal.SIGINT) -> None:
         """Lets it write what it has, and end."""
         if not self.is_ending:
-            self.is_ending, self._end_s, self._end_clock = True, time.monotonic(), dict(self._clock(self.target.pid))
+            self.is_ending, self._end_s, self._end_clock = True, time.monotonic(), self._clock(self.target.pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal_number)
 

@@ -51,8 +51,10 @@ class Muon:
         for group in self._groups:
             for parameter, part in zip(group.parameters, group.split(group.momentum), strict=True):
                 shape = parameter.shape
-                is_view = parameter.is_contiguous()
-                buffer = part.view(shape) if is_view else part.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
+                if parameter.is_contiguous():
+                    buffer = part.view(shape)
+                else:  # channels-last
+                    buffer = part.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
                 optimizer.state[parameter]["momentum_buffer"] = buffer
 
     @torch.no_grad()

@@ -471,9 +471,7 @@ class HookReader:
         and in evaluations, as `frames.weigh` takes them; empty: it has done no step, or has ended. From any thread."""
         names = [name for name, state in list(self._states.items()) if state.pid == pid and state.values["steps"]]
         state = read_hook_state(self._directory / names[-1]) if names else None
-        if state is None or state.values["ended"]:
-            return {}
-        if not _read_process(pid)[0]:
+        if state is None or state.values["ended"] or not _read_process(pid)[0]:
             return {}
         slots, now_s = dict(state.values), time.monotonic()
         slots[state.current_slot] += max(0.0, now_s - slots["last_update"])
