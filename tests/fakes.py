@@ -59,7 +59,7 @@ class Trial:
     image_size: tuple[int, int] = (128, 192)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
     steps: int = 2
     average: bool = False
     """Whether averaged weights lie on the device too, as they do in a run."""

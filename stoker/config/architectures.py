@@ -29,7 +29,7 @@ class ComputeCost(msgspec.Struct, frozen=True, kw_only=True):
     gflop: float
     """GFLOPs to process one image, before NMS: multiplications and additions of convolutions and matrix products."""
     training_gflop: float
-    """GFLOPs per image of a training step, forward and backward, with the default settings."""
+    """GFLOPs per image of a training step, forward and backward, with the default settings, without the optimizer."""
     memory_gib: float
     """Peak memory of a training step: the recipe's batch in bf16, at most 100 boxes per image, with EMA weights.
     Only tensors are counted; the allocator, the driver and cuDNN need more."""

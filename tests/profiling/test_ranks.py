@@ -58,7 +58,7 @@ def test_a_rank_waits_for_the_one_that_is_slow(run: Path) -> None:
     assert job.returncode == 0, job.stderr
     other = run / RANKS / "0001"
     waited_s = seconds(run, "comm") - seconds(other, "comm")
-    assert waited_s >= 0.85 * ranks.STEPS * ranks.SLEEP_S
+    assert waited_s >= 0.7 * ranks.STEPS * ranks.SLEEP_S
     worked_longer_s = work_seconds(other) - work_seconds(run)  # it sleeps, and is disturbed on a busy machine
     assert waited_s == pytest.approx(worked_longer_s, rel=0.15)
     found = read_run(run).totals
