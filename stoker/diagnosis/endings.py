@@ -3,10 +3,12 @@ compiled when a line may match; and what the lines of any program show: tracebac
 the line of a normal end. `postmortem.py` has the rules that use them.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -151,11 +153,13 @@ def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
     for index, line in enumerate(lines):
         text = strip_rank_prefix(line.text)
         is_original = text.startswith("Original Traceback (most recent call last)")  # of a loader worker
-        if is_original or text.startswith("Traceback (most recent call last)"):
+        is_whole_line = is_original or text.startswith("Traceback (most recent call last)")
+        if is_whole_line or _begins_in_a_line(lines[index : index + 2]):
             if start is not None and first_foreign is not None:
                 spans.append((start, first_foreign))
             start = spans.pop()[0] if (is_chained or is_original) and spans else index
-            header_indent, is_chained, first_foreign = _indent(line.text), False, None
+            header_indent = _indent(line.text) if is_whole_line else 0
+            is_chained, first_foreign = False, None
         elif text.startswith(("During handling of the above", "The above exception was the direct")):
             is_chained = True
         elif start is not None and text and _indent(line.text) <= header_indent:
@@ -166,6 +170,16 @@ def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
     if start is not None and first_foreign is not None:
         spans.append((start, first_foreign))
     return spans
+
+
+def _begins_in_a_line(lines: tuple[LogLine, ...]) -> bool:
+    """Whether a traceback begins at the end of the first of two lines: behind a bar, or what the job printed without a
+    line break."""
+    return (
+        len(lines) == 2
+        and lines[0].text.rstrip().endswith("Traceback (most recent call last):")
+        and lines[1].text.startswith('  File "')
+    )
 
 
 _EXCEPTION_LINE = re.compile(
@@ -245,20 +259,46 @@ _WHOLE_LOSSES = ("loss", "total_loss", "train_loss", "loss/total_loss")
 _NON_FINITE = re.compile(r"nan|inf", re.IGNORECASE)
 
 
+def _whole_losses(lines: tuple[LogLine, ...]) -> Iterator[tuple[LogLine, str, str]]:
+    """(line, name in lower case, value) of the training losses in the lines, without the parts of a whole one."""
+    for line in lines:
+        values = {match.groupdict().get("name", "loss").lower(): match["value"]
+                  for pattern in _LOSS_PATTERNS for match in pattern.finditer(line.text)}  # fmt: skip
+        for name in [name for name in values if name in _WHOLE_LOSSES] or values:
+            yield line, name, values[name]
+
+
 def find_non_finite_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
     """The last line of each training loss that was NaN or infinite at the end; a loss that became finite again does
     not count, neither does a single infinite one after finite ones (loss scaling skips that step), nor a part of a loss
     that is finite. Such jobs also end with exit code 0."""
     latest: dict[str, tuple[LogLine, bool, bool]] = {}  # line, whether it is not finite, whether it counts
-    for line in lines:
-        values = {match.groupdict().get("name", "loss").lower(): match["value"]
-                  for pattern in _LOSS_PATTERNS for match in pattern.finditer(line.text)}  # fmt: skip
-        for name in [name for name in values if name in _WHOLE_LOSSES] or values:
-            is_non_finite = _NON_FINITE.search(values[name]) is not None
-            was_finite = name in latest and not latest[name][1]
-            counts = is_non_finite and not (was_finite and "nan" not in values[name].lower())
-            latest[name] = line, is_non_finite, counts
+    for line, name, value in _whole_losses(lines):
+        is_non_finite = _NON_FINITE.search(value) is not None
+        was_finite = name in latest and not latest[name][1]
+        counts = is_non_finite and not (was_finite and "nan" not in value.lower())
+        latest[name] = line, is_non_finite, counts
     return list(dict.fromkeys(line for line, _, counts in latest.values() if counts))
+
+
+_MIN_NON_FINITE_LINES, _MIN_NON_FINITE_FRACTION = 5, 0.1
+"""Lines in which a loss was not finite, and their fraction of all with that loss, from which these are no steps that
+loss scaling skips (heuristic)."""
+
+
+def find_recurring_non_finite_losses(lines: tuple[LogLine, ...]) -> tuple[list[LogLine], int]:
+    """(the lines in which a training loss was NaN or infinite, the number of those in which it was given), of one that
+    was again and again, and finite in between; ([], 0): none was."""
+    found: dict[str, list[LogLine]] = {}
+    totals: collections.Counter[str] = collections.Counter()
+    for line, name, value in _whole_losses(lines):
+        totals[name] += 1
+        if _NON_FINITE.search(value):
+            found.setdefault(name, []).append(line)
+    name = max(found, key=lambda name: len(found[name]), default="")
+    if len(found.get(name, ())) < max(_MIN_NON_FINITE_LINES, _MIN_NON_FINITE_FRACTION * totals[name]):
+        return [], 0
+    return found[name], totals[name]
 
 
 _LOSS_SCALE = re.compile(

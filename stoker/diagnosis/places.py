@@ -476,13 +476,17 @@ def _functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
 
 
 def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
-    """With lines of a function that are near each other and make the same call as one place each, the most costly
-    first."""
+    """With the calls of a line that are of one module as one place each (a loader that starts and ends in it), then
+    those lines of a function that are near each other and make the same call; the most costly first."""
     joined = [place for place in places if not place.call]
-    calls: dict[tuple[str, str], list[list[PlaceTotal]]] = {}
+    of_lines: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     for place in places:
         if place.call:
-            calls.setdefault((place.kind, place.call), []).append([place])
+            of_lines.setdefault((place.role, place.rank, place.line, module_of(place.call)), []).append(place)
+    calls: dict[tuple[str, str], list[list[PlaceTotal]]] = {}
+    for (*_, module), group in of_lines.items():
+        place = _merge_lines(group, module) if len(group) > 1 else group[0]
+        calls.setdefault((place.kind, place.call), []).append([place])
     for (_, call), lines in calls.items():
         joined += [_merge_lines(group, call) for group in _join_neighbors(lines)]
     return _sort_by_cost(run, joined)

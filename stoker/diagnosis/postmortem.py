@@ -11,6 +11,8 @@ import itertools
 import re
 import signal
 
+import msgspec
+
 from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.shared import make_evidence
 from stoker.diagnosis.ending_details import name_memory_holders, name_package, name_place
@@ -25,6 +27,7 @@ from stoker.diagnosis.endings import (
     find_normal_end,
     find_overflows,
     find_progress,
+    find_recurring_non_finite_losses,
     find_thread_exceptions,
     find_tracebacks,
     has_open_traceback,
@@ -91,6 +94,13 @@ class _Match:
         return self.pattern.ending
 
 
+_RECURRING_TITLE = "The loss is NaN or infinite again and again"
+_RECURRING_FIX = (
+    "Print the names of the records in such a step: some have boxes without width or height, labels out of range or "
+    "empty targets, of which a logarithm, a quotient or a root is not finite; drop them, or clamp what is divided"
+)
+
+
 def explain(termination: Termination) -> list[Finding]:
     """What ended the job first, then other failures in its output. Empty if it ended well."""
     termination = dataclasses.replace(termination, output=drop_ignored_exceptions(termination.output))
@@ -110,6 +120,11 @@ def explain(termination: Termination) -> list[Finding]:
         findings.insert(
             0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(bad_losses))
         )
+    recurring, num_losses = find_recurring_non_finite_losses(termination.output)
+    if recurring and all(finding.id != "diverged" for finding in findings):
+        text = f"the loss was not finite in {len(recurring)} of {num_losses} lines"
+        finding = _make_finding("diverged", [make_evidence(text), *_quote_lines(recurring)], severity="warning")
+        findings.append(msgspec.structs.replace(finding, title=_RECURRING_TITLE, fix=_RECURRING_FIX))
     remarks = {match.ending.id: match.ending for match in matches if match.ending.role == "remark"}
     for remark in sorted(remarks.values(), key=_rank):
         is_expected = remark.id in _GPU_REMARKS and (normal_end is not None or termination.gpu_used)

@@ -18,7 +18,7 @@ from stoker.diagnosis.endings import UNEXPLAINED, endings, find_tracebacks, line
 from stoker.diagnosis.engine import diagnose
 from stoker.diagnosis.postmortem import _find_matches, explain, explain_unknown
 from stoker.diagnosis.reader import read_run
-from stoker.diagnosis.run_data import HangInfo, Termination
+from stoker.diagnosis.run_data import HangInfo, LogLine, Termination
 from stoker.diagnosis.termination import MAX_OUTPUT_BYTES, read_output, split_log_lines
 from stoker.findings.finding import Finding
 from stoker.runs.records import (
@@ -292,6 +292,39 @@ def test_a_nan_loss_at_the_end_is_found_with_exit_code_0(text: str, nan: bool) -
     assert [finding.id for finding in found] == (["diverged"] if nan else [])
     if nan:
         assert quoted(found[0]) == [(text.partition("\n")[0].strip(), "job.log:1")]
+
+
+SSD_LOSSES = [41.4, 22.8, "inf", 20.9, "inf", "inf", 34.5, 14.8, "inf", "inf", 13.2, 11.0]
+"""Of ssd.pytorch with boxes without width in every eighth file."""
+
+
+@pytest.mark.parametrize(("losses", "text"), [
+    (SSD_LOSSES, "the loss was not finite in 5 of 12 lines"),
+    (SSD_LOSSES + [5.0] * 39, ""),
+    ([*SSD_LOSSES[:9], 11.0], ""),
+])  # fmt: skip
+def test_a_loss_that_is_infinite_again_and_again_is_found(losses: list[object], text: str) -> None:
+    lines = [f"iter {10 * n} || Loss: {loss} || timer: 0.1 sec.\n" for n, loss in enumerate(losses)]
+    found = died("".join(lines), exit_code=0)
+    assert [(f.id, f.severity, f.evidence[0].text) for f in found] == ([("diverged", "warning", text)] if text else [])
+
+
+def test_a_traceback_behind_a_line_that_has_not_ended_is_one() -> None:
+    """As in https://github.com/amdegroot/ssd.pytorch/issues/214."""
+    text = """iter 1030 || Loss: 8.1139 || Traceback (most recent call last):
+  File "train.py", line 255, in <module>
+    train()
+  File "train.py", line 165, in train
+    images, targets = next(batch_iterator)
+  File "/home/han/.local/lib/python3.5/site-packages/torch/utils/data/dataloader.py", line 326, in __next__
+    raise StopIteration
+StopIteration
+"""
+    (finding,) = died(text)
+    assert (finding.id, finding.place) == ("loader_exhausted", "train.py:165")
+    assert find_tracebacks(tuple(LogLine(line, "") for line in text.splitlines())) == [(0, 7)]
+    logged = '2024-01-01 ERROR Traceback (most recent call last):\n2024-01-01 ERROR   File "a.py", line 1, in f\n'
+    assert find_tracebacks(tuple(LogLine(line, "") for line in logged.splitlines())) == []
 
 
 @pytest.mark.parametrize("exit_code", [KILLED, BY_TERM, -int(signal.SIGINT), 143, 130])

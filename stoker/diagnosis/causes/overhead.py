@@ -46,7 +46,16 @@ _BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
 
 
 def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
-    return _repeated_phase_finding(run, cause, "eval", run.learning.num_evaluations, "evaluations", "evaluated")
+    """With the places outside of forward passes that may be in the evaluations, if they take a good part of these."""
+    count, seconds = run.learning.num_evaluations, run.phase_seconds("eval")
+    kinds = ("python", "decode", "gc")
+    places = [place for place in list_places(run) if place.role == "training" and place.kind in kinds]
+    evidence = None
+    if sum(place.seconds for place in places) >= cause.threshold("places") * seconds:
+        parts = ", ".join(f"{place.seconds:,.1f} s in {describe_place(place)}" for place in places[:MAX_LINES])
+        text = f"places outside of forward passes, which may be in it: {parts}"
+        evidence = make_evidence(text, None, "stacks.jsonl: places")
+    return _repeated_phase_finding(run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=[evidence])
 
 
 def checkpoint_heavy(run: RunRecords, cause: Cause) -> Finding | None:
