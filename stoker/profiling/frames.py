@@ -138,18 +138,18 @@ def add_failed(samples: Samples, num_failed: int) -> Samples:
     num_failed += sum(count for _, count in samples) - sum(count for _, count in whole)
     stacks: collections.Counter[Frame | None] = collections.Counter()
     counts: collections.Counter[Frame | None] = collections.Counter()
-    factors: list[float] = []
+    parts: list[tuple[Frame | None, float]] = []  # of each stack: its line, how easily it fails
     for stack, count in whole:
-        kind = classify(stack, active=True)
-        cannot_fail = kind in ("idle", "sync") or _is_waiting(stack) or _is_in_c_function(stack)
-        factors.append(0.0 if cannot_fail else 1.0 if kind in ("compute", "comm", "decode") else PYTHON_FAILURES)
-        line = _own_frame(stack)
+        index = next((index for index, frame in enumerate(stack) if is_job_code(frame)), -1)
+        line = stack[index] if index >= 0 else None
+        # what is called inside of a forward pass may be Python all the same
+        computes = classify(stack[: index + 1] or stack, active=True) in ("compute", "comm", "decode")
+        cannot_fail = classify(stack, active=True) in ("idle", "sync") or _is_waiting(stack) or _is_in_c_function(stack)
+        parts.append((line, 0.0 if cannot_fail else 1.0 if computes else PYTHON_FAILURES))
         stacks[line] += 1
         counts[line] += count
     weights = [
-        factor * count * stacks[line] / counts[line]
-        for factor, (stack, count) in zip(factors, whole, strict=True)
-        for line in (_own_frame(stack),)
+        factor * count * stacks[line] / counts[line] for (line, factor), (_, count) in zip(parts, whole, strict=True)
     ]
     total = sum(weights)
     if not num_failed or not total:
@@ -161,11 +161,6 @@ def add_failed(samples: Samples, num_failed: int) -> Samples:
         found.append((stack, count + round(after) - round(before)))
         before = after
     return found
-
-
-def _own_frame(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of own code."""
-    return next((frame for frame in stack if is_job_code(frame)), None)
 
 
 def weigh(samples: Samples, known_s: Mapping[str, float], wall_s: float) -> Samples:
