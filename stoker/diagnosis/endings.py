@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -259,21 +258,31 @@ _WHOLE_LOSSES = ("loss", "total_loss", "train_loss", "loss/total_loss")
 _NON_FINITE = re.compile(r"nan|inf", re.IGNORECASE)
 
 
-def _whole_losses(lines: tuple[LogLine, ...]) -> Iterator[tuple[LogLine, str, str]]:
-    """(line, name in lower case, value) of the training losses in the lines, without the parts of a whole one."""
+class LoggedLoss(NamedTuple):
+    """A training loss in a line of output. name: in lower case; value: as it is printed."""
+
+    line: LogLine
+    name: str
+    value: str
+
+
+def find_losses(lines: tuple[LogLine, ...]) -> list[LoggedLoss]:
+    """The training losses in the lines, without the parts of a whole one."""
+    losses: list[LoggedLoss] = []
     for line in lines:
         values = {match.groupdict().get("name", "loss").lower(): match["value"]
                   for pattern in _LOSS_PATTERNS for match in pattern.finditer(line.text)}  # fmt: skip
-        for name in [name for name in values if name in _WHOLE_LOSSES] or values:
-            yield line, name, values[name]
+        names = [name for name in values if name in _WHOLE_LOSSES] or values
+        losses += [LoggedLoss(line, name, values[name]) for name in names]
+    return losses
 
 
-def find_non_finite_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
+def find_non_finite_losses(losses: list[LoggedLoss]) -> list[LogLine]:
     """The last line of each training loss that was NaN or infinite at the end; a loss that became finite again does
     not count, neither does a single infinite one after finite ones (loss scaling skips that step), nor a part of a loss
     that is finite. Such jobs also end with exit code 0."""
     latest: dict[str, tuple[LogLine, bool, bool]] = {}  # line, whether it is not finite, whether it counts
-    for line, name, value in _whole_losses(lines):
+    for line, name, value in losses:
         is_non_finite = _NON_FINITE.search(value) is not None
         was_finite = name in latest and not latest[name][1]
         counts = is_non_finite and not (was_finite and "nan" not in value.lower())
@@ -286,14 +295,14 @@ _MIN_NON_FINITE_LINES, _MIN_NON_FINITE_FRACTION = 5, 0.1
 loss scaling skips (heuristic)."""
 
 
-def find_recurring_non_finite_losses(lines: tuple[LogLine, ...]) -> tuple[list[LogLine], int]:
-    """(the lines in which a training loss was NaN or infinite, the number of those in which it was given), of one that
-    was again and again, and finite in between; ([], 0): none was."""
+def find_recurring_non_finite_losses(losses: list[LoggedLoss]) -> tuple[list[LogLine], int]:
+    """(the lines in which the training loss was NaN or infinite, the number of those in which it was given), of one
+    that was again and again, and finite in between; ([], 0): none was. A best loss may begin as infinite."""
     found: dict[str, list[LogLine]] = {}
     totals: collections.Counter[str] = collections.Counter()
-    for line, name, value in _whole_losses(lines):
+    for line, name, value in losses:
         totals[name] += 1
-        if _NON_FINITE.search(value):
+        if name in _WHOLE_LOSSES and _NON_FINITE.search(value):
             found.setdefault(name, []).append(line)
     name = max(found, key=lambda name: len(found[name]), default="")
     if len(found.get(name, ())) < max(_MIN_NON_FINITE_LINES, _MIN_NON_FINITE_FRACTION * totals[name]):

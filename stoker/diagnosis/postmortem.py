@@ -23,6 +23,7 @@ from stoker.diagnosis.endings import (
     LinePattern,
     drop_ignored_exceptions,
     endings,
+    find_losses,
     find_non_finite_losses,
     find_normal_end,
     find_overflows,
@@ -105,7 +106,8 @@ def explain(termination: Termination) -> list[Finding]:
     """What ended the job first, then other failures in its output. Empty if it ended well."""
     termination = dataclasses.replace(termination, output=drop_ignored_exceptions(termination.output))
     matches = _find_matches(termination.output)
-    bad_losses = find_non_finite_losses(termination.output) or find_overflows(termination.output)
+    losses = find_losses(termination.output)
+    bad_losses = find_non_finite_losses(losses) or find_overflows(termination.output)
     normal_end = _find_normal_end(termination, matches)
     findings: list[Finding] = []
     if normal_end is not None:
@@ -120,7 +122,7 @@ def explain(termination: Termination) -> list[Finding]:
         findings.insert(
             0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(bad_losses))
         )
-    recurring, num_losses = find_recurring_non_finite_losses(termination.output)
+    recurring, num_losses = find_recurring_non_finite_losses(losses)
     if recurring and all(finding.id != "diverged" for finding in findings):
         text = f"the loss was not finite in {len(recurring)} of {num_losses} lines"
         finding = _make_finding("diverged", [make_evidence(text), *_quote_lines(recurring)], severity="warning")
