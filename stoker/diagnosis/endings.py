@@ -3,7 +3,6 @@ compiled when a line may match; and what the lines of any program show: tracebac
 the line of a normal end. `postmortem.py` has the rules that use them.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -153,7 +152,7 @@ def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
         text = strip_rank_prefix(line.text)
         is_original = text.startswith("Original Traceback (most recent call last)")  # of a loader worker
         is_whole_line = is_original or text.startswith("Traceback (most recent call last)")
-        if is_whole_line or _begins_in_a_line(lines[index : index + 2]):
+        if is_whole_line or _begins_behind_progress(lines[index : index + 2]):
             if start is not None and first_foreign is not None:
                 spans.append((start, first_foreign))
             start = spans.pop()[0] if (is_chained or is_original) and spans else index
@@ -171,14 +170,17 @@ def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
     return spans
 
 
-def _begins_in_a_line(lines: tuple[LogLine, ...]) -> bool:
-    """Whether a traceback begins at the end of the first of two lines: behind a bar, or what the job printed without a
-    line break."""
-    return (
-        len(lines) == 2
-        and lines[0].text.rstrip().endswith("Traceback (most recent call last):")
-        and lines[1].text.startswith('  File "')
-    )
+def _begins_behind_progress(lines: tuple[LogLine, ...]) -> bool:
+    """Whether a traceback begins at the end of the first of two lines, behind a bar or losses that were printed without
+    a line break."""
+    header = re.search(r"(\[rank\d{1,9}\]: ?)?Traceback \(most recent call last\):\s*$", lines[0].text)
+    if header is None or len(lines) < 2 or not lines[1].text.startswith(f'{header[1] or ""}  File "'):
+        return False
+    before = lines[0].text[: header.start()]
+    return _BAR.search(before) is not None or _PROGRESS_PATTERN.search(before) is not None
+
+
+_BAR = re.compile(r"\d%\||\d(it|s)/(s|it)\b")
 
 
 _EXCEPTION_LINE = re.compile(
@@ -193,7 +195,10 @@ _MAX_FOREIGN_LINES = 20
 def has_open_traceback(lines: tuple[LogLine, ...]) -> bool:
     """Whether the output ends within a traceback."""
     last = max((last for _, last in find_tracebacks(lines)), default=-1)
-    return any(_BLOCK.match(strip_rank_prefix(line.text)) for line in lines[last + 1 :])
+    return any(
+        _BLOCK.match(strip_rank_prefix(lines[index].text)) or _begins_behind_progress(lines[index : index + 2])
+        for index in range(last + 1, len(lines))
+    )
 
 
 def is_exception_line(text: str) -> bool:
@@ -290,24 +295,25 @@ def find_non_finite_losses(losses: list[LoggedLoss]) -> list[LogLine]:
     return list(dict.fromkeys(line for line, _, counts in latest.values() if counts))
 
 
-_MIN_NON_FINITE_LINES, _MIN_NON_FINITE_FRACTION = 5, 0.1
-"""Lines in which a loss was not finite, and their fraction of all with that loss, from which these are no steps that
-loss scaling skips (heuristic)."""
+_MIN_NON_FINITE_LINES, _MIN_NON_FINITE_FRACTION, _MIN_SPELLS = 5, 0.1, 3
+"""Lines in which a loss is not finite, their fraction of all with that loss, and how often it became so, from which
+this is the data, and no step that loss scaling skips or a mean that has one in it (heuristic)."""
+_EVALUATION = re.compile(r"(?i)\b(val|valid|validation|eval|evaluation|test)\b")
 
 
 def find_recurring_non_finite_losses(losses: list[LoggedLoss]) -> tuple[list[LogLine], int]:
-    """(the lines in which the training loss was NaN or infinite, the number of those in which it was given), of one
-    that was again and again, and finite in between; ([], 0): none was. A best loss may begin as infinite."""
-    found: dict[str, list[LogLine]] = {}
-    totals: collections.Counter[str] = collections.Counter()
-    for line, name, value in losses:
-        totals[name] += 1
-        if name in _WHOLE_LOSSES and _NON_FINITE.search(value):
-            found.setdefault(name, []).append(line)
-    name = max(found, key=lambda name: len(found[name]), default="")
-    if len(found.get(name, ())) < max(_MIN_NON_FINITE_LINES, _MIN_NON_FINITE_FRACTION * totals[name]):
-        return [], 0
-    return found[name], totals[name]
+    """(the lines in which the training loss is NaN or infinite, the number of those that have it), if it became so
+    again and again; else ([], 0). Other losses, as the best one so far, may begin as infinite."""
+    found: tuple[list[LogLine], int] = ([], 0)
+    for name in _WHOLE_LOSSES:
+        of_name = [loss for loss in losses if loss.name == name and not _EVALUATION.search(loss.line.text)]
+        is_bad = [_NON_FINITE.search(loss.value) is not None for loss in of_name]
+        num_spells = sum(bad and not before for before, bad in itertools.pairwise([False, *is_bad]))
+        lines = [loss.line for loss, bad in zip(of_name, is_bad, strict=True) if bad]
+        minimum = max(_MIN_NON_FINITE_LINES, _MIN_NON_FINITE_FRACTION * len(of_name), len(found[0]) + 1)
+        if num_spells >= _MIN_SPELLS and len(lines) >= minimum:
+            found = lines, len(of_name)
+    return found
 
 
 _LOSS_SCALE = re.compile(

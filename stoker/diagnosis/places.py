@@ -432,7 +432,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     steps; of functions with steps in them, their lines with a call, neighbors with calls of the same module as one.
     Without waits for a loader, imports, and what other causes explain: compiling, checkpoints, decoders. A function of
     which one line is most of it is that line, else the place has no call."""
-    have_steps = _functions_with_steps(run)
+    have_steps = functions_with_steps(run)
     functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
     for place in list_places(run):
@@ -458,7 +458,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     return sorted(heavy, key=lambda place: -place.seconds)
 
 
-def _functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
+def functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
     """(file, function) of those that call a backward pass or an optimizer's step, or spend at least MIN_STEPS in the
     training step: one that ends with `torch.from_numpy(…)` is none."""
     in_steps: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -476,17 +476,24 @@ def _functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
 
 
 def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
-    """With the calls of a line that are of one module as one place each (a loader that starts and ends in it), then
-    those lines of a function that are near each other and make the same call; the most costly first."""
-    joined = [place for place in places if not place.call]
-    of_lines: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
+    """The places, of which those are one that a line has in calls of one class or module of a package, as of a loader
+    that starts and ends in it, and those of neighboring lines of a function that make the same call. The most costly
+    first."""
+    of_lines: dict[tuple[str, int, str, str, str], list[PlaceTotal]] = {}
+    joined: list[PlaceTotal] = []
     for place in places:
-        if place.call:
-            of_lines.setdefault((place.role, place.rank, place.line, module_of(place.call)), []).append(place)
+        module = module_of(place.call)
+        rank = place.rank if place.role == "training" else 0
+        if "." in module:
+            of_lines.setdefault((place.role, rank, place.line, place.kind, module), []).append(place)
+        else:
+            joined.append(place)
+    joined += [total for group in of_lines.values() if (total := merge_places(group)) is not None]
     calls: dict[tuple[str, str], list[list[PlaceTotal]]] = {}
-    for (*_, module), group in of_lines.items():
-        place = _merge_lines(group, module) if len(group) > 1 else group[0]
-        calls.setdefault((place.kind, place.call), []).append([place])
+    for place in joined:
+        if place.call:
+            calls.setdefault((place.kind, place.call), []).append([place])
+    joined = [place for place in joined if not place.call]
     for (_, call), lines in calls.items():
         joined += [_merge_lines(group, call) for group in _join_neighbors(lines)]
     return _sort_by_cost(run, joined)

@@ -97,8 +97,8 @@ class _Match:
 
 _RECURRING_TITLE = "The loss is NaN or infinite again and again"
 _RECURRING_FIX = (
-    "Print the names of the records in such a step: some have boxes without width or height, labels out of range or "
-    "empty targets, of which a logarithm, a quotient or a root is not finite; drop them, or clamp what is divided"
+    "Print the names of the images in such a step: some have boxes without width or height, labels out of range or no "
+    "boxes, of which a logarithm, a quotient or a root is not finite; drop them, or clamp what is divided"
 )
 
 

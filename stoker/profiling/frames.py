@@ -32,7 +32,8 @@ WAIT, BACKWARD, EVALUATION = "input_wait", "backward", "eval"
 whose waits are not told from their other work."""
 
 PYTHON_FAILURES = 8.0
-"""How much more often py-spy fails in Python than in a function that computes (fitted to one job: LOG.md)."""
+"""Failed samples for each one that was read, in Python code over those in functions that compute: 1.5 and 0.19 by the
+clocks of a job on a quiet machine (LOG.md)."""
 MIN_WEIGHED, MAX_FACTOR = 5, 3.0
 """Samples of a part from which it is weighed, and by how much at most: a few that count as many would be certain."""
 MIN_TRAINING = 0.1
@@ -77,6 +78,7 @@ _TRAINER_FILE = re.compile(
     r"/(site|dist)-packages/(lightning|pytorch_lightning|transformers|accelerate|(tf_)?keras|skorch|ignite|fastai)/"
 )
 """Files of packages that have a training loop."""
+_FRAMEWORK_FILE = re.compile(r"/(site|dist)-packages/(torch|tensorflow|jax|(tf_)?keras)/")
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _LOADER_THREAD_FILE = re.compile(
     r"/tensorflow/python/ops/script_ops\.py|/(tf_)?keras/(src/)?(trainers/data_adapters/|utils/data_utils\.py)"
@@ -126,30 +128,23 @@ def find_role(samples: Samples) -> str:
 def add_failed(samples: Samples, num_failed: int) -> Samples:
     """The samples with those that py-spy failed to read, and those of which it read the inner frames alone. It does
     where frames change meanwhile, so not in a wait, for a device or another thread, and not in a C function that a line
-    of own code calls. The others get them in proportion to how many different stacks their line has, times
-    PYTHON_FAILURES where neither a framework nor a decoder computes: of a job on a quiet machine whose clocks say how
-    much was missing, Python failed in 60 % of the samples, forward passes in 16 % (LOG.md)."""
-    roots: collections.Counter[tuple[str, str]] = collections.Counter()
-    for stack, count in samples:
-        roots[stack[-1][:2] if stack else ("", "")] += count
-    root = max(roots, key=roots.__getitem__, default=("", ""))
-    whole = [(stack, count) for stack, count in samples
-             if not root[0] or (stack and (stack[-1][:2] == root or stack[-1].function == "<module>"))]  # fmt: skip
-    num_failed += sum(count for _, count in samples) - sum(count for _, count in whole)
+    of own code calls. Each line gets them in proportion to how many different stacks it has, times PYTHON_FAILURES in
+    Python code, and becomes at most MAX_FACTOR times as large; what is beyond that is left out."""
+    whole, num_broken = _drop_broken(samples)
+    num_failed += num_broken
+    lines: list[tuple[Frame | None, float]] = []  # of each stack: the line, how easily it fails
     stacks: collections.Counter[Frame | None] = collections.Counter()
     counts: collections.Counter[Frame | None] = collections.Counter()
-    parts: list[tuple[Frame | None, float]] = []  # of each stack: its line, how easily it fails
     for stack, count in whole:
-        index = next((index for index, frame in enumerate(stack) if is_job_code(frame)), -1)
-        line = stack[index] if index >= 0 else None
-        # what is called inside of a forward pass may be Python all the same
-        computes = classify(stack[: index + 1] or stack, active=True) in ("compute", "comm", "decode")
-        cannot_fail = classify(stack, active=True) in ("idle", "sync") or _is_waiting(stack) or _is_in_c_function(stack)
-        parts.append((line, 0.0 if cannot_fail else 1.0 if computes else PYTHON_FAILURES))
-        stacks[line] += 1
-        counts[line] += count
+        line = next((frame for frame in stack if not _FRAMEWORK_FILE.search(frame.file)), None)
+        factor = _failure_factor(stack)
+        lines.append((line, factor))
+        if factor and count:
+            stacks[line] += 1
+            counts[line] += count
     weights = [
-        factor * count * stacks[line] / counts[line] for (line, factor), (_, count) in zip(parts, whole, strict=True)
+        factor * count * stacks[line] / counts[line] if factor and count else 0.0
+        for (line, factor), (_, count) in zip(lines, whole, strict=True)
     ]
     total = sum(weights)
     if not num_failed or not total:
@@ -157,10 +152,30 @@ def add_failed(samples: Samples, num_failed: int) -> Samples:
     found: Samples = []
     before = 0.0
     for weight, (stack, count) in zip(weights, whole, strict=True):
-        after = before + weight * num_failed / total
+        after = before + min(weight * num_failed / total, (MAX_FACTOR - 1) * count)
         found.append((stack, count + round(after) - round(before)))
         before = after
     return found
+
+
+def _drop_broken(samples: Samples) -> tuple[Samples, int]:
+    """(the samples, without stacks that lack the outer frames of others; the number of these)."""
+    inner = {frame[:2] for stack, _ in samples for frame in stack[:-1] if frame.function != "<module>"}
+    num_empty = sum(count for stack, count in samples if not stack)
+    all_empty = 2 * num_empty >= sum(count for _, count in samples)  # Python has ended
+    whole = [(stack, count) for stack, count in samples if (stack[-1][:2] not in inner if stack else all_empty)]
+    return whole, sum(count for _, count in samples) - sum(count for _, count in whole)
+
+
+def _failure_factor(stack: Stack) -> float:
+    """How easily py-spy fails to read a stack; 0: it does not."""
+    if classify(stack, active=True) in ("idle", "sync") or _is_waiting(stack) or _is_in_c_function(stack):
+        return 0.0
+    index = next((index for index, frame in enumerate(stack) if is_job_code(frame)), -1)
+    if index == 0 and any(_LAYER_FILE.search(frame.file) for frame in stack):
+        return 1.0  # an operator of a tensor, in the file of a model
+    # what own code calls inside of a forward pass may be Python all the same
+    return PYTHON_FAILURES if classify(stack[: index + 1] or stack, active=True) == "python" else 1.0
 
 
 def weigh(samples: Samples, known_s: Mapping[str, float], wall_s: float) -> Samples:

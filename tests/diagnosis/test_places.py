@@ -659,6 +659,38 @@ def test_why_lists_neighboring_lines_with_calls_of_one_module_as_one(tmp_path: P
     assert listed == [("data.py:255", 15), ("data.py:41", 10)]
 
 
+def test_why_lists_calls_of_one_class_in_one_line_as_one(tmp_path: Path) -> None:
+    """Recorded of PointNet: `next(iter(loader))` starts eight workers and ends them."""
+    loader = {"line": "train.py:122", "function": "main", "kind": "input_wait"}
+    places = [
+        Place(call="torch.utils.data.dataloader.__iter__", samples=6, **loader),
+        Place(call="torch.utils.data.dataloader.__del__", samples=5, **loader),
+        Place(line="train.py:130", function="main", call="self.encode", kind="python", samples=4),
+        Place(line="train.py:130", function="main", call="self.decode", kind="python", samples=3),
+        Place(line="train.py:114", function="main", call="loss.backward", kind="compute", samples=22),
+    ]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60,
+                   stacks=[window(n, *places) for n in range(1, 6)])  # fmt: skip
+    listed = [(place.call.rpartition(".")[2], round(place.seconds)) for place in explain_run(run).places]
+    assert listed == [("__iter__", 14), ("encode", 5), ("decode", 4)]
+
+
+@pytest.mark.parametrize(
+    ("line", "samples", "is_named"), [("utils.py:122", 4, True), ("utils.py:122", 1, False), ("train.py:92", 4, False)]
+)
+def test_evaluations_name_the_places_that_may_be_in_them(
+    line: str, samples: int, is_named: bool, tmp_path: Path
+) -> None:
+    """Recorded of a U-Net that draws the images of each evaluation; not lines of the training loop."""
+    drawing = Place(line=line, function=line.partition(".")[0], call="numpy.mean", kind="python", samples=samples)
+    step = Place(line="train.py:87", function="train", call="loss.backward", kind="compute", samples=40 - samples)
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=200, fractions={"eval": 0.3},
+                   stacks=[window(n, drawing, step) for n in range(1, 20)])  # fmt: skip
+    found = next(finding for finding in run_rules(read_run(run)) if finding.id == "evaluation_heavy")
+    assert ("numpy.mean, called at utils.py:122" in found.evidence_text) == is_named
+    assert "train.py" not in found.evidence_text
+
+
 BATON = Place(line="data.py:82", function="read_sizes", call="baton.wait", kind="idle", samples=40)
 
 

@@ -302,11 +302,15 @@ SSD_LOSSES = [41.4, 22.8, "inf", 20.9, "inf", "inf", 34.5, 14.8, "inf", "inf", 1
     (SSD_LOSSES, "the loss was not finite in 5 of 12 lines"),
     (SSD_LOSSES + [5.0] * 39, ""),
     ([*SSD_LOSSES[:9], 11.0], ""),
+    (["nan"] * 5 + [5.0] * 35, ""),
+    ([5.0] * 2 + ["inf"] * 8 + [5.0] * 40, ""),
 ])  # fmt: skip
 def test_a_loss_that_is_infinite_again_and_again_is_found(losses: list[object], text: str) -> None:
     lines = [f"iter {10 * n} || Loss: {loss} || timer: 0.1 sec.\n" for n, loss in enumerate(losses)]
     found = died("".join(lines), exit_code=0)
     assert [(f.id, f.severity, f.evidence[0].text) for f in found] == ([("diverged", "warning", text)] if text else [])
+    for other in ("best_loss", "val loss"):
+        assert died("".join(lines).replace("Loss", other), exit_code=0) == []
 
 
 def test_a_traceback_behind_a_line_that_has_not_ended_is_one() -> None:

@@ -55,12 +55,12 @@ def inference_gflop(name: str) -> float:
 def cost_of(name: str) -> ComputeCost:
     """What the row has to say. Raises RuntimeError where the step does not run."""
     (step,) = fakes.run(trial_of(name, read_recipes()[MODELS[name].recipe].optim.optimizer))
-    (without_products,) = fakes.run(trial_of(name, "sgd"))  # Muon's are of a step, whatever its batch
-    if step.error is not None or without_products.flop is None:
-        raise RuntimeError(f"{name}: {step.error}")
+    (sgd_step,) = fakes.run(trial_of(name, "sgd"))  # Muon's are of a step, whatever its batch
+    if step.error is not None or sgd_step.flop is None:
+        raise RuntimeError(f"{name}: {step.error or sgd_step.error}")
     return ComputeCost(
         gflop=float(f"{inference_gflop(name):.3g}"),
-        training_gflop=float(f"{without_products.flop / 1e9:.3g}"),
+        training_gflop=float(f"{sgd_step.flop / 1e9:.3g}"),
         memory_gib=float(f"{step.peak / 2**30:.2g}"),
     )
 

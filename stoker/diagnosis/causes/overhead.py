@@ -27,6 +27,7 @@ from stoker.diagnosis.places import (
     describe_place,
     find_places,
     frequency,
+    functions_with_steps,
     heavy_places,
     list_places,
     module_of,
@@ -46,14 +47,18 @@ _BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
 
 
 def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
-    """With the places outside of forward passes that may be in the evaluations, if they take a good part of these."""
-    count, seconds = run.learning.num_evaluations, run.phase_seconds("eval")
-    kinds = ("python", "decode", "gc")
-    places = [place for place in list_places(run) if place.role == "training" and place.kind in kinds]
+    """The evidence names places outside of forward passes and of the training loop, which may be in the evaluations, if
+    they take a good part of their time."""
+    count, have_steps = run.learning.num_evaluations, functions_with_steps(run)
+    places = [
+        place for place in list_places(run)
+        if place.role == "training" and place.kind in ("python", "decode", "gc")
+        and (place.line.rpartition(":")[0], place.function) not in have_steps
+    ]  # fmt: skip
     evidence = None
-    if sum(place.seconds for place in places) >= cause.threshold("places") * seconds:
+    if places and sum(place.seconds for place in places) >= cause.threshold("places") * run.phase_seconds("eval"):
         parts = ", ".join(f"{place.seconds:,.1f} s in {describe_place(place)}" for place in places[:MAX_LINES])
-        text = f"places outside of forward passes, which may be in it: {parts}"
+        text = f"places outside of forward passes and of the training loop, which may be in it: {parts}"
         evidence = make_evidence(text, None, "stacks.jsonl: places")
     return _repeated_phase_finding(run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=[evidence])
 
