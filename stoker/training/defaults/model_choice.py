@@ -24,7 +24,7 @@ PRETRAINED, FROM_SCRATCH = "ember_mobilenet_v2", "ember_n"
 """The models for a CPU, with and without ImageNet weights."""
 ON_GPU = "retinanet_resnet50_fpn"
 COST_OF_RANDOM_WEIGHTS = (
-    "after the same time ember_n had AP 0.51 on 270 photos of cars, ember_mobilenet_v2 from ImageNet weights 0.66 (on "
+    "after the same time ember_n had AP 0.53 on 270 photos of cars, ember_mobilenet_v2 from ImageNet weights 0.66 (on "
     "blood cells less than ember_n; docs/which-model.md)"
 )
 GFLOP_PER_CORE_SECOND = 160.0
