@@ -38,22 +38,21 @@ AGAIN = {"facebookresearch/detr", "huggingface/accelerate"}
 """Repositories of which the fourth set has another program; the heads of its tables say so."""
 
 
-@pytest.mark.parametrize(("series", "text"), [
-    (3, "in {} programs of other makers, which are not in this repository: {} jobs with a fault, {} healthy ones"),
-    (4, "in {} others, {} and {}, all held back"),
-    (5, "in {} further ones, {} and {}, all held back"),
-    (6, "in {} further ones, {} and {}, all held back"),
-    (7, "in {} further ones, {} and {}, all held back"),
-    (8, "in {} further ones, {} and {}, all held back"),
-])  # fmt: skip
-def test_there_are_enough_jobs_and_half_of_each_kind_or_all_are_held_back(series: int, text: str, table: Table) -> None:
-    jobs = [case for case in table.job if case.series == series]
-    healthy = [case for case in jobs if case.kind == HEALTHY]
-    programs = {case.program for case in jobs}
+def test_the_page_says_how_many_jobs_there_are(table: Table) -> None:
+    programs = {(case.series, case.program) for case in table.job}
+    num_healthy = sum(case.kind == HEALTHY for case in table.job)
     documented = (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert text.format(len(programs), len(jobs) - len(healthy), len(healthy)) in documented
-    assert len(jobs) >= {3: 60, 4: 40, 5: 30, 6: 30, 7: 30, 8: 30}[series]
-    assert len(programs) >= 12
+    text = f"{len(programs)} programs, {len(table.job) - num_healthy} jobs with a fault, {num_healthy} healthy ones"
+    assert text in documented
+
+
+@pytest.mark.parametrize(("series", "minimum"), [(3, 60), (4, 40), (5, 30), (6, 30), (7, 30), (8, 30), (9, 30)])
+def test_there_are_enough_jobs_and_half_of_each_kind_or_all_are_held_back(
+    series: int, minimum: int, table: Table
+) -> None:
+    jobs = [case for case in table.job if case.series == series]
+    assert len(jobs) >= minimum
+    assert len({case.program for case in jobs}) >= 12
     if series > 3:
         assert all(case.held_back for case in jobs)
         return
