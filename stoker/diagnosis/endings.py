@@ -173,6 +173,8 @@ def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
 def _begins_behind_progress(lines: tuple[LogLine, ...]) -> bool:
     """Whether a traceback begins at the end of the first of two lines, behind a bar or losses that were printed without
     a line break."""
+    if "Traceback (most recent call last):" not in lines[0].text:
+        return False
     header = re.search(r"(\[rank\d{1,9}\]: ?)?Traceback \(most recent call last\):\s*$", lines[0].text)
     if header is None or len(lines) < 2 or not lines[1].text.startswith(f'{header[1] or ""}  File "'):
         return False
@@ -303,7 +305,7 @@ _EVALUATION = re.compile(r"(?i)\b(val|valid|validation|eval|evaluation|test)\b")
 
 def find_recurring_non_finite_losses(losses: list[LoggedLoss]) -> tuple[list[LogLine], int]:
     """(the lines in which the training loss is NaN or infinite, the number of those that have it), if it became so
-    again and again; else ([], 0). Other losses, as the best one so far, may begin as infinite."""
+    again and again; else ([], 0). Only _WHOLE_LOSSES count: others, as the best loss so far, may begin as infinite."""
     found: tuple[list[LogLine], int] = ([], 0)
     for name in _WHOLE_LOSSES:
         of_name = [loss for loss in losses if loss.name == name and not _EVALUATION.search(loss.line.text)]

@@ -329,6 +329,19 @@ StopIteration
     assert find_tracebacks(tuple(LogLine(line, "") for line in text.splitlines())) == [(0, 7)]
     logged = '2024-01-01 ERROR Traceback (most recent call last):\n2024-01-01 ERROR   File "a.py", line 1, in f\n'
     assert find_tracebacks(tuple(LogLine(line, "") for line in logged.splitlines())) == []
+    ranks = text.replace("|| Trace", "|| [rank0]: Trace").replace("\n", "\n[rank0]: ").removesuffix("[rank0]: ")
+    assert find_tracebacks(tuple(LogLine(line, "") for line in ranks.splitlines())) == [(0, 7)]
+    for before in ("wandb: upload failed: ", "Exception ignored in: <f> "):
+        other = text.replace("iter 1030 || Loss: 8.1139 || ", before)
+        assert find_tracebacks(tuple(LogLine(line, "") for line in other.splitlines())) == []
+
+
+@pytest.mark.parametrize("code", ["next(module.parameters())", "next(csv.reader(file))", "next(iter([]))"])
+def test_not_every_iterator_that_ends_is_a_loader(code: str) -> None:
+    text = (
+        f'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    a = {code}\nStopIteration\n'
+    )
+    assert died(text)[0].id == "ended_by_error"
 
 
 @pytest.mark.parametrize("exit_code", [KILLED, BY_TERM, -int(signal.SIGINT), 143, 130])

@@ -47,20 +47,27 @@ _BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
 
 
 def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
-    """The evidence names places outside of forward passes and of the training loop, which may be in the evaluations, if
-    they take a good part of their time."""
-    count, have_steps = run.learning.num_evaluations, functions_with_steps(run)
+    count = run.learning.num_evaluations
+    evidence = (
+        _places_beside_steps(run, cause) if run.phase_seconds("eval") >= cause.threshold("min_duration_s") else None
+    )
+    return _repeated_phase_finding(run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=[evidence])
+
+
+def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
+    """Places outside of forward passes and of the training loop, which may be in the evaluations; None if they take a
+    small part of the time of these."""
+    have_steps = functions_with_steps(run)
     places = [
         place for place in list_places(run)
         if place.role == "training" and place.kind in ("python", "decode", "gc")
         and (place.line.rpartition(":")[0], place.function) not in have_steps
     ]  # fmt: skip
-    evidence = None
-    if places and sum(place.seconds for place in places) >= cause.threshold("places") * run.phase_seconds("eval"):
-        parts = ", ".join(f"{place.seconds:,.1f} s in {describe_place(place)}" for place in places[:MAX_LINES])
-        text = f"places outside of forward passes and of the training loop, which may be in it: {parts}"
-        evidence = make_evidence(text, None, "stacks.jsonl: places")
-    return _repeated_phase_finding(run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=[evidence])
+    if not places or sum(place.seconds for place in places) < cause.threshold("places") * run.phase_seconds("eval"):
+        return None
+    parts = ", ".join(f"{place.seconds:,.1f} s in {describe_place(place)}" for place in places[:MAX_LINES])
+    text = f"places outside of forward passes and of the training loop, which may be in it: {parts}"
+    return make_evidence(text, None, "stacks.jsonl: places")
 
 
 def checkpoint_heavy(run: RunRecords, cause: Cause) -> Finding | None:
