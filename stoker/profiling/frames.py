@@ -32,8 +32,8 @@ WAIT, BACKWARD, EVALUATION = "input_wait", "backward", "eval"
 whose waits are not told from their other work."""
 
 PYTHON_FAILURES = 8.0
-"""Failed samples for each one that was read, in Python code over those in functions that compute: 1.5 and 0.19 by the
-clocks of a job on a quiet machine (LOG.md)."""
+"""How many times as many samples fail in Python code as in functions that compute, for each one that is read: 1.5
+against 0.19, by the clocks of a job on a quiet machine (LOG.md)."""
 MIN_WEIGHED, MAX_FACTOR = 5, 3.0
 """Samples of a part from which it is weighed, and by how much at most: a few that count as many would be certain."""
 MIN_TRAINING = 0.1
@@ -162,8 +162,8 @@ def _drop_broken(samples: Samples) -> tuple[Samples, int]:
     """(the samples, without stacks that lack the outer frames of others; the number of these)."""
     inner = {frame[:2] for stack, _ in samples for frame in stack[:-1] if frame.function != "<module>"}
     num_empty = sum(count for stack, count in samples if not stack)
-    all_empty = 2 * num_empty >= sum(count for _, count in samples)  # Python has ended
-    whole = [(stack, count) for stack, count in samples if (stack[-1][:2] not in inner if stack else all_empty)]
+    has_ended = 2 * num_empty >= sum(count for _, count in samples)
+    whole = [(stack, count) for stack, count in samples if (stack[-1][:2] not in inner if stack else has_ended)]
     return whole, sum(count for _, count in samples) - sum(count for _, count in whole)
 
 
