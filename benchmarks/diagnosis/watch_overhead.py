@@ -1,7 +1,7 @@
 """What `stoker watch` costs a job: the same job with it and without, in turn, on five frameworks.
 
-CPU-seconds are those of all processes: the job and its children, and for `stoker watch` also the watcher, the relays of
-the output and py-spy. They exclude other load, but not its effect on caches and clock rates, so the figure is the
+CPU-seconds are those of all processes: the job and its children, and for `stoker watch` also the watcher and the relays
+of the output. They exclude other load, but not its effect on caches and clock rates, so the figure is the
 median over pairs of neighbors in time. Keras on TensorFlow needs `make peers` (or a Python that has it in
 STOKER_PEERS_PYTHON), Ultralytics a Python that has it in STOKER_ULTRALYTICS_PYTHON. Linux only.
 """
@@ -170,7 +170,7 @@ def run(arguments: argparse.Namespace) -> Report:
     pr_set_child_subreaper = 36  # linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
     report = Report("Cost of `stoker watch`: CPU-seconds of a job with it and without, of all processes", rounds)
-    report.packages = ("stoker", "torch", "transformers", "pytorch-lightning", "py-spy")
+    report.packages = ("stoker", "torch", "transformers", "pytorch-lightning")
     jobs = [job for job in find_jobs() if arguments.only in (None, job.name)]
     for number in range(rounds):
         for job in jobs:

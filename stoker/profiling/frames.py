@@ -1,6 +1,6 @@
 """What the Python stacks of a job say: the kind of work, the role of a process, and the line of its own code it was in.
 
-Pure functions over py-spy's frames. `knowledge/frames.toml` has functions of frameworks by file and name; other frames
+Pure functions over frames. `knowledge/frames.toml` has functions of frameworks by file and name; other frames
 are the job's own code, and `find_place` says in which of its lines the thread was. `calls.py` reads what such a line
 calls. Who samples: `stacks.py`, and for stoker's own trainings `training/own_stacks.py`.
 """
@@ -27,15 +27,6 @@ KINDS = (
 )  # fmt: skip
 """Kinds of work of the main thread; docs/run-folder.md describes them."""
 
-WAIT, BACKWARD, EVALUATION = "input_wait", "backward", "eval"
-"""What the clock in the process of a job times: waits for batches of the training, backward passes, and evaluations,
-whose waits are not told from their other work."""
-
-PYTHON_FAILURES = 8.0
-"""How many times as many samples fail in Python code as in functions that compute, for each one that is read: 1.5
-against 0.19, by the clocks of a job on a quiet machine (LOG.md)."""
-MIN_WEIGHED, MAX_FACTOR = 5, 3.0
-"""Samples of a part from which it is weighed, and by how much at most: a few that count as many would be certain."""
 MIN_TRAINING = 0.1
 """Samples of training for each one of a helper from which a process trains: a launcher sleeps (heuristic)."""
 HELPER = "helper"
@@ -43,7 +34,7 @@ HELPER = "helper"
 
 
 class Frame(NamedTuple):
-    """A frame of py-spy; a stack has the innermost frame first. function: may include its class."""
+    """A frame; a stack has the innermost frame first. function: may include its class."""
 
     function: str
     file: str
@@ -125,112 +116,6 @@ def find_role(samples: Samples) -> str:
     return next((role for role in ("worker", HELPER) if counts[role]), "")
 
 
-def add_failed(samples: Samples, num_failed: int) -> Samples:
-    """The samples with those that py-spy failed to read, and those of which it read the inner frames alone. It does
-    where frames change meanwhile, so not in a wait, for a device or another thread, and not in a C function that a line
-    of own code calls. Each line gets them in proportion to how many different stacks it has, times PYTHON_FAILURES in
-    Python code, and becomes at most MAX_FACTOR times as large; what is beyond that is left out."""
-    whole, num_broken = _drop_broken(samples)
-    num_failed += num_broken
-    lines: list[tuple[Frame | None, float]] = []  # of each stack: the line, how easily it fails
-    stacks: collections.Counter[Frame | None] = collections.Counter()
-    counts: collections.Counter[Frame | None] = collections.Counter()
-    for stack, count in whole:
-        line = next((frame for frame in stack if not _FRAMEWORK_FILE.search(frame.file)), None)
-        factor = _failure_factor(stack)
-        lines.append((line, factor))
-        if factor and count:
-            stacks[line] += 1
-            counts[line] += count
-    weights = [
-        factor * count * stacks[line] / counts[line] if factor and count else 0.0
-        for (line, factor), (_, count) in zip(lines, whole, strict=True)
-    ]
-    total = sum(weights)
-    if not num_failed or not total:
-        return samples
-    found: Samples = []
-    before = 0.0
-    for weight, (stack, count) in zip(weights, whole, strict=True):
-        after = before + min(weight * num_failed / total, (MAX_FACTOR - 1) * count)
-        found.append((stack, count + round(after) - round(before)))
-        before = after
-    return found
-
-
-def _drop_broken(samples: Samples) -> tuple[Samples, int]:
-    """(the samples, without stacks that lack the outer frames of others; the number of these)."""
-    inner = {frame[:2] for stack, _ in samples for frame in stack[:-1] if frame.function != "<module>"}
-    num_empty = sum(count for stack, count in samples if not stack)
-    has_ended = 2 * num_empty >= sum(count for _, count in samples)
-    whole = [(stack, count) for stack, count in samples if (stack[-1][:2] not in inner if stack else has_ended)]
-    return whole, sum(count for _, count in samples) - sum(count for _, count in whole)
-
-
-def _failure_factor(stack: Stack) -> float:
-    """How easily py-spy fails to read a stack; 0: it does not."""
-    if classify(stack, active=True) in ("idle", "sync") or _is_waiting(stack) or _is_in_c_function(stack):
-        return 0.0
-    index = next((index for index, frame in enumerate(stack) if is_job_code(frame)), -1)
-    if index == 0 and any(_LAYER_FILE.search(frame.file) for frame in stack):
-        return 1.0  # an operator of a tensor, in the file of a model
-    # what own code calls inside of a forward pass may be Python all the same
-    return PYTHON_FAILURES if classify(stack[: index + 1] or stack, active=True) == "python" else 1.0
-
-
-def weigh(samples: Samples, known_s: Mapping[str, float], wall_s: float) -> Samples:
-    """As many samples, but those in waits for a loader and in backward passes as the clock in the process says. Which
-    stacks py-spy reads depends on how fast they change, so without that a long call seems longer than it is.
-
-    known_s: seconds of WAIT, BACKWARD and EVALUATION in this time. Not weighed are what has too few samples, and waits
-    in a time with an evaluation, whose loader they may be for.
-    """
-    parts = [_clocked_part(stack) for stack, _ in samples]
-    counts: collections.Counter[str] = collections.Counter()
-    for part, (_, count) in zip(parts, samples, strict=True):
-        counts[part] += count
-    clocked_parts = (BACKWARD,) if known_s.get(EVALUATION, 0.0) > 0 else (WAIT, BACKWARD)
-    total = sum(counts.values())
-    factors = {
-        part: min(MAX_FACTOR, max(1 / MAX_FACTOR, total * known_s[part] / wall_s / counts[part]))
-        for part in clocked_parts
-        if counts[part] >= MIN_WEIGHED and known_s.get(part, 0.0) > 0
-    }
-    num_rest = total - sum(counts[part] for part in factors)
-    left = total - sum(counts[part] * factor for part, factor in factors.items())
-    if not factors or left <= 0 or num_rest < MIN_WEIGHED:
-        return samples
-    rest_factor = left / num_rest
-    weighed: Samples = []
-    exact = 0.0
-    for part, (stack, count) in zip(parts, samples, strict=True):
-        before = round(exact)
-        exact += count * factors.get(part, rest_factor)
-        if round(exact) > before:
-            weighed.append((stack, round(exact) - before))
-    return weighed
-
-
-def _clocked_part(stack: Sequence[Frame]) -> str:
-    """WAIT, BACKWARD, or empty: what the clock in the process times of PyTorch (`hook/stoker_hook/torch_loop.py`)."""
-    for frame in stack:
-        if frame.file.endswith("/torch/autograd/__init__.py") and _base_name(frame.function) == "backward":
-            return BACKWARD
-        if frame.file.endswith("/torch/utils/data/dataloader.py") and _base_name(frame.function) in (
-            "__next__",
-            "__iter__",
-        ):
-            return WAIT
-    return ""
-
-
-def _is_in_c_function(stack: Sequence[Frame]) -> bool:
-    """Whether the innermost frame is a line of own code that calls a function that is not of Python."""
-    if not stack or not is_job_code(stack[0]):
-        return False
-    return find_call(stack[0].file, stack[0].line, _base_name(stack[0].function)) != ""
-
-
 def make_window(
     samples: Samples, *, role: str, cwd: str = "", runnable: float | None = None, **fields: Any
 ) -> StackWindow | None:
@@ -248,7 +133,7 @@ def make_window(
         inner = _inside_worker(stack) if role == "worker" else stack
         kind = classify(inner, active=False)
         kinds.append((inner, count, "idle" if kind == HELPER else kind))
-    # Of frames that no rule knows, py-spy does not say whether they wait: the CPU time that is left for them does.
+    # Frames that no rule knows may wait: the CPU time that is left for them does.
     unknown = sum(count for stack, count, kind in kinds if kind == "idle" and not _is_waiting(stack))
     busy = sum(count for _, count, kind in kinds if kind in ("compute", "decode", "compile"))
     active = runnable is None or runnable * total - busy >= unknown / 2

@@ -27,7 +27,7 @@ from stoker.profiling.hook.stoker_hook.growth import GrowthFinder
 from stoker.profiling.hook.stoker_hook.instruments import count_images
 from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown
 from stoker.profiling.run_writer import RankRecorder, exit_code_for
-from stoker.profiling.stacks import StackSampler, allow_reading
+from stoker.profiling.stacks import OwnProcessSampler, allow_reading
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.profiling.torch_hooks import LazyDeviceClock, ScalarLogger, TorchHooks
 from stoker.runs.schemas import StepWindow
@@ -97,7 +97,7 @@ class Measure:
         self._window_start_s = 0.0
         self._scalars = ScalarLogger()
         self._telemetry: TelemetrySampler | None = None
-        self._stacks: StackSampler | None = None
+        self._stacks: OwnProcessSampler | None = None
         self._growth = GrowthFinder(self._report_growth)
 
     @property
@@ -318,16 +318,13 @@ class Measure:
 
     def _start_stacks(self) -> None:
         """Once the folder is known; of the main thread, which is the one that is found from outside."""
-        folder, pid, rank, first = self._writer.folder, os.getpid(), self._writer.rank, self.step_count
-        if self._stacks is not None or self.closed or folder is None or threading.get_native_id() != pid:
+        folder = self._writer.folder
+        if self._stacks is not None or self.closed or folder is None or threading.get_native_id() != os.getpid():
             return
-        allow_reading(pid)
-        self._stacks = StackSampler(
-            folder, pid, own_rank=rank,
-            on_unavailable=lambda reason: self._writer.event("info", f"stacks: {reason}"),
-            training_ranks=lambda: {pid: rank} if self.step_count > first else {},
-        )  # fmt: skip
-        self._stacks.start()
+        try:
+            self._stacks = OwnProcessSampler(folder, self._writer.rank)
+        except OSError as error:
+            self._writer.event("info", f"stacks: not recorded: {error}")
 
     def _report_growth(self, holders: list[dict[str, Any]]) -> None:
         described = describe_growth(holders)

@@ -1,17 +1,19 @@
 """Samples the Python stacks of a watched or measured job into stacks.jsonl (data source 1).
 
-`py-spy record` reads the stacks from outside, without stopping the job, also if the job is stopped: one process of it
-for each training process, and one for a loader worker in turn. A window of 100 samples takes some 40 ms of a CPU, none
-of the job's; there are so many samples that this stays below MAX_CPU_FRACTION of a core. What they say is in
-`frames.py`. If stacks cannot be read, the reason is reported once.
+They are read from outside, from the memory of its processes (`remote_stacks.py`), without stopping the job, also if it
+is stopped. A sample takes some 50 µs of a CPU, none of the job's; there are so many that all of this stays below
+MAX_CPU_FRACTION of a core. What they say is in `frames.py`. If stacks cannot be read, the reason is reported once.
 """
 
+import collections
 import contextlib
 import ctypes
+import json
 import os
+import random
 import re
-import shutil
-import signal
+import select
+import subprocess
 import sys
 import threading
 import time
@@ -21,58 +23,46 @@ from typing import Any, Self
 
 import psutil
 
-from stoker.profiling.frames import HELPER, Frame, Samples, add_failed, find_role, make_window, weigh, working_threads
+from stoker.profiling.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
+from stoker.profiling.remote_stacks import EndedError, RemoteStacks, UnreadableError
 from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.runs.records import RANKS, STACKS, RunFolder
 
 WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 """Time of a line; the first one of a process is short, because only its stacks tell whether it trains."""
-RATES_HZ = (10, 4, 2, 1)
-"""Samples a second of a training of stoker's own: the first that costs less than it may."""
-WINDOWS = ((10, 1), (4, 1), (4, 2), (2, 2), (1, 2))
-"""(samples a second, times WINDOW_S): the next is used if windows cost more than they may. A start of py-spy costs as
-much as 70 samples, so a longer window saves more than a lower rate."""
-IMPORT_RATE_HZ = 2
-"""Samples a second of a process that has shown nothing but imports: each costs 2 ms of CPU time, one of a loop 0.3 ms
-(measured with TensorFlow)."""
+MAX_RATE_HZ, MIN_RATE_HZ = 20.0, 1.0
+"""Samples a second: as many as may be taken for MAX_CPU_FRACTION."""
 MAX_CPU_FRACTION = 0.01
-"""Fraction of a core that sampling may take: py-spy and the thread that reads what it writes. Half of the 2 % of a job
-that watching may cost (benchmarks/diagnosis/watch_overhead.py)."""
-COST_S = 0.05
-"""CPU-seconds of a window of WINDOW_S at 10 Hz, as of a loop in PyTorch, until it is known. Windows of imports, whose
-stacks are deep and new, say nothing of it."""
-OWN_CPU_FRACTION, PRIOR_S = 0.003, 60.0
-"""What that thread takes, and the time for which it counts as measured: the first windows cost more, because functions
-and files are new in them, and would lower the rate of a job of a minute to its end."""
-REPAY_S = 120.0
-"""Time over which CPU time that was taken beyond that is saved again. Importing TensorFlow costs 0.3 s of it: with 30 s
-to save it, the first 40 s of the training had one sample a second (measured)."""
-MAX_WINDOW_S = 60.0
-"""Windows are at most so long, also where even the lowest rate costs too much."""
+"""Fraction of a core that sampling may take, with what is written of it. Half of the 2 % of a job that watching may
+cost (benchmarks/diagnosis/watch_overhead.py)."""
 MAX_PROCESSES = 8
 """The busiest Python processes are sampled, besides one loader worker."""
 HELPER_RECHECK_S = 120.0
 """Time after which a process that waited for others is sampled again: it may train now."""
 MAX_TREE = 512
 """Processes of a job that are looked at."""
-PROCESS_POLL_S, TICK_S = 2.0, 0.2
-"""Time between polls of the processes, a tenth of that until one was sampled; between looks at windows."""
+PROCESS_POLL_S = 2.0
+"""Time between polls of the processes, a tenth of that until one was sampled."""
 MAX_FAILURES = 5
-"""Windows of a process without a sample in a row, after which it is skipped."""
-STOP_TIMEOUT_S = 2.0
-"""For py-spy to write what it has, once the job or the watcher ends."""
+"""Polls at which a process cannot be read, after which it is skipped."""
+STOP_TIMEOUT_S = 5.0
 
 PERMISSION_HINT = (
     "it needs the user of the job and kernel.yama.ptrace_scope 0, or root; in a container CAP_SYS_PTRACE: "
     "docker run --cap-add SYS_PTRACE"
 )
-RECORDED = "sampled by py-spy, from outside the job"
+RECORDED = "sampled from outside the job"
 
 _PR_SET_PTRACER = 0x59616D61
 """linux/prctl.h."""
 _PYTHON = re.compile(r"(^|/)(python|pypy)[\d.]*\w?$")
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
+
+
+def affordable_rate(cost_s: float, highest_hz: float) -> float:
+    """Samples a second at most of which each takes cost_s CPU-seconds."""
+    return min(highest_hz, max(MIN_RATE_HZ, MAX_CPU_FRACTION / max(cost_s, 1e-9)))
 
 
 def is_python(pid: int) -> bool:
@@ -108,46 +98,52 @@ def cpu_seconds(process: psutil.Process) -> float | None:
         return None
 
 
-def find_py_spy() -> str | None:
-    """The path of py-spy, next to this Python or on PATH; None: not installed."""
-    sibling = Path(sys.executable).with_name("py-spy")
-    return str(sibling) if sibling.exists() else shutil.which("py-spy")
+class _Window:
+    """Samples of a process for a line of stacks.jsonl, from now on."""
 
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+        self.start_s = self._runnable_at_s = time.monotonic()
+        self._start_cpu_s = cpu_seconds(process)
+        self._start_runnable_s = self._end_runnable_s = _runnable_seconds(process.pid)
+        threads = _list_threads(process.pid)
+        self._start_threads_s = {thread: _runnable_seconds(process.pid, thread) for thread in threads}
+        self._counts: dict[int, collections.Counter[tuple[Frame, ...]]] = {}
 
-_RAW_LINE = re.compile(r"thread \((\w+)\)(?:: ([^;]*))?;(.*) (\d+)")
-_RAW_FRAME = re.compile(r"(.*?) \((.*?)(?::(\d+))?\)")
-_FAILED = re.compile(r"py-spy> .* Samples: \d+ Errors: (\d+)")
+    def add(self, stacks: Mapping[int, list[Frame]]) -> None:
+        """A sample: thread → stack."""
+        for thread, stack in stacks.items():
+            self._counts.setdefault(thread, collections.Counter())[tuple(stack)] += 1
+        if (now_s := time.monotonic()) - self._runnable_at_s > 0.1:  # for the case that the process ends
+            self._runnable_at_s = now_s
+            self._end_runnable_s = _runnable_seconds(self._process.pid) or self._end_runnable_s
 
+    def age_s(self) -> float:
+        return time.monotonic() - self.start_s
 
-def find_failed(text: str) -> int | None:
-    """The number of failed samples in what py-spy says at its end; None: it does not say it."""
-    found = _FAILED.search(text)
-    return int(found[1]) if found else None
+    def samples(self) -> tuple[Samples, dict[int, Samples]]:
+        """(those of the main thread, kernel's ID → those of each other thread)"""
+        found = {
+            thread: [(list(stack), count) for stack, count in counts.items()] for thread, counts in self._counts.items()
+        }
+        return found.pop(self._process.pid, []), found
 
+    def cpu_fractions(self) -> tuple[float | None, float | None]:
+        """Cores that the process used, and the fraction of the time in which its main thread ran or waited for a core;
+        None: it ended, or it is not known."""
+        wall_s, cpu_s = self.age_s(), cpu_seconds(self._process)
+        process_cpu, runnable = None, None
+        if wall_s > 0 and cpu_s is not None and self._start_cpu_s is not None and is_alive(self._process):
+            process_cpu = max(0.0, cpu_s - self._start_cpu_s) / wall_s
+        self._end_runnable_s = _runnable_seconds(self._process.pid) or self._end_runnable_s
+        if wall_s > 0 and self._start_runnable_s is not None and self._end_runnable_s is not None:
+            runnable = (self._end_runnable_s - self._start_runnable_s) / wall_s
+        return process_cpu, runnable
 
-def parse_samples(text: str, pid: int, cwd: str = "") -> tuple[Samples, dict[int, Samples]]:
-    """(the stacks of the main thread, kernel's ID → those of each other thread) in py-spy's raw format: a line is
-    `thread (ID): NAME;FRAME;FRAME 7`, the outermost frame first. cwd: older Pythons keep relative file names."""
-    main: Samples = []
-    others: dict[int, Samples] = {}
-    for line in text.splitlines():
-        match = _RAW_LINE.fullmatch(line)
-        if match is None:
-            continue
-        is_main = match[1] == str(pid) or match[2] == "MainThread"
-        if not is_main and not match[1].isdecimal():  # not the kernel's ID
-            continue
-        frames = [found for frame in match[3].split(";") if (found := _RAW_FRAME.fullmatch(frame)) is not None]
-        stack = [
-            Frame(found[1], found[2] if found[2].startswith("<") else os.path.join(cwd, found[2]), int(found[3] or 0))
-            for found in reversed(frames)
-        ]
-        (main if is_main else others.setdefault(int(match[1]), [])).append((stack, int(match[4])))
-    return main, others
-
-
-Clock = Callable[[int], Mapping[str, float]]
-"""PID → seconds of parts of its work so far, by the clock in that process (`HookReader.clock`)."""
+    def thread_runnable(self, thread: int) -> float | None:
+        """The fraction of the window in which a thread ran or waited for a core; None: it ended."""
+        seconds, wall_s = _runnable_seconds(self._process.pid, thread), max(1e-3, self.age_s())
+        return None if seconds is None else (seconds - (self._start_threads_s.get(thread) or 0.0)) / wall_s
 
 
 class _Process:
@@ -167,99 +163,24 @@ class _Process:
         """The hook has counted a step of it."""
         self.sampled_s = 0.0
         """Monotonic time at which its newest window began."""
+        self.window: _Window | None = None
+        self.stacks: RemoteStacks | None = None
         env: dict[str, str] = {}
         self.cwd, self.parent = "", 0
         with contextlib.suppress(psutil.Error):  # it ended, or may not be read
             env, self.cwd, self.parent = process.environ(), process.cwd(), process.ppid()
         self.rank = next((int(env[name]) for name in _RANK_VARIABLES if env.get(name, "").isdecimal()), 0)
 
+    def begin(self) -> None:
+        """A window. Raises what `RemoteStacks` does."""
+        if self.stacks is None:
+            self.stacks = RemoteStacks(self.pid)
+        self.window, self.sampled_s = _Window(self.process), time.monotonic()
 
-class _Recording:
-    """A window that py-spy records: a process of its own, which writes into memory when it ends. Raises OSError."""
-
-    def __init__(self, target: _Process, py_spy: str, rate_hz: int, clock: Clock) -> None:
-        self.target, self.rate_hz, self.trains, self._clock = target, rate_hz, target.trains, clock
-        self.start_s, self.start_t = time.monotonic(), time.time()
-        self._start_clock, self._end_s = clock(target.pid), self.start_s
-        self._end_clock: Mapping[str, float] = {}
-        self._start_cpu_s, self._start_runnable_s = cpu_seconds(target.process), _runnable_seconds(target.pid)
-        self._end_runnable_s = self._start_runnable_s
-        self._start_threads_s = {thread: _runnable_seconds(target.pid, thread) for thread in _list_threads(target.pid)}
-        self.cpu_s: float | None = None
-        """CPU-seconds that py-spy took, once it has ended."""
-        self.is_ending = False
-        with contextlib.ExitStack() as stack:
-            self._output, self._errors = (os.memfd_create(name) for name in ("stacks", "errors"))
-            for fd in (self._output, self._errors):
-                stack.callback(os.close, fd)
-            command = [
-                py_spy, "record", "--pid", str(target.pid), "--rate", str(rate_hz), "--nonblocking",
-                "--duration", str(int(2 * MAX_WINDOW_S)), "--idle", "--threads", "--format", "raw", "--full-filenames",
-                "--output", f"/proc/{os.getpid()}/fd/{self._output}",
-            ]  # fmt: skip
-            env = {"PATH": os.environ.get("PATH", ""), "LANG": "C", "RUST_BACKTRACE": "0"}
-            # it prints to its standard output how many samples failed
-            outputs = [(os.POSIX_SPAWN_DUP2, self._errors, fd) for fd in (1, 2)]
-            # the watcher's own threads block signals: py-spy must get the one that ends the window
-            self.pid = os.posix_spawn(
-                py_spy, command, env,
-                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0), *outputs], setpgroup=0, setsigmask=[],
-            )  # fmt: skip
-            stack.pop_all()
-
-    def age_s(self) -> float:
-        return time.monotonic() - self.start_s
-
-    def end(self, signal_number: int = signal.SIGINT) -> None:
-        """Lets it write what it has, and end."""
-        if not self.is_ending:
-            self.is_ending, self._end_s, self._end_clock = True, time.monotonic(), self._clock(self.target.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal_number)
-
-    def has_ended(self) -> bool:
-        if self.cpu_s is not None:
-            return True
-        self._end_runnable_s = _runnable_seconds(self.target.pid) or self._end_runnable_s
-        try:
-            pid, _, usage = os.wait4(self.pid, os.WNOHANG)
-        except ChildProcessError:  # the measured job has waited for all its children
-            self.cpu_s = 0.0
-            return True
-        if pid:
-            self.cpu_s = usage.ru_utime + usage.ru_stime
-        return pid != 0
-
-    def read(self) -> tuple[Samples, dict[int, Samples], str]:
-        """(the samples, those of other threads, or the reason why there are none), once it has ended."""
-        texts = []
-        for fd in (self._output, self._errors):
-            with os.fdopen(fd, "rb") as file:
-                file.seek(0)
-                texts.append(file.read().decode(errors="replace"))
-        samples, others = parse_samples(texts[0], self.target.pid, self.target.cwd)
-        samples = add_failed(samples, find_failed(texts[1]) or 0)
-        clocked_s = {name: self._end_clock[name] - start for name, start in self._start_clock.items()
-                     if name in self._end_clock}  # fmt: skip
-        samples = weigh(samples, clocked_s, max(1e-3, self._end_s - self.start_s))
-        lines = [line for line in texts[1].splitlines() if line.strip() and not line.startswith("py-spy>")]
-        return samples, others, "" if samples else next(iter(lines), "py-spy saw no main thread")
-
-    def cpu_fractions(self, end_s: float) -> tuple[float | None, float | None]:
-        """Cores that the process used, and the fraction of the time in which its main thread ran or waited for a core;
-        None: it ended, or it is not known. end_s: monotonic time."""
-        wall_s, cpu_s = end_s - self.start_s, cpu_seconds(self.target.process)
-        process_cpu, runnable = None, None
-        if wall_s > 0 and cpu_s is not None and self._start_cpu_s is not None and is_alive(self.target.process):
-            process_cpu = max(0.0, cpu_s - self._start_cpu_s) / wall_s
-        if wall_s > 0 and self._start_runnable_s is not None and self._end_runnable_s is not None:
-            runnable = (self._end_runnable_s - self._start_runnable_s) / wall_s
-        return process_cpu, runnable
-
-    def thread_runnable(self, thread: int) -> float | None:
-        """The fraction of the window in which a thread ran or waited for a core; None: it ended."""
-        seconds, wall_s = _runnable_seconds(self.target.pid, thread), max(1e-3, time.monotonic() - self.start_s)
-        return None if seconds is None else (seconds - (self._start_threads_s.get(thread) or 0.0)) / wall_s
+    def close(self) -> None:
+        if self.stacks is not None:
+            self.stacks.close()
+        self.stacks = self.window = None
 
 
 def _list_threads(pid: int) -> list[int]:
@@ -284,8 +205,8 @@ class StackSampler:
 
     pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_ranks:
     PID → rank of the live processes that train, as far as the hook knows them; then only these and their loader workers
-    are sampled, and not a launcher that waits for them; clock: weighs their samples. own_rank: `pid` is this process,
-    the only one of this rank that trains: other ranks sample themselves.
+    are sampled, and not a launcher that waits for them. own_rank: `pid` is the only process of this rank that trains:
+    other ranks have samplers of their own.
     """
 
     def __init__(
@@ -295,23 +216,18 @@ class StackSampler:
         *,
         on_unavailable: Callable[[str], None],
         training_ranks: Callable[[], Mapping[int, int]] = dict,
-        clock: Clock = lambda _: {},
         own_rank: int | None = None,
     ) -> None:
         self._folder = folder
         self._pid = pid
         self._on_unavailable = on_unavailable
-        self._training_ranks, self._clock = training_ranks, clock
+        self._training_ranks = training_ranks
         self._own_rank = own_rank
         self._processes: dict[psutil.Process, _Process] = {}
         self._not_python: set[psutil.Process] = set()
-        self._recordings: list[_Recording] = []
-        self._cost_s = COST_S
-        """CPU-seconds of a window of WINDOW_S at 10 Hz."""
-        self._own_fraction = OWN_CPU_FRACTION
-        """Fraction of a core that this thread takes."""
-        self._py_spy_s = self._overspent_s = 0.0
-        """CPU-seconds of py-spy so far, and those of it and this thread beyond MAX_CPU_FRACTION."""
+        self._rate_hz = MAX_RATE_HZ
+        self._cost = 0.0
+        """CPU-seconds of a sample of all processes, with all else that this thread does."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = False
         self._stop = threading.Event()
@@ -328,8 +244,9 @@ class StackSampler:
         self._thread.start()
 
     def stop(self) -> None:
+        """Writes the windows that have begun."""
         self._stop.set()
-        self._thread.join(2 * STOP_TIMEOUT_S + 1.0)  # a thread that hangs is abandoned
+        self._thread.join(STOP_TIMEOUT_S)  # a thread that hangs is abandoned
 
     def _thread_main(self) -> None:
         try:
@@ -339,116 +256,114 @@ class StackSampler:
         except Exception as error:  # noqa: BLE001 (the job goes on, and an event says so)
             self._on_unavailable(f"not recorded from here on: {type(error).__name__}: {error}")
         finally:
-            for recording in self._recordings:
-                recording.end(signal.SIGKILL)
+            for target in self._processes.values():
+                target.close()
 
     def _sample_until_stopped(self) -> None:
-        py_spy = find_py_spy()
-        if py_spy is None:
-            self._on_unavailable("not recorded: py-spy is not installed")
-            return
-        next_poll_s, start_s, targets = 0.0, time.monotonic(), list[_Process]()
-        while not self._stop.wait(TICK_S):
-            self._read_ended()
+        polled_s, polled_cpu_s, is_due, targets = time.monotonic(), 0.0, True, list[_Process]()
+        # at random times: what happens in every step must not happen in every sample
+        while not self._stop.wait(random.uniform(0.5, 1.5) / self._rate_hz):
             now_s = time.monotonic()
-            if now_s >= next_poll_s:
-                targets = self._find_targets(now_s)
-                next_poll_s = now_s + (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10)
-                own_s, elapsed_s = time.thread_time(), now_s - start_s
-                self._own_fraction = (PRIOR_S * OWN_CPU_FRACTION + own_s) / (PRIOR_S + elapsed_s)
-                self._overspent_s = max(0.0, own_s + self._py_spy_s - MAX_CPU_FRACTION * elapsed_s)
-            rate_hz, window_s = self._window(max(1, len(targets)))
-            for recording in self._recordings:
-                age_s, target = recording.age_s(), recording.target
-                starts = not target.trains and target.pid in self._training_ranks()
-                if starts:  # what it does from now on is a window of its own, and costs less than imports
-                    target.trains, self._cost_s = True, COST_S
-                if not recording.is_ending and (starts or age_s >= (FIRST_WINDOW_S if target.is_new else window_s)):
-                    recording.end()
-                elif age_s > 2 * MAX_WINDOW_S:
-                    recording.end(signal.SIGKILL)
-            recorded = {recording.target for recording in self._recordings if not recording.is_ending}
-            has_worker = any(target.role == "worker" for target in recorded)
+            if is_due or now_s - polled_s >= (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10):
+                earlier, targets, is_due = targets, self._find_targets(now_s), False
+                for target in earlier:
+                    if target not in targets:
+                        self._end(target)
+                        target.close()
+                self._begin(targets)
+                cpu_s = time.thread_time()
+                self._follow_cost((cpu_s - polled_cpu_s) / (now_s - polled_s))
+                polled_s, polled_cpu_s = now_s, cpu_s
             for target in targets:
-                if target in recorded or (target.role == "worker" and has_worker):
+                starts = not target.trains and target.pid in self._training_ranks()
+                target.trains |= starts  # what it does from now on is a window of its own
+                if target.window is None:
                     continue
-                has_worker |= target.role == "worker"
-                target.sampled_s = now_s
-                # a process of which stacks told nothing so far imports modules: that says little, and costs much
-                rate = rate_hz if target.role or target.is_new else min(rate_hz, IMPORT_RATE_HZ)
-                self._recordings.append(_Recording(target, py_spy, rate, self._clock))
-        for recording in self._recordings:
-            recording.end()
-        deadline_s = time.monotonic() + STOP_TIMEOUT_S
-        while self._recordings and time.monotonic() < deadline_s:
-            self._read_ended()
-            time.sleep(0.01)
+                if starts or target.window.age_s() >= (FIRST_WINDOW_S if target.is_new else WINDOW_S):
+                    self._end(target)
+                    if target.role == "worker":
+                        is_due = True  # another one's turn
+                        continue
+                    self._begin([target])
+                if target.window is not None and target.stacks is not None:
+                    try:
+                        target.window.add(target.stacks.read())
+                    except EndedError:
+                        self._end(target)
+                        target.close()
+        for target in self._processes.values():
+            self._end(target)
         if not self._any_sampled and self._own_rank is None:  # a measured loop may be shorter than a window
             self._on_unavailable(f"not recorded: {self._last_failure}")
 
-    def _read_ended(self) -> None:
-        """Writes the windows that py-spy has finished; raises PermissionError if it may not read the job."""
-        for recording in [item for item in self._recordings if item.has_ended()]:
-            self._recordings.remove(recording)
-            target = recording.target
-            self._py_spy_s += recording.cpu_s or 0.0
-            if recording.trains == target.trains and not target.is_new:
-                self._add_cost(recording)
-            samples, others, reason = recording.read()
-            if not samples:
-                if ("ermission" in reason or "not permitted" in reason) and not self._any_sampled:
-                    raise PermissionError(f"reading another process is not permitted here ({PERMISSION_HINT})")
-                self._last_failure = reason
-                target.failures += 1
+    def _begin(self, targets: list[_Process]) -> None:
+        """Windows of those that have none. Raises PermissionError if the job may not be read."""
+        for target in targets:
+            if target.window is not None or target.role == HELPER:
                 continue
-            target.failures = 0
-            self._any_sampled = True
-            target.is_new = False
-            role = find_role(samples)
-            if role and target.role != "training":
-                target.role = role
-            if target.role != HELPER:
-                self._write(recording, samples, others)
+            try:
+                target.begin()
+            except PermissionError as error:
+                self._last_failure = f"reading another process is not permitted here ({PERMISSION_HINT})"
+                if not self._any_sampled:
+                    raise PermissionError(self._last_failure) from error
+                target.failures += 1
+            except (UnreadableError, EndedError) as error:
+                self._last_failure = str(error) or self._last_failure
+                target.failures += 1
 
-    def _write(self, recording: _Recording, samples: Samples, others: Mapping[int, Samples]) -> None:
-        target, now_s = recording.target, time.monotonic()
-        process_cpu, runnable = recording.cpu_fractions(now_s)
+    def _end(self, target: _Process) -> None:
+        """Writes the window of a process."""
+        window, target.window = target.window, None
+        if window is None:
+            return
+        samples, others = window.samples()
+        if not samples:
+            self._last_failure = "its main thread has no Python frames"
+            target.failures += 1
+            return
+        target.failures = 0
+        self._any_sampled = True
+        target.is_new = False
+        if target.stacks is not None:
+            target.stacks.forget()
+        role = find_role(samples)
+        if role and target.role != "training":
+            target.role = role
+        if target.role != HELPER:
+            self._write(target, window, samples, others)
+
+    def _write(self, target: _Process, window: _Window, samples: Samples, others: Mapping[int, Samples]) -> None:
+        process_cpu, runnable = window.cpu_fractions()
         fields: dict[str, Any] = {
             "cwd": target.cwd, "t": time.time(), "attempt": self._folder.attempt, "pid": target.pid,
-            "wall_s": now_s - recording.start_s,
+            "wall_s": window.age_s(),
         }  # fmt: skip
         role = target.role or "training"
         windows = [make_window(samples, role=role, runnable=runnable, process_cpu=process_cpu, **fields)]
         if role == "training":
-            working = working_threads(others, sum(count for _, count in samples), recording.thread_runnable)
+            working = working_threads(others, sum(count for _, count in samples), window.thread_runnable)
             windows += [
                 make_window(found, role=name, runnable=can_run, **fields) for name, (found, can_run) in working.items()
             ]
-        for window in filter(None, windows):
+        for line in filter(None, windows):
             name = STACKS if target.rank == 0 else f"{RANKS}/{target.rank:04d}/{STACKS}"
             (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
-            self._folder.append(name, window)
+            self._folder.append(name, line)
 
-    def _add_cost(self, recording: _Recording) -> None:
-        """A window costs 0.4 of what one at 10 Hz does, and the rest by its samples (measured)."""
-        samples = recording.rate_hz * recording.age_s() / (RATES_HZ[0] * WINDOW_S)
-        if recording.cpu_s is not None:
-            self._cost_s = 0.7 * self._cost_s + 0.3 * recording.cpu_s / (0.4 + 0.6 * samples)
-
-    def _window(self, num_targets: int) -> tuple[int, float]:
-        """(samples a second, seconds) of the next windows: as many and as short as the budget allows."""
-        budget = max(MAX_CPU_FRACTION / 10, MAX_CPU_FRACTION - self._own_fraction - self._overspent_s / REPAY_S)
-        for rate_hz, times in WINDOWS:
-            window_cost_s = num_targets * self._cost_s * (0.4 + 0.6 * times * rate_hz / RATES_HZ[0])
-            if window_cost_s <= budget * times * WINDOW_S:
-                return rate_hz, times * WINDOW_S
-        return rate_hz, max(times * WINDOW_S, min(MAX_WINDOW_S, window_cost_s / budget))
+    def _follow_cost(self, cpu_fraction: float) -> None:
+        """The rate for the next seconds, by what the last ones cost at theirs: smoothed, because windows are written in
+        some of them only."""
+        self._cost = 0.9 * self._cost + 0.1 * cpu_fraction / self._rate_hz
+        self._rate_hz = affordable_rate(self._cost, MAX_RATE_HZ)
 
     def _find_targets(self, now_s: float) -> list[_Process]:
         """The processes to sample: those that train or may train, the busiest first, and the loader worker whose turn
         it is."""
         alive: dict[psutil.Process, _Process] = {}
         for pid in list_process_tree(self._pid, limit=MAX_TREE):
+            if pid == os.getpid() != self._pid:
+                continue
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 process = psutil.Process(pid)
                 known = self._processes.get(process)
@@ -482,6 +397,55 @@ class StackSampler:
                     if target.pid in known_ranks or (not is_known and target.role in ("training", ""))]  # fmt: skip
         training.sort(key=lambda target: -target.recent_cpu_s)
         workers = [target for target in found if target.role == "worker"]
-        current = [item.target for item in self._recordings if not item.is_ending and item.target in workers]
+        current = [target for target in workers if target.window is not None]
         turn = current or sorted(workers, key=lambda target: target.sampled_s)
         return training[:MAX_PROCESSES] + turn[:1]
+
+
+class OwnProcessSampler:
+    """Samples this process and its loader workers, from a process of its own: a thread of this one would see only where
+    the interpreter's lock is free. rank: of this process, for a job with several. Raises OSError."""
+
+    def __init__(self, folder: RunFolder, rank: int) -> None:
+        pid = os.getpid()
+        allow_reading(pid)
+        # without `site`, whose startup files are for the job: a hook, a coverage tool
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", _CODE, json.dumps(sys.path), str(folder.path.absolute()),
+             str(folder.attempt), str(pid), str(rank)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        """Lets it write its last windows. A process that hangs is killed."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(STOP_TIMEOUT_S + 1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_CODE = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from stoker.profiling.stacks import record
+record(*sys.argv[2:])
+"""
+
+
+def record(path: str, attempt: str, pid: str, rank: str) -> None:
+    """In a process of its own: samples the process that has started it, until its standard input or that process
+    ends."""
+    folder = RunFolder(Path(path), int(attempt))
+    sampler = StackSampler(
+        folder, int(pid), own_rank=int(rank),
+        on_unavailable=lambda reason: folder.event("info", f"stacks: {reason}"),
+        training_ranks=lambda: {int(pid): int(rank)},
+    )  # fmt: skip
+    with sampler:
+        # a worker of the loader may have the other end of standard input, too
+        while os.getppid() == int(pid) and not select.select([0], [], [], 1.0)[0]:
+            pass
+    folder.close()

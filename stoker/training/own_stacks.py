@@ -1,10 +1,10 @@
 """Samples the stacks of a training of stoker's own into stacks.jsonl: of the training thread, and of one loader thread,
 of this process or of a worker process, in turn. Each rank samples itself.
 
-A thread reads them from inside, because py-spy, which reads those of watched jobs from outside, is not allowed to read
-its parent everywhere. What a stack means is the same (`profiling/frames.py`): kinds, places, windows. A stack can only
-be read when the interpreter's lock is free; a sample counts for all the times at which it was not. The rate follows the
-CPU time of the sampler's own thread, with all that it writes.
+A thread reads them from inside, where it knows the loader's threads. What a stack means is the same as of a watched job
+(`profiling/frames.py`): kinds, places, windows. A stack can only be read when the interpreter's lock is free; a sample
+counts for all the times at which it was not. The rate follows the CPU time of the sampler's own thread, with all that
+it writes.
 """
 
 import collections
@@ -17,10 +17,12 @@ from pathlib import Path
 from stoker.data.loading.processes import WorkerProcesses
 from stoker.data.loading.thread_stacks import Stack, next_loader_thread, read_stacks
 from stoker.profiling.frames import PACKAGE_ROOT, Frame, Samples, make_window
-from stoker.profiling.stacks import FIRST_WINDOW_S, MAX_CPU_FRACTION, RATES_HZ, WINDOW_S
+from stoker.profiling.stacks import FIRST_WINDOW_S, WINDOW_S, affordable_rate
 from stoker.runs.records import STACKS, RunFolder
 
 STOP_TIMEOUT_S = 5.0
+MAX_RATE_HZ = 10.0
+"""Samples a second at most; each one takes the interpreter's lock from the training thread."""
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 
@@ -34,7 +36,7 @@ class OwnStacks:
     def __init__(self) -> None:
         self.folder: RunFolder | None = None
         self.processes: WorkerProcesses | None = None
-        self.rate_hz: float = RATES_HZ[0]
+        self.rate_hz = MAX_RATE_HZ
         self._training_thread = threading.get_ident()
         self._counts: dict[str, collections.Counter[Stack]] = {}
         self._turn = 0
@@ -98,8 +100,7 @@ class OwnStacks:
     def _follow_cost(self, cpu_fraction: float) -> None:
         """The highest rate at which the newest window would have cost no more than it may; a window costs more at the
         start, when files and functions are new."""
-        per_hz = cpu_fraction / self.rate_hz
-        self.rate_hz = next((rate for rate in RATES_HZ if rate * per_hz <= MAX_CPU_FRACTION), RATES_HZ[-1])
+        self.rate_hz = affordable_rate(cpu_fraction / self.rate_hz, MAX_RATE_HZ)
 
 
 def _as_frames(stack: Stack) -> list[Frame]:

@@ -25,7 +25,6 @@ import psutil
 from stoker import regular_files
 from stoker.profiling import hook
 from stoker.profiling.calls import describe_growth
-from stoker.profiling.frames import BACKWARD, EVALUATION, WAIT
 from stoker.profiling.stacks import cpu_seconds, is_alive
 from stoker.runs.schemas import StepWindow
 from stoker.storage.local_files import temporary_folder
@@ -60,7 +59,7 @@ WORKING_SLOTS = ("compute", "maybe_work", "graph")
 
 _OTHER_SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr", "device", "busy",
-    "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s", "backward",
+    "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s",
 )  # fmt: skip
 _SLOTS = frozenset({*_OTHER_SLOTS, *SLOT_PHASES, "graph"})
 
@@ -465,19 +464,6 @@ class HookReader:
     def recompiled_function(self) -> str:
         """The function that was compiled again most often; empty: none, or not known."""
         return next((state.recompiled for state in self._states.values() if state.recompiled), "")
-
-    def clock(self, pid: int) -> dict[str, float]:
-        """Seconds of the training thread of a process so far in waits for batches of its training, in backward passes
-        and in evaluations, as `frames.weigh` takes them; empty: it has done no step, or has ended. From any thread."""
-        names = [name for name, state in list(self._states.items()) if state.pid == pid and state.values["steps"]]
-        state = read_hook_state(self._directory / names[-1]) if names else None
-        if state is None or state.values["ended"] or not _read_process(pid)[0]:
-            return {}
-        slots, now_s = dict(state.values), time.monotonic()
-        slots[state.current_slot] += max(0.0, now_s - slots["last_update"])
-        if slots["backward"] < 0:  # one is running
-            slots["backward"] += now_s
-        return {WAIT: slots["input_wait"] + slots["maybe_wait"], BACKWARD: slots["backward"], EVALUATION: slots["eval"]}
 
     def growing(self) -> list[dict[str, Any]]:
         """What holds the memory that grows, of the process that reported last (`stoker_hook/growth.py`); empty: nothing

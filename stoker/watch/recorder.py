@@ -159,7 +159,6 @@ class Recorder:
             job,
             on_unavailable=lambda reason: self.set_coverage(STACKS_SOURCE, reason),
             training_ranks=lambda: self._hook_reader.training_ranks,
-            clock=self._hook_reader.clock,
         )
         with TelemetrySampler(self._folder, pid=job), sampler:
             thread.start()

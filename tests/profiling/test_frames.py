@@ -1,4 +1,4 @@
-"""What a stack says of a training thread: stacks as py-spy told them of real jobs, and what no stack may say."""
+"""What a stack says of a training thread: stacks of real jobs, and what no stack may say."""
 
 from pathlib import Path
 

@@ -1,7 +1,6 @@
-"""Stacks of real jobs by py-spy: windows, selection of processes, and the reason if stacks cannot be read."""
+"""Stacks of real jobs: windows, selection of processes, and the reason if stacks cannot be read."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,11 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stoker.profiling import stacks
-from stoker.profiling.frames import HELPER, Frame, Samples, add_failed, find_role, make_window, weigh, working_threads
+from stoker.profiling.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
 from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
 
@@ -32,7 +29,7 @@ wait_for_input()
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines after a few samples; the cost is measured by hand, and on a shared machine by nothing."""
-    values = {"WINDOW_S": 0.5, "FIRST_WINDOW_S": 0.5, "PROCESS_POLL_S": 0.2, "TICK_S": 0.02, "MAX_CPU_FRACTION": 100.0}
+    values = {"WINDOW_S": 0.5, "FIRST_WINDOW_S": 0.5, "PROCESS_POLL_S": 0.2, "MAX_CPU_FRACTION": 100.0}
     for name, value in values.items():
         monkeypatch.setattr(stacks, name, value)
 
@@ -88,21 +85,14 @@ def test_a_job_without_python_has_a_reason(tmp_path: Path) -> None:
     assert reasons == ["not recorded: no Python process of the job was seen"]
 
 
-def test_without_py_spy_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
-    lines, reasons = sampled(os.getpid(), tmp_path)
-    assert (lines, reasons) == ([], ["not recorded: py-spy is not installed"])
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs to become somebody else")
 def test_a_process_that_may_not_be_read_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spy = tmp_path / "py-spy"
-    spy.write_text(f'#!/bin/sh\nexec setpriv --reuid=65534 --clear-groups {stacks.find_py_spy()} "$@"\n')
-    spy.chmod(0o755)
-    monkeypatch.setattr(stacks, "find_py_spy", lambda: str(spy))
-    process = job(WAITS, tmp_path)
-    lines, reasons = sampled(process.pid, tmp_path)
-    process.communicate(b"\n")
+    def refuse(_: int) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(stacks, "RemoteStacks", refuse)
+    with job(WAITS, tmp_path) as process:
+        lines, reasons = sampled(process.pid, tmp_path)
+        process.communicate(b"\n")
     assert lines == []
     assert len(reasons) == 1
     assert reasons[0].startswith("not recorded: reading another process is not permitted here (")
@@ -201,120 +191,6 @@ nonsense
 """
 
 
-def test_the_main_thread_is_told_from_the_others_in_the_raw_format() -> None:
-    samples, others = stacks.parse_samples(RAW, 12, "/job")
-    assert list(others) == [13]
-    assert [(stack[0], count) for stack, count in samples[1:]] == [
-        (Frame("load", "/data (old)/set.py", 3), 4),
-        (Frame("_find_and_load", "<frozen importlib._bootstrap>", 1360), 2),
-    ]
-    assert samples[1][0][1] == Frame("<module>", "/job/train.py", 9)
-
-
-def test_samples_that_failed_are_of_code_whose_frames_change(tmp_path: Path) -> None:
-    """py-spy fails to read a stack that changes meanwhile: counted with those, else a long call seems longer."""
-    (tmp_path / "train.py").write_text("import cv2\n\ndef load():\n    return cv2.fastNlMeansDenoising(image)\n")
-    train = str(tmp_path / "train.py")
-    long_call = [Frame("load", train, 4), Frame("<module>", train, 9)]
-    wait = [Frame("wait", "/usr/lib/python3.11/threading.py", 327), Frame("<module>", train, 9)]
-    model = [Frame("conv2d", "/x/site-packages/torch/nn/functional.py", 9), Frame("<module>", train, 10)]
-    step = [Frame("step", "/x/site-packages/torch/optim/adam.py", 5), Frame("<module>", train, 11)]
-    samples = [(long_call, 30), (model, 10), (wait, 20), (step, 5)]
-    assert [count for _, count in add_failed(samples, 0)] == [30, 10, 20, 5]
-    assert [count for _, count in add_failed(samples, 8)] == [30, 14, 20, 9]
-    assert [count for _, count in add_failed(samples[::2], 8)] == [30, 20], "nothing that could have failed"
-
-
-def test_samples_that_failed_are_of_python_rather_than_of_a_forward_pass() -> None:
-    """Recorded of a job (MTGNN, a window of 10 s): pandas took 3.1 s of each 10 s by the job's clock, and had 6 of 87
-    samples; 23 failed, and one has the inner frames alone."""
-    train, torch = Frame("<module>", "/job/train.py", 220), SITE + "torch/"
-    engine = Frame("_engine_run_backward", torch + "autograd/graph.py", 9)
-    backward = [engine, Frame("backward", torch + "autograd/__init__.py", 353), Frame("train", "/job/train.py", 85)]
-    convolution = Frame("_conv_forward", torch + "nn/modules/conv.py", 543)
-    forward = [([convolution, Frame("forward", "/job/layer.py", line), train], 1) for line in range(23)]
-    apply = [Frame("apply", SITE + "pandas/core/frame.py", 9), Frame("get_batches", "/job/util.py", 86)]
-    pandas = [[Frame("get_loc", SITE + "pandas/core/indexes/range.py", line), *apply] for line in range(6)]
-    samples = [([*backward, train], 57), *forward, *(([*stack, train], 1) for stack in pandas), (pandas[0][:2], 1)]
-    found = add_failed(samples, 23)
-    assert [count for stack, count in found if stack[1].function == "backward"] == [57]
-    assert sum(count for stack, count in found if stack[1].function == "apply") == 18, "three times as many at most"
-    assert len(found) == len(samples) - 1, "the one without the outer frames"
-    called = [Frame("_call_impl", torch + "nn/modules/module.py", 1775), Frame("train", "/job/train.py", 81), train]
-    inside = [(stack[:-1] + called, count) for stack, count in samples[1:-1]]
-    found = add_failed([samples[0], *inside], 23)
-    assert sum(count for stack, count in found if stack[1].function == "apply") == 18, "also in a forward pass"
-    threading_py = "/usr/lib/python3.11/threading.py"
-    ends = ([Frame("wait", threading_py, 327), Frame("_shutdown", threading_py, 1553)], 30)
-    assert add_failed([*samples[:-1], ends, ([], 2)], 0)[-1] == ends, "another thread's end is awaited"
-    assert add_failed([([], 27), (pandas[0], 3)], 0) == [([], 27), (pandas[0], 3)], "Python has ended"
-
-
-STACK_PARTS = [
-    Frame("_conv_forward", SITE + "torch/nn/modules/conv.py", 543), Frame("forward", "/job/layer.py", 3),
-    Frame("get_loc", SITE + "pandas/core/frame.py", 5), Frame("load", "/job/data.py", 7),
-    Frame("load", "/job/data.py", 8), Frame("wait", "/usr/lib/python3.11/threading.py", 327),
-    Frame("<module>", "/job/train.py", 9),
-]  # fmt: skip
-
-
-@given(
-    st.lists(st.tuples(st.lists(st.sampled_from(STACK_PARTS), max_size=4), st.integers(0, 50)), max_size=12),
-    st.integers(0, 100),
-)
-def test_no_stack_loses_samples_to_those_that_failed(samples: Samples, num_failed: int) -> None:
-    found = add_failed(samples, num_failed)
-    assert sum(count for _, count in found) <= sum(count for _, count in samples) + num_failed
-    kept = iter(samples)
-    for stack, count in found:
-        before = next(old for old_stack, old in kept if old_stack == stack and old <= count)
-        assert count <= 3 * before + 1, "a few samples never count as many"
-        assert count == before or not stack or stack[0].function != "wait", "py-spy reads a wait"
-
-
-def test_samples_are_as_many_as_the_clock_in_the_process_says() -> None:
-    """Recorded of a job (U²-Net, 40 s): 7 s of samples in the loader, 12 by its clock."""
-    torch, train = "/x/site-packages/torch", Frame("<module>", "/job/train.py", 9)
-    decode = [Frame("load", "/x/site-packages/PIL/ImageFile.py", 3), Frame("__getitem__", "/job/data.py", 5)]
-    other = [Frame("__getitem__", "/job/data.py", 6)]
-    loader = [Frame("fetch", f"{torch}/utils/data/_utils/fetch.py", 52),
-              Frame("_BaseDataLoaderIter.__next__", f"{torch}/utils/data/dataloader.py", 734), train]  # fmt: skip
-    engine = [Frame("_engine_run_backward", f"{torch}/autograd/graph.py", 841),
-              Frame("backward", f"{torch}/autograd/__init__.py", 353), train]  # fmt: skip
-    forward = [Frame("conv2d", f"{torch}/nn/functional.py", 9), train]
-    samples = [([*decode, *loader], 12), ([*other, *loader], 6), (engine, 50), (forward, 32)]
-
-    def weighed(**known_s: float) -> list[int]:
-        return [count for _, count in weigh(samples, known_s, 40.0)]
-
-    assert weighed(input_wait=12.0, backward=14.0) == [20, 10, 35, 35]
-    assert weighed(input_wait=12.0) == [20, 10, 43, 27]
-    assert weighed(input_wait=12.0, backward=14.0, eval=0.1) == [16, 7, 35, 42], "waits of an evaluation are not told"
-    assert weighed() == weighed(input_wait=0.0) == [12, 6, 50, 32]
-    assert weighed(input_wait=39.0) == [36, 18, 28, 18], "at most three times as many"
-    assert sum(weighed(input_wait=0.1, backward=1.0)) == 100
-    assert weigh(samples[2:3], {"backward": 3.0}, 40.0) == samples[2:3], "the rest has no samples"
-    few = [*samples[2:], ([*decode, *loader], 4)]
-    assert weigh(few, {"input_wait": 12.0}, 40.0) == few, "four samples that count as many would be certain"
-
-
-def test_py_spy_says_how_many_samples_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[int | None] = []
-    original = stacks.find_failed
-
-    def find_failed(text: str) -> int | None:
-        found.append(original(text))
-        return found[-1]
-
-    assert find_failed("py-spy> Wrote raw flamegraph data to 'o.raw'. Samples: 47 Errors: 8\n") == 8
-    monkeypatch.setattr(stacks, "find_failed", find_failed)
-    with job(WAITS, tmp_path) as process:
-        sampled(process.pid, tmp_path / "run")
-        process.kill()
-    assert len(found) >= 2
-    assert None not in found
-
-
 def test_threads_that_work_in_the_jobs_code_are_samples_and_those_that_wait_are_not() -> None:
     """A function that a pipeline of TensorFlow calls, a thread that waits for a lock, one that blocks in a socket, one
     that has ended, and one of a library."""
@@ -391,7 +267,7 @@ def test_the_places_of_a_window(tmp_path: Path) -> None:
 
 
 def test_a_thread_without_cpu_time_waits() -> None:
-    """py-spy does not say whether a thread waits in a C function that no rule knows."""
+    """A stack does not say whether a thread waits in a C function that no rule knows."""
     unknown, trains = [Frame("train", "/job/train.py", 1)], [TRAINS]
     assert window_of([(unknown, 50), (trains, 50)], runnable=0.6).main_thread == {"idle": 0.5, "compute": 0.5}
     assert window_of([(unknown, 50), (trains, 50)], runnable=0.9).main_thread == {"python": 0.5, "compute": 0.5}
@@ -399,25 +275,18 @@ def test_a_thread_without_cpu_time_waits() -> None:
 
 
 def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fraction of 0.01 of a core, whatever the processes and their cost, with the thread that reads the samples."""
+    """A fraction of 0.01 of a core, whatever a sample costs; expensive seconds, as those of imports, are forgotten."""
     monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
-    monkeypatch.setattr(stacks, "WINDOW_S", 10.0)
     sampler = stacks.StackSampler(RunFolder(Path(os.devnull).parent, 1), 1, on_unavailable=print)
-    costs = ((0.05, 2), (0.05, 3), (0.05, 4), (0.05, 9), (0.2, 2))
 
-    def windows(own_fraction: float) -> list[tuple[int, float]]:
-        sampler._own_fraction = own_fraction
-        found = []
-        for sampler._cost_s, targets in costs:
-            rate_hz, window_s = sampler._window(targets)
-            found.append((rate_hz, round(window_s, 1)))
-        return found
+    def rates(cost_s: float, polls: int = 99) -> float:
+        for _ in range(polls):
+            sampler._follow_cost(sampler._rate_hz * cost_s)
+        return sampler._rate_hz
 
-    assert windows(0.0) == [(10, 10.0), (4, 10.0), (4, 20.0), (1, 23.4), (1, 20.8)]
-    assert windows(0.003) == [(4, 10.0), (4, 20.0), (2, 20.0), (1, 33.4), (1, 29.7)]
-    assert {rate_hz for rate_hz, _ in windows(0.02)} == {1}
-    sampler._overspent_s = 0.6  # half of the budget of 120 s
-    assert windows(0.0)[0] == (4, 20.0)
+    found = [rates(cost_s) for cost_s in (0.0001, 0.0008, 0.002, 0.008, 0.1, 0.0001)]
+    assert found == pytest.approx([20, 12.5, 5, 1.25, 1, 20], rel=0.01)
+    assert rates(0.002, polls=1) == 20, "one line that is written"
 
 
 @pytest.mark.slow
@@ -452,7 +321,7 @@ def test_the_samples_of_the_last_seconds_are_not_lost(
     folder = RunFolder(tmp_path, 1)
     sampler = stacks.StackSampler(folder, process.pid, on_unavailable=print)
     with sampler:
-        until(bool(sampler._recordings) for _ in range(6000))
+        until(any(target.window for target in list(sampler._processes.values())) for _ in range(6000))
         if ending == "exits":
             time.sleep(1.0)  # some samples; how many does not matter
             process.communicate(b"\n")

@@ -54,7 +54,7 @@ def until(what: Iterator[bool]) -> None:
 
 
 def job_below(watcher: int) -> int:
-    """The child that is neither a relay nor py-spy."""
+    """The child that is no relay."""
     children = map(int, Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split())
     return next(c for c in children if b"\0train.py\0" in Path(f"/proc/{c}/cmdline").read_bytes())
 

@@ -6,7 +6,6 @@ import os
 import struct
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -146,18 +145,6 @@ def test_the_processes_that_train_are_known_while_they_live(tmp_path: Path) -> N
     write_state(tmp_path, make_state("rank.state", steps=1.0, ended=1.0), pid=os.getpid())
     reader.poll()
     assert reader.training_ranks == {}
-
-
-def test_the_clock_of_a_process_goes_on_in_what_is_running(tmp_path: Path) -> None:
-    reader, now_s = HookReader(tmp_path, devices=1, now_s=0.0), time.monotonic()
-    own: dict[str, Any] = {"begin_s": now_s - 20, "steps": 1.0, "input_wait": 6.0, "maybe_wait": 1.0, "eval": 3.0}
-    write_state(tmp_path, make_state(**own, running="input_wait", backward=4.0), pid=os.getpid())
-    reader.poll()
-    assert reader.clock(os.getpid()) == pytest.approx({"input_wait": 17.0, "backward": 4.0, "eval": 3.0}, abs=1.0)
-    write_state(tmp_path, make_state(**own, running="compute", backward=4.0 - (now_s - 5)), pid=os.getpid())
-    assert reader.clock(os.getpid()) == pytest.approx({"input_wait": 7.0, "backward": 9.0, "eval": 3.0}, abs=1.0)
-    write_state(tmp_path, make_state(**own, ended=1.0), pid=os.getpid())
-    assert reader.clock(os.getpid()) == reader.clock(os.getppid()) == {}
 
 
 def test_a_graph_is_split_as_the_profiler_saw_it_and_unknown_before() -> None:

@@ -11,7 +11,6 @@ from time import monotonic
 from weakref import ref
 
 from .clock import (
-    BACKWARD,
     BUSY,
     COMM,
     COMPILE,
@@ -114,14 +113,10 @@ def patch_backward(module: "Any") -> None:
         if is_training_thread:
             clock.confirm_training()
         depth += is_training_thread
-        if is_training_thread and depth == 1:
-            clock.values[BACKWARD] -= monotonic()
         try:
             original(*args, **kwargs)
         finally:
             depth -= is_training_thread
-            if is_training_thread and not depth:
-                clock.values[BACKWARD] += monotonic()
         if is_training_thread and not depth:
             clock.count_backward(module)
 

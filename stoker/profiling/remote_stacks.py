@@ -1,0 +1,470 @@
+"""Reads the Python stacks of another process from its memory, without stopping it (64-bit Linux, CPython 3.8 to 3.14).
+
+A thread's frames are in one piece of memory (from Python 3.11 on), so a few reads of /proc/PID/mem copy a stack in some
+10 µs, before the process can change much of it: hardly a read fails, also where frames change all the time, and a
+sample costs so little that there are enough of them (`stacks.py`). Names and line tables of functions are read once.
+
+Where things are in the memory of a version is in its headers (Include/internal/, found by `offsetof`:
+tests/profiling/test_remote_stacks.py compares); from 3.13 on the process says it itself (pycore_debug_offsets.h).
+"""
+
+import functools
+import mmap
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from stoker.profiling.frames import Frame, Stack
+
+MAX_FRAMES, MAX_THREADS = 1000, 500
+"""Frames of a stack, threads of a process; more are taken for memory that is no list."""
+MAX_TRIES = 4
+"""Reads of a stack that changed meanwhile."""
+MAX_TEXT_BYTES, MAX_TABLE_BYTES = 4096, 2**20
+"""Of a name, of a line table."""
+MAX_FUNCTIONS = 50_000
+"""Functions that are remembered; a program that makes new ones all the time would fill the memory."""
+
+_MAX_CHUNK_BYTES = 2**20
+_FRAME_BYTES = 112
+_THREAD_BYTES = 320
+_CODE_BYTES = 208
+_WORD = struct.Struct("<Q")
+
+
+class UnreadableError(Exception):
+    """Its stacks cannot be read; the text says why."""
+
+
+class EndedError(Exception):
+    """The process has ended, or is another program now."""
+
+
+class _Layout(NamedTuple):
+    """Byte offsets in a version's structures (x86-64 and AArch64 have the same)."""
+
+    interpreters: int
+    """_PyRuntimeState.interpreters.head"""
+    main_thread: int
+    """_PyRuntimeState.main_thread; 0: not known, the main thread is told by its kernel ID."""
+    next_interpreter: int
+    threads: int
+    """PyInterpreterState.threads.head (tstate_head)"""
+    next_thread: int
+    thread_id: int
+    native_id: int
+    """PyThreadState.native_thread_id; 0: it has none."""
+    frame: int
+    """PyThreadState.current_frame, .cframe or .frame"""
+    cframe: int
+    """_PyCFrame.current_frame; -1: PyThreadState has the frame itself."""
+    chunk: int
+    """PyThreadState.datastack_chunk; 0: frames are objects."""
+    code: int
+    previous: int
+    instruction: int
+    """Of a frame: f_executable or f_code, previous or f_back, instr_ptr, prev_instr or f_lasti."""
+    filename: int
+    name: int
+    """co_qualname, or before 3.11 co_name."""
+    first_line: int
+    lines: int
+    """co_linetable, co_lnotab"""
+    instructions: int
+    """co_code_adaptive; 0: `instruction` is a number of instructions or bytes."""
+    text: int
+    """sizeof(PyASCIIObject)"""
+
+
+LAYOUTS = {
+    (3, 8): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 104, 104, 112, 40, 120, 0, 48),
+    (3, 9): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 104, 104, 112, 40, 120, 0, 48),
+    (3, 10): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 96, 104, 112, 40, 120, 0, 48),
+    (3, 11): _Layout(40, 80, 0, 16, 8, 152, 160, 56, 8, 296, 32, 48, 56, 112, 128, 72, 136, 184, 48),
+    (3, 12): _Layout(40, 64, 0, 72, 8, 136, 144, 56, 0, 232, 0, 8, 56, 112, 128, 68, 136, 192, 40),
+}  # fmt: skip
+
+
+class RemoteStacks:
+    """The stacks of a process. Raises UnreadableError, PermissionError (the text is the system's), EndedError."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        runtime, self.version = _find_runtime(pid)
+        try:
+            self._memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise EndedError from error
+        self._runtime = runtime
+        self._code_type = 0
+        self._frames: dict[tuple[int, int], Frame | None] = {}
+        self._functions: dict[int, _Function] = {}
+        self._known: dict[int, tuple[int, bytes, Stack]] = {}
+        """Of a thread, by its piece of memory: the newest frame, the memory up to it and the stack at the last sample.
+        Most threads wait, or are in the same call of C, at the next one."""
+        self._main_id = _namespace_id(pid)
+        self._kernel_id_offset: int | None = None
+        try:
+            self._layout = self._find_layout()
+            self._read_frame, self._code_index = _frame_reader(self._layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self._memory)
+
+    def read(self) -> dict[int, Stack]:
+        """Kernel ID → stack of each thread that has Python frames; the main thread has the process ID. A stack that
+        changed during each of some reads is left out. Raises EndedError."""
+        try:
+            return dict(self._read_threads())
+        except _ChangedError:  # the list of threads
+            return {}
+
+    def _read_threads(self) -> Iterator[tuple[int, Stack]]:
+        layout = self._layout
+        main_thread = self._word(self._runtime + layout.main_thread) if layout.main_thread else 0
+        for address, state in self._threads():
+            thread_id = _word_at(state, layout.thread_id)
+            if layout.native_id:
+                kernel_id = _word_at(state, layout.native_id)
+            else:
+                kernel_id = self._kernel_id(thread_id, main_thread)
+            if thread_id == main_thread or kernel_id == self._main_id:
+                kernel_id = self.pid
+            for attempt in range(MAX_TRIES):
+                try:
+                    stack = self._stack(state if attempt == 0 else self._bytes(address, _THREAD_BYTES))
+                except _ChangedError:
+                    continue
+                if stack:
+                    yield kernel_id, stack
+                break
+
+    def _threads(self) -> Iterator[tuple[int, bytes]]:
+        """(address, memory) of each PyThreadState. Raises _ChangedError."""
+        layout = self._layout
+        interpreter = self._word(self._runtime + layout.interpreters)
+        address = self._word(interpreter + layout.threads) if interpreter else 0
+        for _ in range(MAX_THREADS):
+            while not address and interpreter:
+                if not (interpreter := self._word(interpreter + layout.next_interpreter)):
+                    return
+                address = self._word(interpreter + layout.threads)
+            if not address:
+                return
+            state = self._bytes(address, _THREAD_BYTES)
+            yield address, state
+            address = _word_at(state, layout.next_thread)
+
+    def _stack(self, state: bytes) -> Stack:
+        """Raises _ChangedError."""
+        layout = self._layout
+        frame = _word_at(state, layout.frame)
+        if layout.cframe >= 0 and frame:
+            frame = self._word(frame + layout.cframe)
+        if not frame:
+            return []
+        chunks: list[tuple[int, bytes]] = []
+        chunk = _word_at(state, layout.chunk) if layout.chunk else 0
+        if chunk:
+            # what is above the newest frame is not in use
+            length = frame - chunk + _FRAME_BYTES if chunk <= frame < chunk + _MAX_CHUNK_BYTES else 4096
+            chunks.append((chunk, self._bytes(chunk, length)))
+            known = self._known.get(chunk)
+            if known is not None and known[:2] == (frame, chunks[0][1]):
+                return known[2]
+        stack, newest, num_elsewhere = Stack(), frame, 0
+        for _ in range(MAX_FRAMES):
+            memory, start = self._frame_memory(frame, chunks)
+            num_elsewhere += not start
+            words = self._read_frame(memory, start)
+            code = words[self._code_index] & ~3
+            instruction = words[2]
+            try:
+                found = self._frames[code, instruction]
+            except KeyError:
+                found = self._resolve(code, instruction)
+            if found is not None:
+                stack.append(found)
+            frame = words[1 - self._code_index]
+            if not frame:
+                if chunk and not num_elsewhere and len(chunks) == 1:
+                    self._known[chunk] = newest, chunks[0][1], stack
+                return stack
+        raise _ChangedError
+
+    def _frame_memory(self, frame: int, chunks: list[tuple[int, bytes]]) -> tuple[bytes, int]:
+        """(memory, offset of the frame in it; 0: it is in no piece of a thread's memory). chunks: what was read of
+        these pieces so far."""
+        for start, memory in chunks:
+            if start <= frame <= start + len(memory) - _FRAME_BYTES:
+                return memory, frame - start
+        if chunks and (start := _word_at(chunks[-1][1], 0)):  # a deep stack goes on in the piece before
+            size = min(_MAX_CHUNK_BYTES, self._word(start + 8))
+            if start <= frame < start + size:
+                chunks.append((start, self._bytes(start, size)))
+                return chunks[-1][1], frame - start
+        return self._bytes(frame, _FRAME_BYTES), 0  # of a generator, or an object
+
+    def _resolve(self, code: int, instruction: int) -> Frame | None:
+        """The frame of a function at an instruction; None: it is no function, but an entry from C. Raises
+        _ChangedError."""
+        if len(self._functions) > MAX_FUNCTIONS:
+            self.forget()
+        function = self._functions.get(code)
+        if function is None:
+            function = self._functions[code] = self._read_function(code)
+        frame = None
+        if function.lines is not None:
+            if self._layout.instructions:
+                offset = instruction - code - self._layout.instructions
+            else:
+                offset = instruction * (2 if self.version >= (3, 10) else 1)
+            if not -2 <= offset < 2**24:  # below 0: it has not begun
+                raise _ChangedError
+            frame = Frame(function.name, function.file, function.line(max(0, offset)))
+        self._frames[code, instruction] = frame
+        return frame
+
+    def forget(self) -> None:
+        """Functions are read anew: one that is gone may have left its address to another."""
+        self._frames.clear()
+        self._functions.clear()
+        self._known.clear()
+
+    def _read_function(self, address: int) -> "_Function":
+        layout = self._layout
+        if not address:
+            raise _ChangedError
+        code = self._bytes(address, _CODE_BYTES)
+        if (kind := _word_at(code, 8)) != self._code_type:
+            if self._code_type:  # an entry from C
+                return _Function("", "", 0, None, self.version)
+            if self._bytes(self._word(kind + 24), 5) != b"code\0":  # PyTypeObject.tp_name
+                raise _ChangedError
+            self._code_type = kind
+        (first_line,) = struct.unpack_from("<i", code, layout.first_line)
+        table = _word_at(code, layout.lines)
+        size = self._word(table + 16)
+        if size > MAX_TABLE_BYTES:
+            raise _ChangedError
+        name, file = (self._text_at(_word_at(code, offset)) for offset in (layout.name, layout.filename))
+        lines = None if file == "<shim>" else self._bytes(table + 32, size)  # an entry from C in Python 3.12
+        return _Function(name, file, first_line, lines, self.version)
+
+    def _text_at(self, address: int) -> str:
+        header = self._bytes(address, 40)
+        length = _word_at(header, 16)
+        (state,) = struct.unpack_from("<I", header, 32)
+        state >>= 2 if self.version < (3, 14) else 16  # `interned`
+        kind, is_ascii = state & 7, state >> 4 & 1
+        if kind not in (1, 2, 4) or length * kind > MAX_TEXT_BYTES:
+            raise _ChangedError
+        # PyCompactUnicodeObject: the length and pointer of UTF-8, and before 3.12 that of wchar_t
+        start = self._layout.text + (0 if is_ascii else 24 if self._layout.text == 48 else 16)
+        encoding = {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[kind]
+        return self._bytes(address + start, length * kind).decode(encoding, errors="replace")
+
+    def _find_layout(self) -> _Layout:
+        if self.version in LAYOUTS:
+            return LAYOUTS[self.version]
+        if self.version not in ((3, 13), (3, 14)):
+            raise UnreadableError(f"Python {'.'.join(map(str, self.version))} is not known, 3.8 to 3.14 are")
+        header = struct.unpack("<8s48Q", self._bytes(self._runtime, 8 + 48 * 8))
+        cookie, _, free_threaded, *fields = header
+        if cookie != b"xdebugpy" or free_threaded:
+            raise UnreadableError("a Python without the interpreter's lock has other stacks")
+        main_thread = 656 if self.version == (3, 13) else 0
+        runtime, interpreter, rest = fields[:3], fields[3:7], fields[16:]
+        if self.version == (3, 14):  # with threads_main, code_object_generation and tlbc_generation
+            rest = fields[19:]
+        thread, rest = rest[:9], rest[9:]
+        frame, code = rest[:6], rest[6:] if self.version == (3, 13) else rest[8:]
+        return _Layout(
+            runtime[2], main_thread, interpreter[2], interpreter[3], thread[2], thread[5], thread[6], thread[4], -1,
+            thread[7], frame[2], frame[1], frame[3], code[1], code[3], code[5], code[4], code[9], 40,
+        )  # fmt: skip
+
+    def _kernel_id(self, thread_id: int, main_thread: int) -> int:
+        """Before Python 3.11: the ID in the C library's structure of a thread, at its `thread_id`; where that is, the
+        one of the main thread shows. If it is not found: thread_id."""
+        try:
+            if self._kernel_id_offset is None:
+                found = struct.unpack("<512i", self._bytes(main_thread, 2048))
+                self._kernel_id_offset = 4 * found.index(self._main_id) if self._main_id in found else 0
+            if self._kernel_id_offset:
+                return int.from_bytes(self._bytes(thread_id + self._kernel_id_offset, 4), "little")
+        except _ChangedError:
+            pass
+        return thread_id
+
+    def _word(self, address: int) -> int:
+        return _word_at(self._bytes(address, 8), 0)
+
+    def _bytes(self, address: int, length: int) -> bytes:
+        """Raises _ChangedError where there is no such memory, EndedError where there is none at all."""
+        try:
+            found = os.pread(self._memory, length, address)
+        except (OSError, OverflowError) as error:
+            raise _ChangedError from error
+        if len(found) == length:
+            return found
+        if not found:  # the memory of a process that has ended is empty
+            raise EndedError
+        raise _ChangedError
+
+
+class _ChangedError(Exception):
+    """What was read does not fit together: it changed meanwhile."""
+
+
+class _Function:
+    """A code object. lines: its line table; None: it is something else."""
+
+    def __init__(self, name: str, file: str, first_line: int, lines: bytes | None, version: tuple[int, int]) -> None:
+        self.name, self.file, self.lines = name, file, lines
+        self._first_line, self._version = first_line, version
+
+    def line(self, offset: int) -> int:
+        """The line of the instruction at an offset in bytes."""
+        read = read_locations if self._version >= (3, 11) else read_pairs
+        entries = read(self.lines or b"", self._first_line, self._version)
+        return next((line for end, line in entries if offset < end), self._first_line)
+
+
+def read_locations(table: bytes, first_line: int, _: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """(end in bytes, line) of each entry of a table of Python 3.11 or later; the format:
+    Objects/locations.md (InternalDocs/code_objects.md) of CPython."""
+    end, line, position = 0, first_line, 0
+    while position < len(table):
+        kind, length = table[position] >> 3 & 15, (table[position] & 7) + 1
+        position += 1
+        if kind in (13, 14):  # a signed number of 6 bits a byte; its lowest bit is the sign
+            value, shift, byte = 0, 0, 64
+            while byte & 64 and position < len(table):
+                byte = table[position]
+                position += 1
+                value |= (byte & 63) << shift
+                shift += 6
+            line += -(value >> 1) if value & 1 else value >> 1
+        elif 10 <= kind <= 12:
+            line += kind - 10
+        while position < len(table) and not table[position] & 128:  # the columns
+            position += 1
+        end += 2 * length
+        yield end, line
+
+
+def read_pairs(table: bytes, first_line: int, version: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """As `read_locations`, of a co_linetable of Python 3.10 or a co_lnotab before it (Objects/lnotab_notes.txt)."""
+    end, line = 0, first_line
+    for step, change in zip(table[::2], table[1::2], strict=False):
+        delta = change - 256 if change > 127 else change
+        end += step
+        if version >= (3, 10):
+            line += 0 if delta == -128 else delta
+            yield end, line
+        else:  # the line changes after these bytes
+            yield end, line
+            line += delta
+    yield 2**31, line
+
+
+def _word_at(memory: bytes, offset: int) -> int:
+    return int(_WORD.unpack_from(memory, offset)[0])
+
+
+def _frame_reader(layout: _Layout) -> tuple[Callable[[bytes, int], tuple[int, ...]], int]:
+    """(what reads the words of a frame: its code and the frame before in their order, and the instruction; the number
+    of the code)"""
+    first, second = sorted((layout.code, layout.previous))
+    kind = "Q" if layout.instructions else "i"
+    text = f"<{first}xQ{second - first - 8}xQ{layout.instruction - second - 8}x{kind}"
+    return struct.Struct(text).unpack_from, int(layout.previous < layout.code)
+
+
+_PYTHON_FILE = re.compile(r"(?:^|/)(?:lib)?python(\d)\.(\d+)[\w.-]*$")
+_PYTHON_FOLDER = re.compile(r"/lib/python(\d)\.(\d+)/")
+
+
+def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
+    """(address of _PyRuntime, version) of a process. Raises UnreadableError, PermissionError, EndedError."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
+        program = os.readlink(f"/proc/{pid}/exe")
+    except FileNotFoundError as error:
+        raise EndedError from error
+    except ProcessLookupError as error:
+        raise EndedError from error
+    if not maps:
+        raise EndedError
+    starts: dict[str, int] = {}
+    for line in maps:
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and int(fields[2], 16) == 0:
+            starts.setdefault(fields[5], int(fields[0].partition("-")[0], 16))
+    libraries = [name for name in starts if re.search(r"/libpython\d[\w.]*\.so", name)]
+    for file in [*libraries, program]:
+        if file not in starts:
+            continue
+        symbol = find_symbol(f"/proc/{pid}/root{file}", "_PyRuntime")
+        if symbol is None:
+            continue
+        address, is_relative = symbol
+        matches = [_PYTHON_FILE.search(file), *map(_PYTHON_FOLDER.search, maps)]
+        version = next(((int(found[1]), int(found[2])) for found in matches if found is not None), None)
+        if version is None:
+            raise UnreadableError(f"the version of the Python {file} is not known")
+        return address + (starts[file] if is_relative else 0), version
+    raise UnreadableError(f"{program} has no symbol _PyRuntime: it is no CPython, or its symbols were removed")
+
+
+@functools.lru_cache(maxsize=64)
+def find_symbol(file: str, name: str) -> tuple[int, bool] | None:
+    """(address, whether it is relative to the first page of the file in memory) of a symbol in a 64-bit ELF file; None:
+    it has none of this name, or is no such file."""
+    try:
+        with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as elf:
+            return _symbol_in(elf, name)
+    except (OSError, ValueError, struct.error):
+        return None
+
+
+def _symbol_in(elf: mmap.mmap, name: str) -> tuple[int, bool] | None:
+    """gabi.xinuos.com: e_type 3 is ET_DYN, p_type 1 PT_LOAD, sh_type 2 and 11 SHT_SYMTAB and SHT_DYNSYM."""
+    if elf[:6] != b"\x7fELF\x02\x01":
+        return None
+    (file_type,) = struct.unpack_from("<H", elf, 16)
+    segments, sections = struct.unpack_from("<QQ", elf, 32)
+    segment_size, num_segments, section_size, num_sections = struct.unpack_from("<4H", elf, 54)
+    loads = (struct.unpack_from("<I4xQQ", elf, segments + number * segment_size) for number in range(num_segments))
+    base = next((address - offset for kind, offset, address in loads if kind == 1), 0)
+    starts = range(sections, sections + num_sections * section_size, section_size)
+    headers = [struct.unpack_from("<4xI16xQQI", elf, start) for start in starts]
+    for kind, start, size, link in headers:
+        if kind not in (2, 11):
+            continue
+        _, names_start, names_size, _ = headers[link]
+        names = elf[names_start : names_start + names_size]
+        wanted = names.find(b"\0" + name.encode() + b"\0") + 1
+        if not wanted:
+            continue
+        for entry, _, _, section, address, _ in struct.iter_unpack("<IBBHQQ", elf[start : start + size - size % 24]):
+            if entry == wanted and section:
+                return (address - base, True) if file_type == 3 else (address, False)
+    return None
+
+
+def _namespace_id(pid: int) -> int:
+    """The ID of a process in the innermost namespace of processes that it is in. Raises EndedError."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError as error:
+        raise EndedError from error
+    found = re.search(r"^NSpid:.*?(\d+)$", status, re.MULTILINE)
+    return int(found[1]) if found else pid
