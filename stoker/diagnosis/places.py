@@ -259,6 +259,8 @@ STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
 """Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
 MAIN_FRACTION = 0.8
 """Of a function's time, in one line and call, from which that is the place."""
+COMMON_FRACTION = 0.98
+"""Of the samples of a process that is stuck, in what a line calls, from which it is stuck there."""
 MAX_LINE_GAP = 10
 """Lines from one call to the next of the same module, up to which they are one place of a training loop."""
 MAX_ONCE_S = 15.0
@@ -454,8 +456,74 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     for group in _join_neighbors(lines.values()):
         calls = {place.call for place in group}
         merged.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module_of(group[0].call)))
+    parts = [place for group in (*functions.values(), *lines.values()) for place in group]
+    in_loop = {key for total in run.places if total.kind in _IN_STEP for key in _lines_of(total)[1:]}
+    parts += [  # decoders that the training thread calls itself, and no loader
+        place for place in list_places(run)
+        if place.role == "training" and place.kind == "decode" and place not in parts
+        and not in_loop.isdisjoint(_lines_of(place)[1:])
+    ]  # fmt: skip
+    for caller in _join_callees(run, parts):
+        if all(place.seconds < MAIN_FRACTION * caller.seconds for place in merged if _is_same_thread(place, caller)):
+            merged.append(caller)
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)
+
+
+def _join_callees(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
+    """What a line of the job calls as one place, where it is in several lines: without a function and a call. Of lines
+    that call each other, the innermost one with most of what the outermost one takes; none in which steps are."""
+    in_steps: collections.Counter[tuple[str, int, str]] = collections.Counter()
+    for place in run.places:
+        if place.kind in _IN_STEP and not place.is_startup:
+            in_steps.update(dict.fromkeys(_lines_of(place), place.samples))
+    groups: dict[tuple[str, int, str], list[PlaceTotal]] = {}
+    for place in places:
+        for key in _lines_of(place):
+            groups.setdefault(key, []).append(place)
+    sums: dict[tuple[str, int, str], PlaceTotal] = {}
+    for key, group in groups.items():
+        total = merge_places(group)
+        if total is not None and in_steps[key] < MIN_STEPS * total.samples:
+            sums[key] = total
+    found: list[PlaceTotal] = []
+    while sums:
+        outermost = max(sums, key=lambda key: sums[key].seconds)
+        members = groups[outermost]
+        inner = [key for key in sums if all(place in members for place in groups[key])]
+        most = [key for key in inner if sums[key].seconds >= MAIN_FRACTION * sums[outermost].seconds]
+        depth = {key: sum(_lines_of(place).index(key) for place in groups[key]) / len(groups[key]) for key in most}
+        key = min(most, key=lambda key: depth[key])
+        largest = max(place.seconds for place in groups[key])
+        if len({place.line for place in groups[key]}) > 1 and largest < MAIN_FRACTION * sums[key].seconds:
+            line = key[2]
+            callers = next((callers for place in groups[key] if (callers := _callers_of(place, line))), "")
+            found.append(dataclasses.replace(sums[key], line=line, function="", call="", callers=callers))
+        for key in inner:
+            del sums[key]
+    return found
+
+
+def _lines_of(place: PlaceTotal) -> list[tuple[str, int, str]]:
+    """(role, rank, line) of a place and of its callers, the innermost first."""
+    rank = place.rank if place.role == "training" else 0
+    lines = [place.line, *filter(None, place.callers.split(" < "))]
+    return [(place.role, rank, line) for line in dict.fromkeys(lines)]
+
+
+def _callers_of(place: PlaceTotal, line: str) -> str:
+    """Its callers beyond this one."""
+    return f" < {place.callers}".partition(f" < {line} < ")[2]
+
+
+def _is_same_thread(place: PlaceTotal, other: PlaceTotal) -> bool:
+    return place.role == other.role and (place.rank == other.rank or place.role != "training")
+
+
+def called_places(run: RunRecords, place: PlaceTotal) -> list[PlaceTotal]:
+    """Of a place of `_join_callees`: the places that it has called, the largest first."""
+    key = (place.role, place.rank if place.role == "training" else 0, place.line)
+    return [other for other in list_places(run) if key in _lines_of(other)]
 
 
 def functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
@@ -476,12 +544,15 @@ def functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
 
 
 def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
-    """The places, of which those are one that a line has in calls of one class or module of a package, as of a loader
-    that starts and ends in it, and those of neighboring lines of a function that make the same call. The most costly
-    first."""
+    """The places, of which those are one that a line of the training thread calls, those that a line has in calls of
+    one class or module of a package, as of a loader that starts and ends in it, and those of neighboring lines of a
+    function that make the same call. The most costly first."""
     of_lines: dict[tuple[str, int, str, str, str], list[PlaceTotal]] = {}
-    joined: list[PlaceTotal] = []
+    joined = _join_callees(run, [place for place in places if place.role == "training" and place.kind != "input_wait"])
+    callers = {_lines_of(caller)[0] for caller in joined}
     for place in places:
+        if not callers.isdisjoint(_lines_of(place)):
+            continue
         module = module_of(place.call)
         rank = place.rank if place.role == "training" else 0
         if "." in module:
@@ -546,6 +617,8 @@ def _is_decoder(text: str) -> bool:
 
 def describe_place(place: PlaceTotal) -> str:
     """`copy.deepcopy, called at train.py:53`."""
+    if not place.function and not place.call:
+        return f"what {place.line} calls"
     return f"{place.call}, called at {place.line}" if place.call else f"{place.function} at {place.line}"
 
 
@@ -610,7 +683,7 @@ def stuck_places(run: RunRecords) -> tuple[list[tuple[str, Place]], list[tuple[s
     stuck: list[tuple[str, Place]] = []
     waiting: list[tuple[str, Place]] = []
     for (rank, pid), window in sorted(run.newest_stacks.items()):
-        place = max(window.places, key=lambda place: place.samples, default=Place(kind="other", samples=0))
+        place = _common_place(window.places)
         has_loader = any(other.role == "worker" for (of, _), other in run.newest_stacks.items() if of == rank)
         if not place.line or LAUNCHES.search(place.call):
             continue  # a worker without a task, or a launcher
@@ -628,7 +701,24 @@ def describe_stuck(who: str, place: Place) -> str:
     """`rank 1 is stuck in conn.recv at train.py:12`."""
     if place.call.startswith("with "):
         return f"{who} waits for the lock of `{place.call}` at {place.line}"
+    if not place.call and not place.function:
+        return f"{who} is stuck in what {place.line} calls"
     return f"{who} is stuck in {place.call or place.function} at {place.line}"
+
+
+def _common_place(places: list[Place]) -> Place:
+    """The largest, if it has most of the samples, else the innermost line that all have in common, without a function
+    and a call; else the largest."""
+    largest = max(places, key=lambda place: place.samples, default=Place(kind="other", samples=0))
+    num_samples = sum(place.samples for place in places)
+    if largest.samples >= MAIN_FRACTION * num_samples or not largest.line:
+        return largest
+    lines = [[place.line, *place.callers.split(" < ")] for place in places]
+    for line in filter(None, lines[places.index(largest)]):
+        inside = [place for place, chain in zip(places, lines, strict=True) if line in chain]
+        if sum(place.samples for place in inside) >= COMMON_FRACTION * num_samples:
+            return msgspec.structs.replace(largest, line=line, function="", call="")
+    return largest
 
 
 def frequency(run: RunRecords, place: PlaceTotal) -> str:

@@ -18,7 +18,7 @@ from stoker.profiling.calls import WRAPPER, find_call, find_loop, is_after_step,
 from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, Place, StackWindow
 
 MAX_FRAMES = 5
-MAX_CALLERS = 3
+MAX_CALLERS = 6
 MAX_PLACES = 40
 """Places of a line; the rest is one sum."""
 
@@ -207,10 +207,10 @@ def working_threads(
     return result
 
 
-def _inside_loader(stack: Stack) -> Stack:
+def _inside_loader(stack: Sequence[Frame]) -> Stack:
     """The frames inside of the innermost one of a loader; empty: no loader has called them."""
     index = next((index for index, frame in enumerate(stack) if _LOADER_THREAD_FILE.search(frame.file)), 0)
-    return stack[:index]
+    return list(stack[:index])
 
 
 def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:
@@ -259,8 +259,10 @@ def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -
 
 
 def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> str:
-    """`Place.callers` of a stack: lines of the job's own code further out, one for each function. at: as of
-    `find_place`."""
+    """`Place.callers` of a stack: lines of the job's own code further out, one for each function, up to what a loader
+    has called. at: as of `find_place`."""
+    if at is None and any(map(is_job_code, inside := _inside_loader(stack))):
+        stack = inside
     own = [frame for frame in stack if is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file)]
     if at is not None:
         own = own[own.index(at) :]

@@ -110,8 +110,10 @@ class RemoteStacks:
         try:
             self._layout = self._find_layout()
             self._read_frame, self._code_index = _frame_reader(self._layout)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, _ChangedError):
+                raise UnreadableError("_PyRuntime is not where its symbol says") from error
             raise
 
     def close(self) -> None:
@@ -243,9 +245,10 @@ class RemoteStacks:
             raise _ChangedError
         code = self._bytes(address, _CODE_BYTES)
         if (kind := _word_at(code, 8)) != self._code_type:
-            if self._code_type:  # an entry from C
+            type_name = self._bytes(self._word(kind + 24), 9)  # PyTypeObject.tp_name
+            if type_name == b"NoneType\0":  # an entry from C, from Python 3.13 on
                 return _Function("", "", 0, None, self.version)
-            if self._bytes(self._word(kind + 24), 5) != b"code\0":  # PyTypeObject.tp_name
+            if not type_name.startswith(b"code\0"):
                 raise _ChangedError
             self._code_type = kind
         (first_line,) = struct.unpack_from("<i", code, layout.first_line)
@@ -254,7 +257,7 @@ class RemoteStacks:
         if size > MAX_TABLE_BYTES:
             raise _ChangedError
         name, file = (self._text_at(_word_at(code, offset)) for offset in (layout.name, layout.filename))
-        lines = None if file == "<shim>" else self._bytes(table + 32, size)  # an entry from C in Python 3.12
+        lines = None if file == "<shim>" else self._bytes(table + 32, size)  # such an entry in Python 3.12
         return _Function(name, file, first_line, lines, self.version)
 
     def _text_at(self, address: int) -> str:

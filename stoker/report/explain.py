@@ -116,6 +116,8 @@ class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
         whose = f", rank {self.rank}" if self.rank else ""
         whose = {"worker": ", in each loader worker", "thread": ", in another thread"}.get(self.role, whose)
         what = f"{self.call} ← {self.line}" if self.call else f"{self.function} {self.line}"
+        if not self.call and not self.function:
+            what = f"what {self.line} calls"
         if self.part and not self.line:
             what = f"{self.part}, mostly in {self.function}"
             if self.role == "worker":

@@ -753,3 +753,88 @@ def test_a_broken_line_number_is_no_error(line: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"host": 0.5},
                    stacks=[window(n, step, broken, same_file) for n in range(1, 6)])  # fmt: skip
     run_rules(read_run(run))
+
+
+LEAVES = [("augment.py:403", "expand"), ("augment.py:578", "distort"), ("augment.py:611", "transform"),
+          ("augment.py:623", "to_image"), ("data.py:37", "open")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("samples", "in_steps", "found"),
+    [
+        ([3, 3, 3, 1, 4], 0, ["what train.py:36 calls"]),
+        ([3, 3, 3, 3, 0], 0, ["what data.py:53 calls"]),
+        ([14, 1, 0, 0, 0], 0, ["cv2.f, called at augment.py:403"]),
+        ([1, 1, 0, 0, 0], 0, []),
+        ([3, 3, 3, 3, 2], 6, []),
+    ],
+    ids=["of several", "the innermost", "one line is most", "it is cheap", "the step is in it"],
+)
+def test_what_a_line_calls_is_one_place_where_it_is_in_many_lines(
+    samples: list[int], in_steps: int, found: list[str], tmp_path: Path
+) -> None:
+    """A sampler that loads all images before each epoch: transforms in many lines, decoders among them."""
+    above = "train.py:36 < train.py:97 < train.py:175"
+    callers = [f"data.py:53 < {above}"] * 4 + [above]
+    places = [
+        Place(line=line, function=function, call="cv2.f", kind=kind, callers=chain, samples=count)
+        for (line, function), chain, kind, count in zip(
+            LEAVES, callers, ("python", "decode", "python", "decode", "python"), samples, strict=True
+        )
+        if count
+    ]
+    steps = {"line": "train.py:149", "function": "train", "call": "loss.backward", "callers": "train.py:175"}
+    places.append(Place(kind="compute", samples=40 - sum(samples) - in_steps, **steps))
+    if in_steps:
+        called = {"line": "model.py:9", "function": "forward", "callers": f"model.py:3 < data.py:53 < {above}"}
+        places.append(Place(kind="compute", samples=in_steps, **called))
+    stacks = [window(n, *places) for n in range(1, 5)]
+    run = make_run(tmp_path / "run", seconds=45, fractions={"host": 0.3}, stacks=stacks)
+    heavy = [finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place"]
+    assert [finding.title.partition(" s in ")[2] for finding in heavy] == found
+    if found and found[0].startswith("what"):
+        assert heavy[0].place == found[0].split()[1]
+        shown = explain_run(run).places[0]
+        assert shown.text().partition(") ")[2].removesuffix(", each step") == found[0]
+
+
+@pytest.mark.parametrize(("numbers", "severity"), [((4,), "info"), ((2, 3), "info"), ((1, 3), "warning")])
+def test_what_happened_once_in_a_short_run_is_info(numbers: tuple[int, ...], severity: str, tmp_path: Path) -> None:
+    ends = Place(line="train.py:109", function="main", call="stop", kind="python", samples=40 // len(numbers))
+    first, rest = Place(kind="compute", samples=40 - ends.samples), Place(kind="compute", samples=ends.samples)
+    stacks = [window(n, first, ends if n in numbers else rest) for n in range(1, 6)]
+    run = make_run(tmp_path / "run", seconds=60, fractions={"host": 0.2}, stacks=stacks)
+    (heavy,) = [finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place"]
+    assert heavy.severity == severity
+
+
+@pytest.mark.parametrize(
+    ("waits", "phase", "found"),
+    [(40, "input_wait", True), (39, "input_wait", False), (40, "eval", False)],
+    ids=["all the time", "but for a forward pass", "in an evaluation"],
+)
+def test_a_loader_worker_that_never_ends_is_a_hang(waits: int, phase: str, found: bool, tmp_path: Path) -> None:
+    """An image for which no crop exists: the worker tries for ever, in several functions below one line."""
+    above = "crop.py:470 < data.py:53"
+    tries = [
+        Place(line=f"crop.py:{line}", function="f", kind="python", callers=f"crop.py:376 < {above}", samples=10)
+        for line in (351, 353, 369)
+    ]
+    tries.append(Place(line="crop.py:470", function="crop", call="random.uniform", kind="python", callers="data.py:53",
+                       samples=10))  # fmt: skip
+    wait = Place(line="train.py:9", function="main", call="torch.utils.data.dataloader.__next__", kind="input_wait",
+                 samples=waits)  # fmt: skip
+    step = Place(line="train.py:12", function="main", call="model", kind="compute", samples=40 - waits)
+    stacks = [window(n, wait, step) for n in range(1, 9)] + [
+        window(n, *tries, role="worker", pid=8) for n in range(1, 9)
+    ]
+    silent = {"window_steps": 0, "phases": {phase: 1.0}}
+    run = make_run(
+        tmp_path / "run", seconds=85, external=True, config=None, end=None, stacks=stacks,
+        window=lambda s: silent if s > 45 else {},
+    )  # fmt: skip
+    hung = [finding for finding in run_rules(read_run(run)) if finding.id == "hung"]
+    assert bool(hung) == found
+    if found:
+        assert hung[0].title.endswith("a loader worker (process 8) is stuck in what crop.py:470 calls")
+        assert hung[0].place == "crop.py:470"

@@ -16,7 +16,7 @@ from stoker.diagnosis.causes.shared import (
     percent,
     sample_evidence,
 )
-from stoker.diagnosis.places import LAUNCHES, READS, describe_stuck, stuck_places
+from stoker.diagnosis.places import LAUNCHES, MAIN_FRACTION, READS, describe_stuck, stuck_places
 from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import Holder
@@ -26,6 +26,9 @@ _ESTIMATE = "this fraction of the CPU time, of the phases that wait for the CPU"
 CPU_QUOTA = find_cause("cpu_quota")
 
 CPU_CONTENTION = find_cause("cpu_contention")
+
+MIN_WAITS = 20
+"""Samples of a training thread from which it is known to wait all the time."""
 
 
 def cpu_quota(run: RunRecords, cause: Cause) -> Finding | None:
@@ -452,8 +455,9 @@ def disk_nearly_full(run: RunRecords, cause: Cause) -> Finding | None:
 
 
 def hung(run: RunRecords, cause: Cause) -> Finding | None:
-    """No step for far longer than any took before, and nothing computes; or for so long that it does not matter. Before
-    the first step: all that trains waits in one line, and nothing computes."""
+    """No step for far longer than any took before, and nothing computes but a loader for which the training waits all
+    that time; or for so long that it does not matter. Before the first step: all that trains waits in one line, and
+    nothing computes."""
     gap = run.progress_gap
     if gap is None and not run.totals.steps:
         return _hung_at_the_start(run, cause)
@@ -462,7 +466,8 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
     cpu, gpu = gap.process_cpu.value, gap.gpu_utilization.value
     gpu_is_idle = gpu is None or gpu < cause.threshold("idle_gpu")
     is_idle = cpu is not None and cpu < cause.threshold("idle_cpu") and gpu_is_idle
-    if not is_idle and gap.gap_s < cause.threshold("spinning_s"):
+    spins = gap.gap_s >= cause.threshold("spinning_loader_s") and _waits_for_one_batch(run, gap.gap_s)
+    if not is_idle and not spins and gap.gap_s < cause.threshold("spinning_s"):
         return None
     text = f"no step for {gap.gap_s:,.0f} s; the longest before took {gap.max_earlier_gap_s:.1f} s"
     evidence = [make_evidence(text, gap.gap_s, "steps.jsonl: t, window_steps; devices.jsonl: t")]
@@ -477,6 +482,14 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
         estimate_basis="all since the last step",
     )
     return None if finding is None else name_stuck(run, finding)
+
+
+def _waits_for_one_batch(run: RunRecords, gap_s: float) -> bool:
+    """Whether training threads were in a wait for their loaders in each of the newest samples, and for all this time by
+    the clock: an evaluation computes meanwhile, and its waits are its own."""
+    newest = [window for window in run.newest_stacks.values() if window.role == "training"]
+    waits = [window.main_thread.get("input_wait", 0.0) > 0.999 for window in newest if window.samples >= MIN_WAITS]
+    return bool(waits) and all(waits) and run.phase_seconds("input_wait") >= MAIN_FRACTION * gap_s * run.num_ranks
 
 
 def _hung_at_the_start(run: RunRecords, cause: Cause) -> Finding | None:
@@ -512,7 +525,9 @@ def _hung_at_the_start(run: RunRecords, cause: Cause) -> Finding | None:
 def stuck_evidence(run: RunRecords) -> list[Evidence]:
     """Who does not go on, and where; and who only waits for that."""
     stuck, waiting = stuck_places(run)
-    texts = [f"{describe_stuck(who, place)}, in {place.function}" for who, place in stuck]
+    texts = [
+        f"{describe_stuck(who, place)}{f', in {place.function}' if place.function else ''}" for who, place in stuck
+    ]
     for who, place in waiting:
         where = f"in {place.call or place.function} at {place.line}"
         texts.append(f"{who} only waits for {'it' if stuck else 'others'}, {where}")

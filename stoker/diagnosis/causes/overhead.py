@@ -24,6 +24,7 @@ from stoker.diagnosis.places import (
     IMPORT,
     STARTS,
     STARTS_WORKERS,
+    called_places,
     describe_place,
     find_places,
     frequency,
@@ -40,6 +41,8 @@ EVALUATION_HEAVY = find_cause("evaluation_heavy")
 
 STARTUP_HEAVY = find_cause("startup_heavy")
 
+MAX_EVENT = 0.5
+"""Fraction of the lines of stacks.jsonl up to which what was seen in a row was a single event."""
 MAX_LINES = 3
 """Lines of a function that the evidence names."""
 _BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
@@ -47,6 +50,9 @@ _BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
 
 
 def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
+    """Not of a job whose clock saw no step, as one of JAX: what looks like an evaluation to it may be the training."""
+    if run.is_external and not run.phase_seconds("compute"):
+        return None
     count = run.learning.num_evaluations
     evidence = (
         _places_beside_steps(run, cause) if run.phase_seconds("eval") >= cause.threshold("min_duration_s") else None
@@ -112,7 +118,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
     input_wait = fraction_of_phase(run, "input_wait") or run.stacks.fraction("input_wait")
     busy = [gpu.utilization.value for gpu in run.gpus.values() if gpu.utilization.value is not None]
     idle_fraction = 1 - max(busy) if busy and run.num_ranks == 1 else None
-    for place in heavy_places(run, cause.warning_threshold or 0.0):
+    for place in sorted(heavy_places(run, cause.warning_threshold or 0.0), key=_is_single_event):
         observed_s = run.place_totals[place.role, place.rank]
         measured, what = place.seconds / observed_s, "the training thread"
         if place.role == "worker":  # what they do costs only the time in which the training waits for them
@@ -131,7 +137,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         evidence = [make_evidence(text, measured, "stacks.jsonl: places")]
         if leaves := sorted((count, leaf) for leaf, count in place.leaves.items() if leaf):
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
-        lines = [
+        lines = called_places(run, place) if not place.function else [
             other for other in list_places(run)
             if (other.role, other.function) == (place.role, place.function)
             and place.call in ("", other.call, module_of(other.call))
@@ -145,11 +151,21 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         if place.role == "training" and run.num_ranks == 1:
             lost_s, basis = _lost_in_place(run, place)
             lost_s = min(lost_s, measured * run.steady.device_s) if idle_fraction is not None else lost_s
-        finding = make_finding(run, cause, measured, evidence, lost_s=lost_s, estimate_basis=basis)
+        is_info = _is_single_event(place) and cause.severity(measured) is not None
+        finding = make_finding(
+            run, cause, measured, evidence,
+            lost_s=lost_s, estimate_basis=basis, severity="info" if is_info else None,
+        )  # fmt: skip
         if finding is not None:
             title = f"{place.seconds:,.0f} s in {describe_place(place)}"
             return msgspec.structs.replace(finding, title=title, place=place.line)
     return None
+
+
+def _is_single_event(place: PlaceTotal) -> bool:
+    """Whether it was seen in at most two lines of stacks.jsonl in a row: what happens once, as the end of the loaders
+    of a job, is a large part of a short run only."""
+    return place.bursts == 1 and place.windows <= 2 and place.window_fraction < MAX_EVENT
 
 
 def _lost_in_place(run: RunRecords, place: PlaceTotal) -> tuple[float, str]:

@@ -37,7 +37,6 @@ from stoker.diagnosis.causes.shared import (
 )
 from stoker.diagnosis.places import (
     IMPORT,
-    MAIN_FRACTION,
     describe_place,
     find_places,
     heavy_places,
@@ -73,7 +72,7 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
     computing from waiting, only `host` counts, with a low confidence. What a library does between the steps in its own
     loop, as metrics and handlers of ignite do, is info while it is small."""
-    lines = [place for place in _heavy_places(run) if place.call]
+    lines = [place for place in _heavy_places(run) if place.call or not place.function]
     if any(place.samples >= run.stacks.main_thread.get("python", 0.0) / 2 for place in lines):
         return None  # one line is most of it: `heavy_place`
     phases = _between_step_phases(run)
@@ -123,13 +122,12 @@ def _largest_place(run: RunRecords) -> PlaceTotal | None:
 
 
 def _name_place(finding: Finding | None, place: PlaceTotal | None, place_s: float) -> Finding | None:
-    """The finding of time between steps with the place in its title, if that takes most of it, and with its seconds, if
-    that takes nearly all: the rest is what any framework's loop costs. place_s: seconds of the place, as if all ranks
-    were there."""
+    """The finding of time between steps with the place in its title and with its seconds, if that takes most of it: the
+    rest is what any framework's loop costs. place_s: seconds of the place, as if all ranks were there."""
     if finding is None or place is None or 2 * place_s < (finding.lost_device_s or 0.0):
         return finding
     title = f"{finding.title}: {place.seconds:,.0f} s in {describe_place(place)}"
-    if MAIN_FRACTION * (finding.lost_device_s or 0.0) <= place_s < (finding.lost_device_s or 0.0):
+    if place_s < (finding.lost_device_s or 0.0):
         cost = None if finding.lost_cost is None else finding.lost_cost * place_s / (finding.lost_device_s or 1.0)
         finding = msgspec.structs.replace(finding, lost_device_s=place_s, lost_cost=cost)
     return msgspec.structs.replace(finding, title=title, place=place.line)
