@@ -77,6 +77,7 @@ MODULE = ("torch/nn/modules/module.py: Module._call_impl", "torch/nn/modules/mod
           "lib:importlib/_bootstrap.py: _find_and_load"), "other"),
         (("jax/_src/array.py: ArrayImpl._value", "jax/_src/profiler.py: annotate_function.<locals>.wrapper",
           "jax/_src/array.py: ArrayImpl.__float__"), "sync"),
+        (("jax/_src/core.py: concrete_or_error", "jax/_src/numpy/array_methods.py: _item"), "sync"),
         (("jax/_src/compiler.py: backend_compile_and_load", "jax/_src/interpreters/pxla.py: _cached_compilation",
           "jax/_src/interpreters/pxla.py: MeshComputation.compile"), "compile"),
         (("jax/_src/core.py: subjaxprs", "jax/_src/interpreters/pxla.py: lower_sharding_computation",
