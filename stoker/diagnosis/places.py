@@ -259,6 +259,8 @@ STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
 """Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
 MAIN_FRACTION = 0.8
 """Of a function's time, in one line and call, from which that is the place."""
+MOST = 0.5
+"""Of the time of what a line calls, in one function, from which that is the place: what else it calls costs less."""
 COMMON_FRACTION = 0.98
 """Of the samples of a process that is stuck, in what a line calls, from which it is stuck there."""
 MAX_LINE_GAP = 10
@@ -464,7 +466,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
         and not in_loop.isdisjoint(_lines_of(place)[1:])
     ]  # fmt: skip
     for caller in _join_callees(run, parts):
-        if all(place.seconds < MAIN_FRACTION * caller.seconds for place in merged if _is_same_thread(place, caller)):
+        if all(place.seconds < MOST * caller.seconds for place in merged if _is_same_thread(place, caller)):
             merged.append(caller)
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)
@@ -495,7 +497,7 @@ def _join_callees(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]
         depth = {key: sum(_lines_of(place).index(key) for place in groups[key]) / len(groups[key]) for key in most}
         key = min(most, key=lambda key: depth[key])
         largest = max(place.seconds for place in groups[key])
-        if len({place.line for place in groups[key]}) > 1 and largest < MAIN_FRACTION * sums[key].seconds:
+        if len({place.line for place in groups[key]}) > 1 and largest < MOST * sums[key].seconds:
             line = key[2]
             callers = next((callers for place in groups[key] if (callers := _callers_of(place, line))), "")
             found.append(dataclasses.replace(sums[key], line=line, function="", call="", callers=callers))
