@@ -8,6 +8,7 @@ Where things are in the memory of a version is in its headers (Include/internal/
 tests/profiling/test_remote_stacks.py compares); from 3.13 on the process says it itself (pycore_debug_offsets.h).
 """
 
+import bisect
 import functools
 import mmap
 import os
@@ -102,6 +103,8 @@ class RemoteStacks:
         self._code_type = 0
         self._frames: dict[tuple[int, int], Frame | None] = {}
         self._functions: dict[int, _Function] = {}
+        self._checked: set[int] = set()
+        """Those that are known to be still there."""
         self._known: dict[int, tuple[int, bytes, Stack]] = {}
         """Of a thread, by its piece of memory: the newest frame, the memory up to it and the stack at the last sample.
         Most threads wait, or are in the same call of C, at the next one."""
@@ -217,10 +220,12 @@ class RemoteStacks:
         """The frame of a function at an instruction; None: it is no function, but an entry from C. Raises
         _ChangedError."""
         if len(self._functions) > MAX_FUNCTIONS:
+            self._functions.clear()
             self.forget()
-        function = self._functions.get(code)
-        if function is None:
-            function = self._functions[code] = self._read_function(code)
+        if code not in self._checked:
+            self._functions[code] = self._read_function(code)
+            self._checked.add(code)
+        function = self._functions[code]
         frame = None
         if function.lines is not None:
             if self._layout.instructions:
@@ -234,10 +239,10 @@ class RemoteStacks:
         return frame
 
     def forget(self) -> None:
-        """Functions are read anew: one that is gone may have left its address to another."""
+        """Functions are looked up anew: one that is gone may have left its address to another."""
         self._frames.clear()
-        self._functions.clear()
         self._known.clear()
+        self._checked.clear()
 
     def _read_function(self, address: int) -> "_Function":
         layout = self._layout
@@ -253,12 +258,17 @@ class RemoteStacks:
             self._code_type = kind
         (first_line,) = struct.unpack_from("<i", code, layout.first_line)
         table = _word_at(code, layout.lines)
+        identity = (first_line, table, _word_at(code, layout.name), _word_at(code, layout.filename))
+        if (known := self._functions.get(address)) is not None and known.identity == identity:
+            return known
         size = self._word(table + 16)
         if size > MAX_TABLE_BYTES:
             raise _ChangedError
         name, file = (self._text_at(_word_at(code, offset)) for offset in (layout.name, layout.filename))
         lines = None if file == "<shim>" else self._bytes(table + 32, size)  # such an entry in Python 3.12
-        return _Function(name, file, first_line, lines, self.version)
+        function = _Function(name, file, first_line, lines, self.version)
+        function.identity = identity
+        return function
 
     def _text_at(self, address: int) -> str:
         header = self._bytes(address, 40)
@@ -332,35 +342,44 @@ class _Function:
     def __init__(self, name: str, file: str, first_line: int, lines: bytes | None, version: tuple[int, int]) -> None:
         self.name, self.file, self.lines = name, file, lines
         self._first_line, self._version = first_line, version
+        self._ends: list[int] = []
+        self._lines: list[int] = []
+        """Of the entries of the table."""
+        self.identity: tuple[int, ...] = ()
+        """What tells it from another one at the same address."""
 
     def line(self, offset: int) -> int:
         """The line of the instruction at an offset in bytes."""
-        read = read_locations if self._version >= (3, 11) else read_pairs
-        entries = read(self.lines or b"", self._first_line, self._version)
-        return next((line for end, line in entries if offset < end), self._first_line)
+        if not self._ends:
+            read = read_locations if self._version >= (3, 11) else read_pairs
+            for end, line in read(self.lines or b"", self._first_line, self._version):
+                self._ends.append(end)
+                self._lines.append(line)
+        index = bisect.bisect_right(self._ends, offset)
+        return self._lines[index] if index < len(self._lines) else self._first_line
 
 
 def read_locations(table: bytes, first_line: int, _: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(end in bytes, line) of each entry of a table of Python 3.11 or later; the format:
-    Objects/locations.md (InternalDocs/code_objects.md) of CPython."""
-    end, line, position = 0, first_line, 0
-    while position < len(table):
-        kind, length = table[position] >> 3 & 15, (table[position] & 7) + 1
-        position += 1
+    """(end in bytes, line) of each entry of a table of Python 3.11 or later; the format: Objects/locations.md
+    (InternalDocs/code_objects.md) of CPython."""
+    end, line = 0, first_line
+    for entry in _ENTRY.findall(table):
+        kind = entry[0] >> 3 & 15
         if kind in (13, 14):  # a signed number of 6 bits a byte; its lowest bit is the sign
-            value, shift, byte = 0, 0, 64
-            while byte & 64 and position < len(table):
-                byte = table[position]
-                position += 1
+            value, shift = 0, 0
+            for byte in entry[1:]:
                 value |= (byte & 63) << shift
                 shift += 6
+                if not byte & 64:
+                    break
             line += -(value >> 1) if value & 1 else value >> 1
         elif 10 <= kind <= 12:
             line += kind - 10
-        while position < len(table) and not table[position] & 128:  # the columns
-            position += 1
-        end += 2 * length
+        end += 2 * (entry[0] & 7) + 2
         yield end, line
+
+
+_ENTRY = re.compile(rb"[\x80-\xff][\x00-\x7f]*")
 
 
 def read_pairs(table: bytes, first_line: int, version: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -35,6 +35,8 @@ MAX_RATE_HZ, MIN_RATE_HZ = 20.0, 1.0
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take, with what is written of it. Half of the 2 % of a job that watching may
 cost (benchmarks/diagnosis/watch_overhead.py)."""
+START_S = 60.0
+"""Time that is added to that so far, by which what else than samples costs is divided."""
 MAX_PROCESSES = 8
 """The busiest Python processes are sampled, besides one loader worker."""
 HELPER_RECHECK_S = 120.0
@@ -60,9 +62,9 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
 
 
-def affordable_rate(cost_s: float, highest_hz: float) -> float:
-    """Samples a second at most of which each takes cost_s CPU-seconds."""
-    return min(highest_hz, max(MIN_RATE_HZ, MAX_CPU_FRACTION / max(cost_s, 1e-9)))
+def affordable_rate(cost_s: float, highest_hz: float, fraction: float = MAX_CPU_FRACTION) -> float:
+    """Samples a second of which each takes cost_s CPU-seconds, at most; fraction: of a core that they may take."""
+    return min(highest_hz, max(MIN_RATE_HZ, fraction / max(cost_s, 1e-9)))
 
 
 def is_python(pid: int) -> bool:
@@ -226,8 +228,8 @@ class StackSampler:
         self._processes: dict[psutil.Process, _Process] = {}
         self._not_python: set[psutil.Process] = set()
         self._rate_hz = MAX_RATE_HZ
-        self._cost = 0.0
-        """CPU-seconds of a sample of all processes, with all else that this thread does."""
+        self._cost_s = self._samples_s = 0.0
+        """CPU-seconds of a sample of all processes, and of all samples so far."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = False
         self._stop = threading.Event()
@@ -260,7 +262,8 @@ class StackSampler:
                 target.close()
 
     def _sample_until_stopped(self) -> None:
-        polled_s, polled_cpu_s, is_due, targets = time.monotonic(), 0.0, True, list[_Process]()
+        start_s = polled_s = time.monotonic()
+        samples_s, num_samples, is_due, targets = 0.0, 0, True, list[_Process]()
         # at random times: what happens in every step must not happen in every sample
         while not self._stop.wait(random.uniform(0.5, 1.5) / self._rate_hz):
             now_s = time.monotonic()
@@ -271,12 +274,14 @@ class StackSampler:
                         self._end(target)
                         target.close()
                 self._begin(targets)
-                cpu_s = time.thread_time()
-                self._follow_cost((cpu_s - polled_cpu_s) / (now_s - polled_s))
-                polled_s, polled_cpu_s = now_s, cpu_s
+                if num_samples:
+                    self._follow_cost(samples_s / num_samples, time.thread_time() - self._samples_s, now_s - start_s)
+                polled_s, samples_s, num_samples = now_s, 0.0, 0
             for target in targets:
                 starts = not target.trains and target.pid in self._training_ranks()
-                target.trains |= starts  # what it does from now on is a window of its own
+                target.trains |= starts
+                if starts:  # what it does from now on is a window of its own, and costs less than imports
+                    self._cost_s, samples_s, num_samples, self._rate_hz = 0.0, 0.0, 0, MAX_RATE_HZ
                 if target.window is None:
                     continue
                 if starts or target.window.age_s() >= (FIRST_WINDOW_S if target.is_new else WINDOW_S):
@@ -285,12 +290,17 @@ class StackSampler:
                         is_due = True  # another one's turn
                         continue
                     self._begin([target])
+            begin_s = time.thread_time()
+            for target in targets:
                 if target.window is not None and target.stacks is not None:
                     try:
                         target.window.add(target.stacks.read())
                     except EndedError:
                         self._end(target)
                         target.close()
+            num_samples += 1
+            samples_s += time.thread_time() - begin_s
+            self._samples_s += time.thread_time() - begin_s
         for target in self._processes.values():
             self._end(target)
         if not self._any_sampled and self._own_rank is None:  # a measured loop may be shorter than a window
@@ -351,11 +361,12 @@ class StackSampler:
             (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
             self._folder.append(name, line)
 
-    def _follow_cost(self, cpu_fraction: float) -> None:
-        """The rate for the next seconds, by what the last ones cost at theirs: smoothed, because windows are written in
-        some of them only."""
-        self._cost = 0.9 * self._cost + 0.1 * cpu_fraction / self._rate_hz
-        self._rate_hz = affordable_rate(self._cost, MAX_RATE_HZ)
+    def _follow_cost(self, cost_s: float, other_s: float, elapsed_s: float) -> None:
+        """The rate for the next seconds. cost_s: CPU-seconds of a sample of all processes in the last ones; other_s:
+        all that this thread took besides; much of it is for what is new at the start, as source files."""
+        self._cost_s = (self._cost_s + cost_s) / 2 if self._cost_s else cost_s
+        left = MAX_CPU_FRACTION - other_s / (START_S + elapsed_s)
+        self._rate_hz = affordable_rate(self._cost_s, MAX_RATE_HZ, left)
 
     def _find_targets(self, now_s: float) -> list[_Process]:
         """The processes to sample: those that train or may train, the busiest first, and the loader worker whose turn

@@ -275,18 +275,20 @@ def test_a_thread_without_cpu_time_waits() -> None:
 
 
 def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fraction of 0.01 of a core, whatever a sample costs; expensive seconds, as those of imports, are forgotten."""
+    """A fraction of 0.01 of a core, whatever a sample costs, less what else is done, but for the lowest rate."""
     monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
     sampler = stacks.StackSampler(RunFolder(Path(os.devnull).parent, 1), 1, on_unavailable=print)
 
-    def rates(cost_s: float, polls: int = 99) -> float:
-        for _ in range(polls):
-            sampler._follow_cost(sampler._rate_hz * cost_s)
+    def rate(cost_s: float, other_s: float = 0.0, elapsed_s: float = 40.0) -> float:
+        for _ in range(30):
+            sampler._follow_cost(cost_s, other_s, elapsed_s)
         return sampler._rate_hz
 
-    found = [rates(cost_s) for cost_s in (0.0001, 0.0008, 0.002, 0.008, 0.1, 0.0001)]
+    found = [rate(cost_s) for cost_s in (0.0001, 0.0008, 0.002, 0.008, 0.1, 0.0001)]
     assert found == pytest.approx([20, 12.5, 5, 1.25, 1, 20], rel=0.01)
-    assert rates(0.002, polls=1) == 20, "one line that is written"
+    assert rate(0.0005, other_s=0.5) == pytest.approx(10, rel=0.01), "source files at the start"
+    assert rate(0.0005, other_s=0.5, elapsed_s=940.0) == pytest.approx(19, rel=0.01)
+    assert rate(0.0005, other_s=2.0) == 1
 
 
 @pytest.mark.slow
