@@ -235,9 +235,10 @@ _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm", LOOP_IN_STEP})
 _LOADER_CALL = re.compile(
     r"^(torch\.utils\.data|multiprocessing|threading|queue|concurrent\.futures|accelerate\.data_loader"
     r"|tensorflow\.python\.(data|distribute\.input_lib)|(tf_)?keras\.(src\.)?(trainers|engine\.data_adapter|utils\.data_utils)"
-    r"|(pytorch_lightning|lightning)\.\w+\.(loops|utilities))\."
+    r"|(pytorch_lightning|lightning)\.\w+\.(loops|utilities))\.|^(enumerate|iter|next|zip)$"
 )
-"""Calls in which a thread waits for what a loader prepares elsewhere: the place is there."""
+"""Calls in which a thread waits for what a loader prepares elsewhere: the place is there. An iterator without Python
+frames is one of a framework."""
 _LOOP_CALL = re.compile(r"^(?!subprocess\.|asyncio\.)(.*\.)?(fit|fit_generator|train|learn|main|run|launch)$")
 """Calls of a training loop as a whole: what takes the time is inside of it."""
 READS = re.compile(

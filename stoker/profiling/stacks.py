@@ -419,10 +419,12 @@ class OwnProcessSampler:
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
         pid = os.getpid()
+        if not sys.executable:
+            raise OSError("this Python was started inside of another program")
         allow_reading(pid)
         # without `site`, whose startup files are for the job: a hook, a coverage tool
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", _CODE, json.dumps(sys.path), str(folder.path.absolute()),
+            [sys.executable, "-S", "-E", "-c", _CODE, json.dumps([*map(str, sys.path)]), str(folder.path.absolute()),
              str(folder.attempt), str(pid), str(rank)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
