@@ -235,10 +235,11 @@ _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm", LOOP_IN_STEP})
 _LOADER_CALL = re.compile(
     r"^(torch\.utils\.data|multiprocessing|threading|queue|concurrent\.futures|accelerate\.data_loader"
     r"|tensorflow\.python\.(data|distribute\.input_lib)|(tf_)?keras\.(src\.)?(trainers|engine\.data_adapter|utils\.data_utils)"
-    r"|(pytorch_lightning|lightning)\.\w+\.(loops|utilities))\.|^(enumerate|iter|next|zip)$"
+    r"|(pytorch_lightning|lightning)\.\w+\.(loops|utilities))\."
 )
-"""Calls in which a thread waits for what a loader prepares elsewhere: the place is there. An iterator without Python
-frames is one of a framework."""
+"""Calls in which a thread waits for what a loader prepares elsewhere: the place is there."""
+_ITERATES = re.compile(r"^(enumerate|iter|next|zip)$")
+"""Calls in which a thread that does nothing waits for an iterator without Python frames, as a framework's."""
 _LOOP_CALL = re.compile(r"^(?!subprocess\.|asyncio\.)(.*\.)?(fit|fit_generator|train|learn|main|run|launch)$")
 """Calls of a training loop as a whole: what takes the time is inside of it."""
 READS = re.compile(
@@ -260,6 +261,8 @@ STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
 """Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
 MAIN_FRACTION = 0.8
 """Of a function's time, in one line and call, from which that is the place."""
+_WAITS_AND_COSTS = frozenset({"input_wait", "checkpoint", "compile"})
+"""Kinds of places that have causes of their own, and are in no sum of what a line calls."""
 MOST = 0.5
 """Of the time of what a line calls, in one function, from which that is the place: what else it calls costs less."""
 COMMON_FRACTION = 0.98
@@ -292,7 +295,12 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
             continue
         key = (total.role, total.rank if total.role == "training" else 0, total.line, total.call)
         waits = total.kind == "idle" and (
-            (total.role == "training" and total.call and not _LOADER_CALL.search(total.call))
+            (
+                total.role == "training"
+                and total.call
+                and not _LOADER_CALL.search(total.call)
+                and not _ITERATES.search(total.call)
+            )
             or (total.role == "worker" and (total.call == "time.sleep" or READS.search(total.call)))
         )
         formats = total.kind == "sync" and formats_tensors
@@ -440,7 +448,8 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     have_steps = functions_with_steps(run)
     functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
-    for place in list_places(run):
+    places = list_places(run)
+    for place in places:
         is_own = (
             place.role == "thread"
             or place.kind in ("python", "gc", "other", "idle", "input_wait", "sync")
@@ -459,11 +468,12 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     for group in _join_neighbors(lines.values()):
         calls = {place.call for place in group}
         merged.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module_of(group[0].call)))
-    parts = [place for group in (*functions.values(), *lines.values()) for place in group]
     in_loop = {key for total in run.places if total.kind in _IN_STEP for key in _lines_of(total)[1:]}
+    parts = [place for group in (*functions.values(), *lines.values()) for place in group]
+    known = set(map(id, parts))
     parts += [  # decoders that the training thread calls itself, and no loader
-        place for place in list_places(run)
-        if place.role == "training" and place.kind == "decode" and place not in parts
+        place for place in places
+        if place.role == "training" and place.kind == "decode" and id(place) not in known
         and not in_loop.isdisjoint(_lines_of(place)[1:])
     ]  # fmt: skip
     for caller in _join_callees(run, parts):
@@ -480,27 +490,31 @@ def _join_callees(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]
     for place in run.places:
         if place.kind in _IN_STEP and not place.is_startup:
             in_steps.update(dict.fromkeys(_lines_of(place), place.samples))
-    groups: dict[tuple[str, int, str], list[PlaceTotal]] = {}
-    for place in places:
-        for key in _lines_of(place):
-            groups.setdefault(key, []).append(place)
+    groups: dict[tuple[str, int, str], dict[int, PlaceTotal]] = {}
+    for number, part in enumerate(places):
+        for key in _lines_of(part):
+            groups.setdefault(key, {})[number] = part
     sums: dict[tuple[str, int, str], PlaceTotal] = {}
     for key, group in groups.items():
-        total = merge_places(group)
-        if total is not None and in_steps[key] < MIN_STEPS * total.samples:
-            sums[key] = total
+        least_s = MIN_SHARE * max(run.place_totals[part.role, part.rank] for part in group.values())
+        if sum(part.seconds for part in group.values()) >= least_s:
+            total = merge_places(group.values())
+            if total is not None and in_steps[key] < MIN_STEPS * total.samples:
+                sums[key] = total
     found: list[PlaceTotal] = []
     while sums:
         outermost = max(sums, key=lambda key: sums[key].seconds)
-        members = groups[outermost]
-        inner = [key for key in sums if all(place in members for place in groups[key])]
+        inner = [key for key in sums if groups[key].keys() <= groups[outermost].keys()]
         most = [key for key in inner if sums[key].seconds >= MAIN_FRACTION * sums[outermost].seconds]
-        depth = {key: sum(_lines_of(place).index(key) for place in groups[key]) / len(groups[key]) for key in most}
+        depth = {
+            key: sum(_lines_of(part).index(key) for part in groups[key].values()) / len(groups[key]) for key in most
+        }
         key = min(most, key=lambda key: depth[key])
-        largest = max(place.seconds for place in groups[key])
-        if len({place.line for place in groups[key]}) > 1 and largest < MOST * sums[key].seconds:
+        parts = list(groups[key].values())
+        largest = max(part.seconds for part in parts)
+        if len({part.line for part in parts}) > 1 and largest < MOST * sums[key].seconds:
             line = key[2]
-            callers = next((callers for place in groups[key] if (callers := _callers_of(place, line))), "")
+            callers = next((callers for part in parts if (callers := _callers_of(part, line))), "")
             found.append(dataclasses.replace(sums[key], line=line, function="", call="", callers=callers))
         for key in inner:
             del sums[key]
@@ -526,7 +540,7 @@ def _is_same_thread(place: PlaceTotal, other: PlaceTotal) -> bool:
 def called_places(run: RunRecords, place: PlaceTotal) -> list[PlaceTotal]:
     """Of a place of `_join_callees`: the places that it has called, the largest first."""
     key = (place.role, place.rank if place.role == "training" else 0, place.line)
-    return [other for other in list_places(run) if key in _lines_of(other)]
+    return [other for other in list_places(run) if other.kind not in _WAITS_AND_COSTS and key in _lines_of(other)]
 
 
 def functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
@@ -551,10 +565,11 @@ def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
     one class or module of a package, as of a loader that starts and ends in it, and those of neighboring lines of a
     function that make the same call. The most costly first."""
     of_lines: dict[tuple[str, int, str, str, str], list[PlaceTotal]] = {}
-    joined = _join_callees(run, [place for place in places if place.role == "training" and place.kind != "input_wait"])
-    callers = {_lines_of(caller)[0] for caller in joined}
+    own = [place for place in places if place.role == "training" and place.kind not in _WAITS_AND_COSTS]
+    joined = _join_callees(run, own)
+    callers, known = {_lines_of(caller)[0] for caller in joined}, set(map(id, own))
     for place in places:
-        if not callers.isdisjoint(_lines_of(place)):
+        if id(place) in known and not callers.isdisjoint(_lines_of(place)):
             continue
         module = module_of(place.call)
         rank = place.rank if place.role == "training" else 0

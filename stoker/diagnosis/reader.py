@@ -270,7 +270,7 @@ class _StepsReader:
         """Whether no hook saw a step: the output of the job has shown all that there are."""
         self._run_records = run_records
         self._last_t: float | None = None
-        self._max_gap_s, self._attempt = 0.0, 0
+        self._max_gap_s, self._attempt, self._waited_s = 0.0, 0, 0.0
         self._total_fetch_s, self._images_seen = 0.0, 0
         self._pending_windows: list[StepWindow] = []
         """Windows without steps: they belong to the end unless steps follow."""
@@ -302,6 +302,7 @@ class _StepsReader:
         steady_span = self.steady_spans.get(window.attempt)
         # a loss without a step number is progress, too
         has_progress = window.window_steps > 0 or (run_records.is_external and not window.step and bool(window.losses))
+        self._waited_s = 0.0 if has_progress else self._waited_s + window.phases.get("input_wait", 0.0) / window.devices
         if has_progress:
             run_records.eval_windows += bool(window.window_steps and window.phases.get("eval"))
             start_t = window.t - window.wall_s
@@ -338,7 +339,7 @@ class _StepsReader:
             and self._attempt == run_records.totals.attempts
         ):
             run_records.progress_gap = ProgressGap(
-                gap_s=0.0, max_earlier_gap_s=self._max_gap_s, last_step_t=self._last_t
+                gap_s=0.0, max_earlier_gap_s=self._max_gap_s, last_step_t=self._last_t, waited_s=self._waited_s
             )
 
 

@@ -467,6 +467,8 @@ class ProgressGap:
     gap_s: float
     max_earlier_gap_s: float
     """The longest time between two windows with steps before."""
+    waited_s: float = 0.0
+    """Of the gap, by the clock in the job: its wait for input."""
     process_cpu: Mean = dataclasses.field(default_factory=Mean)
     gpu_utilization: Mean = dataclasses.field(default_factory=Mean)
 

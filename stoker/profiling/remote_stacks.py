@@ -9,7 +9,7 @@ tests/profiling/test_remote_stacks.py compares); from 3.13 on the process says i
 """
 
 import bisect
-import functools
+import contextlib
 import mmap
 import os
 import re
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from stoker.profiling.frames import Frame, Stack
 
-MAX_FRAMES, MAX_THREADS = 1000, 500
+MAX_FRAMES, MAX_THREADS = 1000, 5000
 """Frames of a stack, threads of a process; more are taken for memory that is no list."""
 MAX_TRIES = 4
 """Reads of a stack that changed meanwhile."""
@@ -33,6 +33,8 @@ _MAX_CHUNK_BYTES = 2**20
 _FRAME_BYTES = 112
 _THREAD_BYTES = 320
 _CODE_BYTES = 208
+_THREAD_HEADER_BYTES = 128
+"""Of the C library's structure of a thread: flags and counts, one of which may be as small as an ID."""
 _WORD = struct.Struct("<Q")
 
 
@@ -95,9 +97,11 @@ class RemoteStacks:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         runtime, self.version = _find_runtime(pid)
+        self._main_id = _namespace_id(pid)
         try:
+            self._cwd = os.readlink(f"/proc/{pid}/cwd")
             self._memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, ProcessLookupError) as error:
             raise EndedError from error
         self._runtime = runtime
         self._code_type = 0
@@ -108,14 +112,15 @@ class RemoteStacks:
         self._known: dict[int, tuple[int, bytes, Stack]] = {}
         """Of a thread, by its piece of memory: the newest frame, the memory up to it and the stack at the last sample.
         Most threads wait, or are in the same call of C, at the next one."""
-        self._main_id = _namespace_id(pid)
+        self._outer_ids: dict[int, int] | None = None
+        """Kernel ID in the namespace of the process → here; None: not read yet."""
         self._kernel_id_offset: int | None = None
         try:
             self._layout = self._find_layout()
             self._read_frame, self._code_index = _frame_reader(self._layout)
         except BaseException as error:
             self.close()
-            if isinstance(error, _ChangedError):
+            if isinstance(error, (_ChangedError, struct.error)):
                 raise UnreadableError("_PyRuntime is not where its symbol says") from error
             raise
 
@@ -125,10 +130,10 @@ class RemoteStacks:
     def read(self) -> dict[int, Stack]:
         """Kernel ID → stack of each thread that has Python frames; the main thread has the process ID. A stack that
         changed during each of some reads is left out. Raises EndedError."""
-        try:
-            return dict(self._read_threads())
-        except _ChangedError:  # the list of threads
-            return {}
+        found: dict[int, Stack] = {}
+        with contextlib.suppress(_ChangedError, struct.error):  # the list of threads
+            found.update(self._read_threads())  # what was read before an error stays
+        return found
 
     def _read_threads(self) -> Iterator[tuple[int, Stack]]:
         layout = self._layout
@@ -141,10 +146,12 @@ class RemoteStacks:
                 kernel_id = self._kernel_id(thread_id, main_thread)
             if thread_id == main_thread or kernel_id == self._main_id:
                 kernel_id = self.pid
+            elif self._main_id != self.pid:
+                kernel_id = self._outer_id(kernel_id)
             for attempt in range(MAX_TRIES):
                 try:
                     stack = self._stack(state if attempt == 0 else self._bytes(address, _THREAD_BYTES))
-                except _ChangedError:
+                except (_ChangedError, struct.error):
                     continue
                 if stack:
                     yield kernel_id, stack
@@ -201,7 +208,7 @@ class RemoteStacks:
                 if chunk and not num_elsewhere and len(chunks) == 1:
                     self._known[chunk] = newest, chunks[0][1], stack
                 return stack
-        raise _ChangedError
+        return stack  # deeper than any that is needed
 
     def _frame_memory(self, frame: int, chunks: list[tuple[int, bytes]]) -> tuple[bytes, int]:
         """(memory, offset of the frame in it; 0: it is in no piece of a thread's memory). chunks: what was read of
@@ -211,7 +218,7 @@ class RemoteStacks:
                 return memory, frame - start
         if chunks and (start := _word_at(chunks[-1][1], 0)):  # a deep stack goes on in the piece before
             size = min(_MAX_CHUNK_BYTES, self._word(start + 8))
-            if start <= frame < start + size:
+            if start <= frame <= start + size - _FRAME_BYTES:
                 chunks.append((start, self._bytes(start, size)))
                 return chunks[-1][1], frame - start
         return self._bytes(frame, _FRAME_BYTES), 0  # of a generator, or an object
@@ -243,6 +250,7 @@ class RemoteStacks:
         self._frames.clear()
         self._known.clear()
         self._checked.clear()
+        self._outer_ids = None
 
     def _read_function(self, address: int) -> "_Function":
         layout = self._layout
@@ -265,6 +273,8 @@ class RemoteStacks:
         if size > MAX_TABLE_BYTES:
             raise _ChangedError
         name, file = (self._text_at(_word_at(code, offset)) for offset in (layout.name, layout.filename))
+        if not file.startswith(("/", "<")):  # of the script, before Python 3.9
+            file = os.path.join(self._cwd, file)
         lines = None if file == "<shim>" else self._bytes(table + 32, size)  # such an entry in Python 3.12
         function = _Function(name, file, first_line, lines, self.version)
         function.identity = identity
@@ -303,13 +313,24 @@ class RemoteStacks:
             thread[7], frame[2], frame[1], frame[3], code[1], code[3], code[5], code[4], code[9], 40,
         )  # fmt: skip
 
+    def _outer_id(self, kernel_id: int) -> int:
+        """The ID here of a thread in another namespace of processes."""
+        if self._outer_ids is None:
+            self._outer_ids = {}
+            with contextlib.suppress(EndedError, OSError):
+                for name in os.listdir(f"/proc/{self.pid}/task"):
+                    self._outer_ids[_namespace_id(int(name))] = int(name)
+        return self._outer_ids.get(kernel_id, kernel_id)
+
     def _kernel_id(self, thread_id: int, main_thread: int) -> int:
         """Before Python 3.11: the ID in the C library's structure of a thread, at its `thread_id`; where that is, the
         one of the main thread shows. If it is not found: thread_id."""
         try:
             if self._kernel_id_offset is None:
-                found = struct.unpack("<512i", self._bytes(main_thread, 2048))
-                self._kernel_id_offset = 4 * found.index(self._main_id) if self._main_id in found else 0
+                found = struct.unpack("<480i", self._bytes(main_thread + _THREAD_HEADER_BYTES, 1920))
+                self._kernel_id_offset = 0
+                if self._main_id in found:
+                    self._kernel_id_offset = _THREAD_HEADER_BYTES + 4 * found.index(self._main_id)
             if self._kernel_id_offset:
                 return int.from_bytes(self._bytes(thread_id + self._kernel_id_offset, 4), "little")
         except _ChangedError:
@@ -434,7 +455,9 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
     for file in [*libraries, program]:
         if file not in starts:
             continue
-        symbol = find_symbol(f"/proc/{pid}/root{file}", "_PyRuntime")
+        # the link leads to the program also where it was replaced, by an upgrade
+        path = f"/proc/{pid}/exe" if file == program else f"/proc/{pid}/root{file}"
+        symbol = find_symbol(path, "_PyRuntime")
         if symbol is None:
             continue
         address, is_relative = symbol
@@ -446,15 +469,22 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
     raise UnreadableError(f"{program} has no symbol _PyRuntime: it is no CPython, or its symbols were removed")
 
 
-@functools.lru_cache(maxsize=64)
 def find_symbol(file: str, name: str) -> tuple[int, bool] | None:
     """(address, whether it is relative to the first page of the file in memory) of a symbol in a 64-bit ELF file; None:
     it has none of this name, or is no such file."""
     try:
-        with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as elf:
-            return _symbol_in(elf, name)
-    except (OSError, ValueError, struct.error):
+        with open(file, "rb") as opened:
+            status = os.fstat(opened.fileno())
+            key = (status.st_dev, status.st_ino, status.st_mtime_ns, name)
+            if key not in _symbols:
+                with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as elf:
+                    _symbols[key] = _symbol_in(elf, name)
+            return _symbols[key]
+    except (OSError, ValueError, struct.error, IndexError):
         return None
+
+
+_symbols: dict[tuple[int, int, int, str], tuple[int, bool] | None] = {}
 
 
 def _symbol_in(elf: mmap.mmap, name: str) -> tuple[int, bool] | None:

@@ -45,8 +45,9 @@ MAX_TREE = 512
 """Processes of a job that are looked at."""
 PROCESS_POLL_S = 2.0
 """Time between polls of the processes, a tenth of that until one was sampled."""
-MAX_FAILURES = 5
-"""Polls at which a process cannot be read, after which it is skipped."""
+MAX_FAILURES, MAX_FAILING_S = 5, 30.0
+"""Polls at which a process cannot be read, and the time since it was first seen, after which it is skipped: a process
+that starts has no interpreter yet."""
 STOP_TIMEOUT_S = 5.0
 
 PERMISSION_HINT = (
@@ -123,6 +124,9 @@ class _Window:
     def age_s(self) -> float:
         return time.monotonic() - self.start_s
 
+    def has_samples(self) -> bool:
+        return bool(self._counts)
+
     def samples(self) -> tuple[Samples, dict[int, Samples]]:
         """(those of the main thread, kernel's ID → those of each other thread)"""
         found = {
@@ -158,7 +162,7 @@ class _Process:
         self.cpu_s = 0.0
         self.recent_cpu_s = 0.0
         """Since the poll before the newest one."""
-        self.failures = 0
+        self.failures, self.seen_s = 0, time.monotonic()
         self.is_new = True
         """It has no window yet."""
         self.trains = False
@@ -231,7 +235,7 @@ class StackSampler:
         self._cost_s = self._samples_s = 0.0
         """CPU-seconds of a sample of all processes, and of all samples so far."""
         self._last_failure = "no Python process of the job was seen"
-        self._any_sampled = False
+        self._any_sampled = self._is_unreadable = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._thread_main, name="stacks", daemon=True)
 
@@ -284,7 +288,8 @@ class StackSampler:
                     self._cost_s, samples_s, num_samples, self._rate_hz = 0.0, 0.0, 0, MAX_RATE_HZ
                 if target.window is None:
                     continue
-                if starts or target.window.age_s() >= (FIRST_WINDOW_S if target.is_new else WINDOW_S):
+                is_old = target.window.age_s() >= (FIRST_WINDOW_S if target.is_new else WINDOW_S)
+                if is_old or (starts and target.window.has_samples()):
                     self._end(target)
                     if target.role == "worker":
                         is_due = True  # another one's turn
@@ -303,7 +308,8 @@ class StackSampler:
             self._samples_s += time.thread_time() - begin_s
         for target in self._processes.values():
             self._end(target)
-        if not self._any_sampled and self._own_rank is None:  # a measured loop may be shorter than a window
+        # a measured loop may be shorter than a window
+        if not self._any_sampled and (self._own_rank is None or self._is_unreadable):
             self._on_unavailable(f"not recorded: {self._last_failure}")
 
     def _begin(self, targets: list[_Process]) -> None:
@@ -318,8 +324,10 @@ class StackSampler:
                 if not self._any_sampled:
                     raise PermissionError(self._last_failure) from error
                 target.failures += 1
-            except (UnreadableError, EndedError) as error:
-                self._last_failure = str(error) or self._last_failure
+            except UnreadableError as error:
+                self._last_failure, self._is_unreadable = str(error), True
+                target.failures += 1
+            except EndedError:
                 target.failures += 1
 
     def _end(self, target: _Process) -> None:
@@ -389,7 +397,10 @@ class StackSampler:
                     alive[process] = known
         self._processes = alive
         self._not_python = {process for process in self._not_python if process.is_running()}
-        found = [target for target in alive.values() if target.failures < MAX_FAILURES]
+        found = [
+            target for target in alive.values()
+            if target.failures < MAX_FAILURES or now_s - target.seen_s < MAX_FAILING_S
+        ]  # fmt: skip
         known_ranks = self._training_ranks()
         if self._own_rank is not None:
             found = [target for target in found if target.pid == self._pid or target.rank == self._own_rank]
@@ -418,7 +429,7 @@ class OwnProcessSampler:
     the interpreter's lock is free. rank: of this process, for a job with several. Raises OSError."""
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
-        pid = os.getpid()
+        pid, self._folder = os.getpid(), folder
         if not sys.executable:
             raise OSError("this Python was started inside of another program")
         allow_reading(pid)
@@ -431,8 +442,15 @@ class OwnProcessSampler:
 
     def stop(self) -> None:
         """Lets it write its last windows. A process that hangs is killed."""
+        code, stdin = self._process.poll(), self._process.stdin
+        if code:
+            self._folder.event("info", f"stacks: the process that samples them ended with exit code {code}")
+        assert stdin is not None
         with contextlib.suppress(OSError):  # it has ended
-            self._process.stdin.close()  # type: ignore[union-attr]
+            stdin.write(b".")  # closing alone is not seen while a forked worker has the other end, too
+            stdin.flush()
+        with contextlib.suppress(OSError):
+            stdin.close()
         try:
             self._process.wait(STOP_TIMEOUT_S + 1.0)
         except subprocess.TimeoutExpired:
@@ -449,7 +467,7 @@ record(*sys.argv[2:])
 
 
 def record(path: str, attempt: str, pid: str, rank: str) -> None:
-    """In a process of its own: samples the process that has started it, until its standard input or that process
+    """In a process of its own: samples the process that has started it, until that writes to its standard input or
     ends."""
     folder = RunFolder(Path(path), int(attempt))
     sampler = StackSampler(
@@ -458,7 +476,6 @@ def record(path: str, attempt: str, pid: str, rank: str) -> None:
         training_ranks=lambda: {int(pid): int(rank)},
     )  # fmt: skip
     with sampler:
-        # a worker of the loader may have the other end of standard input, too
         while os.getppid() == int(pid) and not select.select([0], [], [], 1.0)[0]:
             pass
     folder.close()

@@ -1,6 +1,7 @@
 """Places of samples, added up over a run."""
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.diagnosis.engine import CATALOG, run_rules
-from stoker.diagnosis.places import MAX_NODES, MIN_SHARE, _wilson, find_places, list_places, place_trees
+from stoker.diagnosis.places import MAX_NODES, MIN_SHARE, _wilson, find_places, heavy_places, list_places, place_trees
 from stoker.diagnosis.reader import read_run
 from stoker.report.explain import explain_run, print_explanation
 from stoker.runs.schemas import LOOP_IN_STEP, Place
@@ -838,3 +839,36 @@ def test_a_loader_worker_that_never_ends_is_a_hang(waits: int, phase: str, found
     if found:
         assert hung[0].title.endswith("a loader worker (process 8) is stuck in what crop.py:470 calls")
         assert hung[0].place == "crop.py:470"
+
+
+def test_why_keeps_a_wait_beside_what_its_line_calls(tmp_path: Path) -> None:
+    above = "train.py:50"
+    places = [
+        Place(line=f"log.py:{line}", function="log", call="json.dumps", kind="python", callers=above, samples=6)
+        for line in (3, 30, 90)
+    ]
+    wait = Place(
+        line=above, function="main", call="torch.utils.data.dataloader.__next__", kind="input_wait", samples=22
+    )
+    run = make_run(tmp_path / "run", seconds=45, stacks=[window(n, *places, wait) for n in range(1, 5)])
+    texts = [place.text() for place in explain_run(run).places]
+    assert [text.partition(") ")[2].partition(", each")[0] for text in texts] == [
+        "torch.utils.data.dataloader.__next__ ← train.py:50", "what train.py:50 calls"
+    ]  # fmt: skip
+
+
+def test_thousands_of_places_are_joined_in_time(tmp_path: Path) -> None:
+    """Each of 40 lines a window is another one."""
+    stacks = [
+        window(n, *(
+            Place(line=f"a.py:{40 * n + k}", function=f"f{k}", call="json.dumps", kind="python", samples=1,
+                  callers=f"b.py:{k} < c.py:{n} < train.py:9")
+            for k in range(40)
+        ))
+        for n in range(1, 51)
+    ]  # fmt: skip
+    run = read_run(make_run(tmp_path / "run", seconds=510, stacks=stacks))
+    start_s = time.process_time()
+    heavy = heavy_places(run, 0.1)
+    assert [(place.line, place.function) for place in heavy[:1]] == [("train.py:9", "")]
+    assert time.process_time() - start_s < 2

@@ -453,6 +453,24 @@ def test_the_loop_samples_its_own_stacks(tmp_path: Path) -> None:
     assert not any("profiling/measure.py" in line for line in lines), "it is not the loop's own code"
 
 
+def test_the_samples_end_with_the_block_also_while_forked_workers_live(tmp_path: Path) -> None:
+    """They have the other end of what tells the sampling process to end."""
+    with stoker.measure(tmp_path / "run") as m:
+        with m.step():
+            pass
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(writer)
+            os.read(reader, 1)  # until the test closes it
+            os._exit(0)
+        os.close(reader)
+        start_s = time.monotonic()
+        m.close()
+    assert time.monotonic() - start_s < 4
+    os.close(writer)
+    os.waitpid(child, 0)
+
+
 def test_an_exception_is_recorded_with_where_it_was_raised(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"), stoker.measure(tmp_path / "run"):
         os.write(os.open("/dev/full", os.O_WRONLY), b"x")

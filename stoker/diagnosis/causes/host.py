@@ -17,7 +17,7 @@ from stoker.diagnosis.causes.shared import (
     sample_evidence,
 )
 from stoker.diagnosis.places import LAUNCHES, MAIN_FRACTION, READS, describe_stuck, stuck_places
-from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, RunRecords, TimeSeries
+from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, ProgressGap, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import Holder
 
@@ -27,7 +27,7 @@ CPU_QUOTA = find_cause("cpu_quota")
 
 CPU_CONTENTION = find_cause("cpu_contention")
 
-MIN_WAITS = 20
+MIN_WAITS = 40
 """Samples of a training thread from which it is known to wait all the time."""
 
 
@@ -466,7 +466,7 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
     cpu, gpu = gap.process_cpu.value, gap.gpu_utilization.value
     gpu_is_idle = gpu is None or gpu < cause.threshold("idle_gpu")
     is_idle = cpu is not None and cpu < cause.threshold("idle_cpu") and gpu_is_idle
-    spins = gap.gap_s >= cause.threshold("spinning_loader_s") and _waits_for_one_batch(run, gap.gap_s)
+    spins = gap.gap_s >= cause.threshold("spinning_loader_s") and _waits_for_one_batch(run, gap)
     if not is_idle and not spins and gap.gap_s < cause.threshold("spinning_s"):
         return None
     text = f"no step for {gap.gap_s:,.0f} s; the longest before took {gap.max_earlier_gap_s:.1f} s"
@@ -484,12 +484,12 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
     return None if finding is None else name_stuck(run, finding)
 
 
-def _waits_for_one_batch(run: RunRecords, gap_s: float) -> bool:
+def _waits_for_one_batch(run: RunRecords, gap: ProgressGap) -> bool:
     """Whether training threads were in a wait for their loaders in each of the newest samples, and for all this time by
     the clock: an evaluation computes meanwhile, and its waits are its own."""
     newest = [window for window in run.newest_stacks.values() if window.role == "training"]
-    waits = [window.main_thread.get("input_wait", 0.0) >= 1 for window in newest if window.samples >= MIN_WAITS]
-    return bool(waits) and all(waits) and run.phase_seconds("input_wait") >= MAIN_FRACTION * gap_s * run.num_ranks
+    waits = [window.samples >= MIN_WAITS and window.main_thread.get("input_wait", 0.0) >= 1 for window in newest]
+    return bool(waits) and all(waits) and gap.waited_s >= MAIN_FRACTION * gap.gap_s
 
 
 def _hung_at_the_start(run: RunRecords, cause: Cause) -> Finding | None:
