@@ -58,11 +58,11 @@ def test_a_rank_waits_for_the_one_that_is_slow(run: Path) -> None:
     assert job.returncode == 0, job.stderr
     other = run / RANKS / "0001"
     waited_s = seconds(run, "comm") - seconds(other, "comm")
-    assert waited_s >= 0.7 * ranks.STEPS * ranks.SLEEP_S
+    assert waited_s >= 0.6 * ranks.STEPS * ranks.SLEEP_S
     worked_longer_s = work_seconds(other) - work_seconds(run)  # it sleeps, and is disturbed on a busy machine
-    assert waited_s == pytest.approx(worked_longer_s, rel=0.15)
+    assert waited_s == pytest.approx(worked_longer_s, rel=0.3)
     found = read_run(run).totals
-    assert found.phases["straggler"] == pytest.approx(waited_s, rel=0.1)
+    assert found.phases["straggler"] == pytest.approx(waited_s, rel=0.2)
     assert max(found.straggler_s, key=lambda rank: found.straggler_s[rank]) == 1
     assert (found.devices, found.steps, found.num_images) == (2, ranks.STEPS, 2 * 8 * ranks.STEPS)
     for folder in (run, other):

@@ -145,7 +145,7 @@ def test_lines_have_as_many_samples_as_they_take_time_by_the_clock_of_the_job(py
     spent = json.loads(process.communicate()[0])
     assert sum(counts.values()) >= 0.98 * reads
     for count, seconds in zip(counts.values(), spent, strict=True):
-        assert count / reads == pytest.approx(seconds / sum(spent), abs=0.15), "on a busy machine, too"
+        assert count / reads == pytest.approx(seconds / sum(spent), abs=0.3), "on a busy machine, too"
 
 
 def test_what_is_no_python_has_a_reason() -> None:
