@@ -261,7 +261,7 @@ STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
 """Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
 MAIN_FRACTION = 0.8
 """Of a function's time, in one line and call, from which that is the place."""
-_WAITS_AND_COSTS = frozenset({"input_wait", "checkpoint", "compile"})
+_KINDS_WITH_CAUSES = frozenset({"input_wait", "checkpoint", "compile"})
 """Kinds of places that have causes of their own, and are in no sum of what a line calls."""
 MOST = 0.5
 """Of the time of what a line calls, in one function, from which that is the place: what else it calls costs less."""
@@ -448,8 +448,9 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     have_steps = functions_with_steps(run)
     functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
-    places = list_places(run)
-    for place in places:
+    decoders: list[PlaceTotal] = []
+    in_loop = {key for total in run.places if total.kind in _IN_STEP for key in _lines_of(total)[1:]}
+    for place in list_places(run):
         is_own = (
             place.role == "thread"
             or place.kind in ("python", "gc", "other", "idle", "input_wait", "sync")
@@ -464,20 +465,15 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
                 lines.setdefault((place.role, place.rank, place.line), []).append(place)
             else:
                 functions.setdefault((place.role, place.rank, file, place.function), []).append(place)
+        elif place.role == "training" and place.kind == "decode" and not in_loop.isdisjoint(_lines_of(place)[1:]):
+            decoders.append(place)  # that the training thread calls itself, and no loader
     merged = [_merge_lines(group, "") for group in functions.values()]
     for group in _join_neighbors(lines.values()):
         calls = {place.call for place in group}
         merged.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module_of(group[0].call)))
-    in_loop = {key for total in run.places if total.kind in _IN_STEP for key in _lines_of(total)[1:]}
     parts = [place for group in (*functions.values(), *lines.values()) for place in group]
-    known = set(map(id, parts))
-    parts += [  # decoders that the training thread calls itself, and no loader
-        place for place in places
-        if place.role == "training" and place.kind == "decode" and id(place) not in known
-        and not in_loop.isdisjoint(_lines_of(place)[1:])
-    ]  # fmt: skip
-    for caller in _join_callees(run, parts):
-        if all(place.seconds < MOST * caller.seconds for place in merged if _is_same_thread(place, caller)):
+    for caller in _join_callees(run, parts + decoders):
+        if all(place.seconds < MOST * caller.seconds for place in merged if _thread(place) == _thread(caller)):
             merged.append(caller)
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)
@@ -523,9 +519,13 @@ def _join_callees(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]
 
 def _lines_of(place: PlaceTotal) -> list[tuple[str, int, str]]:
     """(role, rank, line) of a place and of its callers, the innermost first."""
-    rank = place.rank if place.role == "training" else 0
     lines = [place.line, *filter(None, place.callers.split(" < "))]
-    return [(place.role, rank, line) for line in dict.fromkeys(lines)]
+    return [(*_thread(place), line) for line in dict.fromkeys(lines)]
+
+
+def _thread(place: PlaceTotal) -> tuple[str, int]:
+    """Role and rank; the workers of all ranks do the same."""
+    return place.role, place.rank if place.role == "training" else 0
 
 
 def _callers_of(place: PlaceTotal, line: str) -> str:
@@ -533,14 +533,15 @@ def _callers_of(place: PlaceTotal, line: str) -> str:
     return f" < {place.callers}".partition(f" < {line} < ")[2]
 
 
-def _is_same_thread(place: PlaceTotal, other: PlaceTotal) -> bool:
-    return place.role == other.role and (place.rank == other.rank or place.role != "training")
+def is_callees(place: PlaceTotal | Place) -> bool:
+    """Whether it is all that a line calls, as `_join_callees` and `_common_place` make it."""
+    return not place.function and not place.call
 
 
 def called_places(run: RunRecords, place: PlaceTotal) -> list[PlaceTotal]:
     """Of a place of `_join_callees`: the places that it has called, the largest first."""
-    key = (place.role, place.rank if place.role == "training" else 0, place.line)
-    return [other for other in list_places(run) if other.kind not in _WAITS_AND_COSTS and key in _lines_of(other)]
+    key = (*_thread(place), place.line)
+    return [other for other in list_places(run) if other.kind not in _KINDS_WITH_CAUSES and key in _lines_of(other)]
 
 
 def functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
@@ -565,16 +566,19 @@ def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
     one class or module of a package, as of a loader that starts and ends in it, and those of neighboring lines of a
     function that make the same call. The most costly first."""
     of_lines: dict[tuple[str, int, str, str, str], list[PlaceTotal]] = {}
-    own = [place for place in places if place.role == "training" and place.kind not in _WAITS_AND_COSTS]
+    own = [place for place in places if place.role == "training" and place.kind not in _KINDS_WITH_CAUSES]
     joined = _join_callees(run, own)
-    callers, known = {_lines_of(caller)[0] for caller in joined}, set(map(id, own))
+    callers = {_lines_of(caller)[0] for caller in joined}
     for place in places:
-        if id(place) in known and not callers.isdisjoint(_lines_of(place)):
+        if (
+            place.role == "training"
+            and place.kind not in _KINDS_WITH_CAUSES
+            and not callers.isdisjoint(_lines_of(place))
+        ):
             continue
         module = module_of(place.call)
-        rank = place.rank if place.role == "training" else 0
         if "." in module:
-            of_lines.setdefault((place.role, rank, place.line, place.kind, module), []).append(place)
+            of_lines.setdefault((*_thread(place), place.line, place.kind, module), []).append(place)
         else:
             joined.append(place)
     joined += [total for group in of_lines.values() if (total := merge_places(group)) is not None]
@@ -635,7 +639,7 @@ def _is_decoder(text: str) -> bool:
 
 def describe_place(place: PlaceTotal) -> str:
     """`copy.deepcopy, called at train.py:53`."""
-    if not place.function and not place.call:
+    if is_callees(place):
         return f"what {place.line} calls"
     return f"{place.call}, called at {place.line}" if place.call else f"{place.function} at {place.line}"
 
@@ -719,7 +723,7 @@ def describe_stuck(who: str, place: Place) -> str:
     """`rank 1 is stuck in conn.recv at train.py:12`."""
     if place.call.startswith("with "):
         return f"{who} waits for the lock of `{place.call}` at {place.line}"
-    if not place.call and not place.function:
+    if is_callees(place):
         return f"{who} is stuck in what {place.line} calls"
     return f"{who} is stuck in {place.call or place.function} at {place.line}"
 

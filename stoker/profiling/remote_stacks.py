@@ -234,7 +234,7 @@ class RemoteStacks:
             self._checked.add(code)
         function = self._functions[code]
         frame = None
-        if function.lines is not None:
+        if function.table is not None:
             if self._layout.instructions:
                 offset = instruction - code - self._layout.instructions
             else:
@@ -246,7 +246,7 @@ class RemoteStacks:
         return frame
 
     def forget(self) -> None:
-        """Functions are looked up anew: one that is gone may have left its address to another."""
+        """Functions are looked up again: one that is gone may have left its address to another."""
         self._frames.clear()
         self._known.clear()
         self._checked.clear()
@@ -358,13 +358,13 @@ class _ChangedError(Exception):
 
 
 class _Function:
-    """A code object. lines: its line table; None: it is something else."""
+    """A code object. table: of its lines; None: it is something else."""
 
-    def __init__(self, name: str, file: str, first_line: int, lines: bytes | None, version: tuple[int, int]) -> None:
-        self.name, self.file, self.lines = name, file, lines
+    def __init__(self, name: str, file: str, first_line: int, table: bytes | None, version: tuple[int, int]) -> None:
+        self.name, self.file, self.table = name, file, table
         self._first_line, self._version = first_line, version
         self._ends: list[int] = []
-        self._lines: list[int] = []
+        self._entry_lines: list[int] = []
         """Of the entries of the table."""
         self.identity: tuple[int, ...] = ()
         """What tells it from another one at the same address."""
@@ -373,11 +373,11 @@ class _Function:
         """The line of the instruction at an offset in bytes."""
         if not self._ends:
             read = read_locations if self._version >= (3, 11) else read_pairs
-            for end, line in read(self.lines or b"", self._first_line, self._version):
+            for end, line in read(self.table or b"", self._first_line, self._version):
                 self._ends.append(end)
-                self._lines.append(line)
+                self._entry_lines.append(line)
         index = bisect.bisect_right(self._ends, offset)
-        return self._lines[index] if index < len(self._lines) else self._first_line
+        return self._entry_lines[index] if index < len(self._entry_lines) else self._first_line
 
 
 def read_locations(table: bytes, first_line: int, _: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -304,8 +304,8 @@ class StackSampler:
                         self._end(target)
                         target.close()
             num_samples += 1
-            samples_s += time.thread_time() - begin_s
-            self._samples_s += time.thread_time() - begin_s
+            sample_s = time.thread_time() - begin_s
+            samples_s, self._samples_s = samples_s + sample_s, self._samples_s + sample_s
         for target in self._processes.values():
             self._end(target)
         # a measured loop may be shorter than a window

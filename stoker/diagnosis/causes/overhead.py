@@ -30,6 +30,7 @@ from stoker.diagnosis.places import (
     frequency,
     functions_with_steps,
     heavy_places,
+    is_callees,
     list_places,
     module_of,
 )
@@ -137,7 +138,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         evidence = [make_evidence(text, measured, "stacks.jsonl: places")]
         if leaves := sorted((count, leaf) for leaf, count in place.leaves.items() if leaf):
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
-        lines = called_places(run, place) if not place.function else [
+        lines = called_places(run, place) if is_callees(place) else [
             other for other in list_places(run)
             if (other.role, other.function) == (place.role, place.function)
             and place.call in ("", other.call, module_of(other.call))

@@ -40,6 +40,7 @@ from stoker.diagnosis.places import (
     describe_place,
     find_places,
     heavy_places,
+    is_callees,
     list_places,
     merge_places,
 )
@@ -72,7 +73,7 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
     computing from waiting, only `host` counts, with a low confidence. What a library does between the steps in its own
     loop, as metrics and handlers of ignite do, is info while it is small."""
-    lines = [place for place in _heavy_places(run) if place.call or not place.function]
+    lines = [place for place in _heavy_places(run) if place.call or is_callees(place)]
     if any(place.samples >= run.stacks.main_thread.get("python", 0.0) / 2 for place in lines):
         return None  # one line is most of it: `heavy_place`
     phases = _between_step_phases(run)
