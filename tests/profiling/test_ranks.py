@@ -58,11 +58,11 @@ def test_a_rank_waits_for_the_one_that_is_slow(run: Path) -> None:
     assert job.returncode == 0, job.stderr
     other = run / RANKS / "0001"
     waited_s = seconds(run, "comm") - seconds(other, "comm")
-    assert waited_s >= 0.6 * ranks.STEPS * ranks.SLEEP_S
-    worked_longer_s = work_seconds(other) - work_seconds(run)  # it sleeps, and is disturbed on a busy machine
-    assert waited_s == pytest.approx(worked_longer_s, rel=0.3)
+    slept_s = ranks.STEPS * ranks.SLEEP_S
+    assert waited_s >= 0.6 * slept_s  # no upper bounds: other programs on the machine delay both
+    assert work_seconds(other) - work_seconds(run) >= 0.6 * slept_s
     found = read_run(run).totals
-    assert found.phases["straggler"] == pytest.approx(waited_s, rel=0.2)
+    assert 0.6 * slept_s <= found.phases["straggler"] <= seconds(run, "comm")
     assert max(found.straggler_s, key=lambda rank: found.straggler_s[rank]) == 1
     assert (found.devices, found.steps, found.num_images) == (2, ranks.STEPS, 2 * 8 * ranks.STEPS)
     for folder in (run, other):
