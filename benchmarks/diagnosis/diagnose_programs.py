@@ -350,7 +350,7 @@ def parser() -> argparse.ArgumentParser:
     made = wild.parser(__doc__)
     made.add_argument("--programs", type=Path, required=True, metavar="DIR", help="the programs, and their Pythons")
     made.add_argument("--check", action="store_true", help="apply all edits, run nothing")
-    made.add_argument("--series", type=int, metavar="N", help="only the jobs of this set: 3 to 11")
+    made.add_argument("--series", type=int, metavar="N", help="only the jobs of this set (`series` in the tables)")
     group = made.add_mutually_exclusive_group()
     group.add_argument("--held-back", action="store_true", help="only jobs that rules may not be adapted to")
     group.add_argument("--open", action="store_true", help="only the other half")

@@ -59,7 +59,7 @@ def test_a_rank_waits_for_the_one_that_is_slow(run: Path) -> None:
     other = run / RANKS / "0001"
     waited_s = seconds(run, "comm") - seconds(other, "comm")
     slept_s = ranks.STEPS * ranks.SLEEP_S
-    assert waited_s >= 0.6 * slept_s  # no upper bounds: other programs on the machine delay both
+    assert waited_s >= 0.6 * slept_s  # no closer bounds: other programs on the machine delay both
     assert work_seconds(other) - work_seconds(run) >= 0.6 * slept_s
     found = read_run(run).totals
     assert 0.6 * slept_s <= found.phases["straggler"] <= seconds(run, "comm")
