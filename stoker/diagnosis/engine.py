@@ -15,7 +15,8 @@ from stoker.diagnosis import postmortem
 from stoker.diagnosis.causes import gpu, host, input, learning, overhead, steps
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, Cause, cause_ids, common_threshold, find_cause
 from stoker.diagnosis.endings import UNEXPLAINED, endings
-from stoker.diagnosis.places import count_blocked, describe_place, list_places
+from stoker.diagnosis.places.costly import describe_place, list_places
+from stoker.diagnosis.places.loading import count_blocked
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import SEVERITIES, Evidence, Finding

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from stoker.diagnosis.causes.cause import common_threshold
 from stoker.diagnosis.causes.gpu import GPU_CLOCKS_LOW
-from stoker.diagnosis.places import PlaceCounter
+from stoker.diagnosis.places.totals import PlaceCounter
 from stoker.diagnosis.run_data import (
     MAX_EXAMPLES,
     GpuStats,

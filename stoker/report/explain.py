@@ -22,7 +22,8 @@ from stoker.diagnosis import engine
 from stoker.diagnosis.causes.shared import has_enough_stacks
 from stoker.diagnosis.log_meters import find_printed_wait
 from stoker.diagnosis.notes import collect_notes
-from stoker.diagnosis.places import PlaceNode, frequency, join_lines, list_loops, list_parts, list_places, place_trees
+from stoker.diagnosis.places.costly import frequency, join_lines, list_loops, list_parts, list_places
+from stoker.diagnosis.places.trees import PlaceNode, place_trees
 from stoker.diagnosis.postmortem import explain, explain_unknown
 from stoker.diagnosis.reader import Observer, read_run
 from stoker.diagnosis.run_data import EventSummary, RunRecords, Termination

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.diagnosis.engine import CATALOG, run_rules
-from stoker.diagnosis.places import MAX_NODES, MIN_SHARE, _wilson, find_places, heavy_places, list_places, place_trees
+from stoker.diagnosis.places.costly import heavy_places, list_places
+from stoker.diagnosis.places.totals import MIN_SHARE, find_places, wilson
+from stoker.diagnosis.places.trees import MAX_NODES, place_trees
 from stoker.diagnosis.reader import read_run
 from stoker.report.explain import explain_run, print_explanation
 from stoker.runs.schemas import LOOP_IN_STEP, Place
@@ -60,10 +62,10 @@ def test_places_of_a_run_are_added_up_by_role_and_rank(tmp_path: Path) -> None:
 
 @given(st.integers(1, 1000), st.floats(0, 1))
 def test_an_interval_contains_the_fraction(count: int, fraction: float) -> None:
-    low, high = _wilson(fraction, count)
+    low, high = wilson(fraction, count)
     assert low - 1e-9 <= fraction <= high + 1e-9
     assert 0 <= low <= high <= 1
-    assert _wilson(0.1, 100) == pytest.approx((0.0552, 0.1744), abs=1e-3)  # statsmodels proportion_confint, wilson
+    assert wilson(0.1, 100) == pytest.approx((0.0552, 0.1744), abs=1e-3)  # statsmodels proportion_confint, wilson
 
 
 def own(part: str, function: str, samples: int, **fields: str) -> Place:

@@ -16,7 +16,8 @@ from stoker.diagnosis.causes.shared import (
     percent,
     sample_evidence,
 )
-from stoker.diagnosis.places import LAUNCHES, MAIN_FRACTION, READS, describe_stuck, stuck_places
+from stoker.diagnosis.places.costly import MAIN_FRACTION, READS
+from stoker.diagnosis.places.stuck import LAUNCHES, describe_stuck, stuck_places
 from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, ProgressGap, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import Holder

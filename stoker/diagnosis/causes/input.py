@@ -24,12 +24,11 @@ from stoker.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker.diagnosis.places import (
-    ROLE_NAMES,
+from stoker.diagnosis.places.costly import ROLE_NAMES, describe_place
+from stoker.diagnosis.places.loading import (
     count_blocked,
     count_decoding,
     count_working,
-    describe_place,
     loading_fraction,
     loading_places,
 )

@@ -20,13 +20,12 @@ from stoker.diagnosis.causes.shared import (
     phase_evidence,
     sample_evidence,
 )
-from stoker.diagnosis.places import (
+from stoker.diagnosis.places.costly import (
     IMPORT,
     STARTS,
     STARTS_WORKERS,
     called_places,
     describe_place,
-    find_places,
     frequency,
     functions_with_steps,
     heavy_places,
@@ -34,6 +33,7 @@ from stoker.diagnosis.places import (
     list_places,
     module_of,
 )
+from stoker.diagnosis.places.totals import find_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import AFTER_STEP

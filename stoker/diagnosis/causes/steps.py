@@ -35,15 +35,8 @@ from stoker.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker.diagnosis.places import (
-    IMPORT,
-    describe_place,
-    find_places,
-    heavy_places,
-    is_callees,
-    list_places,
-    merge_places,
-)
+from stoker.diagnosis.places.costly import IMPORT, describe_place, heavy_places, is_callees, list_places
+from stoker.diagnosis.places.totals import find_places, merge_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import AFTER_STEP

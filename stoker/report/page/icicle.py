@@ -6,7 +6,7 @@ the time. A tooltip has the numbers of a box; a table has those of all. `diagnos
 
 from collections.abc import Iterator, Sequence
 
-from stoker.diagnosis.places import PlaceNode
+from stoker.diagnosis.places.trees import PlaceNode
 from stoker.report import format as fmt
 from stoker.report.explain import PHASE_COLORS
 from stoker.report.page.markup import Child, Markup, table, tag

@@ -1,238 +1,19 @@
-"""Adds up the places of stack samples (`schemas.Place`) over a run: lines of the job's own code, and what they called.
-
-`profiling/stacks.py` records them, `RunRecords.places` has the sums, rules look them up by `find_places`.
-"""
+"""Which places cost time: lines, functions and what a line calls, outside of the training steps and of waits."""
 
 import collections
 import dataclasses
-import math
 import re
-from collections.abc import Callable, Iterable, Set
-from typing import NamedTuple
+from collections.abc import Iterable
 
-import msgspec
-
+from stoker.diagnosis.places.totals import MIN_SHARE, merge_places, scale_to_leaves
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
-from stoker.runs.schemas import LOOP_IN_STEP, Place, StackWindow
+from stoker.runs.schemas import LOOP_IN_STEP, Place
 
-__all__ = ["PlaceCounter", "PlaceTotal", "find_places"]  # the rest is for the rules and `why`
-
-MAX_PLACES = 2000
-"""Places of a process that are counted; a job has some hundred."""
-
-MAX_TREES, MAX_NODES, MIN_SHARE = 8, 12, 0.005
-"""Trees of a run, nodes below a node, and the fraction of the samples of a tree below which a node is left out."""
 TRAINING_STEP = "training step"
 """Row of frames.toml."""
-
-_Z = 1.96
-"""Standard errors of a 95 % interval."""
-
-
-class _Group(NamedTuple):
-    """What the samples of a place are a fraction of."""
-
-    role: str
-    rank: int
-    is_startup: bool
-
-
-class _Key(NamedTuple):
-    group: _Group
-    kind: str
-    line: str
-    function: str
-    call: str
-    part: str
-
-
-@dataclasses.dataclass
-class _Count:
-    samples: int = 0
-    seconds: float = 0.0
-    windows: int = 0
-    bursts: int = 0
-    leaves: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    callers: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-    def add(self, other: "_Count") -> None:
-        for name in ("samples", "seconds", "windows", "bursts"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.leaves.update(other.leaves)
-        self.callers.update(other.callers)
-
-
-@dataclasses.dataclass
-class _Process:
-    kinds: set[str] = dataclasses.field(default_factory=set)
-    groups: dict[_Group, _Count] = dataclasses.field(default_factory=dict)
-    places: dict[_Key, _Count] = dataclasses.field(default_factory=dict)
-    newest: dict[str, set[_Key]] = dataclasses.field(default_factory=dict)
-    """Role → places of its newest line."""
-
-
-class PlaceCounter:
-    """Counts the places of all processes."""
-
-    def __init__(self) -> None:
-        self._processes: dict[tuple[int, int], _Process] = {}
-
-    def add(self, rank: int, window: StackWindow, *, is_startup: bool) -> None:
-        if not window.places or not window.samples:
-            return
-        process = self._processes.setdefault((window.attempt, window.pid), _Process())
-        if window.role != "thread":
-            process.kinds.update(window.main_thread if window.role == "training" else [window.role])
-        group = _Group(window.role, rank, is_startup)
-        process.groups.setdefault(group, _Count()).add(_Count(window.samples, window.wall_s, 1))
-        seen: set[_Key] = set()
-        for place in window.places:
-            # copy.deepcopy of a model ends in torch's frames, so its samples are recorded as compute.
-            kind = (
-                "python" if place.kind in ("compute", LOOP_IN_STEP) and _NEVER_A_STEP.match(place.call) else place.kind
-            )
-            key = _Key(group, kind, place.line, place.function, place.call, place.part)
-            if key not in process.places and len(process.places) >= MAX_PLACES:
-                continue
-            is_new = key not in seen
-            count = _Count(
-                samples=place.samples,
-                seconds=window.wall_s * place.samples / window.samples,
-                windows=int(is_new),
-                bursts=int(is_new and key not in process.newest.get(window.role, ())),
-                leaves=collections.Counter({place.leaf: place.samples}),
-                callers=collections.Counter({place.callers: place.samples}),
-            )
-            process.places.setdefault(key, _Count()).add(count)
-            seen.add(key)
-        process.newest[window.role] = seen
-
-    def totals(self, launcher_kinds: Set[str]) -> tuple[list[PlaceTotal], dict[tuple[str, int], float]]:
-        """(the places, the largest first; (role, rank) → seconds after the start that the samples cover), without
-        processes that were seen in `launcher_kinds` only, unless all were."""
-        known = [process for process in self._processes.values() if process.kinds - launcher_kinds]
-        groups: dict[_Group, _Count] = {}
-        places: dict[_Key, _Count] = {}
-        for process in known or self._processes.values():
-            for group, count in process.groups.items():
-                groups.setdefault(group, _Count()).add(count)
-            for key, count in process.places.items():
-                places.setdefault(key, _Count()).add(count)
-        totals = [_make_total(key, count, groups[key.group]) for key, count in places.items()]
-        seconds: dict[tuple[str, int], float] = {}
-        for group, count in groups.items():
-            if group.is_startup:
-                continue
-            seconds[group.role, group.rank] = seconds.get((group.role, group.rank), 0.0) + count.seconds
-        for role, rank in seconds:
-            if role == "thread":  # its windows are only those in which it worked
-                seconds[role, rank] = max(seconds[role, rank], seconds.get(("training", rank), 0.0))
-        return sorted(totals, key=lambda total: -total.seconds), seconds
-
-
-def find_places(
-    run: RunRecords,
-    role: str = "training",
-    *,
-    rank: int | None = None,
-    kind: str = "",
-    line: str = "",
-    call: str = "",
-    leaf: str = "",
-    include_startup: bool = False,
-) -> PlaceTotal | None:
-    """The sum of all places of a role that match; None without any. Its texts are those of the largest of them.
-
-    rank: None means all; kind, line, call, leaf: patterns that match anywhere in the text.
-    """
-    found: list[PlaceTotal] = []
-    for total in run.places:
-        if (
-            total.role != role
-            or (total.part and not total.line)
-            or (rank is not None and total.rank != rank)
-            or (total.is_startup and not include_startup)
-        ):
-            continue
-        if not all(re.search(*pair) for pair in ((kind, total.kind), (line, total.line), (call, total.call))):
-            continue
-        leaves = {name: count for name, count in total.leaves.items() if re.search(leaf, name)}
-        if leaves:
-            found.append(_scale(total, leaves))
-    return merge_places(found)
-
-
-def merge_places(found: Iterable[PlaceTotal]) -> PlaceTotal | None:
-    """Their sum, with the texts of the largest; None without any."""
-    ordered = sorted(found, key=lambda total: -total.seconds)
-    if not ordered:
-        return None
-    leaves: collections.Counter[str] = collections.Counter()
-    for total in ordered:
-        leaves.update(total.leaves)
-    error_s = math.hypot(*(total.high_s - total.low_s for total in ordered)) / 2
-    seconds = sum(total.seconds for total in ordered)
-    return dataclasses.replace(
-        ordered[0],
-        leaves=dict(leaves),
-        samples=sum(total.samples for total in ordered),
-        seconds=seconds,
-        low_s=max(0.0, seconds - error_s),
-        high_s=seconds + error_s,
-        windows=max(total.windows for total in ordered),
-        window_fraction=max(total.window_fraction for total in ordered),
-        bursts=max(total.bursts for total in ordered),
-    )
-
-
-def _make_total(key: _Key, count: _Count, group: _Count) -> PlaceTotal:
-    low, high = _wilson(count.seconds / group.seconds if group.seconds > 0 else 0.0, group.samples)
-    return PlaceTotal(
-        **key.group._asdict(),
-        kind=key.kind,
-        line=key.line,
-        function=key.function,
-        call=key.call,
-        part=key.part,
-        leaves=dict(count.leaves),
-        callers=count.callers.most_common(1)[0][0],
-        samples=count.samples,
-        seconds=count.seconds,
-        low_s=low * group.seconds,
-        high_s=high * group.seconds,
-        windows=count.windows,
-        window_fraction=count.windows / group.windows,
-        bursts=count.bursts,
-    )
-
-
-def _scale(total: PlaceTotal, leaves: dict[str, int]) -> PlaceTotal:
-    """The part of a place that is in these innermost frames."""
-    samples = sum(leaves.values())
-    ratio = samples / total.samples if total.samples else 0.0
-    if ratio == 1:
-        return total
-    scaled = {name: getattr(total, name) * ratio for name in ("seconds", "low_s", "high_s")}
-    return dataclasses.replace(total, leaves=leaves, samples=samples, **scaled)
-
-
-def _wilson(fraction: float, count: int) -> tuple[float, float]:
-    """95 % interval of a fraction of `count` samples; more than all, which only broken records say, is all."""
-    fraction = min(1.0, fraction)
-    center = fraction + _Z**2 / (2 * count)
-    error = _Z * math.sqrt(fraction * (1 - fraction) / count + _Z**2 / (4 * count**2))
-    scale = 1 + _Z**2 / count
-    return max(0.0, (center - error) / scale), min(1.0, (center + error) / scale)
-
-
-_NEVER_A_STEP = re.compile(
-    r"(<class ')?(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv|urllib|requests|yaml|xml|sqlite3"
-    r"|numpy|scipy|sklearn|skimage|pandas|cv2|PIL|matplotlib|networkx|nltk|librosa|shapely|h5py)\."
-)
-"""Calls that no forward pass, backward pass or optimizer step needs: of the standard library, and of packages that
-compute on the host alone."""
 _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm", LOOP_IN_STEP})
-_LOADER_CALL = re.compile(
+
+LOADER_CALL = re.compile(
     r"^(torch\.utils\.data|multiprocessing|threading|queue|concurrent\.futures|accelerate\.data_loader"
     r"|tensorflow\.python\.(data|distribute\.input_lib)|(tf_)?keras\.(src\.)?(trainers|engine\.data_adapter|utils\.data_utils)"
     r"|(pytorch_lightning|lightning)\.\w+\.(loops|utilities))\."
@@ -250,6 +31,7 @@ READS = re.compile(
 _DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albumentations|skimage|transforms")
 """Calls and frames of libraries that decode or transform images."""
 _PER_PIXEL = re.compile(r"\b(put|get)(pixel|data)\b")
+
 _UPDATES = re.compile(r"(^|[._])(backward|\w*step|apply_gradients|apply_updates|minimize)$")
 """Calls that are in a training loop: a backward pass, an update of the weights. `profiling/calls.py` finds these in
 source code, which records do not have."""
@@ -265,8 +47,6 @@ _KINDS_WITH_CAUSES = frozenset({"input_wait", "checkpoint", "compile"})
 """Kinds of places that have causes of their own, and are in no sum of what a line calls."""
 MOST = 0.5
 """Of the time of what a line calls, in one function, from which that is the place: what else it calls costs less."""
-COMMON_FRACTION = 0.98
-"""Of the samples of a process that is stuck, in what a line calls, from which it is stuck there."""
 MAX_LINE_GAP = 10
 """Lines from one call to the next of the same module, up to which they are one place of a training loop."""
 MAX_ONCE_S = 15.0
@@ -277,8 +57,6 @@ MIN_STEPS = 0.1
 """Fraction of the samples of a function in the training step from which it is one with steps in it."""
 MIN_LOOP = 0.1
 """Fraction of the time of a training thread from which a Python loop inside of its steps is a place."""
-MIN_LOADER_SAMPLES = 10
-"""Samples of who loads the data from which their fractions are used; fewer, if the interval is clear."""
 
 
 def list_places(run: RunRecords) -> list[PlaceTotal]:
@@ -298,7 +76,7 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
             (
                 total.role == "training"
                 and total.call
-                and not _LOADER_CALL.search(total.call)
+                and not LOADER_CALL.search(total.call)
                 and not _ITERATES.search(total.call)
             )
             or (total.role == "worker" and (total.call == "time.sleep" or READS.search(total.call)))
@@ -330,7 +108,7 @@ def _without_graph_steps(total: PlaceTotal) -> PlaceTotal:
     """Without the samples in which TensorFlow ran a step as a whole, of the training thread."""
     if total.role != "training":
         return total
-    return _scale(total, {leaf: count for leaf, count in total.leaves.items() if not _RUNS_STEP.search(leaf)})
+    return scale_to_leaves(total, {leaf: count for leaf, count in total.leaves.items() if not _RUNS_STEP.search(leaf)})
 
 
 def list_parts(run: RunRecords) -> list[PlaceTotal]:
@@ -367,79 +145,6 @@ def list_loops(run: RunRecords) -> list[PlaceTotal]:
     return sorted(loops, key=lambda loop: -loop.seconds)
 
 
-class PlaceNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the tree of places: all samples of a role, or those of them with the same first names."""
-
-    name: str
-    """A line with its function, a call, an innermost frame; in a training of stoker's own first a part of stoker. Of
-    the root: whose samples they are."""
-    kind: str
-    """Of most of its samples."""
-    samples: int
-    seconds: float
-    low_s: float
-    """95 % interval, of the fraction of the samples below the root."""
-    high_s: float
-    nodes: list["PlaceNode"] = []
-    """The largest first; the time of the node that is in none of them is its own."""
-
-
-def place_trees(run: RunRecords) -> list[PlaceNode]:
-    """A tree for each role and rank, before and after the first steps, of the MAX_TREES that were sampled most."""
-    groups: dict[tuple[str, int, bool], list[PlaceTotal]] = {}
-    for total in run.places:
-        groups.setdefault((total.role, total.rank, total.is_startup), []).append(total)
-    largest = sorted(groups, key=lambda key: -sum(total.samples for total in groups[key]))[:MAX_TREES]
-    trees: list[PlaceNode] = []
-    names = {"training": "training thread", "thread": "other threads", "worker": "each loader worker"}
-    for role, rank, is_startup in sorted(largest, key=lambda key: (key[0] != "training", key[1], key[2])):
-        name = names[role]
-        name += f" of rank {rank}" if run.num_ranks > 1 else ""
-        sampled = [
-            _Sampled((*_path(total), *filter(None, [leaf])), total.kind, _scale(total, {leaf: count}).seconds, count)
-            for total in groups[role, rank, is_startup]
-            for leaf, count in total.leaves.items()
-        ]
-        trees.append(_make_node(f"{name}{', start' * is_startup}", sampled, 0, sampled))
-    return trees
-
-
-class _Sampled(NamedTuple):
-    path: tuple[str, ...]
-    kind: str
-    seconds: float
-    samples: int
-
-
-def _path(total: PlaceTotal) -> tuple[str, ...]:
-    if total.kind == "idle" and total.role == "worker" and not total.line:
-        return ("waits for work",)
-    where = f"{total.function} ({total.line})" if total.line else total.function or total.kind
-    return tuple(filter(None, (total.part, where, total.call)))
-
-
-def _make_node(name: str, sampled: list[_Sampled], depth: int, root: list[_Sampled]) -> PlaceNode:
-    """depth: of the node, 0 for the root; root: all of the tree."""
-    kinds: dict[str, float] = {}
-    below: dict[str, list[_Sampled]] = {}
-    for item in sampled:
-        kinds[item.kind] = kinds.get(item.kind, 0.0) + item.seconds
-        if len(item.path) > depth:
-            below.setdefault(item.path[depth], []).append(item)
-    seconds, root_s = sum(kinds.values()), sum(item.seconds for item in root)
-    low, high = _wilson(seconds / root_s if root_s > 0 else 0.0, sum(item.samples for item in root))
-    nodes = [_make_node(child, items, depth + 1, root) for child, items in below.items()]
-    return PlaceNode(
-        name=name,
-        kind=max(kinds, key=kinds.__getitem__),
-        samples=sum(item.samples for item in sampled),
-        seconds=seconds,
-        low_s=low * root_s,
-        high_s=high * root_s,
-        nodes=sorted((n for n in nodes if n.seconds >= MIN_SHARE * root_s), key=lambda n: -n.seconds)[:MAX_NODES],
-    )
-
-
 def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     """Functions of the job that took at least this fraction of the time, at the low end of their interval, outside of
     steps; of functions with steps in them, their lines with a call, neighbors with calls of the same module as one.
@@ -449,7 +154,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
     decoders: list[PlaceTotal] = []
-    in_loop = {key for total in run.places if total.kind in _IN_STEP for key in _lines_of(total)[1:]}
+    in_loop = {key for total in run.places if total.kind in IN_STEP for key in _lines_of(total)[1:]}
     for place in list_places(run):
         is_own = (
             place.role == "thread"
@@ -457,7 +162,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
             or (place.kind == "decode" and not _is_decoder(" ".join((place.call, *place.leaves))))
         )
         is_loop = place.role == "training" and _LOOP_CALL.search(place.call)
-        is_known = is_loop or _LOADER_CALL.search(place.call) or re.search(STARTS, place.call)
+        is_known = is_loop or LOADER_CALL.search(place.call) or re.search(STARTS, place.call)
         file = place.line.rpartition(":")[0]
         has_step = place.role == "training" and (file, place.function) in have_steps
         if is_own and not is_known and (place.call or not has_step):
@@ -484,7 +189,7 @@ def _join_callees(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]
     that call each other, the innermost one with most of what the outermost one takes; none in which steps are."""
     in_steps: collections.Counter[tuple[str, int, str]] = collections.Counter()
     for place in run.places:
-        if place.kind in _IN_STEP and not place.is_startup:
+        if place.kind in IN_STEP and not place.is_startup:
             in_steps.update(dict.fromkeys(_lines_of(place), place.samples))
     groups: dict[tuple[str, int, str], dict[int, PlaceTotal]] = {}
     for number, part in enumerate(places):
@@ -554,7 +259,7 @@ def functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
         if total.role == "training" and not total.is_startup:
             key = (total.line.rpartition(":")[0], total.function)
             totals[key] += total.samples
-            if total.kind in _IN_STEP or any(map(_RUNS_STEP.search, total.leaves)):
+            if total.kind in IN_STEP or any(map(_RUNS_STEP.search, total.leaves)):
                 in_steps[key] += total.samples
                 if _UPDATES.search(total.call):
                     updates.add(key)
@@ -644,103 +349,7 @@ def describe_place(place: PlaceTotal) -> str:
     return f"{place.call}, called at {place.line}" if place.call else f"{place.function} at {place.line}"
 
 
-def _loading(run: RunRecords) -> list[PlaceTotal]:
-    """Places of who loads the data (workers, else the training thread), without waits for its loader."""
-    role = "worker" if any(place.role == "worker" for place in run.places) else "training"
-    return [
-        place
-        for place in run.places
-        if place.role == role and not place.is_startup and place.line and not _LOADER_CALL.search(place.call)
-        if role == "worker" or place.kind in ("input_wait", "decode")
-    ]
-
-
-def loading_places(run: RunRecords) -> list[PlaceTotal]:
-    """Lines and calls of who loads the data, and of other threads, the most costly first."""
-    found = [*_loading(run), *(place for place in run.places if place.role == "thread" and place.line)]
-    groups: dict[tuple[str, str], list[PlaceTotal]] = {}
-    for place in found:
-        if place.kind != "idle" or place.call:
-            groups.setdefault((place.line, place.call), []).append(place)
-    merged = [total for group in groups.values() if (total := merge_places(group)) is not None]
-    return sorted(merged, key=lambda total: -total.seconds)
-
-
-def loading_fraction(run: RunRecords, count: Callable[[PlaceTotal], int], minimum: float) -> float | None:
-    """Fraction of the samples of who loads the data, without waits for its loader, that `count` counts in a place;
-    None: too few to tell whether it is the minimum."""
-    loading = _loading(run)
-    samples, counted = sum(place.samples for place in loading), sum(map(count, loading))
-    if not samples:
-        return None
-    low, high = _wilson(counted / samples, samples)
-    return counted / samples if samples >= MIN_LOADER_SAMPLES or not low < minimum <= high else None
-
-
-def count_blocked(place: PlaceTotal) -> int:
-    """Samples in a call that reads, or blocked in another one; a sleep is not blocked by a storage."""
-    if place.call == "time.sleep":
-        return 0
-    if place.kind == "idle" or READS.search(place.call):
-        return place.samples
-    return sum(count for leaf, count in place.leaves.items() if READS.search(leaf))
-
-
-def count_decoding(place: PlaceTotal) -> int:
-    return place.samples if place.kind == "decode" else 0
-
-
-def count_working(place: PlaceTotal) -> int:
-    return place.samples if place.kind in ("decode", "python", "compute") else 0
-
-
-LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.communicate$")
-"""Calls in which a launcher waits for the processes that it has started."""
-_IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP})
-
-
-def stuck_places(run: RunRecords) -> tuple[list[tuple[str, Place]], list[tuple[str, Place]]]:
-    """Of a job in which nothing computes, by the newest stacks: (who is in a call of its own, with its place; who only
-    waits for others: in a collective, also one inside of the backward pass, or for its loader)."""
-    stuck: list[tuple[str, Place]] = []
-    waiting: list[tuple[str, Place]] = []
-    for (rank, pid), window in sorted(run.newest_stacks.items()):
-        place = _common_place(window.places)
-        has_loader = any(other.role == "worker" for (of, _), other in run.newest_stacks.items() if of == rank)
-        if not place.line or LAUNCHES.search(place.call):
-            continue  # a worker without a task, or a launcher
-        who = f"rank {rank}" if run.num_ranks > 1 else "the training thread"
-        if window.role == "worker":
-            stuck.append((f"a loader worker{f' of {who}' if run.num_ranks > 1 else ''} (process {pid})", place))
-        elif place.kind in _IN_STEP or (place.kind == "input_wait" and has_loader):
-            waiting.append((who, place))
-        else:
-            stuck.append((who, place))
-    return stuck, waiting
-
-
-def describe_stuck(who: str, place: Place) -> str:
-    """`rank 1 is stuck in conn.recv at train.py:12`."""
-    if place.call.startswith("with "):
-        return f"{who} waits for the lock of `{place.call}` at {place.line}"
-    if is_callees(place):
-        return f"{who} is stuck in what {place.line} calls"
-    return f"{who} is stuck in {place.call or place.function} at {place.line}"
-
-
-def _common_place(places: list[Place]) -> Place:
-    """The largest, if it has most of the samples, else the innermost line that all have in common, without a function
-    and a call; else the largest."""
-    largest = max(places, key=lambda place: place.samples, default=Place(kind="other", samples=0))
-    num_samples = sum(place.samples for place in places)
-    if largest.samples >= MAIN_FRACTION * num_samples or not largest.line:
-        return largest
-    lines = [[place.line, *place.callers.split(" < ")] for place in places]
-    for line in filter(None, lines[places.index(largest)]):
-        inside = [place for place, chain in zip(places, lines, strict=True) if line in chain]
-        if sum(place.samples for place in inside) >= COMMON_FRACTION * num_samples:
-            return msgspec.structs.replace(largest, line=line, function="", call="")
-    return largest
+IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP})
 
 
 def frequency(run: RunRecords, place: PlaceTotal) -> str:
