@@ -252,6 +252,14 @@ class Source:
 class PlaceBench(wild.Bench):
     """Reads places besides causes: what comes above info first, then the list of places, then what is info."""
 
+    def _run(self, job: Job, folder: Path) -> dict[str, Any]:
+        """The clock of a job of several ranks is that of one of them; findings count the seconds of all, which wait for
+        it."""
+        made = super()._run(job, folder)
+        if made.get("known_s") is not None:
+            made["known_s"] *= json.loads((folder / "why.json").read_text()).get("devices") or 1
+        return made
+
     def _why(self, run: Path, folder: Path) -> tuple[wild.NamedCause, ...]:
         named = super()._why(run, folder)
         if named and named[0].cause == NO_ANSWER:

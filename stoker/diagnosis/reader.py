@@ -368,6 +368,7 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
     steady.steps += window.window_steps
     steady.worker_starts += window.worker_starts
     steady.worker_start_s += window.worker_start_s
+    steady.steps_without_gradients += window.steps_without_gradients
     if "compile" not in excluded:
         # a long line counts as lines of a second, as far as the compilations in it were counted
         lines = max(1, min(window.recompiles or 0, round(window.wall_s)))

@@ -256,6 +256,7 @@ class SteadyStats:
     """Windows in which something was compiled."""
     worker_starts: int = 0
     worker_start_s: float = 0.0
+    steps_without_gradients: int = 0
     recompile_windows: int | None = None
     """Windows in which something was compiled that had been compiled before. None: not measured."""
     recompile_lines: int = 0

@@ -70,6 +70,8 @@ _TRAINER_FILE = re.compile(
 )
 """Files of packages that have a training loop."""
 _FRAMEWORK_FILE = re.compile(r"/(site|dist)-packages/(torch|tensorflow|jax|(tf_)?keras)/")
+_JAX_FILE = re.compile(r"/jax/_src/")
+_JAX_CALL = re.compile(r"(jax|flax|optax|chex|haiku|equinox)\.")
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _LOADER_THREAD_FILE = re.compile(
     r"/tensorflow/python/ops/script_ops\.py|/(tf_)?keras/(src/)?(trainers/data_adapters/|utils/data_utils\.py)"
@@ -116,11 +118,21 @@ def find_role(samples: Samples) -> str:
     return next((role for role in ("worker", HELPER) if counts[role]), "")
 
 
+CompiledCalls = set[tuple[str, str]]
+"""(line, call) in which JAX has compiled a function of the job. It runs without a frame of Python that tells so."""
+
+
 def make_window(
-    samples: Samples, *, role: str, cwd: str = "", runnable: float | None = None, **fields: Any
+    samples: Samples,
+    *,
+    role: str,
+    cwd: str = "",
+    runnable: float | None = None,
+    compiled: CompiledCalls | None = None,
+    **fields: Any,
 ) -> StackWindow | None:
     """The line of some samples; None without any. runnable: fraction of the time in which the thread could run;
-    fields: further ones of `StackWindow`."""
+    compiled: of earlier lines of the process, to be extended; fields: further ones of `StackWindow`."""
     places: collections.Counter[_PlaceKey] = collections.Counter()
     callers: dict[_PlaceKey, collections.Counter[str]] = {}
     main_thread: collections.Counter[str] = collections.Counter()
@@ -137,8 +149,12 @@ def make_window(
     unknown = sum(count for stack, count, kind in kinds if kind == "idle" and not _is_waiting(stack))
     busy = sum(count for _, count, kind in kinds if kind in ("compute", "decode", "compile"))
     active = runnable is None or runnable * total - busy >= unknown / 2
+    compiled = set() if compiled is None else compiled
+    compiled.update(at for stack, _, kind in kinds if kind == "compile" and (at := _find_compiled(stack)))
     for stack, count, kind in kinds:
         resolved = classify(stack, active=active and not _is_waiting(stack)) if kind == "idle" else kind
+        if compiled and resolved in ("python", "idle") and _line_and_call(stack) in compiled:
+            resolved = "compute"
         resolved = "idle" if resolved == HELPER else resolved
         part = find_part(stack)
         is_users = not part or any(is_job_code(frame) for frame in stack)
@@ -170,6 +186,22 @@ def make_window(
         places=listed,
         **fields,
     )
+
+
+def _find_compiled(stack: Stack) -> tuple[str, str] | None:
+    """(line, call) of a stack in which JAX compiles a function of the job; None: it compiles none, or one of its own,
+    as of an operation on arrays."""
+    found = _line_and_call(stack)
+    is_own = any(_JAX_FILE.search(frame.file) for frame in stack) and _JAX_CALL.match(found[1]) is None
+    return found if is_own and all(found) else None
+
+
+def _line_and_call(stack: Stack) -> tuple[str, str]:
+    """The innermost line of the job's own code, and what it calls by its text; empty: not known."""
+    own = next(filter(is_job_code, stack), None)
+    if own is None:
+        return "", ""
+    return f"{own.file}:{own.line}", find_call(own.file, own.line, _base_name(own.function), WRAPPER)
 
 
 def working_threads(

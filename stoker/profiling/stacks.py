@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import psutil
 
-from stoker.profiling.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
+from stoker.profiling.frames import HELPER, CompiledCalls, Frame, Samples, find_role, make_window, working_threads
 from stoker.profiling.remote_stacks import EndedError, RemoteStacks, UnreadableError
 from stoker.profiling.telemetry.machine import list_process_tree
 from stoker.runs.records import RANKS, STACKS, RunFolder
@@ -171,6 +171,7 @@ class _Process:
         """Monotonic time at which its newest window began."""
         self.window: _Window | None = None
         self.stacks: RemoteStacks | None = None
+        self.compiled: CompiledCalls = set()
         env: dict[str, str] = {}
         self.cwd, self.parent = "", 0
         with contextlib.suppress(psutil.Error):  # it ended, or may not be read
@@ -358,7 +359,8 @@ class StackSampler:
             "wall_s": window.age_s(),
         }  # fmt: skip
         role = target.role or "training"
-        windows = [make_window(samples, role=role, runnable=runnable, process_cpu=process_cpu, **fields)]
+        of_process = fields | {"runnable": runnable, "process_cpu": process_cpu, "compiled": target.compiled}
+        windows = [make_window(samples, role=role, **of_process)]
         if role == "training":
             working = working_threads(others, sum(count for _, count in samples), window.thread_runnable)
             windows += [

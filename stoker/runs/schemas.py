@@ -55,6 +55,8 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Loaders of a watched PyTorch job that started worker processes in the window, after the first step."""
     worker_start_s: float = 0.0
     """Seconds of starting and ending these, and of the wait for their first batch; they are in other phases as well."""
+    steps_without_gradients: int = 0
+    """Steps of a watched PyTorch job in the window in which no parameter of the optimizer had a gradient."""
 
 
 class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):

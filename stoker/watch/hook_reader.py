@@ -59,11 +59,11 @@ WORKING_SLOTS = ("compute", "maybe_work", "graph")
 
 _OTHER_SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr", "device", "busy",
-    "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s",
+    "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s", "steps_without_gradients",
 )  # fmt: skip
 _SLOTS = frozenset({*_OTHER_SLOTS, *SLOT_PHASES, "graph"})
 
-_COUNTS = ("steps", "num_images", "recompiles", "worker_starts", "worker_start_s")
+_COUNTS = ("steps", "num_images", "recompiles", "worker_starts", "worker_start_s", "steps_without_gradients")
 
 HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
 """Phases that the host measures also if the device has events, since these are only around steps."""
@@ -330,6 +330,7 @@ class RankTimeBreakdown:
             process_cpu_s=counts["process_cpu_s"] if targets.get(("count", "process_cpu_s")) else None,
             recompiles=round(counts.get("recompiles", 0)) if self._counts_recompiles else None,
             worker_starts=round(counts.get("worker_starts", 0)),
+            steps_without_gradients=round(counts.get("steps_without_gradients", 0)),
             worker_start_s=counts.get("worker_start_s", 0.0),
         )
 

@@ -64,10 +64,13 @@ class LineSplitter:
         text = self._rest + self._decoder.decode(data, final)
         parts = _BREAK.split(text)
         self._rest = "" if final else parts.pop()[:_MAX_PENDING_LENGTH]
-        return [line for part in parts if (line := _CONTROL.sub("", part)[:MAX_LINE_LENGTH]).strip()]
+        lines = [line for part in parts for line in _BAR.sub(r"\1\n", _CONTROL.sub("", part)).split("\n")]
+        return [line[:MAX_LINE_LENGTH] for line in lines if line.strip()]
 
 
 _BREAK = re.compile(r"[\r\n\b]+")
+_BAR = re.compile(r"(\| ?\d{1,15}/\d{1,15} ?\[[^\]<]{0,100}+<[^\]]{0,400}+\])(?= *+[A-Za-z{\[(])")
+"""The end of a bar of tqdm with what was printed behind it, which did not end the bar's line."""
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )

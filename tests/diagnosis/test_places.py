@@ -758,6 +758,21 @@ def test_a_broken_line_number_is_no_error(line: str, tmp_path: Path) -> None:
     run_rules(read_run(run))
 
 
+def test_the_same_call_in_two_functions_is_one_place(tmp_path: Path) -> None:
+    """As `copy.deepcopy` of the data in an evaluation and in a validation; a call of the model's own is none."""
+    copies = [
+        Place(line=f"utils.py:{line}", function=name, call="copy.deepcopy", kind="python", callers=caller, samples=6)
+        for name, line, caller in (("evaluate", 132, "main.py:126"), ("evaluate_valid", 179, "main.py:127"))
+    ]
+    step = Place(line="main.py:112", function="<module>", call="loss.backward", kind="compute", samples=20)
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"host": 0.4},
+                   stacks=[window(n, *copies, step) for n in range(1, 6)])  # fmt: skip
+    heavy = next(finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place")
+    assert "in copy.deepcopy, called at utils.py:" in heavy.title
+    assert heavy.lost_device_s == pytest.approx(40 * 12 / 32), "one window of five is the start"
+    assert all(f"called at utils.py:{line}" in str(heavy.evidence) for line in (132, 179))
+
+
 LEAVES = [("augment.py:403", "expand"), ("augment.py:578", "distort"), ("augment.py:611", "transform"),
           ("augment.py:623", "to_image"), ("data.py:37", "open")]  # fmt: skip
 
@@ -767,7 +782,7 @@ LEAVES = [("augment.py:403", "expand"), ("augment.py:578", "distort"), ("augment
     [
         ([3, 3, 3, 1, 4], 0, ["what train.py:36 calls"]),
         ([3, 3, 3, 3, 0], 0, ["what data.py:53 calls"]),
-        ([14, 1, 0, 0, 0], 0, ["cv2.f, called at augment.py:403"]),
+        ([14, 1, 0, 0, 0], 0, ["cv2.expand, called at augment.py:403"]),
         ([1, 1, 0, 0, 0], 0, []),
         ([3, 3, 3, 3, 2], 6, []),
     ],
@@ -780,7 +795,7 @@ def test_what_a_line_calls_is_one_place_where_it_is_in_many_lines(
     above = "train.py:36 < train.py:97 < train.py:175"
     callers = [f"data.py:53 < {above}"] * 4 + [above]
     places = [
-        Place(line=line, function=function, call="cv2.f", kind=kind, callers=chain, samples=count)
+        Place(line=line, function=function, call=f"cv2.{function}", kind=kind, callers=chain, samples=count)
         for (line, function), chain, kind, count in zip(
             LEAVES, callers, ("python", "decode", "python", "decode", "python"), samples, strict=True
         )

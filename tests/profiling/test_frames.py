@@ -266,3 +266,23 @@ def test_garbage_collection_is_seen_by_the_text_of_its_line(tmp_path: Path) -> N
     script.write_text("import gc\ngc.collect()\nloss = step()\n")
     kinds = [classify([Frame("<module>", str(script), line)], active=True) for line in (2, 3)]
     assert kinds == ["gc", "python"]
+
+
+def test_a_function_that_jax_has_compiled_runs_a_step(tmp_path: Path) -> None:
+    """Also in later lines of the process; not what JAX calls itself, nor another call of the line."""
+    script = tmp_path / "train.py"
+    lines = ("import jax", "def train():", "    state, loss = p_step(state, batch)", "    key = jax.random.key(1)")
+    script.write_text("\n".join(lines))
+    at_step, at_key = Frame("train", str(script), 3), Frame("train", str(script), 4)
+    compiling = stack("jax/_src/compiler.py: backend_compile_and_load", "jax/_src/pjit.py: cache_miss")[:-1]
+    wrapper = Frame("reraise_with_filtered_traceback.<locals>.wrapper", SITE + "jax/_src/traceback_util.py", 1)
+    compiled: set[tuple[str, str]] = set()
+    fields = {"role": "training", "compiled": compiled, "t": 0.0, "attempt": 1, "pid": 1, "wall_s": 1.0}
+    before = make_window([([wrapper, at_step], 1)], **fields)
+    first = [([*compiling, at_step], 2), ([*compiling, at_key], 2), ([at_step], 5)]
+    make_window(first, **fields)
+    after = make_window([([wrapper, at_step], 3), ([at_key], 1)], **fields)
+    assert before is not None
+    assert after is not None
+    assert before.main_thread == {"python": 1}
+    assert after.main_thread == {"compute": 0.75, "python": 0.25}

@@ -199,3 +199,22 @@ def test_keras_counts_the_bars_of_training_alone(lines: list[str], steps: list[i
     reader = ProgressParser()
     found = [progress for line in lines if (progress := reader.read(line)) is not None]
     assert [progress.step for progress in found if progress.step is not None] == steps
+
+
+def test_what_is_printed_behind_a_bar_is_a_line() -> None:
+    """tqdm's bar ends no line, and `print` goes on in it (matthias-wright/flaxmodels, training/resnet)."""
+    lines = LineSplitter().feed(
+        b"\r  0%|          | 0/3200 [00:00<?, ?it/s]step 0 loss 2.8475 accuracy 0.0312\n"
+        b"\r 61%|######    | 1952/3200 [00:03<00:01, 1116.80it/s]step 50 loss 2.2949 accuracy 0.1250\n"
+        b"\r 61%|######    | 1952/3200 [00:03<00:01, 1116.80it/s, loss=0.5]\n"
+    )
+    found = [parse_progress(line) for line in lines]
+    assert [(one.step, one.losses) for one in found if one is not None and one.losses] == [
+        (0, {"total": 2.8475}), (50, {"total": 2.2949}), (1952, {"total": 0.5})
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rate", "step"), [("4.91batch/s", 8), ("1.2s/img", 8), ("1.2MB/s", None), ("10.3kB/s", None)])
+def test_a_bar_may_have_a_unit_of_its_own(rate: str, step: int | None) -> None:
+    progress = parse_progress(f" 13%|#3        | 8/60 [00:01<00:10, {rate}, Total Loss=1.17]")
+    assert (None if progress is None else progress.step) == step

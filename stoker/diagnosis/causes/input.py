@@ -82,6 +82,8 @@ def make_input_wait_finding(
             excluded_s=excluded_s,
             **options,
         )
+    if run.on_cpu:
+        min_measured = max(min_measured, INPUT_BOUND.threshold("warning_threshold_of_stacks"))
     return make_stack_finding(
         run,
         cause,
@@ -166,9 +168,9 @@ def preparing_evidence(run: RunRecords) -> Evidence | None:
 
 def loader_cpu(run: RunRecords) -> float | None:
     """Cores that the job used besides the training thread's work on steps; None for stoker's own loader, which records
-    its stages."""
+    its stages, and on a CPU with JAX, whose threads compute the steps."""
     process_cpu, fraction = cpu_demand(run), _wait_fraction(run)
-    if run.is_native_run or process_cpu is None or fraction <= 0:
+    if run.is_native_run or process_cpu is None or fraction <= 0 or (run.on_cpu and "jax" in run.frameworks):
         return None
     utilization = thread_cpu_utilization(run, "input_wait")
     if run.facts.get("workers") == 0 and utilization is not None:
@@ -372,6 +374,8 @@ def _size_evidence(run: RunRecords) -> Evidence | None:
 def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
     cores, utilization = run.host.cores, run.cpu_utilization
     if cores is None or cores < 2 or utilization is None or utilization >= BUSY_CORES:
+        return None
+    if cores * (1 - utilization) < cause.threshold("min_idle_cores"):
         return None
     stage, stage_fraction = largest_stage(run)
     if stage is not None and not is_mostly(run, "decode"):

@@ -105,11 +105,18 @@ def _find_blow_up(run: RunRecords, values: Sequence[float]) -> _Divergence | Non
 
 
 def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
-    """By the run's own event, unless the loss has fallen since; else by a loss that does not change at a tiny learning
-    rate."""
+    """By an optimizer whose parameters have no gradients; by the run's own event, unless the loss has fallen since;
+    else by a loss that does not change at a tiny learning rate."""
     learning = run.learning
     steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
     loss = _median_thirds(learning.loss)
+    without = run.steady.steps_without_gradients
+    if without >= max(cause.threshold("min_steps"), cause.threshold("without_gradients") * run.steady.steps):
+        text = f"no parameter of the optimizer had a gradient in {without:,} of {run.steady.steps:,} steps"
+        shown = [make_evidence(text, without, "steps.jsonl: steps_without_gradients")]
+        return make_finding(
+            run, cause, 2, shown, severity="critical", lost_s=steps_s, estimate_basis=basis, confidence=0.9
+        )
     if events := learning.events.get("lr_too_low"):
         has_learned = loss is not None and loss[-1] < cause.threshold("learned") * loss[0]
         return None if has_learned else finding_from_events(run, cause, events, steps_s, basis)

@@ -16,6 +16,7 @@ from stoker.diagnosis.causes.shared import (
     make_evidence,
     make_finding,
     make_phase_finding,
+    make_stack_finding,
     percent,
     phase_evidence,
     sample_evidence,
@@ -78,6 +79,13 @@ def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
 
 
 def checkpoint_heavy(run: RunRecords, cause: Cause) -> Finding | None:
+    if run.is_external and not run.phase_seconds("compute", "checkpoint"):  # without a clock, as with JAX
+        place = find_places(run, kind="^checkpoint$")
+        named = None if place is None else make_evidence(f"most of it in {describe_place(place)}", place.seconds)
+        minimum = cause.threshold("short_run") if is_short(run) else None
+        return make_stack_finding(
+            run, cause, "saving a checkpoint", "checkpoint", extra_evidence=[named], min_measured=minimum
+        )
     waiting, options = run.host.psi_io.value, {}
     if waiting is not None and waiting >= cause.threshold("psi_io"):
         evidence = sample_evidence("the disk is slow: some task waited for storage {} of the time", waiting, "psi_io")
@@ -140,7 +148,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
         lines = called_places(run, place) if is_callees(place) else [
             other for other in list_places(run)
-            if (other.role, other.function) == (place.role, place.function)
+            if other.role == place.role and (other.function == place.function or other.call == place.call != "")
             and place.call in ("", other.call, module_of(other.call))
         ]  # fmt: skip
         if len(lines) > 1:

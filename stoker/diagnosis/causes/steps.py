@@ -121,8 +121,9 @@ def _name_place(finding: Finding | None, place: PlaceTotal | None, place_s: floa
     if finding is None or place is None or 2 * place_s < (finding.lost_device_s or 0.0):
         return finding
     title = f"{finding.title}: {place.seconds:,.0f} s in {describe_place(place)}"
-    if place_s < (finding.lost_device_s or 0.0):
-        cost = None if finding.lost_cost is None else finding.lost_cost * place_s / (finding.lost_device_s or 1.0)
+    lost_s = finding.lost_device_s or 0.0
+    if place_s < lost_s or place_s * place.low_s / place.seconds > lost_s:  # some of it is in steps, by the clock
+        cost = None if finding.lost_cost is None else finding.lost_cost * place_s / (lost_s or 1.0)
         finding = msgspec.structs.replace(finding, lost_device_s=place_s, lost_cost=cost)
     return msgspec.structs.replace(finding, title=title, place=place.line)
 
@@ -197,8 +198,8 @@ def _waits_for_own_threads(run: RunRecords) -> tuple[str, ...]:
         return ()
     waiting = run.stacks.fraction("sync", "idle")
     others_cpu = ratio * process_cpu / run.num_ranks - (1 - waiting)
-    if waiting <= HOST_DEVICE_SYNCS.threshold("handed_over"):
-        return ()
+    if waiting <= HOST_DEVICE_SYNCS.threshold("handed_over") and "jax" not in run.frameworks:
+        return ()  # JAX issues all work to other threads, and waits for some of it
     explained = HOST_DEVICE_SYNCS.threshold("explained")
     sleeps = find_places(run, kind="idle", call="sleep") is not None
     if not sleeps and others_cpu >= 2 * explained * waiting:
@@ -299,7 +300,7 @@ def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
 def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
     """By the count of repeated compilations; without it, by windows or stack samples with any compilation."""
     steady, min_windows = run.steady, cause.threshold("min_windows")
-    in_each_step = steady.recompiles >= max(
+    in_each_step = steady.steps > 0 and steady.recompiles >= max(
         cause.threshold("min_recompiles"), cause.threshold("per_step") * steady.steps
     )
     if steady.recompile_windows is not None and not in_each_step:

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from stoker.diagnosis.places.totals import MIN_SHARE, merge_places, scale_to_leaves
+from stoker.diagnosis.places.totals import MIN_SHARE, NEVER_A_STEP, merge_places, scale_to_leaves
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.runs.schemas import LOOP_IN_STEP, Place
 
@@ -176,6 +176,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     for group in _join_neighbors(lines.values()):
         calls = {place.call for place in group}
         merged.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module_of(group[0].call)))
+    merged = _join_calls(merged)
     parts = [place for group in (*functions.values(), *lines.values()) for place in group]
     for caller in _join_callees(run, parts + decoders):
         if all(place.seconds < MOST * caller.seconds for place in merged if _thread(place) == _thread(caller)):
@@ -313,6 +314,19 @@ def _join_neighbors(lines: Iterable[list[PlaceTotal]]) -> list[list[PlaceTotal]]
             joined.append(group)
         previous, previous_line = key, line
     return joined
+
+
+def _join_calls(places: list[PlaceTotal]) -> list[PlaceTotal]:
+    """Those of a thread with the same call of a library of the host, as of a function that two others copy with, as
+    one."""
+    groups: dict[tuple[str, int, str], list[PlaceTotal]] = {}
+    joined: list[PlaceTotal] = []
+    for place in places:
+        if NEVER_A_STEP.match(place.call):
+            groups.setdefault((*_thread(place), place.call), []).append(place)
+        else:
+            joined.append(place)
+    return joined + [total for group in groups.values() if (total := merge_places(group)) is not None]
 
 
 def _position(place: PlaceTotal) -> tuple[str, int]:

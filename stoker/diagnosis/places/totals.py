@@ -81,7 +81,7 @@ class PlaceCounter:
         for place in window.places:
             # copy.deepcopy of a model ends in torch's frames, so its samples are recorded as compute.
             kind = (
-                "python" if place.kind in ("compute", LOOP_IN_STEP) and _NEVER_A_STEP.match(place.call) else place.kind
+                "python" if place.kind in ("compute", LOOP_IN_STEP) and NEVER_A_STEP.match(place.call) else place.kind
             )
             key = _Key(group, kind, place.line, place.function, place.call, place.part)
             if key not in process.places and len(process.places) >= MAX_PLACES:
@@ -217,7 +217,7 @@ def wilson(fraction: float, count: int) -> tuple[float, float]:
     return max(0.0, (center - error) / scale), min(1.0, (center + error) / scale)
 
 
-_NEVER_A_STEP = re.compile(
+NEVER_A_STEP = re.compile(
     r"(<class ')?(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv|urllib|requests|yaml|xml|sqlite3"
     r"|numpy|scipy|sklearn|skimage|pandas|cv2|PIL|matplotlib|networkx|nltk|librosa|shapely|h5py)\."
 )

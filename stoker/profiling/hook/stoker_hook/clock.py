@@ -36,18 +36,21 @@ if TYPE_CHECKING:
 SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr",
     "device", "busy", "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s",
+    "steps_without_gradients",
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
     "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
 """The last thirteen are seconds that add up to last_update − begin (CLOCK_MONOTONIC, the same in all processes of a
 machine). The CPU-seconds of the training thread in each of them follow, in the same order. `workers`: processes of the
 newest training loader, −1 if not known. `worker_starts`: loaders with worker processes that were started after the
-first step; `worker_start_s`: seconds of starting and ending these, in other slots as well. `recompiles`: traces of
+first step; `worker_start_s`: seconds of starting and ending these, in other slots as well.
+`steps_without_gradients`: those of the optimizer in which none of its parameters had one. `recompiles`: traces of
 functions traced before, −1 if not known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
 `device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
 
 (BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, STEPS, BATCHES, IMAGES, LR,
  DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES, WORKER_STARTS, WORKER_START_S,
+ STEPS_WITHOUT_GRADIENTS,
  STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE,
  MAYBE_WAIT, MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
 
@@ -259,7 +262,10 @@ class PhaseClock:
             if self.is_fetching_for_training:
                 source.is_training = True
             if source.is_training is None and (is_evaluating or source.unproven_batches >= MAX_UNPROVEN_BATCHES):
-                self._mark_as_evaluation(source)
+                if self._is_of_jax():
+                    source.unproven_batches = 0
+                else:
+                    self._mark_as_evaluation(source)
             if self.device_events is not None:
                 self.device_events.pause()
             wait_slot = MAYBE_WAIT if source.is_training is None else INPUT_WAIT if source.is_training else EVAL
@@ -292,7 +298,7 @@ class PhaseClock:
         """The iterator has no more batches, or raised."""
         try:
             self.leave()
-            if source.is_training is None and source.batches and not failed:
+            if source.is_training is None and source.batches and not failed and not self._is_of_jax():
                 self._mark_as_evaluation(source)
             if source.is_training:
                 self._set_base_slot(AFTER_STEP)
@@ -301,6 +307,11 @@ class PhaseClock:
             self._eval_source = None
         except Exception as error:  # noqa: BLE001
             self.disable("wait", error)
+
+    def _is_of_jax(self) -> bool:
+        """Whether JAX has compiled, and no optimizer has stepped, as it has none: batches of another framework's loader
+        tell nothing."""
+        return not self._has_stepped and any(name.startswith("jax") for name in self._frameworks)
 
     def _mark_as_evaluation(self, source: BatchSource) -> None:
         source.is_training = False
@@ -350,7 +361,7 @@ class PhaseClock:
                 self.count_optimizer_step(module, None)
                 self._has_optimizer = False
 
-    def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1) -> None:
+    def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1, *, has_gradients: bool = True) -> None:
         """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step."""
         try:
             if not self.enabled:
@@ -370,6 +381,7 @@ class PhaseClock:
             values = self.values
             if first is optimizer:
                 values[STEPS] += steps
+                values[STEPS_WITHOUT_GRADIENTS] += 0 if has_gradients else steps
                 if isinstance(lr, float):
                     values[LR] = lr
             self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)

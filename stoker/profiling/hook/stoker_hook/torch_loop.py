@@ -94,11 +94,21 @@ def patch_optimizers(module: "Any") -> None:
 
     def after_step(optimizer: "Any", *_: "Any") -> None:
         groups = optimizer.param_groups
-        clock.count_optimizer_step(optimizer, groups[0].get("lr") if groups else None)
+        clock.count_optimizer_step(
+            optimizer, groups[0].get("lr") if groups else None, has_gradients=_have_gradients(groups)
+        )
 
     module.register_optimizer_step_post_hook(after_step)
     clock.make_device_events = make_device_events
     _report_torch_version()
+
+
+def _have_gradients(groups: "Any") -> bool:
+    """Whether any parameter of an optimizer has one; also of an optimizer whose groups are others than torch's."""
+    try:
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+    except Exception:  # noqa: BLE001
+        return True
 
 
 def patch_backward(module: "Any") -> None:
