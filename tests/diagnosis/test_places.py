@@ -889,3 +889,21 @@ def test_thousands_of_places_are_joined_in_time(tmp_path: Path) -> None:
     heavy = heavy_places(run, 0.1)
     assert [(place.line, place.function) for place in heavy[:1]] == [("train.py:9", "")]
     assert time.process_time() - start_s < 2
+
+
+@pytest.mark.parametrize(("samples", "is_heavy"), [(16, True), (2, False)])
+def test_checkpoints_that_no_clock_has_timed_are_found_by_their_place(
+    samples: int, is_heavy: bool, tmp_path: Path
+) -> None:
+    """As in a job of JAX, whose loop has no hook."""
+    saves = Place(line="train.py:98", function="save", call="flax.training.checkpoints.save_checkpoint", kind="checkpoint",
+                  samples=samples)  # fmt: skip
+    step = Place(line="train.py:50", function="train", call="p_step", kind="compute", samples=40 - samples)
+    stacks = [window(n, saves, step) for n in range(1, 7)]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"unattributed": 1.0},
+                   stacks=stacks)  # fmt: skip
+    heavy = [finding for finding in run_rules(read_run(run)) if finding.id == "checkpoint_heavy"]
+    assert bool(heavy) == is_heavy
+    if heavy:
+        assert "save_checkpoint, called at train.py:98" in str(heavy[0].evidence)
+        assert heavy[0].lost_device_s == pytest.approx(60 * samples / 40, rel=0.1)

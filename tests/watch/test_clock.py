@@ -286,3 +286,14 @@ def test_a_batch_that_was_fetched_before_an_evaluation_trains(timed: Timed) -> N
     timed.step()
     assert timed.seconds()["eval"] <= before["eval"] + 1.0, "one wait at most is taken for evaluation"
     assert prefetched.is_training
+
+
+def test_batches_of_a_job_of_jax_are_no_evaluation(timed: Timed) -> None:
+    """JAX has no optimizer that steps; without it, a loader of which no backward comes is one of evaluation."""
+    timed.clock.publish("jax 0.10.2")
+    training, evaluation = BatchSource(), BatchSource()
+    for source, count in ((training, 6), (evaluation, 2)):
+        for _ in range(count):
+            timed.batch(source, works=1.0)
+        timed.end(source)
+    assert set(timed.seconds()) == {"startup"}

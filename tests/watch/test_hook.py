@@ -382,3 +382,21 @@ def test_the_slow_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for finding in why.findings:  # where other jobs take the machine there may be none
         if finding.id == "straggler":
             assert "rank 1 is the slow one" in finding.evidence[0].text
+
+
+@pytest.mark.parametrize(("trained", "without"), [("copy", 12), ("model", 0)])
+def test_steps_of_an_optimizer_without_gradients_are_counted(trained: str, without: int, tmp_path: Path) -> None:
+    """A copy of the model is trained, and the optimizer has the parameters of the original."""
+    job = f"""
+import copy, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+copy = copy.deepcopy(model)
+for _ in range(12):
+    optimizer.zero_grad()
+    {trained}(torch.zeros(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    ran([sys.executable, "-c", job], tmp_path)
+    state = read_state(tmp_path)
+    assert (state.values["steps"], state.values["steps_without_gradients"]) == (12, without)
