@@ -896,8 +896,8 @@ def test_checkpoints_that_no_clock_has_timed_are_found_by_their_place(
     samples: int, is_heavy: bool, tmp_path: Path
 ) -> None:
     """As in a job of JAX, whose loop has no hook."""
-    saves = Place(line="train.py:98", function="save", call="flax.training.checkpoints.save_checkpoint", kind="checkpoint",
-                  samples=samples)  # fmt: skip
+    saved = {"line": "train.py:98", "function": "save", "call": "flax.training.checkpoints.save_checkpoint"}
+    saves = Place(kind="checkpoint", samples=samples, **saved)
     step = Place(line="train.py:50", function="train", call="p_step", kind="compute", samples=40 - samples)
     stacks = [window(n, saves, step) for n in range(1, 7)]
     run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"unattributed": 1.0},
