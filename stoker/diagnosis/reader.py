@@ -373,6 +373,7 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
         # a long line counts as lines of a second, as far as the compilations in it were counted
         lines = max(1, min(window.recompiles or 0, round(window.wall_s)))
         steady.compile_windows += lines * (window.phases.get("compile", 0.0) > 0)
+        steady.compile_s.add(steady.wall_s, steady.phases.get("compile", 0.0))
         if window.recompiles is not None:
             steady.recompile_windows = (steady.recompile_windows or 0) + lines * (window.recompiles > 0)
             steady.recompile_lines += window.recompiles > 0

@@ -254,6 +254,8 @@ class SteadyStats:
     """Steps of windows that have a number of images."""
     compile_windows: int = 0
     """Windows in which something was compiled."""
+    compile_s: TimeSeries = dataclasses.field(default_factory=TimeSeries)
+    """Seconds of compilations so far, over `wall_s`."""
     worker_starts: int = 0
     worker_start_s: float = 0.0
     steps_without_gradients: int = 0

@@ -257,6 +257,9 @@ class Recorder:
                 self.set_coverage(HOOK_SOURCE, hook_reader.status())
                 if (workers := hook_reader.num_loader_workers()) is not None:
                     self._write_once("info", f"the job's loader has {workers} worker processes", workers=workers)
+                if place := hook_reader.anomaly_place():
+                    text = f"PyTorch's anomaly mode was turned on by {place}"
+                    self._write_once("info", text, facts={"anomaly_mode": place})
                 if stopping and (function := hook_reader.recompiled_function()):
                     facts = {"recompiled": function}
                     self._folder.event("info", f"{function} was compiled again and again", facts=facts)

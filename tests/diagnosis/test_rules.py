@@ -554,3 +554,27 @@ def test_an_optimizer_without_gradients_learns_nothing(without: int, severity: s
     assert (found["lr_too_low"].severity if "lr_too_low" in found else None) == severity
     if severity:
         assert "no parameter of the optimizer had a gradient in" in found["lr_too_low"].evidence[0].text
+
+
+@pytest.mark.parametrize(("noise", "severity"), [(0.0, "warning"), (0.03, "info")])
+def test_a_loss_that_is_still_for_a_thousand_steps_is_a_warning(noise: float, severity: str, tmp_path: Path) -> None:
+    """All layers are frozen; a loss that is as low as it gets still varies."""
+    losses = [2.3 * (1 - noise * (s >= 10) + noise * (s >= 30) / 2) for s in range(100)]
+    job = {"config": None, "external": True, "seconds": 60, "losses": lambda s: {"total": losses[s]},
+           "window": lambda _: {"window_steps": 40}}  # fmt: skip
+    assert of(findings(tmp_path / "run", job), "lr_too_low").severity == severity
+
+
+@pytest.mark.parametrize(("last", "is_found"), [(30, False), (60, True)])
+def test_what_is_compiled_in_the_first_half_only_is_not_compiled_again_and_again(
+    last: int, is_found: bool, tmp_path: Path
+) -> None:
+    """As a program of JAX, whose parts are used for the first time in its first minute."""
+
+    def line(second: int) -> dict[str, Any]:
+        compiles = second < last
+        return {"recompiles": 4 * compiles,
+                "phases": {"compile": 0.4, "unattributed": 0.6} if compiles else {"unattributed": 1.0}}  # fmt: skip
+
+    case = {"external": True, "config": None, "seconds": 60, "window": line}
+    assert ("recompiles" in {finding.id for finding in findings(tmp_path / "run", case)}) is is_found

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr",
     "device", "busy", "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s",
-    "steps_without_gradients",
+    "steps_without_gradients", "anomaly_backwards",
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
     "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
@@ -44,13 +44,14 @@ SLOTS = (
 machine). The CPU-seconds of the training thread in each of them follow, in the same order. `workers`: processes of the
 newest training loader, −1 if not known. `worker_starts`: loaders with worker processes that were started after the
 first step; `worker_start_s`: seconds of starting and ending these, in other slots as well.
-`steps_without_gradients`: those of the optimizer in which none of its parameters had one. `recompiles`: traces of
+`steps_without_gradients`: those of the optimizer in which none of its parameters had one.
+`anomaly_backwards`: backward passes in PyTorch's anomaly mode. `recompiles`: traces of
 functions traced before, −1 if not known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
 `device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
 
 (BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, STEPS, BATCHES, IMAGES, LR,
  DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES, WORKER_STARTS, WORKER_START_S,
- STEPS_WITHOUT_GRADIENTS,
+ STEPS_WITHOUT_GRADIENTS, ANOMALY_BACKWARDS,
  STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE,
  MAYBE_WAIT, MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
 
@@ -100,7 +101,7 @@ class PhaseClock:
         self._is_published = False
         self._mapping: Any = None
         self._frameworks: list[str] = []
-        self._recompiled = ""
+        self._recompiled = self._anomaly_place = ""
         self._current_slot = STARTUP
         self._stack = [STARTUP]
         self._has_stepped = False
@@ -160,10 +161,17 @@ class PhaseClock:
             self._recompiled = function[:80]
             self._mapping[:HEADER_BYTES] = self._header()
 
+    def set_anomaly_place(self, place: str) -> None:
+        """place: the file and line that turned PyTorch's anomaly mode on; in the header."""
+        if place[-160:] != self._anomaly_place:
+            self._anomaly_place = place[-160:]
+            if self._mapping is not None:
+                self._mapping[:HEADER_BYTES] = self._header()
+
     def _header(self) -> bytes:
         header = {
             "pid": os.getpid(), "frameworks": self._frameworks, "python": sys.version.split()[0], "slots": SLOTS,
-            "recompiled": self._recompiled,
+            "recompiled": self._recompiled, "anomaly_place": self._anomaly_place,
         }  # fmt: skip
         return json.dumps(header).encode().ljust(HEADER_BYTES)
 

@@ -6,11 +6,12 @@ One function per module of torch, called after the import of that module. Steps 
 from _thread import get_ident
 from collections import deque
 from functools import wraps
-from sys import modules
+from sys import _getframe, modules
 from time import monotonic
 from weakref import ref
 
 from .clock import (
+    ANOMALY_BACKWARDS,
     BUSY,
     COMM,
     COMPILE,
@@ -114,6 +115,7 @@ def _have_gradients(groups: "Any") -> bool:
 def patch_backward(module: "Any") -> None:
     """torch.autograd: a backward means that the batches before it were for training."""
     original = module.backward
+    is_anomaly_enabled = getattr(modules["torch"], "is_anomaly_enabled", bool)
     depth = 0  # with checkpointing, a backward may run others
 
     @wraps(original)
@@ -122,6 +124,7 @@ def patch_backward(module: "Any") -> None:
         is_training_thread = get_ident() == clock.thread_id
         if is_training_thread:
             clock.confirm_training()
+            clock.values[ANOMALY_BACKWARDS] += is_anomaly_enabled()
         depth += is_training_thread
         try:
             original(*args, **kwargs)
@@ -131,6 +134,22 @@ def patch_backward(module: "Any") -> None:
             clock.count_backward(module)
 
     module.backward = wrapper
+
+
+def patch_anomaly_mode(module: "Any") -> None:
+    """torch.autograd.anomaly_mode: where the mode for debugging is turned on, as a function or with `with`."""
+    for cls in (module.detect_anomaly, module.set_detect_anomaly):
+        cls.__init__ = _note_caller(cls.__init__)
+
+
+def _note_caller(original: "Any") -> "Any":
+    @wraps(original)
+    def __init__(*args: "Any", **kwargs: "Any") -> None:
+        caller = _getframe(1)
+        clock.set_anomaly_place("%s:%d" % (caller.f_code.co_filename, caller.f_lineno))  # noqa: UP031
+        original(*args, **kwargs)
+
+    return __init__
 
 
 def patch_modules(module: "Any") -> None:
