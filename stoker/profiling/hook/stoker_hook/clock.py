@@ -163,16 +163,21 @@ class PhaseClock:
 
     def set_anomaly_place(self, place: str) -> None:
         """place: the file and line that turned PyTorch's anomaly mode on; in the header."""
-        if place[-160:] != self._anomaly_place:
-            self._anomaly_place = place[-160:]
-            if self._mapping is not None:
-                self._mapping[:HEADER_BYTES] = self._header()
+        try:
+            if place[-160:] != self._anomaly_place:
+                self._anomaly_place = place[-160:]
+                if self._mapping is not None:
+                    self._mapping[:HEADER_BYTES] = self._header()
+        except Exception as error:  # noqa: BLE001
+            self.disable("anomaly mode", error)
 
     def _header(self) -> bytes:
-        header = {
+        header: dict[str, Any] = {
             "pid": os.getpid(), "frameworks": self._frameworks, "python": sys.version.split()[0], "slots": SLOTS,
-            "recompiled": self._recompiled, "anomaly_place": self._anomaly_place,
         }  # fmt: skip
+        for name, text in (("recompiled", self._recompiled), ("anomaly_place", self._anomaly_place)):
+            if len(json.dumps(dict(header, **{name: text}))) <= HEADER_BYTES:  # other letters than ASCII take six bytes
+                header[name] = text
         return json.dumps(header).encode().ljust(HEADER_BYTES)
 
     def update(self) -> None:
