@@ -119,7 +119,7 @@ def find_role(samples: Samples) -> str:
 
 
 CompiledCalls = set[tuple[str, str]]
-"""(line, call) in which JAX has compiled a function of the job. It runs without a frame of Python that tells so."""
+"""(line, call) in which JAX has compiled a function of the job, whose runs have no Python frame of their own."""
 
 
 def make_window(

@@ -70,7 +70,7 @@ class LineSplitter:
 
 _BREAK = re.compile(r"[\r\n\b]+")
 _BAR = re.compile(r"(\| ?\d{1,15}/\d{1,15} ?\[[^\]<]{0,100}+<[^\]]{0,400}+\])(?= *+[A-Za-z{\[(])")
-"""The end of a bar of tqdm with what was printed behind it, which did not end the bar's line."""
+"""A bar of tqdm that is followed by other text in its line: tqdm ends no line before the job prints."""
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )

@@ -268,7 +268,7 @@ class Recorder:
 
     def _write_once(self, kind: str, text: str, **data: Any) -> None:
         """Writes an event with one fact, unless there was one with this fact."""
-        (name,) = data
+        (name,) = data.get("facts") or data
         if name not in self._events_written:
             self._events_written.add(name)
             step = self._windows.step if name == "not_finite" else None

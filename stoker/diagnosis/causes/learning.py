@@ -106,7 +106,7 @@ def _find_blow_up(run: RunRecords, values: Sequence[float]) -> _Divergence | Non
 
 def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     """By an optimizer whose parameters have no gradients; by the run's own event, unless the loss has fallen since;
-    else by a loss that does not change at a tiny learning rate."""
+    else by a loss that does not change: at a tiny learning rate, in a thousand steps, or (info) in fewer."""
     learning = run.learning
     steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
     loss = _median_thirds(learning.loss)

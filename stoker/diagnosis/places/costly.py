@@ -12,7 +12,6 @@ from stoker.runs.schemas import LOOP_IN_STEP, Place
 TRAINING_STEP = "training step"
 """Row of frames.toml."""
 _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm", LOOP_IN_STEP})
-
 LOADER_CALL = re.compile(
     r"^(torch\.utils\.data|multiprocessing|threading|queue|concurrent\.futures|accelerate\.data_loader"
     r"|tensorflow\.python\.(data|distribute\.input_lib)|(tf_)?keras\.(src\.)?(trainers|engine\.data_adapter|utils\.data_utils)"
@@ -31,7 +30,6 @@ READS = re.compile(
 _DECODES = re.compile(r"(?i)cv2|PIL|Image|decode|read|jpe?g|png|torchvision|albumentations|skimage|transforms")
 """Calls and frames of libraries that decode or transform images."""
 _PER_PIXEL = re.compile(r"\b(put|get)(pixel|data)\b")
-
 _UPDATES = re.compile(r"(^|[._])(backward|\w*step|apply_gradients|apply_updates|minimize)$")
 """Calls that are in a training loop: a backward pass, an update of the weights. `profiling/calls.py` finds these in
 source code, which records do not have."""
@@ -317,8 +315,8 @@ def _join_neighbors(lines: Iterable[list[PlaceTotal]]) -> list[list[PlaceTotal]]
 
 
 def _join_calls(places: list[PlaceTotal]) -> list[PlaceTotal]:
-    """Those of a thread with the same call of a library of the host, as of a function that two others copy with, as
-    one."""
+    """Merges places of one thread that call the same function of the standard library or of a package that computes on
+    the host alone, such as `copy.deepcopy` in two functions of the job."""
     groups: dict[tuple[str, int, str], list[PlaceTotal]] = {}
     joined: list[PlaceTotal] = []
     for place in places:

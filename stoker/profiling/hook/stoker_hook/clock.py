@@ -43,11 +43,11 @@ SLOTS = (
 """The last thirteen are seconds that add up to last_update − begin (CLOCK_MONOTONIC, the same in all processes of a
 machine). The CPU-seconds of the training thread in each of them follow, in the same order. `workers`: processes of the
 newest training loader, −1 if not known. `worker_starts`: loaders with worker processes that were started after the
-first step; `worker_start_s`: seconds of starting and ending these, in other slots as well.
-`steps_without_gradients`: those of the optimizer in which none of its parameters had one.
-`anomaly_backwards`: backward passes in PyTorch's anomaly mode. `recompiles`: traces of
-functions traced before, −1 if not known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
-`device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
+first step; `worker_start_s`: seconds of starting and ending these, in other slots as well. `steps_without_gradients`:
+steps of the optimizer in which no parameter of it had a gradient. `anomaly_backwards`: backward passes in PyTorch's
+anomaly mode. `recompiles`: traces of functions traced before, −1 if not known. `current_slot`: index of the running
+slot. `device`: 1 if `busy` and `device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch
+their batches themselves."""
 
 (BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, STEPS, BATCHES, IMAGES, LR,
  DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES, WORKER_STARTS, WORKER_START_S,
