@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from stoker.diagnosis import postmortem
-from stoker.diagnosis.causes import gpu, host, input, learning, overhead, steps
+from stoker.diagnosis.causes import gpu, host, input, learning, mistakes, overhead, steps
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, Cause, cause_ids, common_threshold, find_cause
 from stoker.diagnosis.endings import UNEXPLAINED, endings
 from stoker.diagnosis.places.costly import describe_place, list_places
@@ -28,9 +28,8 @@ Rule = Callable[[RunRecords, Cause], Finding | None]
 """A pure function: a run's records and the row of the cause in, a finding out. None: the cause is not there, or a
 record that the rule needs is missing."""
 
-_RULES_BY_NAME = {
-    name: rule for topic in (input, steps, learning, host, overhead, gpu) for name, rule in vars(topic).items()
-}
+_TOPICS = (input, steps, learning, mistakes, host, overhead, gpu)
+_RULES_BY_NAME = {name: rule for topic in _TOPICS for name, rule in vars(topic).items()}
 RULES: tuple[tuple[Cause, Rule], ...] = tuple((find_cause(id), _RULES_BY_NAME[id]) for id in cause_ids())
 CATALOG: dict[str, Cause] = {cause.id: cause for cause, _ in RULES}
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker.diagnosis.causes.cause import common_threshold
+from stoker.diagnosis.causes.cause import common_threshold, find_cause
 from stoker.diagnosis.causes.gpu import GPU_CLOCKS_LOW
 from stoker.diagnosis.places.totals import PlaceCounter
 from stoker.diagnosis.run_data import (
@@ -388,6 +388,9 @@ def _add_learning(run_records: RunRecords, window: StepWindow) -> None:
     learning.skipped_steps += window.skipped_steps
     learning.lr.add(window.lr)
     learning.newest_lr = learning.newest_lr if window.lr is None else window.lr
+    highest = learning.lr.max_value or 0.0
+    if window.lr is not None and highest and window.lr <= find_cause("lr_too_low").threshold("vanished") * highest:
+        learning.steps_with_vanished_lr += window.window_steps
     loss = window.losses.get("total", next(iter(window.losses.values()), None))
     if loss is not None:
         learning.loss.add(window.t, loss)

@@ -274,6 +274,8 @@ class LearningStats:
     loss: TimeSeries = dataclasses.field(default_factory=TimeSeries)
     lr: Mean = dataclasses.field(default_factory=Mean)
     newest_lr: float | None = None
+    steps_with_vanished_lr: int = 0
+    """Steps at a small fraction of the highest learning rate before them."""
     skipped_steps: int = 0
     first_step: int | None = None
     """Steps before the first window that has a loss."""

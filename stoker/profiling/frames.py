@@ -161,6 +161,8 @@ def make_window(
         computes = role == "training" and resolved == "compute" and is_users
         later = _line_after_step(stack) if computes else None
         loop = _line_in_loop(stack) if computes and later is None else None
+        if computes and later is None and loop is None and _runs_operations_of_jax(stack, compiled):
+            resolved = "python"
         line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, later or loop)
         if not is_users:
             line, function = "", f"{function} ({line})"
@@ -194,6 +196,14 @@ def _find_compiled(stack: Stack) -> tuple[str, str] | None:
     found = _line_and_call(stack)
     is_own = any(_JAX_FILE.search(frame.file) for frame in stack) and _JAX_CALL.match(found[1]) is None
     return found if is_own and all(found) else None
+
+
+def _runs_operations_of_jax(stack: Stack, compiled: CompiledCalls) -> bool:
+    """Whether a line of the job calls a function of JAX that is in no compiled step: its operations run one by one."""
+    if not any(_JAX_FILE.search(frame.file) for frame in stack):
+        return False
+    found = _line_and_call(stack)
+    return found not in compiled and _JAX_CALL.match(found[1]) is not None
 
 
 def _line_and_call(stack: Stack) -> tuple[str, str]:

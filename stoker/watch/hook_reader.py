@@ -54,16 +54,12 @@ SLOT_PHASES = {
 """Slot of the hook's clock → phase. `maybe_`: not known yet whether for training. `after_step`: the next batch moves it
 to `host`; after the last step the job ends. `_sum_slots_by_phase` splits `graph`."""
 
-MIN_ANOMALY_BACKWARDS, MIN_ANOMALY_FRACTION = 20, 0.9
-"""Backward passes in PyTorch's anomaly mode, and of the steps, from which the mode is on for the whole training."""
-
 WORKING_SLOTS = ("compute", "maybe_work", "graph")
 """Slots in which the process should compute: time in which it does nothing is `unattributed`."""
 
 _OTHER_SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr", "device", "busy",
     "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s", "steps_without_gradients",
-    "anomaly_backwards",
 )  # fmt: skip
 _SLOTS = frozenset({*_OTHER_SLOTS, *SLOT_PHASES, "graph"})
 
@@ -85,8 +81,6 @@ class HookState:
     values: Mapping[str, float]
     recompiled: str = ""
     """The function that was compiled most often, if one was compiled again (JAX)."""
-    anomaly_place: str = ""
-    """The file and line that turned PyTorch's anomaly mode on."""
     cpu: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """CPU-seconds of the training thread by slot, until the last update."""
     input_fraction: float | None = None
@@ -111,7 +105,6 @@ class _Header(msgspec.Struct):
     frameworks: tuple[str, ...]
     slots: tuple[str, ...]
     recompiled: str = ""
-    anomaly_place: str = ""
 
 
 def read_hook_state(path: Path) -> HookState | None:
@@ -133,7 +126,7 @@ def read_hook_state(path: Path) -> HookState | None:
         return None
     return HookState(
         name=path.name, pid=header.pid, frameworks=header.frameworks, slots=slots, values=values, cpu=cpu,
-        recompiled=header.recompiled, anomaly_place=header.anomaly_place,
+        recompiled=header.recompiled,
     )  # fmt: skip
 
 
@@ -469,14 +462,6 @@ class HookReader:
         counts = (state.values["workers"] for state in self._states.values() if state.values["steps"])
         return next((round(workers) for workers in counts if workers >= 0), None)
 
-    def anomaly_place(self) -> str:
-        """The line that turned PyTorch's anomaly mode on, if nearly all backward passes run in it; else empty."""
-        for state in self._states.values():
-            backwards, steps = state.values["anomaly_backwards"], state.values["steps"]
-            if backwards >= max(MIN_ANOMALY_BACKWARDS, MIN_ANOMALY_FRACTION * steps):
-                return state.anomaly_place or "a line that is not known"
-        return ""
-
     def recompiled_function(self) -> str:
         """The function that was compiled again most often; empty: none, or not known."""
         return next((state.recompiled for state in self._states.values() if state.recompiled), "")
@@ -490,6 +475,17 @@ class HookReader:
                 data = regular_files.read_bytes(path, max_bytes=MAX_ERROR_BYTES)
                 return describe_growth(msgspec.json.decode(data, type=list[dict[str, Any]]))
         return []
+
+    def mistakes(self) -> list[dict[str, Any]]:
+        """What the hook of any process has reported (`stoker_hook/mistakes.py`), each kind once: `kind`, `place` and
+        values. Raises nothing for a file that the hook has not written."""
+        found: dict[str, dict[str, Any]] = {}
+        for path in sorted(self._directory.glob("*.mistakes")):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                data = regular_files.read_bytes(path, max_bytes=MAX_ERROR_BYTES)
+                for mistake in msgspec.json.decode(data, type=list[dict[str, str | int | float]]):
+                    found.setdefault(str(mistake.get("kind")), mistake)
+        return list(found.values())
 
     def next_windows(self, now_s: float, wall_s: float) -> dict[int, StepWindow]:
         """The window since the last one, for each rank that trains, the lowest first; before the first step, for the

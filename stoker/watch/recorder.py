@@ -144,6 +144,7 @@ class Recorder:
         self._windows = ProgressWindows(attempt=folder.attempt, devices=self._devices, start_s=time.time())
         self._events_written: set[str] = set()
         self._holders: list[dict[str, Any]] = []
+        self._mistakes: list[dict[str, Any]] = []
         log = folder.path / OUTPUT
         start = log.stat().st_size if log.exists() else 0  # earlier attempts wrote that
         self._read_output = output or LogTail(log, start).read
@@ -253,13 +254,14 @@ class Recorder:
                 if (holders := hook_reader.growing()) and holders != self._holders:
                     self._holders = holders
                     self._folder.event("info", holders[0]["text"], facts={"growth": holders})
+                if (mistakes := hook_reader.mistakes()) != self._mistakes:
+                    self._mistakes = mistakes
+                    text = "seen in the training loop: " + ", ".join(str(one["kind"]) for one in mistakes)
+                    self._folder.event("info", text, facts={"mistakes": mistakes})
             if hook_reader.is_on and (stopping or hook_reader.has_trained()):
                 self.set_coverage(HOOK_SOURCE, hook_reader.status())
                 if (workers := hook_reader.num_loader_workers()) is not None:
                     self._write_once("info", f"the job's loader has {workers} worker processes", workers=workers)
-                if place := hook_reader.anomaly_place():
-                    text = f"PyTorch's anomaly mode was turned on by {place}"
-                    self._write_once("info", text, facts={"anomaly_mode": place})
                 if stopping and (function := hook_reader.recompiled_function()):
                     facts = {"recompiled": function}
                     self._folder.event("info", f"{function} was compiled again and again", facts=facts)

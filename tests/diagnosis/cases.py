@@ -125,7 +125,14 @@ CASES: dict[str, tuple[Case, Case]] = {
         _config('batch_size = "the recipe\'s"\n', "") | {"num_images": 6, "steps": 3},  # steps that are long
     ),
     "gpu_oversized: idle multiprocessors": (_gpu(sm_active=0.15), _gpu(sm_active=0.6)),
-    "anomaly_mode": ({"facts": FACTS | {"anomaly_mode": "/job/train.py:83"}}, {"facts": FACTS}),
+    "debug_mode": (
+        {"facts": FACTS | {"mistakes": [{"kind": "anomaly", "place": "/job/train.py:83"}]}},
+        {"facts": FACTS | {"mistakes": [{"kind": "of a later version", "place": ""}]}},
+    ),
+    "training_mistake": (
+        {"facts": FACTS | {"mistakes": [{"kind": "old_gradients", "place": "/job/train.py:90"}]}},
+        {"facts": FACTS | {"mistakes": []}},
+    ),
     "recompiles": ({"fractions": {"compile": 0.2}}, {"fractions": {"compile": 0.02}}),
     # architecture and hyper-parameters, divergence
     "evaluation_heavy": (

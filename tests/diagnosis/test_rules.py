@@ -1,5 +1,7 @@
 """Every rule finds its cause in records that have it, and in no others; healthy runs of every kind have no findings."""
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -554,6 +556,23 @@ def test_an_optimizer_without_gradients_learns_nothing(without: int, severity: s
     assert (found["lr_too_low"].severity if "lr_too_low" in found else None) == severity
     if severity:
         assert "no parameter of the optimizer had a gradient in" in found["lr_too_low"].evidence[0].text
+
+
+@pytest.mark.parametrize(
+    ("lr", "is_found"),
+    [
+        (lambda s: 0.1 * 0.1 ** (s // 3), True),  # StepLR(30) that is stepped after each batch
+        (lambda s: 0.1 * 0.1 ** (s // 20), False),  # after each epoch
+        (lambda s: 0.05 * (1 + math.cos(math.pi * s / 60)), False),
+        (lambda s: 1e-6 * s, False),  # a warm-up
+    ],
+)
+def test_a_schedule_that_counts_batches_as_epochs(lr: Callable[[int], float], is_found: bool, tmp_path: Path) -> None:
+    job = {"config": None, "external": True, "seconds": 60, "losses": lambda s: {"total": 2.3 - 0.02 * s},
+           "window": lambda s: {"lr": lr(s), "window_steps": 10}}  # fmt: skip
+    found = [finding for finding in findings(tmp_path / "run", job) if finding.id == "lr_too_low"]
+    assert [finding.severity for finding in found] == (["warning"] if is_found else [])
+    assert all("early" in finding.title or "before the end" in finding.title for finding in found)
 
 
 @pytest.mark.parametrize(("noise", "severity"), [(0.0, "warning"), (0.03, "info")])

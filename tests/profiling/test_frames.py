@@ -286,3 +286,16 @@ def test_a_function_that_jax_has_compiled_runs_a_step(tmp_path: Path) -> None:
     assert after is not None
     assert before.main_thread == {"python": 1}
     assert after.main_thread == {"compute": 0.75, "python": 0.25}
+
+
+def test_operations_that_jax_runs_one_by_one_are_work_of_their_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import jax\nimport jax.numpy as jnp\nstate = p_step(state)\nimage = jnp.roll(image, 3)\n")
+    runs = stack("jax/_src/interpreters/pxla.py: ExecuteReplicated.__call__", "jax/_src/pjit.py: cache_miss")[:-1]
+    at_step, at_roll = Frame("<module>", str(script), 3), Frame("<module>", str(script), 4)
+    window = make_window(
+        [([*runs, at_step], 3), ([*runs, at_roll], 1)], role="training", t=0.0, attempt=1, pid=1, wall_s=1.0
+    )
+    assert window is not None
+    assert window.main_thread == {"compute": 0.75, "python": 0.25}
+    assert [(place.line[-1], place.kind) for place in window.places] == [("3", "compute"), ("4", "python")]

@@ -66,12 +66,10 @@ def test_the_cpu_clock_of_another_thread_does_not_count(timed: Timed, monkeypatc
 
 def test_the_header_of_a_state_file_fits(timed: Timed) -> None:
     timed.clock._frameworks = ["torch 2.15.0.dev20261120+cu999", "keras 3.99.99 on tensorflow", "tensorflow 2.99.99"]
-    timed.clock._recompiled, place = 80 * "f", 157 * "/" + ".py:1234"
-    timed.clock.set_anomaly_place(place)
+    timed.clock._recompiled = 80 * "f"
     assert len(timed.clock._header()) == hook.HEADER_BYTES
-    assert place[-160:] in timed.clock._header().decode()
+    assert 80 * "f" in timed.clock._header().decode()
     timed.clock._recompiled = 80 * "é"
-    timed.clock.set_anomaly_place(160 * "é")
     assert len(timed.clock._header()) == hook.HEADER_BYTES
     assert hook.HEADER_BYTES + 8 * len(timed.clock.values) <= hook.STATE_BYTES
 

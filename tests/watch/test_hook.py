@@ -400,31 +400,3 @@ for _ in range(12):
     ran([sys.executable, "-c", job], tmp_path)
     state = read_state(tmp_path)
     assert (state.values["steps"], state.values["steps_without_gradients"]) == (12, without)
-
-
-@pytest.mark.parametrize(
-    ("before", "around", "line"),
-    [
-        ("torch.autograd.set_detect_anomaly(True)", "if True:", 3),
-        ("pass", "with torch.autograd.detect_anomaly():", 7),
-        ("torch.autograd.set_detect_anomaly(False)", "if True:", None),
-    ],
-)
-def test_backward_passes_in_the_anomaly_mode_are_counted(
-    before: str, around: str, line: int | None, tmp_path: Path
-) -> None:
-    (tmp_path / "job.py").write_text(f"""
-import torch
-{before}
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-for _ in range(24):
-    {around}
-        model(torch.zeros(2, 4)).sum().backward()
-    optimizer.step()
-""")
-    ran([sys.executable, "job.py"], tmp_path)
-    state = read_state(tmp_path)
-    assert state.values["anomaly_backwards"] == (24 if line else 0)
-    if line:
-        assert state.anomaly_place.endswith(f"job.py:{line}")

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+import msgspec
+
 from stoker.config.durations import parse_duration
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
+from stoker.diagnosis.causes.mistakes import mistake_evidence, mistakes_of
 from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords, TimeSeries
 from stoker.errors import ConfigError
@@ -19,6 +22,7 @@ _ALL_STEPS_LOST = "all of the time in steps: {} was learned in it"
 LR_TOO_HIGH = find_cause("lr_too_high")
 
 LR_TOO_LOW = find_cause("lr_too_low")
+_VANISHED = "The learning rate falls to nearly nothing long before the end"
 
 
 class _Divergence(NamedTuple):
@@ -105,8 +109,9 @@ def _find_blow_up(run: RunRecords, values: Sequence[float]) -> _Divergence | Non
 
 
 def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
-    """By an optimizer whose parameters have no gradients; by the run's own event, unless the loss has fallen since;
-    else by a loss that does not change: at a tiny learning rate, in a thousand steps, or (info) in fewer."""
+    """By an optimizer whose parameters have no gradients; by a schedule that ends early; by the run's own event, unless
+    the loss has fallen since; else by a loss that does not change: at a tiny learning rate, in a thousand steps, or
+    (info) in fewer."""
     learning = run.learning
     steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
     loss = _median_thirds(learning.loss)
@@ -117,6 +122,17 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
         return make_finding(
             run, cause, 2, shown, severity="critical", lost_s=steps_s, estimate_basis=basis, confidence=0.9
         )
+    vanished = learning.steps_with_vanished_lr
+    if vanished >= max(cause.threshold("min_steps"), cause.threshold("vanished_steps") * run.totals.steps):
+        of_highest = f"{cause.threshold('vanished'):g} of the highest learning rate"
+        text = f"{vanished:,} of {run.totals.steps:,} steps were at less than {of_highest}"
+        at_tiny_lr: list[Evidence | None] = [make_evidence(text, vanished, "steps.jsonl: lr"), lr_evidence(run)]
+        lost_s = steps_s * vanished / run.totals.steps
+        finding = make_finding(
+            run, cause, 2, at_tiny_lr, fix=cause.other_fixes["vanished"], lost_s=lost_s,
+            estimate_basis="these steps' part of the time in steps", confidence=0.9,
+        )  # fmt: skip
+        return msgspec.structs.replace(finding, title=_VANISHED) if finding is not None else None
     if events := learning.events.get("lr_too_low"):
         has_learned = loss is not None and loss[-1] < cause.threshold("learned") * loss[0]
         return None if has_learned else finding_from_events(run, cause, events, steps_s, basis)
@@ -246,11 +262,12 @@ def non_finite_loss(run: RunRecords, cause: Cause) -> Finding | None:
     learning, points = run.learning, run.learning.loss.points
     event, num_windows = learning.non_finite_event, learning.windows_without_loss
     has_lost_loss = bool(points) and num_windows >= cause.threshold("windows")
-    if event is None and (run.is_external or not has_lost_loss):
+    seen = [mistake_evidence(kind, values) for kind, values in mistakes_of(run, cause)]
+    if event is None and not seen and (run.is_external or not has_lost_loss):
         return None
-    if event is not None and not num_windows and points and points[-1][0] > event.t + 1.0:
+    if event is not None and not seen and not num_windows and points and points[-1][0] > event.t + 1.0:
         return None  # it became finite again
-    evidence: list[Evidence | None] = [event_evidence(event) if event is not None else None]
+    evidence: list[Evidence | None] = [event_evidence(event) if event is not None else None, *seen]
     if has_lost_loss:
         text = f"the last {num_windows} windows of steps had no finite loss"
         evidence.append(make_evidence(text, num_windows, "steps.jsonl: losses"))

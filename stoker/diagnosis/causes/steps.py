@@ -58,8 +58,6 @@ _OWN_KINDS = ("input_wait", "decode", "checkpoint", "gc", "python", "idle", "oth
 
 _BETWEEN_STEPS = ("python", "gc", "decode", AFTER_STEP)
 """Kinds of places of the training thread between steps, in which it does not wait."""
-_RECORDS_STACKS = r" \(python[\d.]+t?/(traceback|linecache)\.py\)$"
-"""Innermost frames in which PyTorch's anomaly mode records the stack of an operation."""
 _PYTHON = ("python", "gc")
 """Kinds of samples in which a thread computes in Python."""
 
@@ -337,22 +335,6 @@ def _late_compile_fraction(run: RunRecords) -> float:
     end_s, compiled_s = points[-1]
     half_s, before_s = max((point for point in points if point[0] <= end_s / 2), default=(0.0, 0.0))
     return (compiled_s - before_s) / max(end_s - half_s, 1e-9)
-
-
-def anomaly_mode(run: RunRecords, cause: Cause) -> Finding | None:
-    """By the hook. What it costs at least: the samples in which the stacks of operations are recorded; checking the
-    gradients cannot be told from computing them."""
-    place = run.facts.get("anomaly_mode")
-    if not isinstance(place, str):
-        return None
-    recording = find_places(run, leaf=_RECORDS_STACKS)
-    text = f"nearly all backward passes ran in it; it was turned on by {place}"
-    evidence = [make_evidence(text, source="events.jsonl: data.facts.anomaly_mode")]
-    finding = make_finding(
-        run, cause, 1, evidence, lost_s=None if recording is None else recording.seconds * run.num_ranks,
-        estimate_basis="the samples in which it records stacks; checking the gradients comes on top of it",
-    )  # fmt: skip
-    return None if finding is None else msgspec.structs.replace(finding, place=place)
 
 
 _TRACE_ESTIMATE = "the fraction of the traced time without work, times the time in steps; tracing slows the host"

@@ -25,6 +25,7 @@ from weakref import ref
 from .failures import STATE_DIR, report_failure
 from .growth import GrowthFinder
 from .instruments import count_images, timed
+from .mistakes import MistakeFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr",
     "device", "busy", "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s",
-    "steps_without_gradients", "anomaly_backwards",
+    "steps_without_gradients",
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
     "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
@@ -44,14 +45,13 @@ SLOTS = (
 machine). The CPU-seconds of the training thread in each of them follow, in the same order. `workers`: processes of the
 newest training loader, −1 if not known. `worker_starts`: loaders with worker processes that were started after the
 first step; `worker_start_s`: seconds of starting and ending these, in other slots as well. `steps_without_gradients`:
-steps of the optimizer in which no parameter of it had a gradient. `anomaly_backwards`: backward passes in PyTorch's
-anomaly mode. `recompiles`: traces of functions traced before, −1 if not known. `current_slot`: index of the running
-slot. `device`: 1 if `busy` and `device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch
-their batches themselves."""
+steps of the optimizer in which no parameter of it had a gradient. `recompiles`: traces of
+functions traced before, −1 if not known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
+`device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
 
 (BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, STEPS, BATCHES, IMAGES, LR,
  DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES, WORKER_STARTS, WORKER_START_S,
- STEPS_WITHOUT_GRADIENTS, ANOMALY_BACKWARDS,
+ STEPS_WITHOUT_GRADIENTS,
  STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE,
  MAYBE_WAIT, MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
 
@@ -101,7 +101,7 @@ class PhaseClock:
         self._is_published = False
         self._mapping: Any = None
         self._frameworks: list[str] = []
-        self._recompiled = self._anomaly_place = ""
+        self._recompiled = ""
         self._current_slot = STARTUP
         self._stack = [STARTUP]
         self._has_stepped = False
@@ -115,6 +115,7 @@ class PhaseClock:
         self.device_events: Any = None
         """Events of the device, if there is one."""
         self._growth = GrowthFinder(self._report_growth)
+        self.mistakes = MistakeFinder(self._directory)
         for unknown in (RANK, LR, WORKERS, RECOMPILES):
             self.values[unknown] = -1.0
         self.values[BEGIN] = self.values[LAST_UPDATE] = self._last = monotonic()
@@ -161,23 +162,13 @@ class PhaseClock:
             self._recompiled = function[:80]
             self._mapping[:HEADER_BYTES] = self._header()
 
-    def set_anomaly_place(self, place: str) -> None:
-        """place: the file and line that turned PyTorch's anomaly mode on; in the header."""
-        try:
-            if place[-160:] != self._anomaly_place:
-                self._anomaly_place = place[-160:]
-                if self._mapping is not None:
-                    self._mapping[:HEADER_BYTES] = self._header()
-        except Exception as error:  # noqa: BLE001
-            self.disable("anomaly mode", error)
-
     def _header(self) -> bytes:
         header: dict[str, Any] = {
             "pid": os.getpid(), "frameworks": self._frameworks, "python": sys.version.split()[0], "slots": SLOTS,
         }  # fmt: skip
-        for name, text in (("recompiled", self._recompiled), ("anomaly_place", self._anomaly_place)):
-            if len(json.dumps(dict(header, **{name: text}))) <= HEADER_BYTES:  # other letters than ASCII take six bytes
-                header[name] = text
+        named = dict(header, recompiled=self._recompiled)
+        if len(json.dumps(named)) <= HEADER_BYTES:  # other letters than ASCII take six bytes
+            header = named
         return json.dumps(header).encode().ljust(HEADER_BYTES)
 
     def update(self) -> None:
@@ -252,6 +243,9 @@ class PhaseClock:
     def is_outside_phases(self) -> bool:
         """Whether this is the training thread, outside of explicit phases."""
         return self.enabled and len(self._stack) == 1 and get_ident() == self.thread_id
+
+    def is_in_training_thread(self) -> bool:
+        return self.enabled and get_ident() == self.thread_id
 
     def is_in(self, slot: int) -> bool:
         """Whether the training thread is in this explicit phase."""

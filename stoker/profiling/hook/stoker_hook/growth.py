@@ -33,14 +33,14 @@ MIN_SHARE = 0.1
 is."""
 SAMPLED_ITEMS = 4
 
-_NOT_OWN = re.compile(
+NOT_OWN = re.compile(
     r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python\d|^<|torchinductor_|[/\\]stoker[/\\]profiling"
 )
 FRAME_REFERENCES = 3
 """To the copy of a frame's locals, of this module: the frame, a variable, an argument."""
 _OPTIMIZED = 0x1
 """CO_OPTIMIZED: the frame of a function, whose `f_locals` is a copy."""
-_SKIPPED_TYPES = (type, type(sys), type(_NOT_OWN.search), type(len), type(lambda: 0), str, bytes, int, float)
+_SKIPPED_TYPES = (type, type(sys), type(NOT_OWN.search), type(len), type(lambda: 0), str, bytes, int, float)
 
 
 class GrowthFinder:
@@ -121,7 +121,7 @@ class GrowthFinder:
             if frame is None:
                 break
             code = frame.f_code
-            if code.co_flags & _OPTIMIZED and not _NOT_OWN.search(code.co_filename):
+            if code.co_flags & _OPTIMIZED and not NOT_OWN.search(code.co_filename):
                 names = frame.f_locals
                 try:
                     yield "%s:%s" % (code.co_filename, code.co_name), dict(names)  # noqa: UP031
@@ -140,7 +140,7 @@ class GrowthFinder:
 def _own_file(name: str, module: "Any") -> str:
     file = getattr(module, "__file__", None) if type(module) is type(sys) else None
     path = os.path.abspath(file) if isinstance(file, str) else "<stdin>" if name == "__main__" else ""
-    is_own = name.partition(".")[0] != "stoker" and (name == "__main__" or not _NOT_OWN.search(path))
+    is_own = name.partition(".")[0] != "stoker" and (name == "__main__" or not NOT_OWN.search(path))
     return path if is_own and not re.search(r"[/\\](site|dist)-packages[/\\]", path) else ""
 
 

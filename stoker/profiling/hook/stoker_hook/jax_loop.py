@@ -1,9 +1,11 @@
 """Hook for JAX: its compilations, by the listeners of `jax.monitoring`. JAX has no optimizer or loader that could be
 timed: all other time stays `startup`, which the watcher shows as unattributed once the job prints steps."""
 
+import atexit
 from sys import modules
 
 from .clock import COMPILE, RECOMPILES, STARTUP, clock
+from .failures import report_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """As JAX reports a compilation by XLA (jax/_src/dispatch.py, since 0.4.1); `fun_name` since 0.4.36."""
 MAX_FUNCTIONS = 10_000
+AIDS = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs", "jax_check_tracer_leaks")
+"""Settings of `jax.config` that slow each step, and kinds of mistakes."""
 
 
 def patch_monitoring(module: "Any") -> None:
@@ -25,6 +29,7 @@ def patch_monitoring(module: "Any") -> None:
             process = modules.get("multiprocessing.process")
             if clock.has_stepped() or (process is not None and process.parent_process() is not None):
                 return  # torch or TensorFlow trains here, or a loader worker compiles
+            _look_for_aids()
             version = getattr(modules.get("jax"), "__version__", "")
             clock.publish(f"jax {version}".rstrip())
             clock.update()
@@ -39,4 +44,16 @@ def patch_monitoring(module: "Any") -> None:
         except Exception as error:  # noqa: BLE001 (the job goes on without this clock)
             clock.disable("jax", error)
 
+    atexit.register(_look_for_aids)  # without compilations, the end is the only time to look
     module.register_event_duration_secs_listener(on_duration)
+
+
+def _look_for_aids() -> None:
+    """Reports settings for debugging that are on."""
+    try:
+        config = getattr(modules.get("jax"), "config", None)
+        for kind in AIDS:
+            if clock.is_published() and getattr(config, kind, False):
+                clock.mistakes.report(kind)
+    except Exception as error:  # noqa: BLE001 (the job goes on)
+        report_failure("jax", error)

@@ -24,12 +24,14 @@ from .clock import (
     GRAPH,
     RECOMPILES,
     SOURCE_ATTR,
+    STEPS,
     clock,
     patch_timed,
     timed_next,
 )  # fmt: skip
 from .failures import STATE_DIR, report_failure
 from .instruments import count_images
+from .mistakes import LOOK_STEPS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -152,6 +154,17 @@ def _count_step(stepper: "Any") -> None:
     """stepper: a function or an optimizer."""
     clock.publish(f"TensorFlow {getattr(sys.modules.get('tensorflow'), '__version__', '')}".rstrip())
     clock.count_optimizer_step(stepper, None)
+    _look_for_aids(stepper)
+
+
+def _look_for_aids(stepper: "Any") -> None:
+    """Each LOOK_STEPS: whether the step runs eagerly, because functions are told to, or as it is in none."""
+    if clock.values[STEPS] % LOOK_STEPS:
+        return
+    eager = sys.modules.get("tensorflow.python.eager.polymorphic_function.eager_function_run")
+    runs_eagerly = bool(getattr(eager, "RUN_FUNCTIONS_EAGERLY", False)) or bool(getattr(stepper, "run_eagerly", False))
+    has_graph = TRAINS_ATTR in getattr(stepper, "__dict__", {}) or state.in_fit  # else it is an optimizer
+    clock.mistakes.look({"run_eagerly": runs_eagerly, "eager_steps": not has_graph and not runs_eagerly})
 
 
 def patch_tracing(module: "Any") -> None:
@@ -312,6 +325,7 @@ def run_graph_step(owner: "Any", call: "Any", steps: int = 1) -> "Any":
         sampler.after_step(monotonic() - start_s)
     clock.values[BATCHES] += steps
     clock.count_optimizer_step(owner, None, steps)
+    _look_for_aids(owner)
     return result
 
 

@@ -6,12 +6,11 @@ One function per module of torch, called after the import of that module. Steps 
 from _thread import get_ident
 from collections import deque
 from functools import wraps
-from sys import _getframe, modules
+from sys import modules
 from time import monotonic
 from weakref import ref
 
 from .clock import (
-    ANOMALY_BACKWARDS,
     BUSY,
     COMM,
     COMPILE,
@@ -27,6 +26,7 @@ from .clock import (
 )
 from .instruments import patch_collectives as time_collectives
 from .instruments import time_compilations, timed
+from .mistakes import PLACE_ATTR, own_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -98,7 +98,20 @@ def patch_optimizers(module: "Any") -> None:
         clock.count_optimizer_step(
             optimizer, groups[0].get("lr") if groups else None, has_gradients=_have_gradients(groups)
         )
+        if clock.is_in_training_thread():
+            clock.mistakes.after_step(optimizer, groups, is_trained)
 
+    def is_trained(module: "Any") -> bool:
+        return clock.is_of_training(module.parameters())
+
+    original = module.Optimizer.__init__
+
+    @wraps(original)
+    def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
+        self.__dict__.setdefault(PLACE_ATTR, own_line())
+        original(self, *args, **kwargs)
+
+    module.Optimizer.__init__ = __init__
     module.register_optimizer_step_post_hook(after_step)
     clock.make_device_events = make_device_events
     _report_torch_version()
@@ -115,7 +128,6 @@ def _have_gradients(groups: "Any") -> bool:
 def patch_backward(module: "Any") -> None:
     """torch.autograd: a backward means that the batches before it were for training."""
     original = module.backward
-    is_anomaly_enabled = getattr(modules["torch"], "is_anomaly_enabled", bool)
     depth = 0  # with checkpointing, a backward may run others
 
     @wraps(original)
@@ -124,7 +136,8 @@ def patch_backward(module: "Any") -> None:
         is_training_thread = get_ident() == clock.thread_id
         if is_training_thread:
             clock.confirm_training()
-            clock.values[ANOMALY_BACKWARDS] += is_anomaly_enabled()
+            if not depth and clock.enabled:
+                clock.mistakes.before_backward(args[0] if args else kwargs.get("tensors"))
         depth += is_training_thread
         try:
             original(*args, **kwargs)
@@ -139,14 +152,13 @@ def patch_backward(module: "Any") -> None:
 def patch_anomaly_mode(module: "Any") -> None:
     """torch.autograd.anomaly_mode: where the mode for debugging is turned on, as a function or with `with`."""
     for cls in (module.detect_anomaly, module.set_detect_anomaly):
-        cls.__init__ = _note_caller(cls.__init__)
+        cls.__init__ = _noting_place(cls.__init__, "anomaly")
 
 
-def _note_caller(original: "Any") -> "Any":
+def _noting_place(original: "Any", kind: str) -> "Any":
     @wraps(original)
     def __init__(*args: "Any", **kwargs: "Any") -> None:
-        caller = _getframe(1)
-        clock.set_anomaly_place("%s:%d" % (caller.f_code.co_filename, caller.f_lineno))  # noqa: UP031
+        clock.mistakes.note_place(kind)
         original(*args, **kwargs)
 
     return __init__
@@ -173,6 +185,7 @@ def patch_modules(module: "Any") -> None:
             cls.train = original_train
 
     def eval(self: "Any") -> "Any":
+        clock.mistakes.note_evaluated(self)
         try:
             if clock.may_evaluate() and clock.is_of_training(self.parameters()):
                 clock.set_evaluating(True)

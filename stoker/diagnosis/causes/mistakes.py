@@ -1,0 +1,81 @@
+"""What the hook saw in a training loop: a debugging aid that stays on, a mistake that harms what is learned. Its kinds
+are rows of `knowledge/mistakes.toml`."""
+
+import functools
+from typing import Any, Literal
+
+import msgspec
+
+from stoker.diagnosis.causes.cause import Cause
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
+from stoker.diagnosis.places.totals import find_places
+from stoker.diagnosis.run_data import RunRecords
+from stoker.findings.finding import SEVERITIES, Evidence, Finding
+from stoker.knowledge import read_toml
+
+_RECORDS_STACKS = r" \(python[\d.]+t?/(traceback|linecache)\.py\)$"
+"""Innermost frames in which PyTorch's anomaly mode records the stack of an operation."""
+
+
+class MistakeKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of `knowledge/mistakes.toml`, whose head explains the fields."""
+
+    id: str
+    cause: Literal["debug_mode", "training_mistake", "non_finite_loss"]
+    title: str
+    text: str
+    severity: Literal["info", "warning", "critical"]
+    fix: str
+    source: str
+
+
+@functools.cache
+def mistake_kinds() -> dict[str, MistakeKind]:
+    """All rows. Raises ValidationError for one of another form."""
+    return {id: msgspec.convert({**row, "id": id}, MistakeKind) for id, row in read_toml("mistakes.toml").items()}
+
+
+def mistakes_of(run: RunRecords, cause: Cause) -> list[tuple[MistakeKind, dict[str, Any]]]:
+    """Those of the run that belong to a cause, with their values, the worst first. A kind that this version does not
+    know is left out."""
+    seen = run.facts.get("mistakes")
+    named = [(mistake_kinds().get(str(one.get("kind"))), one) for one in seen or () if isinstance(one, dict)]
+    found = [(kind, one) for kind, one in named if kind is not None and kind.cause == cause.id]
+    return sorted(found, key=lambda entry: SEVERITIES.index(entry[0].severity))
+
+
+def mistake_evidence(kind: MistakeKind, values: dict[str, Any]) -> Evidence:
+    text = kind.text.format_map(values)
+    if place := values.get("place"):
+        text = f"{place}: {text}"
+    return make_evidence(text, source="events.jsonl: data.facts.mistakes")
+
+
+def debug_mode(run: RunRecords, cause: Cause) -> Finding | None:
+    """What PyTorch's anomaly mode costs at least: the samples in which the stacks of operations are recorded; checking
+    the gradients cannot be told from computing them. What the other aids cost is not known."""
+    recording = find_places(run, leaf=_RECORDS_STACKS)
+    if recording is None or all(kind.id != "anomaly" for kind, _ in mistakes_of(run, cause)):
+        return _finding(run, cause)
+    basis = "the samples in which it records stacks; checking the gradients comes on top of it"
+    return _finding(run, cause, recording.seconds * run.num_ranks, basis)
+
+
+def training_mistake(run: RunRecords, cause: Cause) -> Finding | None:
+    return _finding(run, cause)
+
+
+def _finding(run: RunRecords, cause: Cause, lost_s: float | None = None, estimate_basis: str = "") -> Finding | None:
+    """The worst mistake has the title, the fix and the place; the others are evidence with their titles."""
+    found = mistakes_of(run, cause)
+    if not found:
+        return None
+    (kind, values), *others = found
+    evidence = [mistake_evidence(kind, values)]
+    evidence += [make_evidence(f"{other.title}. {mistake_evidence(other, its).text}") for other, its in others]
+    finding = make_finding(
+        run, cause, len(found), evidence, severity=kind.severity, lost_s=lost_s, estimate_basis=estimate_basis,
+        fix=kind.fix,
+    )  # fmt: skip
+    place = str(values.get("place") or "")
+    return None if finding is None else msgspec.structs.replace(finding, title=kind.title, place=place)

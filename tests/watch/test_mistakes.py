@@ -1,0 +1,176 @@
+"""Mistakes in training loops and debugging aids that stay on, as the hook sees them: jobs that have one, and near ones
+that do not."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.diagnosis.causes.mistakes import mistake_evidence, mistake_kinds
+from tests.watch.test_hook import PEERS, ran, watched
+
+JOB = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+width = 4
+{before}
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, width))
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+kept = 0
+{after}
+for step in range(160):
+    x, y = torch.randn(16, 8), torch.randint(0, width, (16,))
+    {clear}
+    logits = model(x)
+    loss = {loss}
+    loss.backward({backward})
+    {end}
+"""
+PLAIN = {
+    "before": "", "after": "", "clear": "optimizer.zero_grad()", "loss": "F.cross_entropy(logits, y)", "backward": "",
+    "end": "optimizer.step()",
+}  # fmt: skip
+EVERY_20 = "optimizer = optimizer if step % 20 else torch.optim.{}(model.parameters(), {})\n    optimizer.zero_grad()"
+PER_FOUR = "step % 4 == 3 and (optimizer.step(), optimizer.zero_grad())"
+BCE = "F.binary_cross_entropy_with_logits({}, F.one_hot(y, 4).float())"
+KEPT = "(kept := kept + F.cross_entropy(logits, y))"
+
+
+def found(folder: Path, **changed: str) -> list[dict[str, Any]]:
+    (folder / "job.py").write_text(JOB.format_map(PLAIN | changed))
+    ran([sys.executable, "job.py"], folder)
+    assert not list((folder / "state").glob("errors-*"))
+    return [mistake for path in (folder / "state").glob("*.mistakes") for mistake in json.loads(path.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "changed"),
+    [
+        ("old_gradients", 19, {"clear": "pass"}),
+        ("eval_mode", 12, {"after": "model.eval()"}),
+        ("eval_mode", 19, {"end": "optimizer.step(); step == 30 and model.eval()"}),
+        ("softmax_twice", 18, {"loss": "F.cross_entropy(logits.softmax(1), y)"}),
+        ("softmax_twice", 18, {"loss": "nn.CrossEntropyLoss()(logits.softmax(1).view(16, -1), y)"}),
+        ("sigmoid_twice", 18, {"loss": BCE.format("logits.sigmoid()")}),
+        ("raw_nll", 18, {"loss": "F.nll_loss(logits, y)"}),
+        ("raw_nll", 18, {"loss": "nn.NLLLoss()(logits.softmax(-1), y)"}),
+        ("optimizer_again", 15, {"clear": EVERY_20.format("Adam", 0.01)}),
+        ("growing_graph", 18, {"loss": KEPT, "backward": "retain_graph=True", "end": "optimizer.step"}),
+        ("zero_gradients", None, {"loss": "(0 * logits).sum()"}),
+        ("non_finite_gradients", None, {"loss": "F.cross_entropy(logits / 0, y)"}),
+        ("double_precision", None, {"before": "torch.set_default_dtype(torch.float64)"}),
+        ("anomaly", 8, {"before": "torch.autograd.set_detect_anomaly(True)"}),
+        ("line_tracing", None, {"before": "sys.settrace(lambda *_: None)"}),
+        ("python_profiler", None, {"before": "import cProfile; cProfile.Profile().enable()"}),
+        ("tracemalloc", None, {"before": "import tracemalloc; tracemalloc.start()"}),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(kind: str, line: int | None, changed: dict[str, str], tmp_path: Path) -> None:
+    mistakes = {mistake["kind"]: mistake for mistake in found(tmp_path, **changed)}
+    assert kind in mistakes
+    if line:
+        assert mistakes[kind]["place"] == f"{tmp_path / 'job.py'}:{line}"
+    assert "{" not in mistake_evidence(mistake_kinds()[kind], mistakes[kind]).text
+    assert mistakes.keys() <= {kind, "zero_gradients"}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"clear": "optimizer.zero_grad(set_to_none=False)"},
+        {"clear": "[one.grad.zero_() for one in model.parameters() if one.grad is not None]"},
+        {"clear": "for one in model.parameters(): one.grad = None"},
+        {"clear": "pass", "end": PER_FOUR},  # accumulated over four batches
+        {"clear": "pass", "end": "optimizer.step(); model.zero_grad()"},
+        {"end": "optimizer.step(); step % 9 or (model.eval(), model.train())"},
+        {"end": "optimizer.step(); model[1].eval()"},  # normalization is frozen, as of detectors
+        {"loss": "F.nll_loss(logits.log_softmax(1), y)"},
+        {"loss": "F.nll_loss(logits.softmax(1).log(), y)"},
+        {"loss": "F.binary_cross_entropy(logits.sigmoid(), F.one_hot(y, 4).float())"},
+        {"loss": "F.cross_entropy(logits * logits.softmax(1), y)"},  # an attention
+        {"clear": "step == 80 and (optimizer := torch.optim.Adam(model.parameters()))\n    optimizer.zero_grad()"},
+        {"clear": EVERY_20.format("SGD", 0.01)},  # which remembers nothing
+        {"before": "import tracemalloc; tracemalloc.start()", "end": "optimizer.step(); tracemalloc.stop()"},
+        {"before": "torch.autograd.set_detect_anomaly(False)"},
+    ],
+)
+def test_a_loop_without_a_mistake(changed: dict[str, str], tmp_path: Path) -> None:
+    assert found(tmp_path, **changed) == []
+
+
+def test_two_models_that_share_backward_passes(tmp_path: Path) -> None:
+    """As in a GAN: the generator's backward leaves gradients in the discriminator, which clears them first."""
+    (tmp_path / "job.py").write_text("""
+import torch
+from torch import nn
+generator, judge = nn.Linear(4, 8), nn.Linear(8, 1)
+of_generator, of_judge = (torch.optim.Adam(model.parameters()) for model in (generator, judge))
+for _ in range(120):
+    of_judge.zero_grad()
+    (judge(generator(torch.randn(8, 4)).detach()).mean() - judge(torch.randn(8, 8)).mean()).backward()
+    of_judge.step()
+    of_generator.zero_grad()
+    judge(generator(torch.randn(8, 4))).mean().neg().backward()
+    of_generator.step()
+""")
+    ran([sys.executable, "job.py"], tmp_path)
+    assert not list((tmp_path / "state").glob("*.mistakes"))
+    assert not list((tmp_path / "state").glob("errors-*"))
+
+
+def test_a_recurrent_network_and_a_closure(tmp_path: Path) -> None:
+    """Sequences of other lengths are graphs of other sizes; LBFGS clears its gradients inside of its step."""
+    (tmp_path / "job.py").write_text("""
+import torch
+from torch import nn
+model = nn.RNNCell(4, 8)
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+for step in range(60):
+    data = torch.randn(1 + step % 20, 3, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        state = torch.zeros(3, 8)
+        for one in data:
+            state = model(one, state)
+        loss = state.square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+""")
+    ran([sys.executable, "job.py"], tmp_path)
+    assert not list((tmp_path / "state").glob("*.mistakes"))
+    assert not list((tmp_path / "state").glob("errors-*"))
+
+
+def test_why_names_the_mistake(tmp_path: Path) -> None:
+    changed = {"clear": "import time; time.sleep(0.03)"}
+    (tmp_path / "job.py").write_text(JOB.format_map(PLAIN | changed))
+    why = watched([sys.executable, "job.py"], tmp_path)
+    (finding,) = [finding for finding in why.findings if finding.id == "training_mistake"]
+    assert finding.title == mistake_kinds()["old_gradients"].title
+    assert finding.place.endswith("job.py:19")
+    assert "zero_grad" in finding.fix
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_functions_of_tensorflow_that_run_eagerly(is_eager: bool, tmp_path: Path) -> None:
+    if not Path(PEERS).exists():
+        pytest.skip("TensorFlow is not here: `make peers`, or name a Python that has it: STOKER_PEERS_PYTHON")
+    (tmp_path / "job.py").write_text(f"""
+import tensorflow as tf
+model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+model.compile("sgd", "mse", run_eagerly={is_eager})
+model.fit(tf.zeros((80, 2)), tf.zeros((80, 1)), batch_size=1, verbose=0)
+""")
+    why = watched([PEERS, "job.py"], tmp_path, KERAS_BACKEND="tensorflow")
+    found = [finding.title for finding in why.findings if finding.id == "debug_mode"]
+    assert found == ([mistake_kinds()["run_eagerly"].title] if is_eager else [])
