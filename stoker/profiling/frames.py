@@ -72,6 +72,8 @@ _TRAINER_FILE = re.compile(
 _FRAMEWORK_FILE = re.compile(r"/(site|dist)-packages/(torch|tensorflow|jax|(tf_)?keras)/")
 _JAX_FILE = re.compile(r"/jax/_src/")
 _JAX_CALL = re.compile(r"(jax|flax|optax|chex|haiku|equinox)\.")
+_JAX_OPERATION = re.compile(r"(?!jax\._src\.(api|pjit|pmap|profiler|stages|traceback_util)\b)" + _JAX_CALL.pattern)
+"""Calls of JAX itself, not of a function that it has compiled."""
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _LOADER_THREAD_FILE = re.compile(
     r"/tensorflow/python/ops/script_ops\.py|/(tf_)?keras/(src/)?(trainers/data_adapters/|utils/data_utils\.py)"
@@ -194,16 +196,16 @@ def _find_compiled(stack: Stack) -> tuple[str, str] | None:
     """(line, call) of a stack in which JAX compiles a function of the job; None: it compiles none, or one of its own,
     as of an operation on arrays."""
     found = _line_and_call(stack)
-    is_own = any(_JAX_FILE.search(frame.file) for frame in stack) and _JAX_CALL.match(found[1]) is None
-    return found if is_own and all(found) else None
+    if not any(_JAX_FILE.search(frame.file) for frame in stack) or not all(found):
+        return None
+    return None if any(map(_JAX_OPERATION.match, (found[1], find_place(stack)[2]))) else found
 
 
 def _runs_operations_of_jax(stack: Stack, compiled: CompiledCalls) -> bool:
     """Whether a line of the job calls a function of JAX that is in no compiled step: its operations run one by one."""
-    if not any(_JAX_FILE.search(frame.file) for frame in stack):
+    if not any(_JAX_FILE.search(frame.file) for frame in stack) or _line_and_call(stack) in compiled:
         return False
-    found = _line_and_call(stack)
-    return found not in compiled and _JAX_CALL.match(found[1]) is not None
+    return _JAX_OPERATION.match(find_place(stack)[2]) is not None
 
 
 def _line_and_call(stack: Stack) -> tuple[str, str]:

@@ -291,7 +291,8 @@ def test_a_function_that_jax_has_compiled_runs_a_step(tmp_path: Path) -> None:
 def test_operations_that_jax_runs_one_by_one_are_work_of_their_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import jax\nimport jax.numpy as jnp\nstate = p_step(state)\nimage = jnp.roll(image, 3)\n")
-    runs = stack("jax/_src/interpreters/pxla.py: ExecuteReplicated.__call__", "jax/_src/pjit.py: cache_miss")[:-1]
+    runs = stack("jax/_src/interpreters/pxla.py: ExecuteReplicated.__call__", "jax/_src/pjit.py: cache_miss",
+                 "jax/_src/traceback_util.py: reraise_with_filtered_traceback.<locals>.wrapper")[:-1]  # fmt: skip
     at_step, at_roll = Frame("<module>", str(script), 3), Frame("<module>", str(script), 4)
     window = make_window(
         [([*runs, at_step], 3), ([*runs, at_roll], 1)], role="training", t=0.0, attempt=1, pid=1, wall_s=1.0

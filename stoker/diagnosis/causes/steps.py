@@ -58,6 +58,8 @@ _OWN_KINDS = ("input_wait", "decode", "checkpoint", "gc", "python", "idle", "oth
 
 _BETWEEN_STEPS = ("python", "gc", "decode", AFTER_STEP)
 """Kinds of places of the training thread between steps, in which it does not wait."""
+_OTHER_CAUSES = ("compile", "checkpoint")
+"""Kinds of places that `recompiles` and `checkpoint_heavy` name."""
 _PYTHON = ("python", "gc")
 """Kinds of samples in which a thread computes in Python."""
 
@@ -110,8 +112,9 @@ def _heavy_places(run: RunRecords) -> list[PlaceTotal]:
 
 
 def _largest_place(run: RunRecords) -> PlaceTotal | None:
-    """Of the training thread; None if it is a wait for input."""
-    first = next((place for place in (*_heavy_places(run), *list_places(run)) if place.role == "training"), None)
+    """Of the training thread, without those that have causes of their own; None if it is a wait for input."""
+    places = (*_heavy_places(run), *list_places(run))
+    first = next((place for place in places if place.role == "training" and place.kind not in _OTHER_CAUSES), None)
     return None if first is None or first.kind == "input_wait" else first
 
 
