@@ -34,8 +34,8 @@ PLACE_ATTR = "_stoker_place"
 LOSS_BACKWARDS, MAX_LOSS_NODES = (1, 2, 5, 20), 300
 """Backward passes in which the operations next to the loss are looked at, and how many of them."""
 SIZED_BACKWARDS, MAX_NODES, MIN_GROWTH = (4, 8, 16, 32, 64), 20_000, 1.7
-"""Backward passes of which the graph is counted, up to so many nodes, and a graph that grows by this factor from each to
-the next: one that contains the steps before doubles, and sequences of any length do not."""
+"""Backward passes of which the graph is counted, up to so many nodes, and a graph that grows by this factor from each
+to the next: one that contains the steps before doubles, and sequences of any length do not."""
 _RESHAPES = ("View", "Reshape", "UnsafeView", "Permute", "Transpose", "Squeeze", "Unsqueeze", "T", "Alias", "Clone",
              "Slice", "Select", "ToCopy", "Expand")  # fmt: skip
 _RAW = ("Addmm", "Mm", "Convolution", "MkldnnConvolution", "Softmax", "Sigmoid")
