@@ -90,6 +90,7 @@ def test_a_mistake_is_named_with_its_line(kind: str, line: int | None, changed: 
         {"clear": "pass", "end": "optimizer.step(); model.zero_grad()"},
         {"end": "optimizer.step(); step % 9 or (model.eval(), model.train())"},
         {"end": "optimizer.step(); model[1].eval()"},  # normalization is frozen, as of detectors
+        {"after": "model[:4].eval()"},  # a backbone with all but the last layer
         {"loss": "F.nll_loss(logits.log_softmax(1), y)"},
         {"loss": "F.nll_loss(logits.softmax(1).log(), y)"},
         {"loss": "F.binary_cross_entropy(logits.sigmoid(), F.one_hot(y, 4).float())"},

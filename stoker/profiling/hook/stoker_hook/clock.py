@@ -224,11 +224,12 @@ class PhaseClock:
         """Whether an evaluation may begin now: after a step, or with a batch that may be one of it."""
         return self._has_stepped and self._stack[0] in (AFTER_STEP, EVAL, MAYBE_WORK) and self.is_outside_phases()
 
-    def is_of_training(self, parameters: "Any") -> bool:
-        """Whether at least half of the optimizer's parameters are among these: a part of the model is not enough."""
+    def is_of_training(self, parameters: "Any", fraction: float = 0.5) -> bool:
+        """Whether at least this fraction of the optimizer's parameters are among these: a part of the model is not
+        enough."""
         optimizer = None if self._optimizer is None else self._optimizer()
         trained = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-        return bool(trained) and 2 * len(trained & {id(p) for p in parameters}) >= len(trained)
+        return bool(trained) and len(trained & {id(p) for p in parameters}) >= fraction * len(trained)
 
     def set_evaluating(self, is_evaluating: bool) -> None:
         """Between steps: the model that is trained was put into its mode for evaluation, or for training. Batches of

@@ -102,7 +102,7 @@ def patch_optimizers(module: "Any") -> None:
             clock.mistakes.after_step(optimizer, groups, is_trained)
 
     def is_trained(module: "Any") -> bool:
-        return clock.is_of_training(module.parameters())
+        return clock.is_of_training(module.parameters(), 0.95)  # a backbone that is frozen on purpose has less
 
     original = module.Optimizer.__init__
 
