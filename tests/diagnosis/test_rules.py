@@ -575,6 +575,21 @@ def test_a_schedule_that_counts_batches_as_epochs(lr: Callable[[int], float], is
     assert all("early" in finding.title or "before the end" in finding.title for finding in found)
 
 
+@pytest.mark.parametrize(
+    ("loss", "is_found"),
+    [
+        (lambda s: 1.4 - 0.1 * s * s, True),  # nll_loss of probabilities that are none
+        (lambda s: 1.4 - 0.05 * s, False),  # a critic
+        (lambda s: -100 - s, False),  # a likelihood, which may be negative from the beginning
+    ],
+)
+def test_a_loss_that_falls_without_a_bound(loss: Callable[[int], float], is_found: bool, tmp_path: Path) -> None:
+    job = {"config": None, "external": True, "seconds": 60, "losses": lambda s: {"total": loss(s)}}
+    found = [finding.title for finding in findings(tmp_path / "run", job) if finding.id == "training_mistake"]
+    assert len(found) == is_found
+    assert all("below zero" in title for title in found)
+
+
 @pytest.mark.parametrize(("noise", "severity"), [(0.0, "warning"), (0.03, "info")])
 def test_a_loss_that_is_still_for_a_thousand_steps_is_a_warning(noise: float, severity: str, tmp_path: Path) -> None:
     """All layers are frozen; a loss that is as low as it gets still varies."""

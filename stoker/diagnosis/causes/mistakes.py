@@ -2,11 +2,12 @@
 are rows of `knowledge/mistakes.toml`."""
 
 import functools
+from statistics import median
 from typing import Any, Literal
 
 import msgspec
 
-from stoker.diagnosis.causes.cause import Cause
+from stoker.diagnosis.causes.cause import Cause, find_cause
 from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.places.totals import find_places
 from stoker.diagnosis.run_data import RunRecords
@@ -38,10 +39,23 @@ def mistake_kinds() -> dict[str, MistakeKind]:
 def mistakes_of(run: RunRecords, cause: Cause) -> list[tuple[MistakeKind, dict[str, Any]]]:
     """Those of the run that belong to a cause, with their values, the worst first. A kind that this version does not
     know is left out."""
-    seen = run.facts.get("mistakes")
-    named = [(mistake_kinds().get(str(one.get("kind"))), one) for one in seen or () if isinstance(one, dict)]
+    seen = [one for one in run.facts.get("mistakes") or () if isinstance(one, dict)]
+    named = [(mistake_kinds().get(str(one.get("kind"))), one) for one in (*seen, *_losses_without_bound(run))]
     found = [(kind, one) for kind, one in named if kind is not None and kind.cause == cause.id]
     return sorted(found, key=lambda entry: SEVERITIES.index(entry[0].severity))
+
+
+def _losses_without_bound(run: RunRecords) -> list[dict[str, Any]]:
+    """A loss that began above zero and falls below it faster and faster."""
+    values, threshold = run.learning.loss.values, find_cause("training_mistake").threshold
+    third = len(values) // 3
+    if not third or len(values) < threshold("min_windows") or values[0] <= 0:
+        return []
+    middle, last = median(values[third:-third]), median(values[-third:])
+    is_falling = last <= threshold("falls") * middle < 0
+    if not is_falling or -last < threshold("below_zero") * values[0]:
+        return []
+    return [{"kind": "unbounded_loss", "place": "", "first": values[0], "last": last}]
 
 
 def mistake_evidence(kind: MistakeKind, values: dict[str, Any]) -> Evidence:
