@@ -61,6 +61,11 @@ def found(folder: Path, **changed: str) -> list[dict[str, Any]]:
         ("raw_nll", 18, {"loss": "nn.NLLLoss()(logits.softmax(-1), y)"}),
         ("optimizer_again", 15, {"clear": EVERY_20.format("Adam", 0.01)}),
         ("growing_graph", 18, {"loss": KEPT, "backward": "retain_graph=True", "end": "optimizer.step"}),
+        (
+            "create_graph",
+            18,
+            {"backward": "create_graph=True", "before": "import warnings; warnings.simplefilter('ignore')"},
+        ),
         ("zero_gradients", None, {"loss": "(0 * logits).sum()"}),
         ("non_finite_gradients", None, {"loss": "F.cross_entropy(logits / 0, y)"}),
         ("double_precision", None, {"before": "torch.set_default_dtype(torch.float64)"}),

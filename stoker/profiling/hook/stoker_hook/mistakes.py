@@ -106,12 +106,15 @@ class MistakeFinder:
         if self._is_on:
             self._evaluated.append((ref(module), own_line()))
 
-    def before_backward(self, tensors: "Any") -> None:
-        """An outermost backward pass of the training thread begins, from the loss or several tensors."""
+    def before_backward(self, tensors: "Any", create_graph: "Any") -> None:
+        """An outermost backward pass of the training thread begins, from the loss or several tensors. create_graph: as
+        of torch.autograd.backward."""
         if not self._is_on:
             return
         try:
             self._backwards += 1
+            if create_graph and self._count("create_graph") == LOOK_STEPS:
+                self.report("create_graph", own_line())
             for watched in self._watched.values():
                 if watched.steps < WATCHED_STEPS and not watched.is_cleared:
                     watched.look()
@@ -154,6 +157,10 @@ class MistakeFinder:
             self._looks[kind] = self._looks.get(kind, 0) + is_on
             if self._looks[kind] >= max(MIN_LOOKS, MIN_ON * self._num_looks):
                 self.report(kind)
+
+    def _count(self, kind: str) -> int:
+        self._looks[kind] = self._looks.get(kind, 0) + 1
+        return self._looks[kind]
 
     def _add(self, optimizer: "Any", groups: "Any") -> None:
         """An optimizer steps for the first time."""

@@ -137,7 +137,8 @@ def patch_backward(module: "Any") -> None:
         if is_training_thread:
             clock.confirm_training()
             if not depth and clock.enabled:
-                clock.mistakes.before_backward(args[0] if args else kwargs.get("tensors"))
+                tensors = args[0] if args else kwargs.get("tensors")
+                clock.mistakes.before_backward(tensors, args[3] if len(args) > 3 else kwargs.get("create_graph"))
         depth += is_training_thread
         try:
             original(*args, **kwargs)
