@@ -24,7 +24,7 @@ links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds (`planning/machines.py`) and their list prices
     (`hardware/prices.py`).
 mig.toml: MIG slices of GPUs (`launching/request.py`).
-mistakes.toml: debugging aids and mistakes in the loops of others (`diagnosis/causes/learning.py`).
+mistakes.toml: debugging aids and mistakes in the loops of others (`diagnosis/causes/mistakes.py`).
 models.toml: detector architectures (`config/architectures.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
 output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from stoker.errors import writing
 from stoker.hardware.cgroup import Cgroup
+from stoker.knowledge import read_toml
 from stoker.profiling import stacks
 from stoker.profiling.telemetry.environment import describe_job
 from stoker.profiling.telemetry.machine import list_process_tree, read_kernel_lines
@@ -48,8 +49,8 @@ PROCESS_POLL_S = 2.0
 """Interval of polling its processes and their open files."""
 CHECKSUM_BYTES = 4096
 """A checksum of the first bytes of output.log identifies the file in which an attempt began, after a rename."""
-MAX_KERNEL_LINES, MAX_PIDS = 50, 256
-"""Maximum lines of the kernel log and PIDs in the last event."""
+MAX_KERNEL_LINES, MAX_PIDS, MAX_WARNING = 50, 256, 300
+"""Maximum lines of the kernel log and PIDs in the last event; characters of a warning that is quoted."""
 EMPTY_INPUT_WARNING_S = 30.0
 """After this time without output, a job that reads an empty file gets a warning."""
 
@@ -145,6 +146,10 @@ class Recorder:
         self._events_written: set[str] = set()
         self._holders: list[dict[str, Any]] = []
         self._mistakes: list[dict[str, Any]] = []
+        self._printed: list[dict[str, Any]] = []
+        """Mistakes of which a framework has warned."""
+        self._warnings = {row["printed"]: kind for kind, row in read_toml("mistakes.toml").items() if "printed" in row}
+        """Part of a line → kind of mistake, of those that were not printed yet."""
         log = folder.path / OUTPUT
         start = log.stat().st_size if log.exists() else 0  # earlier attempts wrote that
         self._read_output = output or LogTail(log, start).read
@@ -227,12 +232,16 @@ class Recorder:
             is_behind, deadline_s = False, time.monotonic() + (MAX_LAST_READ_S if stopping else MAX_READ_S)
             for data in self._read_output():
                 last_output_s = time.monotonic()
-                _feed_lines(windows, parser, lines.feed(data))
+                new_lines = lines.feed(data)
+                _feed_lines(windows, parser, new_lines)
+                self._find_warnings(new_lines)
                 if time.monotonic() > deadline_s:
                     is_behind = True
                     break
             if stopping:
-                _feed_lines(windows, parser, lines.feed(b"", final=True))
+                last_lines = lines.feed(b"", final=True)
+                _feed_lines(windows, parser, last_lines)
+                self._find_warnings(last_lines)
                 if is_behind:
                     text = "the end of the job's output was not read: steps in it are not recorded"
                     self._folder.event("warning", text)
@@ -254,7 +263,7 @@ class Recorder:
                 if (holders := hook_reader.growing()) and holders != self._holders:
                     self._holders = holders
                     self._folder.event("info", holders[0]["text"], facts={"growth": holders})
-                if (mistakes := hook_reader.mistakes()) != self._mistakes:
+                if (mistakes := hook_reader.mistakes() + self._printed) != self._mistakes:
                     self._mistakes = mistakes
                     text = "seen in the training loop: " + ", ".join(str(one["kind"]) for one in mistakes)
                     self._folder.event("info", text, facts={"mistakes": mistakes})
@@ -267,6 +276,13 @@ class Recorder:
                     self._folder.event("info", f"{function} was compiled again and again", facts=facts)
             if stopping:
                 return
+
+    def _find_warnings(self, lines: list[str]) -> None:
+        """Notes each mistake of which a framework warns in a line, once."""
+        for line in lines:
+            for part in [part for part in self._warnings if part in line]:
+                shown = line.strip()[:MAX_WARNING]
+                self._printed.append({"kind": self._warnings.pop(part), "place": "", "line": shown})
 
     def _write_once(self, kind: str, text: str, **data: Any) -> None:
         """Writes an event with one fact, unless there was one with this fact."""

@@ -166,6 +166,16 @@ def test_why_names_the_mistake(tmp_path: Path) -> None:
     assert "zero_grad" in finding.fix
 
 
+def test_a_warning_of_a_framework_in_the_output_is_a_finding(tmp_path: Path) -> None:
+    """Printed by PyTorch itself, as targets have another size than predictions."""
+    loss = "F.mse_loss(logits[:, :1], y.float())"
+    (tmp_path / "job.py").write_text(JOB.format_map(PLAIN | {"loss": loss}))
+    why = watched([sys.executable, "job.py"], tmp_path, PYTHONWARNINGS="default")
+    (finding,) = [finding for finding in why.findings if finding.id == "training_mistake"]
+    assert finding.title == mistake_kinds()["loss_sizes"].title
+    assert "torch.Size([16])" in finding.evidence[0].text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_functions_of_tensorflow_that_run_eagerly(is_eager: bool, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ class MistakeKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     severity: Literal["info", "warning", "critical"]
     fix: str
     source: str
+    printed: str = ""
+    """Part of a line that a framework prints; empty: it prints none, or the hook sees it."""
 
 
 @functools.cache
@@ -59,7 +61,10 @@ def _losses_without_bound(run: RunRecords) -> list[dict[str, Any]]:
 
 
 def mistake_evidence(kind: MistakeKind, values: dict[str, Any]) -> Evidence:
-    text = kind.text.format_map(values)
+    try:
+        text = kind.text.format_map(values)
+    except (KeyError, ValueError):  # written by another version
+        text = kind.title
     if place := values.get("place"):
         text = f"{place}: {text}"
     return make_evidence(text, source="events.jsonl: data.facts.mistakes")
