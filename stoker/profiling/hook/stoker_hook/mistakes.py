@@ -59,7 +59,7 @@ class _Watched:
         parameter = self.parameter()
         grad = None if parameter is None else parameter.grad
         self.saw_backward = True
-        self.is_cleared = self.is_cleared or grad is None or grad.is_sparse or not bool(grad.any())
+        self.is_cleared = self.is_cleared or grad is None or not _is_readable(grad) or not bool(grad.any())
 
     def step(self) -> bool:
         """The optimizer has stepped. Whether its gradients are known to be old ones now."""
@@ -79,7 +79,7 @@ class MistakeFinder:
         """Kind → the line that the framework's own function was called from."""
         self._looks: dict[str, int] = {}
         self._steps = self._backwards = self._replaced = 0
-        self._num_looks = self._num_gradient_looks = 0
+        self._num_looks = 0
         self._watched: dict[int, _Watched] = {}
         self._stepped_parameters: dict[int, tuple[Any, Any]] = {}
         """ID of a parameter → it, and the newest optimizer that changed it."""
@@ -165,7 +165,7 @@ class MistakeFinder:
     def _add(self, optimizer: "Any", groups: "Any") -> None:
         """An optimizer steps for the first time."""
         parameters = (parameter for group in groups for parameter in group["params"])
-        parameter = next((one for one in parameters if one.grad is not None and not one.grad.is_sparse), None)
+        parameter = next((one for one in parameters if one.grad is not None and _is_readable(one.grad)), None)
         if parameter is None:
             return
         before, older = self._stepped_parameters.get(id(parameter), (lambda: None, lambda: None))
@@ -198,11 +198,10 @@ class MistakeFinder:
 
     def _look_at_gradients(self, groups: "Any") -> None:
         gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
-        gradients = [grad for grad in gradients if not grad.is_sparse]
+        gradients = [grad for grad in gradients if _is_readable(grad)]
         if not gradients:
             return
-        self._num_gradient_looks += 1
-        total = float(gradients[-1].abs().sum())
+        total = float(gradients[-1].float().abs().sum())  # a sum of many in half precision overflows
         is_finite = total - total == 0.0
         is_zero = total == 0.0 and not any(bool(grad.any()) for grad in gradients)
         is_double = str(gradients[-1].dtype) == "torch.float64"
@@ -233,6 +232,16 @@ def _torch_aids() -> "dict[str, bool]":
     torch = sys.modules["torch"]
     profiles = getattr(torch.autograd, "_profiler_enabled", bool)
     return {"anomaly": bool(getattr(torch, "is_anomaly_enabled", bool)()), "autograd_profiler": bool(profiles())}
+
+
+def _is_readable(grad: "Any") -> bool:
+    """Whether its values can be read without an effect on the job: a part of a tensor on several devices would need all
+    of them, a lazy one is computed for it, and nothing may be read while a CUDA graph is captured."""
+    if type(grad).__name__ != "Tensor" or grad.is_sparse:
+        return False
+    return grad.device.type == "cpu" or (
+        grad.device.type == "cuda" and not sys.modules["torch"].cuda.is_current_stream_capturing()
+    )
 
 
 def _nodes(tensors: "Any", limit: int) -> "Iterator[Any]":
