@@ -111,6 +111,17 @@ class TimeSeries:
             return None
         return LinearFit(tv / tt, tv * tv / (tt * vv) if vv > 0 else 0.0)
 
+    def without_releases(self, max_fraction: float) -> "TimeSeries":
+        """Without the falls between neighbors of a rising series, as of memory that was given back once, if these are
+        few: at most this fraction of the points, and of the rise."""
+        points, found, released, falls = self.points, TimeSeries(), 0.0, 0
+        for (_, before), (t, value) in zip([points[0], *points], points, strict=False) if points else ():
+            released += max(0.0, before - value)
+            falls += value < before
+            found.add(t, value + released)
+        is_small = released <= max_fraction * found.growth and falls <= max_fraction * len(points)
+        return found if is_small else self
+
     def over(self, clock: "TimeSeries") -> "TimeSeries":
         """The values over those of a series that rises, such as steps, where that has a point before and after."""
         times, found = clock.points, TimeSeries()
@@ -624,6 +635,11 @@ class RunRecords:
     def computes_with_torch(self) -> bool:
         """Whether torch, and not TensorFlow, computes the steps of a watched job."""
         return "torch" in self.frameworks and "tensorflow" not in self.frameworks
+
+    @property
+    def clock_saw_steps(self) -> bool:
+        """Whether `stoker watch` saw steps from inside the job: of JAX it sees compilations only."""
+        return bool(self.frameworks) and "compilations of" not in self.frameworks
 
     @property
     def on_cpu(self) -> bool:

@@ -478,8 +478,11 @@ def _phase_table(explanation: RunExplanation) -> RenderableType:
 
 def _verdict(explanation: RunExplanation) -> str:
     if explanation.productive_fraction is None:
-        has_clock = any(status.startswith("recorded: ") for status in explanation.coverage.values())
+        inside = explanation.coverage.get("inside the job", "")
+        has_clock = inside.startswith("recorded: ")
         reason = "its clock saw no step of training" if has_clock else "the job was not timed from inside"
+        if "without a known data loader" in inside:
+            reason = "where its batches come from is not known, so waiting for them and training are one"
         return f"The fraction of time in optimizer steps is not known: {reason}."
     trained = f"Optimizer steps took {fmt.percentage(explanation.productive_fraction)} of the time."
     return f"{trained} {explanation.verdict()}".rstrip()

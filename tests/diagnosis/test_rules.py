@@ -590,10 +590,42 @@ def test_a_loss_that_falls_without_a_bound(loss: Callable[[int], float], is_foun
     assert all("below zero" in title for title in found)
 
 
+@pytest.mark.parametrize(
+    ("loss", "finding"),
+    [
+        (lambda _: 2.3026, ("lr_too_low", "guesses among 10 classes")),  # inputs of 0 to 255 ended all learning
+        (lambda s: 4.9 if s < 5 else 6.2402, ("lr_too_high", "and does not change")),  # features that are all the same
+        (lambda s: 2.3026 + 0.01 * (s % 3), None),  # the noise of a training that learns slowly
+        (lambda s: 2.3 - 0.02 * s if s < 50 else 1.3012, None),  # as low as it gets
+        (lambda _: 0.01, None),  # of two decimals nothing is seen
+        (lambda s: 2.3026 if s < 30 else 2.0, None),  # it began late
+    ],
+)
+def test_a_loss_that_does_not_change_at_all(
+    loss: Callable[[int], float], finding: tuple[str, str] | None, tmp_path: Path
+) -> None:
+    job = {"config": None, "external": True, "seconds": 60, "losses": lambda s: {"total": loss(s)},
+           "window": lambda _: {"window_steps": 4}}  # fmt: skip
+    found = [one for one in findings(tmp_path / "run", job) if one.severity != "info"]
+    assert [one.id for one in found] == ([finding[0]] if finding else [])
+    assert all(finding is not None and finding[1] in one.evidence[0].text for one in found)
+
+
+@pytest.mark.parametrize(("inside", "is_found"), [("torch in a process, without a known data loader", True),
+                                                   ("compilations of jax 0.10", False)])  # fmt: skip
+def test_evaluations_of_a_job_whose_loader_is_not_known(inside: str, is_found: bool, tmp_path: Path) -> None:
+    """A loop that takes single images of a list; the clock saw its steps and evaluations."""
+    fractions = {"eval": 0.5, "unattributed": 0.5, "compute": 0}
+    job = {"config": None, "external": True, "seconds": 60, "fractions": fractions,
+           "events": [("info", "inside", {"coverage": {"inside the job": f"recorded: {inside}"}})]}  # fmt: skip
+    found = {finding.id: finding.severity for finding in findings(tmp_path / "run", job)}
+    assert (found.get("evaluation_heavy") in ("warning", "critical")) is is_found
+
+
 @pytest.mark.parametrize(("noise", "severity"), [(0.0, "warning"), (0.03, "info")])
 def test_a_loss_that_is_still_for_a_thousand_steps_is_a_warning(noise: float, severity: str, tmp_path: Path) -> None:
     """All layers are frozen; a loss that is as low as it gets still varies."""
-    losses = [2.3 * (1 - noise * (s >= 10) + noise * (s >= 30) / 2) for s in range(100)]
+    losses = [2.3 * (1 - noise * (s >= 10) + noise * (s >= 30) / 2 + noise / 20 * (s % 2)) for s in range(100)]
     job = {"config": None, "external": True, "seconds": 60, "losses": lambda s: {"total": losses[s]},
            "window": lambda _: {"window_steps": 40}}  # fmt: skip
     assert of(findings(tmp_path / "run", job), "lr_too_low").severity == severity

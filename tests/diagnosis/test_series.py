@@ -86,3 +86,15 @@ def test_noise_is_no_stairs() -> None:
               3594, 3680, 4207, 4208, 4202, 4251, 4167, 4254, 4270, 4212, 4257, 4194, 4240, 4204, 4240, 4240,
               4254, 4249, 4241, 4245, 4278, 4282]  # fmt: skip
     assert fit_stairs(make_series(list(map(float, values)))) is None
+
+
+def test_memory_that_was_given_back_once_does_not_end_a_leak() -> None:
+    """A pipeline of TensorFlow whose cache grew by 30 MB a second; the second half has a fall."""
+    megabytes = [966, 1004, 1034, 1059, 1090, 1128, 1169, 1204, 1238, 1273, 1307, 1338, 1365, 1399, 1431, 1462, 1495,
+                 1524, 1557, 1589, 1644, 1674, 1699, 1731, 1657, 1689, 1718, 1751, 1782, 1806]  # fmt: skip
+    fit = fit_steady_growth(make_series([1e6 * value for value in megabytes]))
+    assert fit is not None
+    assert 25e6 < fit.slope < 35e6
+    often = [value + 100 * (second % 4) for second, value in enumerate(range(0, 1500, 50))]  # of a garbage collector
+    assert make_series(often).without_releases(0.15).values == often
+    assert TimeSeries().without_releases(0.15).values == []

@@ -79,6 +79,9 @@ def _find_divergence(run: RunRecords) -> _Divergence | None:
     if max(values) >= cause.threshold("blew_up") * newest and newest >= cause.threshold("learns") * thirds[1]:
         text = f"the loss jumped to {max(values):.3g}, is {newest:.3g} and does not fall any more"
         return _Divergence(text, max(values) / newest, steps_s, basis)
+    if (still := _find_still_loss(run)) is not None and still.value >= cause.threshold("risen") * first:
+        text = f"the loss has risen from {first:.3g} to {still.value:.4g}, {still.text}"
+        return _Divergence(text, still.value / first, steps_s, basis)
     jumps = [
         value
         for value, lowest_before in zip(values[1:], itertools.accumulate(values, min), strict=False)
@@ -106,6 +109,37 @@ def _find_blow_up(run: RunRecords, values: Sequence[float]) -> _Divergence | Non
     text = f"the loss was {values[0]:.3g} at the beginning and has jumped to {max(values):.3g}"
     steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("nothing")
     return _Divergence(text, max(values) / values[0], steps_s, basis)
+
+
+class _StillLoss(NamedTuple):
+    value: float
+    text: str
+
+
+def _find_still_loss(run: RunRecords) -> _StillLoss | None:
+    """The loss of the newest windows, if it does not change at all. The noise of a training is larger, so it is more
+    than a loss that is as low as it gets; one of few digits may only look so."""
+    threshold, values = LR_TOO_LOW.threshold, run.learning.loss.values
+    still: list[float] = []
+    for value in reversed(values):
+        if max([*still, value]) > (1 + threshold("still")) * min([*still, value]) or value <= 0:
+            break
+        still.append(value)
+    steps = round(run.totals.steps * len(still) / max(1, len(values)))
+    digits = max((len(f"{value:.6g}".replace(".", "").strip("0")) for value in still), default=0)
+    if (
+        len(still) < threshold("min_windows")
+        or steps < threshold("still_steps")
+        or digits < threshold("digits")
+        or _is_warming_up(run)
+    ):
+        return None
+    value = median(still)
+    text = f"and does not change in about {steps:,} steps"
+    classes = round(math.exp(value)) if value < math.log(threshold("max_classes")) else 0
+    if classes > 1 and abs(value - math.log(classes)) <= threshold("still") * value:
+        text += f": it is ln {classes}, the loss of a model that guesses among {classes} classes"
+    return _StillLoss(value, text)
 
 
 def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
@@ -136,6 +170,12 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     if events := learning.events.get("lr_too_low"):
         has_learned = loss is not None and loss[-1] < cause.threshold("learned") * loss[0]
         return None if has_learned else finding_from_events(run, cause, events, steps_s, basis)
+    still, first = _find_still_loss(run), next(iter(learning.loss.values), 0.0)
+    if still is not None and cause.threshold("learned") * first < still.value < LR_TOO_HIGH.threshold("risen") * first:
+        shown = [make_evidence(f"the loss is {still.value:.4g} {still.text}", still.value, "steps.jsonl: losses")]
+        return make_finding(
+            run, cause, 2, shown, fix=cause.other_fixes["still"], lost_s=steps_s, estimate_basis=basis, confidence=0.8
+        )
     if run.totals.attempts > 1:
         return None  # after a restart, the loss is again what it was
     if len(learning.loss.points) < cause.threshold("min_windows") or run.steady.steps < cause.threshold("min_steps"):

@@ -53,7 +53,7 @@ _BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
 
 def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     """Not of a job whose clock saw no step, as one of JAX: what looks like an evaluation to it may be the training."""
-    if run.is_external and not run.phase_seconds("compute"):
+    if run.is_external and not run.phase_seconds("compute") and not run.clock_saw_steps:
         return None
     count = run.learning.num_evaluations
     evidence = (

@@ -291,6 +291,7 @@ def fit_steady_growth(series: TimeSeries) -> LinearFit | None:
     threshold = find_cause("gpu_memory_leak").threshold
     if series.span_s < threshold("min_span_s") or len(series.points) < threshold("min_points"):
         return None
+    series = series.without_releases(threshold("max_released"))
     whole, early, late = series.fit_line(), series.fit_line(0.0, 0.5), series.fit_line(0.5, 1.0)
     if whole is None or early is None or late is None or whole.slope <= 0:
         return None
