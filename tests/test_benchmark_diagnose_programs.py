@@ -34,9 +34,10 @@ def table() -> Table:
     return read_tables()
 
 
-AGAIN = {"facebookresearch/detr", "huggingface/accelerate", "sgrvinod/a-PyTorch-Tutorial-to-Object-Detection"}
-"""Repositories of which the fourth set has another program, as the heads of its tables say, and one of the tenth that
-was in the first jobs of all: docs/benchmarks.md states its rate without that, too."""
+AGAIN = {"facebookresearch/detr", "huggingface/accelerate", "huggingface/pytorch-image-models",
+         "sgrvinod/a-PyTorch-Tutorial-to-Object-Detection"}  # fmt: skip
+"""Repositories of which the fourth set has another program, as the heads of its tables say, and one each of the tenth
+and the thirteenth that was in the first jobs of all: docs/benchmarks.md states their rates without these, too."""
 
 
 def test_the_page_says_how_many_jobs_there_are(table: Table) -> None:
@@ -48,14 +49,14 @@ def test_the_page_says_how_many_jobs_there_are(table: Table) -> None:
 
 
 @pytest.mark.parametrize(
-    ("series", "minimum"), [(3, 60), (4, 40), (5, 30), (6, 30), (7, 30), (8, 30), (9, 30), (10, 30)]
+    ("series", "minimum"), [(3, 60), (4, 40), (5, 30), (6, 30), (7, 30), (8, 30), (9, 30), (10, 30), (13, 40)]
 )
 def test_there_are_enough_jobs_and_half_of_each_kind_or_all_are_held_back(
     series: int, minimum: int, table: Table
 ) -> None:
     jobs = [case for case in table.job if case.series == series]
     assert len(jobs) >= minimum
-    assert len({case.program for case in jobs}) >= (12 if series < 10 else 10)
+    assert len({case.program for case in jobs}) >= (10 if series == 10 else 12)
     if series > 3:
         assert all(case.held_back for case in jobs)
         return

@@ -121,18 +121,17 @@ def _find_still_loss(run: RunRecords) -> _StillLoss | None:
     than a loss that is as low as it gets; one of few digits may only look so."""
     threshold, values = LR_TOO_LOW.threshold, run.learning.loss.values
     still: list[float] = []
+    low, high = math.inf, 0.0
     for value in reversed(values):
-        if max([*still, value]) > (1 + threshold("still")) * min([*still, value]) or value <= 0:
+        low, high = min(low, value), max(high, value)
+        if low <= 0 or high > (1 + threshold("still")) * low:
             break
         still.append(value)
     steps = round(run.totals.steps * len(still) / max(1, len(values)))
     digits = max((len(f"{value:.6g}".replace(".", "").strip("0")) for value in still), default=0)
-    if (
-        len(still) < threshold("min_windows")
-        or steps < threshold("still_steps")
-        or digits < threshold("digits")
-        or _is_warming_up(run)
-    ):
+    if len(still) < max(threshold("min_windows"), threshold("still_part") * len(values)) or _is_warming_up(run):
+        return None
+    if steps < threshold("still_steps") or digits < threshold("digits"):
         return None
     value = median(still)
     text = f"and does not change in about {steps:,} steps"
