@@ -58,7 +58,8 @@ def found(folder: Path, **changed: str) -> list[dict[str, Any]]:
         ("softmax_twice", 18, {"loss": "nn.CrossEntropyLoss()(logits.softmax(1).view(16, -1), y)"}),
         ("sigmoid_twice", 18, {"loss": BCE.format("logits.sigmoid()")}),
         ("raw_nll", 18, {"loss": "F.nll_loss(logits, y)"}),
-        ("raw_nll", 18, {"loss": "nn.NLLLoss()(logits.softmax(-1), y)"}),
+        ("nll_of_probabilities", 18, {"loss": "nn.NLLLoss()(logits.softmax(-1), y)"}),
+        ("one_class", 18, {"before": "width = 1"}),
         ("optimizer_again", 15, {"clear": EVERY_20.format("Adam", 0.01)}),
         ("growing_graph", 18, {"loss": KEPT, "backward": "retain_graph=True", "end": "optimizer.step"}),
         (
@@ -96,6 +97,31 @@ def test_a_mistake_is_named_with_its_line(kind: str, line: int | None, changed: 
         {"end": "optimizer.step(); step % 9 or (model.eval(), model.train())"},
         {"end": "optimizer.step(); model[1].eval()"},  # normalization is frozen, as of detectors
         {"after": "model[:4].eval()"},  # a backbone with all but the last layer
+        {
+            "after": "whole, model = model.eval(), model\noptimizer = torch.optim.Adam(model[4].parameters(), 0.01)"
+        },  # a probe
+        {"after": "wrapper = nn.Sequential(model).eval()\nmodel.train()"},
+        {"after": "model[1] = nn.Identity(); model[3].p = 0.0; model.eval()"},
+        {
+            "after": "torch.__future__.set_swap_module_params_on_conversion(True)",
+            "end": "optimizer.step(); step == 3 and model.to(torch.bfloat16).to(torch.float32)",
+        },
+        {
+            "after": "kept = {}; hooks = torch.autograd.graph.saved_tensors_hooks(\n"
+            "    lambda one: kept.setdefault(len(kept) + 1000 * step, one) is one and max(kept), kept.pop)\n"
+            "hooks.__enter__()"
+        },
+        {
+            "after": "master = [nn.Parameter(one.detach().clone()) for one in model.parameters()]\n"
+            "optimizer = torch.optim.SGD(master, 0.01)",
+            "clear": "model.zero_grad()",
+            "end": "[setattr(m, 'grad', o.grad.clone()) for m, o in zip(master, model.parameters())]; optimizer.step()",
+        },
+        {
+            "clear": "step == 50 and tracemalloc.stop()\n    optimizer.zero_grad()",
+            "before": "import tracemalloc; tracemalloc.start()",
+        },
+        {"loss": "F.cross_entropy(logits, y) * (step > 60)"},  # rewards that come late
         {"loss": "F.nll_loss(logits.log_softmax(1), y)"},
         {"loss": "F.nll_loss(logits.softmax(1).log(), y)"},
         {"loss": "F.binary_cross_entropy(logits.sigmoid(), F.one_hot(y, 4).float())"},

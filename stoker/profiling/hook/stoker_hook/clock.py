@@ -227,9 +227,17 @@ class PhaseClock:
     def is_of_training(self, parameters: "Any", fraction: float = 0.5) -> bool:
         """Whether at least this fraction of the optimizer's parameters are among these: a part of the model is not
         enough."""
-        optimizer = None if self._optimizer is None else self._optimizer()
-        trained = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+        trained = self._trained()
         return bool(trained) and len(trained & {id(p) for p in parameters}) >= fraction * len(trained)
+
+    def trains_most_of(self, parameters: "Any") -> bool:
+        """Whether the optimizer has at least half of these."""
+        trained, own = self._trained(), {id(p) for p in parameters}
+        return 2 * len(trained & own) >= len(own)
+
+    def _trained(self) -> "set[int]":
+        optimizer = None if self._optimizer is None else self._optimizer()
+        return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
     def set_evaluating(self, is_evaluating: bool) -> None:
         """Between steps: the model that is trained was put into its mode for evaluation, or for training. Batches of

@@ -6,6 +6,7 @@ from sys import modules
 
 from .clock import COMPILE, RECOMPILES, STARTUP, clock
 from .failures import report_failure
+from .mistakes import MIN_LOOKS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def patch_monitoring(module: "Any") -> None:
             process = modules.get("multiprocessing.process")
             if clock.has_stepped() or (process is not None and process.parent_process() is not None):
                 return  # torch or TensorFlow trains here, or a loader worker compiles
-            _look_for_aids()
+            _look_for_aids(MIN_LOOKS)
             version = getattr(modules.get("jax"), "__version__", "")
             clock.publish(f"jax {version}".rstrip())
             clock.update()
@@ -44,16 +45,16 @@ def patch_monitoring(module: "Any") -> None:
         except Exception as error:  # noqa: BLE001 (the job goes on without this clock)
             clock.disable("jax", error)
 
-    atexit.register(_look_for_aids)  # without compilations, the end is the only time to look
+    atexit.register(_look_for_aids, 1)  # without compilations, the end is the only time to look
     module.register_event_duration_secs_listener(on_duration)
 
 
-def _look_for_aids() -> None:
-    """Reports settings for debugging that are on."""
+def _look_for_aids(looks: int) -> None:
+    """Reports settings for debugging that were on in so many looks: a part of the job may turn one on for a while."""
     try:
         config = getattr(modules.get("jax"), "config", None)
         for kind in AIDS:
-            if clock.is_published() and getattr(config, kind, False):
+            if clock.is_published() and getattr(config, kind, False) and clock.mistakes.count(kind) >= looks:
                 clock.mistakes.report(kind)
     except Exception as error:  # noqa: BLE001 (the job goes on)
         report_failure("jax", error)

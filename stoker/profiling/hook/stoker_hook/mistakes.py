@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from typing import Any
 
 LOOK_STEPS, GRADIENT_STEPS = 16, (16, 32, 48)
-"""Steps from one look at the interpreter to the next. Steps in which gradients are looked at, which waits for a device;
-after the last of them, each multiple of it."""
+"""Steps from one look at the interpreter to the next. Steps of an optimizer in which its gradients are looked at, which
+waits for a device; after the last of them, in twice as many steps each time."""
 MIN_LOOKS, MIN_ON = 3, 0.9
 """Looks, and the fraction of them, that must have seen the same."""
 WATCHED_STEPS, MIN_OLD = 40, 0.9
 """Steps of an optimizer in which its gradients are followed, and the fraction of them that began with old ones."""
-MIN_REPLACED = 4
-"""Optimizers that took the place of others, from which the loop makes them again and again: one that freezes a part of
-the model first has two."""
+MIN_REPLACED, MAX_REPLACED_STEPS = 4, 200
+"""Optimizers that took the place of others of so few steps, from which the loop makes them again and again: one that
+freezes a part of the model first has two, and stages of a training are longer."""
+MAX_READ = 4096
+"""Values of a gradient that are read."""
 PLACE_ATTR = "_stoker_place"
 """Attribute of an optimizer: the line that made it."""
 LOSS_BACKWARDS, MAX_LOSS_NODES = (1, 2, 5, 20), 300
@@ -45,28 +47,48 @@ _TRAINS_ONLY = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth", "Instance
 
 
 class _Watched:
-    """An optimizer. parameter: one that has a gradient."""
+    """An optimizer. position: (group, index) of a parameter that has a gradient; nothing may refer to the parameter
+    itself, not even weakly, as torch.utils.swap_tensors refuses that."""
 
-    __slots__ = ("is_cleared", "old", "optimizer", "parameter", "saw_backward", "steps")
+    __slots__ = ("before", "is_cleared", "look_at", "old", "optimizer", "position", "saw_backward", "steps")
 
-    def __init__(self, optimizer: "Any", parameter: "Any") -> None:
-        self.optimizer, self.parameter = ref(optimizer), ref(parameter)
+    def __init__(self, optimizer: "Any", position: "tuple[int, int]") -> None:
+        self.optimizer, self.position = ref(optimizer), position
         self.is_cleared = self.saw_backward = False
-        self.steps = self.old = 0
+        self.before: tuple[int, int] | None = None
+        self.steps, self.old, self.look_at = 1, 0, GRADIENT_STEPS[0]
 
-    def look(self) -> None:
-        """A backward pass begins: whether it adds to a gradient of an earlier step."""
-        parameter = self.parameter()
-        grad = None if parameter is None else parameter.grad
+    def _grad(self) -> "Any":
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return None
+        grad = optimizer.param_groups[self.position[0]]["params"][self.position[1]].grad
+        return grad if grad is not None and _is_readable(grad) else None
+
+    def begin_backward(self) -> None:
+        """A backward pass begins: whether there is a gradient of an earlier step."""
+        if self.steps >= WATCHED_STEPS or self.is_cleared:
+            return
+        grad = self._grad()
         self.saw_backward = True
-        self.is_cleared = self.is_cleared or grad is None or not _is_readable(grad) or not bool(grad.any())
+        self.is_cleared = grad is None or not bool(grad.any())
+        self.before = None if self.is_cleared else (id(grad), grad._version)
+
+    def end_backward(self) -> None:
+        """Whether the pass has added to it; else it is of another model, or is assigned by the loop."""
+        if self.before is not None:
+            grad, (number, version) = self._grad(), self.before
+            self.is_cleared = grad is None or id(grad) != number or grad._version == version
+            self.before = None
 
     def step(self) -> bool:
         """The optimizer has stepped. Whether its gradients are known to be old ones now."""
         self.steps += 1
+        if self.steps > WATCHED_STEPS:
+            return False
         self.old += self.saw_backward and not self.is_cleared
         self.is_cleared = self.saw_backward = False
-        return self.steps == WATCHED_STEPS and self.old >= MIN_OLD * WATCHED_STEPS
+        return self.steps == WATCHED_STEPS and self.old >= MIN_OLD * (WATCHED_STEPS - 1)
 
 
 class MistakeFinder:
@@ -81,70 +103,100 @@ class MistakeFinder:
         self._steps = self._backwards = self._replaced = 0
         self._num_looks = 0
         self._watched: dict[int, _Watched] = {}
-        self._stepped_parameters: dict[int, tuple[Any, Any]] = {}
-        """ID of a parameter → it, and the newest optimizer that changed it."""
+        self._owners: dict[tuple[Any, ...], _Watched] = {}
+        """ID and shape of a parameter → the newest optimizer that changed it."""
         self._sizes: list[int] = []
         self._evaluated: deque[Any] = deque(maxlen=8)
         self._eval_steps = 0
         self._is_on = True
 
     def report(self, kind: str, place: str = "", **values: "Any") -> None:
-        """Writes it into a file for the watcher, unless it is there."""
-        if kind in self._found:
-            return
-        self._found[kind] = dict(values, kind=kind, place=place or self._places.get(kind, ""))
-        with open(self._path + ".new", "w") as file:
-            json.dump(list(self._found.values()), file)
-        os.replace(self._path + ".new", self._path)
+        """Writes it into a file for the watcher, unless it is there. Never raises."""
+        if kind not in self._found:
+            self._found[kind] = dict(values, kind=kind, place=place or self._places.get(kind, ""))
+            self._write()
+
+    def withdraw(self, kind: str) -> None:
+        """It was reported, and is not so any more."""
+        if self._found.pop(kind, None) is not None:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            with open(self._path + ".new", "w") as file:
+                json.dump(list(self._found.values()), file)
+            os.replace(self._path + ".new", self._path)
+        except Exception as error:  # noqa: BLE001 (no space, or the watcher is gone)
+            self._stop(error)
 
     def note_place(self, kind: str) -> None:
         """Something was turned on that is a mistake only if it stays."""
-        self._places[kind] = own_line()
+        try:
+            self._places[kind] = own_line()
+        except Exception as error:  # noqa: BLE001
+            self._stop(error)
 
     def note_evaluated(self, module: "Any") -> None:
-        """The module was put into its mode for evaluation."""
-        if self._is_on:
+        """The module was put into its mode for evaluation, in the training thread."""
+        if not self._is_on:
+            return
+        try:
             self._evaluated.append((ref(module), own_line()))
+        except Exception as error:  # noqa: BLE001 (a class without weak references)
+            self._stop(error)
 
     def before_backward(self, tensors: "Any", create_graph: "Any") -> None:
         """An outermost backward pass of the training thread begins, from the loss or several tensors. create_graph: as
         of torch.autograd.backward."""
-        if not self._is_on:
+        if not self._is_on or _is_compiling():
             return
         try:
             self._backwards += 1
-            if create_graph and self._count("create_graph") == LOOK_STEPS:
+            if create_graph and self.count("create_graph") == LOOK_STEPS:
                 self.report("create_graph", own_line())
             for watched in self._watched.values():
-                if watched.steps < WATCHED_STEPS and not watched.is_cleared:
-                    watched.look()
+                watched.begin_backward()
             if self._backwards in LOSS_BACKWARDS:
                 for kind in _loss_mistakes(tensors):
-                    self.report(kind, own_line())
+                    if self.count(kind) == 2:  # one may be a batch of a single sample
+                        self.report(kind, own_line())
             if self._backwards in SIZED_BACKWARDS:
                 self._sizes.append(sum(1 for _ in _nodes(tensors, MAX_NODES)))
                 sizes = self._sizes
                 pairs = list(zip(sizes, sizes[1:]))  # noqa: B905, RUF007 (Python 3.8)
-                if len(sizes) == len(SIZED_BACKWARDS) and all(b >= min(MIN_GROWTH * a, MAX_NODES) for a, b in pairs):
+                grows = all(b >= min(MIN_GROWTH * a, MAX_NODES) for a, b in pairs)
+                if len(sizes) == len(SIZED_BACKWARDS) and grows and sizes[1] < MAX_NODES:
                     self.report("growing_graph", own_line(), first=sizes[0], last=sizes[-1])
         except Exception as error:  # noqa: BLE001 (a tensor of a kind that is not known)
             self._stop(error)
 
+    def after_backward(self) -> None:
+        """It has ended without an error."""
+        if not self._is_on or _is_compiling():
+            return
+        try:
+            for watched in self._watched.values():
+                watched.end_backward()
+        except Exception as error:  # noqa: BLE001 (as above)
+            self._stop(error)
+
     def after_step(self, optimizer: "Any", groups: "Any", is_trained: "Callable[[Any], bool]") -> None:
         """An optimizer of torch has stepped. is_trained: whether a module has the parameters that are trained."""
-        if not self._is_on:
+        if not self._is_on or _is_compiling():
             return
         try:
             watched = self._watched.get(id(optimizer))
             if watched is None or watched.optimizer() is not optimizer:
                 self._add(optimizer, groups)
-            elif watched.steps < WATCHED_STEPS and watched.step():
+            elif watched.step():
                 self.report("old_gradients", own_line())
             self._steps += 1
             if self._evaluated:
                 self._look_at_mode(is_trained)
-            if self._steps in GRADIENT_STEPS or self._steps % GRADIENT_STEPS[-1] == 0:
-                self._look_at_gradients(groups)
+            if watched is not None and watched.steps == watched.look_at:
+                at = watched.look_at
+                watched.look_at = at + GRADIENT_STEPS[0] if at < GRADIENT_STEPS[-1] else 2 * at
+                self._look_at_gradients(groups, id(optimizer))
             if self._steps % LOOK_STEPS == 0:
                 self.look(_torch_aids())
         except Exception as error:  # noqa: BLE001 (an optimizer with other groups than torch's)
@@ -152,35 +204,44 @@ class MistakeFinder:
 
     def look(self, aids: "dict[str, bool]") -> None:
         """aids: kind → whether it is on; those of Python are added. One that is on in nearly all looks is reported."""
+        if not self._is_on:
+            return
         self._num_looks += 1
         for kind, is_on in {**_python_aids(), **aids}.items():
             self._looks[kind] = self._looks.get(kind, 0) + is_on
             if self._looks[kind] >= max(MIN_LOOKS, MIN_ON * self._num_looks):
                 self.report(kind)
+            else:
+                self.withdraw(kind)
 
-    def _count(self, kind: str) -> int:
+    def count(self, kind: str) -> int:
+        """How often it was seen, with this time."""
         self._looks[kind] = self._looks.get(kind, 0) + 1
         return self._looks[kind]
 
     def _add(self, optimizer: "Any", groups: "Any") -> None:
         """An optimizer steps for the first time."""
-        parameters = (parameter for group in groups for parameter in group["params"])
-        parameter = next((one for one in parameters if one.grad is not None and _is_readable(one.grad)), None)
-        if parameter is None:
+        places = ((one.grad, one, (i, k)) for i, group in enumerate(groups) for k, one in enumerate(group["params"]))
+        grad, parameter, position = next(
+            (place for place in places if place[0] is not None and _is_readable(place[0])), (None, None, (0, 0))
+        )
+        if grad is None or parameter is None:
             return
-        before, older = self._stepped_parameters.get(id(parameter), (lambda: None, lambda: None))
-        if before() is parameter and older() is None and optimizer.state:  # what the older one knew is lost
+        key = (id(parameter), tuple(parameter.shape))
+        older, watched = self._owners.get(key), _Watched(optimizer, position)
+        is_replaced = older is not None and older.optimizer() is None and older.steps <= MAX_REPLACED_STEPS
+        if is_replaced and optimizer.state:  # what the older one knew is lost
             self._replaced += 1
             if self._replaced >= MIN_REPLACED:
                 place = optimizer.__dict__.get(PLACE_ATTR, "")
                 self.report("optimizer_again", place, steps=self._steps, optimizers=self._replaced)
-        self._stepped_parameters[id(parameter)] = ref(parameter), ref(optimizer)
         if len(self._watched) > 64:
             self._watched.clear()
-        self._watched[id(optimizer)] = _Watched(optimizer, parameter)
+            self._owners.clear()
+        self._owners[key] = self._watched[id(optimizer)] = watched
 
     def _look_at_mode(self, is_trained: "Callable[[Any], bool]") -> None:
-        alive = [(module(), place) for module, place in self._evaluated]
+        alive = [(module(), place) for module, place in list(self._evaluated)]
         evaluated = [(module, place) for module, place in alive if module is not None and not module.training]
         wrong, place = next((entry for entry in evaluated if is_trained(entry[0])), (None, ""))
         if wrong is None:
@@ -190,26 +251,28 @@ class MistakeFinder:
         self._eval_steps += 1
         if self._eval_steps < LOOK_STEPS:
             return
-        names = {type(module).__name__ for module in wrong.modules()}
-        affected = sorted(name for name in names if any(part in name for part in _TRAINS_ONLY))
+        affected = sorted({type(module).__name__ for module in wrong.modules() if _differs_in_training(module)})
         self._evaluated.clear()
         if affected:
             self.report("eval_mode", place, step=self._steps, layers=", ".join(affected[:3]))
 
-    def _look_at_gradients(self, groups: "Any") -> None:
+    def _look_at_gradients(self, groups: "Any", optimizer: int) -> None:
         gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
-        gradients = [grad for grad in gradients if _is_readable(grad)]
-        if not gradients:
+        gradients = [grad.detach() for grad in gradients if _is_readable(grad) and grad.is_floating_point()]
+        smallest = min(gradients, key=lambda grad: grad.numel(), default=None)
+        if smallest is None:
             return
-        total = float(gradients[-1].float().abs().sum())  # a sum of many in half precision overflows
+        total = float(smallest.reshape(-1)[:MAX_READ].float().abs().sum())  # in half precision, a sum may overflow
         is_finite = total - total == 0.0
         is_zero = total == 0.0 and not any(bool(grad.any()) for grad in gradients)
-        is_double = str(gradients[-1].dtype) == "torch.float64"
+        is_double = str(smallest.dtype) == "torch.float64"
         for kind, is_so in (("non_finite_gradients", not is_finite), ("zero_gradients", is_zero),
                             ("double_precision", is_double)):  # fmt: skip
-            self._looks[kind] = self._looks.get(kind, 0) + 1 if is_so else 0
-            if self._looks[kind] >= MIN_LOOKS:
+            name = "%s of %d" % (kind, optimizer)  # noqa: UP031
+            if is_so and self.count(name) >= MIN_LOOKS:
                 self.report(kind, step=self._steps)
+            elif not is_so and self._looks.pop(name, 0) >= MIN_LOOKS:
+                self.withdraw(kind)
 
     def _stop(self, error: BaseException) -> None:
         self._is_on = False
@@ -232,6 +295,22 @@ def _torch_aids() -> "dict[str, bool]":
     torch = sys.modules["torch"]
     profiles = getattr(torch.autograd, "_profiler_enabled", bool)
     return {"anomaly": bool(getattr(torch, "is_anomaly_enabled", bool)()), "autograd_profiler": bool(profiles())}
+
+
+def _is_compiling() -> bool:
+    """Whether torch.compile traces this code: nothing is looked at then."""
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    return compiler is not None and bool(getattr(compiler, "is_compiling", bool)())
+
+
+def _differs_in_training(module: "Any") -> bool:
+    """Whether the module is in its mode for evaluation, and would work differently in a training."""
+    name = type(module).__name__
+    if module.training or not any(part in name for part in _TRAINS_ONLY):
+        return False
+    if "Norm" in name:
+        return getattr(module, "running_mean", None) is not None
+    return bool(getattr(module, "p", getattr(module, "drop_prob", 1.0)))
 
 
 def _is_readable(grad: "Any") -> bool:
@@ -286,21 +365,23 @@ def _loss_mistakes(tensors: "Any") -> "set[str]":
             if before in ("Sigmoid", "Softmax"):
                 found.add("sigmoid_twice")
         elif before in _RAW:
-            found.add("raw_nll")
+            found.add("nll_of_probabilities" if before in ("Softmax", "Sigmoid") else "raw_nll")
         elif given is not None and before == "LogSoftmax":
             first = _before(given)
             if first is not None and _operation(first) in ("Softmax", "Sigmoid"):
                 found.add("softmax_twice")
-            probabilities = getattr(given, "_saved_result", None)
-            if probabilities is not None and probabilities.shape[_dimension(given, probabilities)] == 1:
+            if _has_one_class(given):
                 found.add("one_class")
     return found
 
 
-def _dimension(node: "Any", result: "Any") -> int:
-    """Torch keeps a negative one as an unsigned number."""
-    dimension = int(getattr(node, "_saved_dim", -1))
-    return dimension if dimension < result.dim() else dimension - (1 << 64)
+def _has_one_class(node: "Any") -> bool:
+    """By its shape alone: reading a saved tensor would run the job's hooks for these."""
+    metadata = getattr(node, "_input_metadata", None)
+    if not metadata:
+        return False
+    shape, dimension = metadata[0].shape, int(getattr(node, "_saved_dim", -1))
+    return bool(shape[dimension if dimension < len(shape) else dimension - (1 << 64)] == 1)  # torch keeps it unsigned
 
 
 def own_line() -> str:

@@ -161,6 +161,13 @@ def _look_for_aids(stepper: "Any") -> None:
     """Each LOOK_STEPS: whether the step runs eagerly, because functions are told to, or as it is in none."""
     if clock.values[STEPS] % LOOK_STEPS:
         return
+    try:
+        _look(stepper)
+    except Exception as error:  # noqa: BLE001 (the job goes on)
+        report_failure("mistakes", error)
+
+
+def _look(stepper: "Any") -> None:
     eager = sys.modules.get("tensorflow.python.eager.polymorphic_function.eager_function_run")
     runs_eagerly = bool(getattr(eager, "RUN_FUNCTIONS_EAGERLY", False)) or bool(getattr(stepper, "run_eagerly", False))
     has_graph = TRAINS_ATTR in getattr(stepper, "__dict__", {}) or state.in_fit  # else it is an optimizer

@@ -24,6 +24,7 @@ from .clock import (
     patch_timed,
     timed_next,
 )
+from .failures import report_failure
 from .instruments import patch_collectives as time_collectives
 from .instruments import time_compilations, timed
 from .mistakes import PLACE_ATTR, own_line
@@ -102,13 +103,17 @@ def patch_optimizers(module: "Any") -> None:
             clock.mistakes.after_step(optimizer, groups, is_trained)
 
     def is_trained(module: "Any") -> bool:
-        return clock.is_of_training(module.parameters(), 0.95)  # a backbone that is frozen on purpose has less
+        # a backbone that is frozen on purpose has less of the optimizer, a model of which only the head is trained more
+        return clock.is_of_training(module.parameters(), 0.95) and clock.trains_most_of(module.parameters())
 
     original = module.Optimizer.__init__
 
     @wraps(original)
     def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
-        self.__dict__.setdefault(PLACE_ATTR, own_line())
+        try:
+            self.__dict__.setdefault(PLACE_ATTR, own_line())
+        except Exception as error:  # noqa: BLE001 (an optimizer without attributes)
+            report_failure("optimizer", error)
         original(self, *args, **kwargs)
 
     module.Optimizer.__init__ = __init__
@@ -145,6 +150,7 @@ def patch_backward(module: "Any") -> None:
         finally:
             depth -= is_training_thread
         if is_training_thread and not depth:
+            clock.mistakes.after_backward()
             clock.count_backward(module)
 
     module.backward = wrapper
@@ -186,7 +192,8 @@ def patch_modules(module: "Any") -> None:
             cls.train = original_train
 
     def eval(self: "Any") -> "Any":
-        clock.mistakes.note_evaluated(self)
+        if clock.is_in_training_thread():
+            clock.mistakes.note_evaluated(self)
         try:
             if clock.may_evaluate() and clock.is_of_training(self.parameters()):
                 clock.set_evaluating(True)
