@@ -265,7 +265,8 @@ class Recorder:
                     self._folder.event("info", holders[0]["text"], facts={"growth": holders})
                 if (mistakes := hook_reader.mistakes() + self._printed) != self._mistakes:
                     self._mistakes = mistakes
-                    text = "seen in the training loop: " + ", ".join(str(one["kind"]) for one in mistakes)
+                    kinds = ", ".join(str(one["kind"]) for one in mistakes)
+                    text = f"seen in the training loop: {kinds or 'no mistake any more'}"
                     self._folder.event("info", text, facts={"mistakes": mistakes})
             if hook_reader.is_on and (stopping or hook_reader.has_trained()):
                 self.set_coverage(HOOK_SOURCE, hook_reader.status())
@@ -286,7 +287,7 @@ class Recorder:
 
     def _write_once(self, kind: str, text: str, **data: Any) -> None:
         """Writes an event with one fact, unless there was one with this fact."""
-        (name,) = data.get("facts") or data
+        (name,) = data
         if name not in self._events_written:
             self._events_written.add(name)
             step = self._windows.step if name == "not_finite" else None

@@ -22,7 +22,7 @@ _ALL_STEPS_LOST = "all of the time in steps: {} was learned in it"
 LR_TOO_HIGH = find_cause("lr_too_high")
 
 LR_TOO_LOW = find_cause("lr_too_low")
-_VANISHED = "The learning rate falls to nearly nothing long before the end"
+_VANISHED = "The learning rate decays to nearly zero long before the end"
 
 
 class _Divergence(NamedTuple):
@@ -79,7 +79,7 @@ def _find_divergence(run: RunRecords) -> _Divergence | None:
     if max(values) >= cause.threshold("blew_up") * newest and newest >= cause.threshold("learns") * thirds[1]:
         text = f"the loss jumped to {max(values):.3g}, is {newest:.3g} and does not fall any more"
         return _Divergence(text, max(values) / newest, steps_s, basis)
-    if (still := _find_still_loss(run)) is not None and still.value >= cause.threshold("risen") * first:
+    if (still := _find_constant_loss(run)) is not None and still.value >= cause.threshold("risen") * first:
         text = f"the loss has risen from {first:.3g} to {still.value:.4g}, {still.text}"
         return _Divergence(text, still.value / first, steps_s, basis)
     jumps = [
@@ -111,14 +111,14 @@ def _find_blow_up(run: RunRecords, values: Sequence[float]) -> _Divergence | Non
     return _Divergence(text, max(values) / values[0], steps_s, basis)
 
 
-class _StillLoss(NamedTuple):
+class _ConstantLoss(NamedTuple):
     value: float
     text: str
 
 
-def _find_still_loss(run: RunRecords) -> _StillLoss | None:
-    """The loss of the newest windows, if it does not change at all. The noise of a training is larger, so it is more
-    than a loss that is as low as it gets; one of few digits may only look so."""
+def _find_constant_loss(run: RunRecords) -> _ConstantLoss | None:
+    """The loss of the newest windows, if it is constant. A training that has converged still has the noise of its
+    batches; a loss that is printed with few digits may only look constant."""
     threshold, values = LR_TOO_LOW.threshold, run.learning.loss.values
     still: list[float] = []
     low, high = math.inf, 0.0
@@ -138,13 +138,13 @@ def _find_still_loss(run: RunRecords) -> _StillLoss | None:
     classes = round(math.exp(value)) if value < math.log(threshold("max_classes")) else 0
     if classes > 1 and abs(value - math.log(classes)) <= threshold("still") * value:
         text += f": it is ln {classes}, the loss of a model that guesses among {classes} classes"
-    return _StillLoss(value, text)
+    return _ConstantLoss(value, text)
 
 
 def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     """By an optimizer whose parameters have no gradients; by a schedule that ends early; by the run's own event, unless
-    the loss has fallen since; else by a loss that does not change: at a tiny learning rate, in a thousand steps, or
-    (info) in fewer."""
+    the loss has fallen since; by a constant loss; else by one that hardly changes: at a tiny learning rate, in a
+    thousand steps, or (info) in fewer."""
     learning = run.learning
     steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
     loss = _median_thirds(learning.loss)
@@ -169,7 +169,7 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     if events := learning.events.get("lr_too_low"):
         has_learned = loss is not None and loss[-1] < cause.threshold("learned") * loss[0]
         return None if has_learned else finding_from_events(run, cause, events, steps_s, basis)
-    still, first = _find_still_loss(run), next(iter(learning.loss.values), 0.0)
+    still, first = _find_constant_loss(run), next(iter(learning.loss.values), 0.0)
     if still is not None and cause.threshold("learned") * first < still.value < LR_TOO_HIGH.threshold("risen") * first:
         shown = [make_evidence(f"the loss is {still.value:.4g} {still.text}", still.value, "steps.jsonl: losses")]
         return make_finding(

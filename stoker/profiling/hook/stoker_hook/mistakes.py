@@ -1,8 +1,8 @@
 """What no clock shows of a training loop: a debugging aid that stays on, and mistakes that frameworks do not report,
 such as gradients that are never cleared. They are found by a few looks at the loss, the gradients and the interpreter.
 
-A kind of mistake is a name here and a row of `stoker/knowledge/mistakes.toml`, which says what it is and how it is
-mended. In the training thread; nothing of the job is changed.
+A kind of mistake is a name here and a row of `stoker/knowledge/mistakes.toml`, which says what it is and how to fix
+it. In the training thread; nothing of the job is changed.
 """
 
 import json
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-LOOK_STEPS, GRADIENT_STEPS = 16, (16, 32, 48)
-"""Steps from one look at the interpreter to the next. Steps of an optimizer in which its gradients are looked at, which
-waits for a device; after the last of them, in twice as many steps each time."""
+LOOK_STEPS, FREQUENT_STEPS = 16, 48
+"""Steps from one look at the interpreter, or at an optimizer's gradients, to the next. Reading gradients waits for a
+device, so after so many steps of the optimizer it is done at twice as many steps each time."""
 MIN_LOOKS, MIN_ON = 3, 0.9
 """Looks, and the fraction of them, that must have seen the same."""
 WATCHED_STEPS, MIN_OLD = 40, 0.9
@@ -40,8 +40,8 @@ SIZED_BACKWARDS, MAX_NODES, MIN_GROWTH = (4, 8, 16, 32, 64), 20_000, 1.7
 to the next: one that contains the steps before doubles, and sequences of any length do not."""
 _RESHAPES = ("View", "Reshape", "UnsafeView", "Permute", "Transpose", "Squeeze", "Unsqueeze", "T", "Alias", "Clone",
              "Slice", "Select", "ToCopy", "Expand")  # fmt: skip
-_RAW = ("Addmm", "Mm", "Convolution", "MkldnnConvolution", "Softmax", "Sigmoid")
-"""Operations of which no result is a logarithm of probabilities."""
+_LAYERS, _PROBABILITIES = ("Addmm", "Mm", "Convolution", "MkldnnConvolution"), ("Softmax", "Sigmoid")
+"""Operations whose results are any numbers, or probabilities, and no logarithms of these."""
 _TRAINS_ONLY = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth", "InstanceNorm")
 """In the names of classes of modules that work differently while a model is trained."""
 
@@ -56,7 +56,7 @@ class _Watched:
         self.optimizer, self.position = ref(optimizer), position
         self.is_cleared = self.saw_backward = False
         self.before: tuple[int, int] | None = None
-        self.steps, self.old, self.look_at = 1, 0, GRADIENT_STEPS[0]
+        self.steps, self.old, self.look_at = 1, 0, LOOK_STEPS
 
     def _grad(self) -> "Any":
         optimizer = self.optimizer()
@@ -195,7 +195,7 @@ class MistakeFinder:
                 self._look_at_mode(is_trained)
             if watched is not None and watched.steps == watched.look_at:
                 at = watched.look_at
-                watched.look_at = at + GRADIENT_STEPS[0] if at < GRADIENT_STEPS[-1] else 2 * at
+                watched.look_at = at + LOOK_STEPS if at < FREQUENT_STEPS else 2 * at
                 self._look_at_gradients(groups, id(optimizer))
             if self._steps % LOOK_STEPS == 0:
                 self.look(_torch_aids())
@@ -362,13 +362,15 @@ def _loss_mistakes(tensors: "Any") -> "set[str]":
         given = _before(node)
         before = "" if given is None else _operation(given)
         if name == "BinaryCrossEntropyWithLogits":
-            if before in ("Sigmoid", "Softmax"):
+            if before in _PROBABILITIES:
                 found.add("sigmoid_twice")
-        elif before in _RAW:
-            found.add("nll_of_probabilities" if before in ("Softmax", "Sigmoid") else "raw_nll")
+        elif before in _PROBABILITIES:
+            found.add("nll_of_probabilities")
+        elif before in _LAYERS:
+            found.add("raw_nll")
         elif given is not None and before == "LogSoftmax":
             first = _before(given)
-            if first is not None and _operation(first) in ("Softmax", "Sigmoid"):
+            if first is not None and _operation(first) in _PROBABILITIES:
                 found.add("softmax_twice")
             if _has_one_class(given):
                 found.add("one_class")
