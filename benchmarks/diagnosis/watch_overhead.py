@@ -1,13 +1,16 @@
-"""What `stoker watch` costs a job: the same job with it and without, in turn, on five frameworks.
+"""What `stoker watch` costs a job: the same job with it and without, at the same time, on five frameworks.
 
 CPU-seconds are those of all processes: the job and its children, and for `stoker watch` also the watcher and the relays
-of the output. They exclude other load, but not its effect on caches and clock rates, so the figure is the
-median over pairs of neighbors in time. Keras on TensorFlow needs `make peers` (or a Python that has it in
+of the output. They exclude other load, but not its effect on caches and clock rates, which changes from one minute to
+the next by more than what is measured. So both of a pair run at the same time, each bound to one core, and change
+cores from one pair to the next. Keras on TensorFlow needs `make peers` (or a Python that has it in
 STOKER_PEERS_PYTHON), Ultralytics a Python that has it in STOKER_ULTRALYTICS_PYTHON. Linux only.
 """
 
 import argparse
+import concurrent.futures
 import ctypes
+import multiprocessing
 import os
 import resource
 import statistics
@@ -23,7 +26,8 @@ from benchmarks.report import Bar, Report, options, publish, spread
 RATIO, FIXED_S = 0.02, 1.5
 """The bar: this fraction of the job's CPU-seconds, and this time for the start of the watcher."""
 
-PEERS = os.environ.get("STOKER_PEERS_PYTHON", str(Path(__file__).resolve().parents[2] / ".peers/bin/python"))
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = os.environ.get("STOKER_PEERS_PYTHON", str(ROOT / ".peers/bin/python"))
 QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1",
          "KERAS_BACKEND": "tensorflow", "PYTHONWARNINGS": "ignore"}  # fmt: skip
 
@@ -149,42 +153,64 @@ def find_jobs() -> list[Job]:
     return jobs
 
 
-def measure(words: list[str], folder: Path) -> tuple[float, float]:
-    """(CPU-seconds of all processes, wall seconds) of a command. Raises CalledProcessError if it fails."""
+def adopt_orphans() -> None:
+    """Make this process the parent of what outlives its own parent, so that its time is counted here."""
+    pr_set_child_subreaper = 36  # linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def measure(job: Job, steps: int, *, watched: bool, core: int) -> tuple[float, float]:
+    """(CPU-seconds of all processes, wall seconds) of a job, in a process that runs nothing else meanwhile.
+
+    Raises RuntimeError if the job fails.
+    """
+    os.sched_setaffinity(0, {core})
     before, start_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run(words, cwd=folder, env={**os.environ, **QUIET}, capture_output=True, check=False)
-    wall_s = time.monotonic() - start_s
-    if done.returncode:
-        raise RuntimeError(f"{words[0]} … ended with exit code {done.returncode}: {done.stderr.decode()[-1000:]}")
-    try:
-        while True:
-            os.wait()  # those that outlived their parent belong to this process, the subreaper
-    except ChildProcessError:
-        pass  # none is left
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "job.py").write_text(job.code)
+        watch = [sys.executable, "-m", "stoker", "watch", "--run-dir", f"{folder}/run", "--"] if watched else []
+        words = [*watch, job.python, "job.py", str(steps)]
+        environment = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, check=False)
+        wall_s = time.monotonic() - start_s
+        if done.returncode:
+            raise RuntimeError(f"{words[0]} … ended with exit code {done.returncode}: {done.stderr.decode()[-1000:]}")
+        try:
+            while True:
+                os.wait()
+        except ChildProcessError:
+            pass  # none is left
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall_s
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    rounds, divisor = (2, 5) if arguments.quick else (5, 1)
-    pr_set_child_subreaper = 36  # linux/prctl.h
-    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+    rounds, divisor = (2, 5) if arguments.quick else (6, 1)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("this benchmark needs two cores: one for the watched job, one for the same job without")
     report = Report("Cost of `stoker watch`: CPU-seconds of a job with it and without, of all processes", rounds)
     report.packages = ("stoker", "torch", "transformers", "pytorch-lightning")
     jobs = [job for job in find_jobs() if arguments.only in (None, job.name)]
-    for number in range(rounds):
-        for job in jobs:
-            if not Path(job.python).exists():
-                continue
-            for on in (True, False) if number % 2 else (False, True):
-                with tempfile.TemporaryDirectory() as folder:
-                    Path(folder, "job.py").write_text(job.code)
-                    words = [job.python, "job.py", str(job.steps // divisor)]
-                    watch = [sys.executable, "-m", "stoker", "watch", "--run-dir", f"{folder}/run", "--"] if on else []
-                    cpu_s, wall_s = measure([*watch, *words], Path(folder))
-                job.cpu_s[on].append(cpu_s)
-                job.wall_s[on].append(wall_s)
-                print(f"{job.name}, {'with' if on else 'without'}: {cpu_s:.2f} CPU-s, {wall_s:.1f} s", file=sys.stderr)
+    pool = concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), adopt_orphans)
+    with pool:
+        for number in range(rounds):
+            for job in jobs:
+                if not Path(job.python).exists():
+                    continue
+                steps = job.steps // divisor
+                pair = {
+                    watched: pool.submit(measure, job, steps, watched=watched, core=cores[(number + watched) % 2])
+                    for watched in (True, False)
+                }
+                for watched, result in pair.items():
+                    cpu_s, wall_s = result.result()
+                    job.cpu_s[watched].append(cpu_s)
+                    job.wall_s[watched].append(wall_s)
+                    print(
+                        f"{job.name}, {'with' if watched else 'without'}: {cpu_s:.2f} CPU-s, {wall_s:.1f} s",
+                        file=sys.stderr,
+                    )
     for job in jobs:
         if not job.cpu_s[True]:
             report.rows.append({"job": job.name, "": "n/a: `make peers`"})
