@@ -63,6 +63,7 @@ def run_rules(run: RunRecords) -> list[Finding]:
     if end_findings and end_findings[0].id == "hang":
         shown = msgspec.structs.replace(end_findings[0], evidence=end_findings[0].evidence + host.stuck_evidence(run))
         end_findings[0] = host.name_stuck(run, shown)
+    end_findings, remaining = _merge_divergence(end_findings, remaining)
     if not end_findings:
         if any(finding.id == "hung" for finding in remaining):
             explained = postmortem.explain_hang(run.read_output(), has_stepped=run.totals.steps > 0)
@@ -79,6 +80,16 @@ def run_rules(run: RunRecords) -> list[Finding]:
         covered.update(_COVERED_CAUSES.get(end_finding.id, ()))
     leaks = [finding for finding in remaining if run.ended_for_memory and finding.id == "host_memory_leak"]
     return [*leaks, *end_findings, *(f for f in remaining if f.id not in covered and f not in leaks)]
+
+
+def _merge_divergence(ends: list[Finding], others: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """The loss that the output shows to be NaN or infinite is the one that the records know more of: one finding."""
+    lost = next((finding for finding in others if finding.id == "non_finite_loss"), None)
+    ended = next((finding for finding in ends if finding.id == "diverged"), None)
+    if lost is None or ended is None:
+        return ends, others
+    merged = msgspec.structs.replace(lost, id=ended.id, title=ended.title, evidence=[*ended.evidence, *lost.evidence])
+    return [merged if end is ended else end for end in ends], [other for other in others if other is not lost]
 
 
 def _supersedes(run: RunRecords, finding: Finding, other: Finding) -> bool:

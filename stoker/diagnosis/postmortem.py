@@ -116,6 +116,9 @@ def explain(termination: Termination) -> list[Finding]:
         findings = [_make_finding("ended_without_record", evidence, severity="info")]
     elif termination.exit_code != 0 or _ends_in_traceback(termination.output):
         findings = _explain_end(termination, matches, bad_losses)
+        if findings[0].id in UNEXPLAINED and termination.handled_error and not find_tracebacks(termination.output):
+            output = (*termination.output, *termination.handled_error)
+            return explain(dataclasses.replace(termination, output=output, handled_error=()))
         findings = [_name_full_device(termination, name_memory_holders(finding)) for finding in findings]
         findings = [name_place(termination.output, name_package(finding)) for finding in findings]
     if bad_losses and all(finding.id != "diverged" for finding in findings):

@@ -164,6 +164,7 @@ class Termination:
     oom_kills: kills by the kernel in the job's cgroup while it ran (memory.events: oom_kill, after - before).
     kernel_log: lines of the kernel's log of that time; pids: the job's processes. xids: Xid errors of its GPUs.
     empty_inputs: input files of zero bytes. memory_growth: growth of memory_fraction between the last two samples.
+    handled_error: traceback of an error that the program handled only to end; Python has printed none of it.
     """
 
     exit_code: int | None = None
@@ -183,6 +184,7 @@ class Termination:
     disk_free_bytes: int | None = None
     samples_source: str = ""
     empty_inputs: tuple[str, ...] = ()
+    handled_error: tuple[LogLine, ...] = ()
     hang: "HangInfo | None" = None
 
     @property

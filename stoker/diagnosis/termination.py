@@ -181,6 +181,7 @@ class EndReader:
             disk_free_bytes=newest.disk_free_bytes,
             samples_source=self._samples_source,
             empty_inputs=tuple(end_data.get("empty_inputs", ())),
+            handled_error=tuple(LogLine(text, source) for text in end_data.get("handled_error", ())),
             hang=self._hang(),
         )
 

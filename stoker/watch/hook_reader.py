@@ -469,23 +469,33 @@ class HookReader:
     def growing(self) -> list[dict[str, Any]]:
         """What holds the memory that grows, of the process that reported last (`stoker_hook/growth.py`); empty: nothing
         was found. Raises nothing for a file that the hook has not written."""
-        reports = sorted(self._directory.glob("*.growth"), key=lambda path: path.stat().st_mtime)
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            for path in reports[-1:]:
-                data = regular_files.read_bytes(path, max_bytes=MAX_ERROR_BYTES)
-                return describe_growth(msgspec.json.decode(data, type=list[dict[str, Any]]))
-        return []
+        return describe_growth(next(reversed(self._reports("*.growth")), []))
 
     def mistakes(self) -> list[dict[str, Any]]:
         """What the hook of any process has reported (`stoker_hook/mistakes.py`), each kind once: `kind`, `place` and
         values. Raises nothing for a file that the hook has not written."""
         found: dict[str, dict[str, Any]] = {}
-        for path in sorted(self._directory.glob("*.mistakes")):
+        for report in self._reports("*.mistakes"):
+            for mistake in report:
+                found.setdefault(str(mistake.get("kind")), mistake)
+        return list(found.values())
+
+    def handled_error(self) -> list[str]:
+        """The traceback of the error that a process handled only to end (`stoker_hook/exits.py`), of the first one;
+        empty: none."""
+        return next((_lines(path) for path in self._oldest_first("*.exit")), [])
+
+    def _reports(self, pattern: str) -> list[list[dict[str, Any]]]:
+        """Of files that are whole lists; those that cannot be read are left out."""
+        reports = []
+        for path in self._oldest_first(pattern):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 data = regular_files.read_bytes(path, max_bytes=MAX_ERROR_BYTES)
-                for mistake in msgspec.json.decode(data, type=list[dict[str, str | int | float]]):
-                    found.setdefault(str(mistake.get("kind")), mistake)
-        return list(found.values())
+                reports.append(msgspec.json.decode(data, type=list[dict[str, str | int | float]]))
+        return reports
+
+    def _oldest_first(self, pattern: str) -> list[Path]:
+        return sorted(self._directory.glob(pattern), key=lambda path: path.stat().st_mtime)
 
     def next_windows(self, now_s: float, wall_s: float) -> dict[int, StepWindow]:
         """The window since the last one, for each rank that trains, the lowest first; before the first step, for the

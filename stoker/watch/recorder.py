@@ -214,6 +214,8 @@ class Recorder:
             data["pids"] = sorted(self._processes.pids & named_pids)[:MAX_PIDS]
         if empty := self._processes.empty_inputs():
             data["empty_inputs"] = empty
+        if handled := self._hook_reader.handled_error():
+            data["handled_error"] = handled
         return data
 
     def _thread_main(self) -> None:

@@ -11,7 +11,7 @@ Only the standard library and syntax of Python 3.8; nothing of stoker. An error 
 import os
 import sys
 
-from . import failures
+from . import exits, failures
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -102,4 +102,5 @@ def start(directory: str) -> None:
         pass
     except OSError:  # the watcher is gone, or this is another machine
         return
+    exits.patch_exits()
     sys.meta_path.insert(0, PatchingFinder())  # type: ignore[arg-type, unused-ignore]
