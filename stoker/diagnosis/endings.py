@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import statistics
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -316,6 +317,24 @@ def find_recurring_non_finite_losses(losses: list[LoggedLoss]) -> tuple[list[Log
         if num_spells >= _MIN_SPELLS and len(lines) >= minimum:
             found = lines, len(of_name)
     return found
+
+
+_NUMBER = re.compile(r"[-+]?\d*\.?\d+\.?(?:e[-+]?\d+)?", re.IGNORECASE)
+_EXPLODED_RATIO, _NUM_EXPLODED = 1000.0, 3
+"""A loss that was in as many lines, one after the other, this much larger than its median before (heuristic: a spike of
+some steps falls again, and no schedule of weights of the loss changes it so)."""
+
+
+def find_exploded_losses(losses: list[LoggedLoss]) -> list[LogLine]:
+    """The line before a training loss exploded, and its last lines, if it did not fall again; else empty."""
+    for name in _WHOLE_LOSSES:
+        of_name = [loss for loss in losses if loss.name == name and not _EVALUATION.search(loss.line.text)]
+        values = [float(loss.value) if _NUMBER.fullmatch(loss.value) else 0.0 for loss in of_name]
+        for start in range(_NUM_EXPLODED, len(values) - _NUM_EXPLODED + 1):
+            usual = statistics.median(map(abs, values[:start]))
+            if usual and min(values[start:]) >= _EXPLODED_RATIO * usual:
+                return [of_name[number].line for number in (start - 1, start, len(values) - 1)]
+    return []
 
 
 _LOSS_SCALE = re.compile(

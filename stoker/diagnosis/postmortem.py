@@ -23,6 +23,7 @@ from stoker.diagnosis.endings import (
     LinePattern,
     drop_ignored_exceptions,
     endings,
+    find_exploded_losses,
     find_losses,
     find_non_finite_losses,
     find_normal_end,
@@ -95,6 +96,7 @@ class _Match:
         return self.pattern.ending
 
 
+_EXPLODED_TITLE = "The loss exploded, and did not fall again"
 _RECURRING_TITLE = "The loss is NaN or infinite again and again"
 _RECURRING_FIX = (
     "Print the names of the images in such a step: some have boxes without width or height, labels out of range or no "
@@ -130,6 +132,10 @@ def explain(termination: Termination) -> list[Finding]:
         text = f"the loss was not finite in {len(recurring)} of {num_losses} lines"
         finding = _make_finding("diverged", [make_evidence(text), *_quote_lines(recurring)], severity="warning")
         findings.append(msgspec.structs.replace(finding, title=_RECURRING_TITLE, fix=_RECURRING_FIX))
+    exploded = find_exploded_losses(losses) if not termination.source and not bad_losses else []
+    if exploded and all(finding.id != "diverged" for finding in findings):
+        finding = _make_finding("diverged", _quote_lines(exploded))
+        findings.append(msgspec.structs.replace(finding, title=_EXPLODED_TITLE))
     remarks = {match.ending.id: match.ending for match in matches if match.ending.role == "remark"}
     for remark in sorted(remarks.values(), key=_rank):
         is_expected = remark.id in _GPU_REMARKS and (normal_end is not None or termination.gpu_used)
