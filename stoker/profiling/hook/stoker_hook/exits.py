@@ -5,7 +5,6 @@ what is handled while `sys.exit`, `exit` or `quit` is called with a failure goes
 The name and the signature of these functions stay.
 """
 
-import functools
 import os
 import sys
 
@@ -31,7 +30,6 @@ def patch_exits() -> None:
 
 
 def _reporting(leave: "Callable[..., Any]") -> "Callable[..., Any]":
-    @functools.wraps(leave)
     def report_and_leave(*args: "Any", **kwargs: "Any") -> "Any":
         error = sys.exc_info()[1]
         status = kwargs.get("code", args[-1] if args else None)
@@ -43,6 +41,8 @@ def _reporting(leave: "Callable[..., Any]") -> "Callable[..., Any]":
                 failures.report_failure("exit", failure)
         return leave(*args, **kwargs)
 
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):  # functools would take longer to import
+        setattr(report_and_leave, name, getattr(leave, name))
     return report_and_leave
 
 
