@@ -25,7 +25,7 @@ from stoker.profiling.telemetry.environment import describe_job
 from stoker.profiling.telemetry.machine import list_process_tree, read_kernel_lines
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
-from stoker.secrets import mask_argv
+from stoker.secrets import mask_argv, mask_secrets
 from stoker.watch.hook_reader import HookReader
 from stoker.watch.output import LineSplitter, ProgressParser, ProgressWindows
 
@@ -215,7 +215,7 @@ class Recorder:
         if empty := self._processes.empty_inputs():
             data["empty_inputs"] = empty
         if handled := self._hook_reader.handled_error():
-            data["handled_error"] = handled
+            data["handled_error"] = [mask_secrets(line) for line in handled]
         return data
 
     def _thread_main(self) -> None:
