@@ -10,7 +10,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
 python_version = $(or $(lastword $(sort $(wildcard $(PYENV)/$(1).*/bin/python))),python$(1))
 VERSION_TESTS := tests/models tests/training tests/hardware tests/data/test_augment_device.py tests/data/test_device_batches.py
 
-.PHONY: setup lock peers demo docs test test-slow test-oldest test-newest test-xla chaos soak check
+.PHONY: setup lock peers demo docs test test-slow test-long test-oldest test-newest test-xla chaos soak check
 .PHONY: bench bench-diagnose bench-diagnose-quick bench-gpu gpu-goal gpu-kit clean
 
 setup: .venv/.ready
@@ -39,7 +39,10 @@ test: setup
 	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: setup
-	$(PYTEST) --durations=40 --durations-min=15 -m "slow and not gpu"
+	$(PYTEST) --durations=40 --durations-min=15 -m "slow and not long and not gpu"
+
+test-long: setup  ## tests/long.txt: what CI leaves out; before a release
+	$(PYTEST) --durations=40 --durations-min=15 -m "long and not gpu"
 
 test-oldest: .venv-oldest/.ready  ## Python 3.11, torch 2.11; 3 GB, in .venv-oldest
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(VERSION_TESTS)

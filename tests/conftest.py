@@ -19,9 +19,16 @@ hypothesis.settings.load_profile("stoker")
 _NUMBERS = itertools.count()
 
 
+LONG = {line for line in Path(__file__).with_name("long.txt").read_text().splitlines() if not line.startswith("#")}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests get more time than `timeout` in pyproject.toml: some take minutes where other work has the cores."""
+    """Marks the tests of long.txt, before any are left out by their marks. Slow tests get more time than `timeout` in
+    pyproject.toml: some take minutes where other work has the cores."""
     for item in items:
+        if item.nodeid in LONG:
+            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
 

@@ -25,6 +25,7 @@ from stoker.training.ranks import Failure, Ranks, first_failure, read_reports, w
 from tests.drawn import draw, run_stoker
 from tests.fixtures.training_ranks import (  # noqa: F401
     FLAGS,
+    SYNC_BN,
     aps,
     arguments,
     assert_same_training,
@@ -163,7 +164,7 @@ def test_losses_and_gradients_are_those_of_the_whole_batch():
 @pytest.mark.parametrize("devices", [2])
 def test_ranks_train_what_one_process_trains(data: Path, whole: Path, tmp_path: Path, devices: int):
     """30 images: a batch of 12 reaches into the next epoch, and 6 validation images are no multiple of 3 · 4."""
-    assert_same_training(whole, train(data, tmp_path, devices, "--steps", STEPS_IN_ALL))
+    assert_same_training(whole, train(data, tmp_path, devices, "--steps", STEPS_IN_ALL, *SYNC_BN))
     untrained = train(data, tmp_path / "untrained", 1, "--steps", "1", "--lr", "1e-9")
     assert change(untrained, whole) > 0.1
 
@@ -172,7 +173,7 @@ def test_ranks_train_what_one_process_trains(data: Path, whole: Path, tmp_path: 
 def test_the_ap_of_ranks_is_that_of_one_process(tmp_path: Path):
     data = draw(tmp_path / "data", train=48, val=13)
     fast = ["--lr", "0.01", "--optimizer", "adamw", "--eval-every", "0", "--backbone-norm", "bn", "--hflip", "0"]
-    weights = train(data, tmp_path / "trained", 1, "--steps", "150", *fast) / "final.safetensors"
+    weights = train(data, tmp_path / "trained", 1, "--steps", "100", *fast) / "final.safetensors"
     again = ["--steps", "1", "--lr", "1e-9", "--ema-decay", "0", "--weights", str(weights)]
     found = [aps(train(data, tmp_path / str(n), n, *again))[1] for n in (1, 2, 3)]
     assert found[0] > 0.05, "there is something to compare"
@@ -185,13 +186,13 @@ STEPS_IN_ALL = "40"
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, from start to end."""
-    return train(data, tmp_path_factory.mktemp("whole"), 1, "--steps", STEPS_IN_ALL)
+    return train(data, tmp_path_factory.mktemp("whole"), 1, "--steps", STEPS_IN_ALL, *SYNC_BN)
 
 
 @pytest.mark.slow
 def test_stopped_on_two_continued_on_one_and_on_three(data: Path, tmp_path: Path):
     """With frozen norms: on one device there are two micro-batches, which trained ones would normalize apart."""
-    flags = ["--steps", STEPS_IN_ALL, "--model", "retinanet_mobilenet_v2_fpn", "--weights", "none"]
+    flags = ["--steps", "24", "--model", "retinanet_mobilenet_v2_fpn", "--weights", "none"]
     flags += ["--backbone-norm", "frozen_bn"]
     whole = train(data, tmp_path / "whole", 1, *flags)
     folder, run = tmp_path / "moved", tmp_path / "moved" / "run"
@@ -266,7 +267,7 @@ def test_an_unusable_image_is_recorded_once_whichever_rank_meets_it(tmp_path: Pa
     data = draw(tmp_path / "data", train=30)
     victim = data / "train" / "train-3.jpg"
     victim.write_bytes(victim.read_bytes()[:300])
-    one, two = train(data, tmp_path / "one", 1, "--steps", "20"), train(data, tmp_path / "two", 2, "--steps", "20")
+    one, two = (train(data, tmp_path / str(n), n, "--steps", "12", *SYNC_BN) for n in (1, 2))
     for run in (one, two):
         assert [Path(line.path).name for line in read_lines(run, QUARANTINE, Quarantined)] == ["train-3.jpg"]
     assert_same_training(one, two)
