@@ -174,7 +174,7 @@ def test_the_ap_of_ranks_is_that_of_one_process(tmp_path: Path):
     data = draw(tmp_path / "data", train=48, val=13)
     fast = ["--lr", "0.01", "--optimizer", "adamw", "--eval-every", "0", "--backbone-norm", "bn", "--hflip", "0"]
     weights = train(data, tmp_path / "trained", 1, "--steps", "100", *fast) / "final.safetensors"
-    again = ["--steps", "1", "--lr", "1e-9", "--ema-decay", "0", "--weights", str(weights)]
+    again = ["--steps", "1", "--lr", "1e-9", "--ema-decay", "0", "--weights", str(weights), *SYNC_BN]
     found = [aps(train(data, tmp_path / str(n), n, *again))[1] for n in (1, 2, 3)]
     assert found[0] > 0.05, "there is something to compare"
     assert found[1:] == pytest.approx([found[0]] * 2, abs=1e-6)
@@ -193,7 +193,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_on_two_continued_on_one_and_on_three(data: Path, tmp_path: Path):
     """With frozen norms: on one device there are two micro-batches, which trained ones would normalize apart."""
     flags = ["--steps", "24", "--model", "retinanet_mobilenet_v2_fpn", "--weights", "none"]
-    flags += ["--backbone-norm", "frozen_bn"]
+    flags += ["--backbone-norm", "frozen_bn", "--batch-size", "6"]
     whole = train(data, tmp_path / "whole", 1, *flags)
     folder, run = tmp_path / "moved", tmp_path / "moved" / "run"
     for devices in (2, 1):
