@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stoker.diagnosis.causes.cause import fill_apis
-from stoker.diagnosis.engine import CATALOG, apply_probe_result, diagnose, run_rules, write_findings
+from stoker.diagnosis.engine import CATALOG, _merge_divergence, apply_probe_result, diagnose, run_rules, write_findings
 from stoker.diagnosis.reader import read_run
 from stoker.findings.finding import Evidence, Finding
 from stoker.report.explain import explain_run, print_explanation
@@ -270,3 +270,17 @@ def test_any_records_give_consistent_findings(
     ours = [finding for finding in found if finding.id in CATALOG and finding.id != "hung"]
     first_told = next((n for n, finding in enumerate(ours) if finding.severity == "info"), len(ours))
     assert all(finding.severity == "info" for finding in ours[first_told:])
+
+
+def test_a_loss_that_is_nan_is_one_finding() -> None:
+    """The line of the output, and what the records know more: where, and what it cost."""
+    ended = Finding(id="diverged", severity="critical", title="ended", evidence=[Evidence(text="Loss is nan")])
+    lost = Finding(id="non_finite_loss", severity="critical", title="lost", evidence=[Evidence(text="step 7")],
+                   lost_device_s=9.0, place="train.py:3")  # fmt: skip
+    other = Finding(id="input_bound", severity="warning", title="other")
+    ends, others = _merge_divergence([ended], [lost, other])
+    assert [(f.id, f.title, f.lost_device_s, f.place) for f in ends] == [("diverged", "ended", 9.0, "train.py:3")]
+    assert [evidence.text for evidence in ends[0].evidence] == ["Loss is nan", "step 7"]
+    assert others == [other]
+    assert _merge_divergence([], [lost]) == ([], [lost])
+    assert _merge_divergence([ended], [other]) == ([ended], [other])

@@ -313,6 +313,27 @@ def test_a_loss_that_is_infinite_again_and_again_is_found(losses: list[object], 
         assert died("".join(lines).replace("Loss", other), exit_code=0) == []
 
 
+EXPLODED = ["0.727", "0.633", "0.619", "3.812", "5.212", "550625.562", "3951414016.000", "3848328704.000", "3.7e9"]
+"""Of a detector of the TensorFlow Object Detection API with a learning rate of 0.8."""
+
+
+@pytest.mark.parametrize(("losses", "lines"), [
+    (EXPLODED, [4, 5, 8]),
+    ([*EXPLODED[:7], "0.7", "0.6"], []),
+    (EXPLODED[:7], []),
+    (["0.7", "0.6", "0.5", "300.0", "320.0", "310.0", "330.0"], []),
+    (["0.0", "0.0", "0.0", "5.0", "5.0", "5.0"], []),
+    (["1e-9", "800000", "800001", "800002", "800003"], []),
+])  # fmt: skip
+def test_a_loss_that_explodes_in_a_log_is_found(losses: list[str], lines: list[int]) -> None:
+    text = "".join(f"INFO:tensorflow:Step {100 * n} per-step time 0.7s loss={loss}\n" for n, loss in enumerate(losses))
+    found = [finding for finding in died(text, exit_code=None) if finding.id == "diverged"]
+    assert [[source for _, source in quoted(finding)] for finding in found] == (
+        [[f"job.log:{n + 1}" for n in lines]] if lines else []
+    )
+    assert not [f for f in died(text, exit_code=None, source="events.jsonl:3") if f.id == "diverged"], "a run has rules"
+
+
 def test_a_traceback_behind_a_line_that_has_not_ended_is_one() -> None:
     """As in https://github.com/amdegroot/ssd.pytorch/issues/214."""
     text = """iter 1030 || Loss: 8.1139 || Traceback (most recent call last):
