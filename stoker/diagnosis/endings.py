@@ -320,9 +320,9 @@ def find_recurring_non_finite_losses(losses: list[LoggedLoss]) -> tuple[list[Log
 
 
 _NUMBER = re.compile(r"[-+]?\d*\.?\d+\.?(?:e[-+]?\d+)?", re.IGNORECASE)
-_EXPLODED_RATIO, _NUM_EXPLODED = 1000.0, 3
-"""A loss that was in as many lines, one after the other, this much larger than its median before (heuristic: a spike of
-some steps falls again, and no schedule of weights of the loss changes it so)."""
+_EXPLODED_LOSS, _EXPLODED_RATIO, _NUM_EXPLODED = 100.0, 1000.0, 3
+"""A loss that is above this to the end of a log, in as many lines, and this many times its median before (heuristic: a
+spike falls again; the loss of a second stage is not as large, or falls)."""
 
 
 def find_exploded_losses(losses: list[LoggedLoss]) -> list[LogLine]:
@@ -330,10 +330,15 @@ def find_exploded_losses(losses: list[LoggedLoss]) -> list[LogLine]:
     for name in _WHOLE_LOSSES:
         of_name = [loss for loss in losses if loss.name == name and not _EVALUATION.search(loss.line.text)]
         values = [float(loss.value) if _NUMBER.fullmatch(loss.value) else 0.0 for loss in of_name]
-        for start in range(_NUM_EXPLODED, len(values) - _NUM_EXPLODED + 1):
-            usual = statistics.median(map(abs, values[:start]))
-            if usual and min(values[start:]) >= _EXPLODED_RATIO * usual:
-                return [of_name[number].line for number in (start - 1, start, len(values) - 1)]
+        start = len(values)
+        while start and values[start - 1] >= _EXPLODED_LOSS:
+            start -= 1
+        if start < _NUM_EXPLODED or len(values) - start < _NUM_EXPLODED:
+            continue
+        usual = statistics.median(map(abs, values[:start]))
+        falls = values[-1] < values[start] / 2
+        if usual and not falls and min(values[start:]) >= _EXPLODED_RATIO * usual:
+            return [of_name[number].line for number in (start - 1, start, len(values) - 1)]
     return []
 
 

@@ -86,7 +86,7 @@ def _merge_divergence(ends: list[Finding], others: list[Finding]) -> tuple[list[
     """The loss that the output shows to be NaN or infinite is the one that the records know more of: one finding."""
     lost = next((finding for finding in others if finding.id == "non_finite_loss"), None)
     ended = next((finding for finding in ends if finding.id == "diverged"), None)
-    if lost is None or ended is None:
+    if lost is None or ended is None or ended.severity != lost.severity:
         return ends, others
     merged = msgspec.structs.replace(lost, id=ended.id, title=ended.title, evidence=[*ended.evidence, *lost.evidence])
     return [merged if end is ended else end for end in ends], [other for other in others if other is not lost]

@@ -67,6 +67,8 @@ _MIN_PROGRESS_LINES = 3
 """Lines of progress after a failure from which on the job had continued. Heuristic: other ranks print one or two more
 before they wait for the one that failed."""
 _INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b(?!.{0,20}Error reported to Coordinator)|:\d+: \w+Warning: ")
+_PYTHON_WARNING = re.compile(r"\S.{0,400}:\d{1,7}: \w{1,60}Warning: ")
+"""As Python prints one: file, line, class."""
 _MAX_PEER_PROGRESS_LINES = 20
 """Lines of progress that the other processes may print after a failure before they end for it (heuristic)."""
 _MIN_LAST_RETRIES = 5
@@ -367,7 +369,8 @@ def _last_shell_step(lines: tuple[LogLine, ...]) -> int:
 
 def _reports_no_failure(text: str) -> bool:
     """Whether a line says itself that the job went on: its level, or that it tries again."""
-    return _INFO_LEVEL.search(text[:_MAX_LEVEL_CHARS]) is not None or _RETRIED.search(text) is not None
+    is_info = _INFO_LEVEL.search(text[:_MAX_LEVEL_CHARS]) is not None or _PYTHON_WARNING.match(text) is not None
+    return is_info or _RETRIED.search(text) is not None
 
 
 def _num_progress(progress: list[int], line_index: int) -> int:
@@ -419,7 +422,12 @@ def _find_fault(
         logged = [match for match in late_faults if above < match.line_index < start] or crashes
         if logged:
             return _finding_from_matches(termination, logged, matches)
-        if any(above < match.line_index and not match.ending.about_another_process for match in decisive):
+        if any(
+            above < match.line_index
+            and not match.ending.about_another_process
+            and not _was_survived(lines, match.line_index, progress, all_spans)
+            for match in decisive
+        ):
             return None
         is_secondary = any(start <= match.line_index <= last for match in decisive)
         if not is_secondary and not SECONDARY_ERROR.search(strip_rank_prefix(lines[last].text)):

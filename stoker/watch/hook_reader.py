@@ -34,6 +34,8 @@ STATE_DIR_PREFIX = "stoker-watch-"
 MAX_TRACE_BYTES, MAX_ERROR_BYTES = 1 << 28, 1 << 16
 """Read of what the job leaves next to the states: of a trace of TensorFlow's profiler, which has some MB, and of a file
 of the hook's errors."""
+MAX_EXIT_S = 60.0
+"""Time before the end of a job in which a process ended that explains it: launchers wait for the other ranks."""
 MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
 """A process is idle if it used fewer cores for this time, with its main thread asleep and its clock in one slot. The
 cores are those of a hang (`diagnosis/causes/`); the time is longer than a wait for a lock or a device in a
@@ -480,10 +482,15 @@ class HookReader:
                 found.setdefault(str(mistake.get("kind")), mistake)
         return list(found.values())
 
-    def handled_error(self) -> list[str]:
-        """The traceback of the error that a process handled only to end (`stoker_hook/exits.py`), of the first one;
-        empty: none."""
-        return next((_lines(path) for path in self._oldest_first("*.exit")), [])
+    def handled_error(self, exit_code: int) -> list[str]:
+        """The traceback of the error that a process handled only to end (`stoker_hook/exits.py`), of the first one that
+        did so shortly before the job ended, with its exit code or under a launcher, which has 1; empty: none."""
+        for path in self._oldest_first("*.exit"):
+            with contextlib.suppress(OSError):
+                status, *lines = regular_files.read_text(path, errors="replace", max_bytes=MAX_ERROR_BYTES).splitlines()
+                if time.time() - path.stat().st_mtime < MAX_EXIT_S and exit_code in (1, int(status) & 0xFF):
+                    return lines
+        return []
 
     def _reports(self, pattern: str) -> list[list[dict[str, Any]]]:
         """Of files that are whole lists; those that cannot be read are left out."""
@@ -491,11 +498,12 @@ class HookReader:
         for path in self._oldest_first(pattern):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 data = regular_files.read_bytes(path, max_bytes=MAX_ERROR_BYTES)
-                reports.append(msgspec.json.decode(data, type=list[dict[str, str | int | float]]))
+                reports.append(msgspec.json.decode(data, type=list[dict[str, Any]]))
         return reports
 
     def _oldest_first(self, pattern: str) -> list[Path]:
-        return sorted(self._directory.glob(pattern), key=lambda path: path.stat().st_mtime)
+        """Files that vanish meanwhile are first."""
+        return sorted(self._directory.glob(pattern), key=lambda path: path.stat().st_mtime if path.exists() else 0.0)
 
     def next_windows(self, now_s: float, wall_s: float) -> dict[int, StepWindow]:
         """The window since the last one, for each rank that trains, the lowest first; before the first step, for the

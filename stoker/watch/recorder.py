@@ -184,6 +184,8 @@ class Recorder:
     def write_end(self, code: int | None) -> None:
         """code: as in `subprocess`, negative for a signal; None: not known."""
         data = self._termination_context()
+        if code and (handled := self._hook_reader.handled_error(code)):
+            data["handled_error"] = [mask_secrets(line) for line in handled]
         if code is None:
             self._folder.event("finished", f"{self._name} ended; its exit code is not known", exit_code=None, **data)
             return
@@ -214,8 +216,6 @@ class Recorder:
             data["pids"] = sorted(self._processes.pids & named_pids)[:MAX_PIDS]
         if empty := self._processes.empty_inputs():
             data["empty_inputs"] = empty
-        if handled := self._hook_reader.handled_error():
-            data["handled_error"] = [mask_secrets(line) for line in handled]
         return data
 
     def _thread_main(self) -> None:

@@ -313,6 +313,47 @@ def test_a_loss_that_is_infinite_again_and_again_is_found(losses: list[object], 
         assert died("".join(lines).replace("Loss", other), exit_code=0) == []
 
 
+STALE = """Traceback (most recent call last):
+  File "train.py", line 181, in train
+    dataloader, dataset = create_dataloader(train_path)
+  File "utils/datasets.py", line 448, in __init__
+    {}
+{}
+"""
+
+
+@pytest.mark.parametrize(("line", "error", "id"), [
+    ("labels, shapes = zip(*cache.values())", "TypeError: 'float' object is not iterable", "stale_cache"),
+    ("nf, nm, ne, nc, n = cache.pop('results')", "ValueError: not enough values to unpack", "stale_cache"),
+    ("return self.cache.pop(key)", "KeyError: 'image-7'", "key_error"),
+])  # fmt: skip
+def test_a_cache_of_labels_of_another_version(line: str, error: str, id: str) -> None:
+    assert died(STALE.format(line, error))[0].id == id
+
+
+SURVIVED = "step {} loss: 0.5\n"
+
+
+@pytest.mark.parametrize("line", [
+    'Lmod has detected the following error: The following module(s) are unknown: "cuda/11.3"',
+    "/home/a" + "/very_long_name" * 8 + "/io/image.py:13: UserWarning: Failed: [WinError 127] The specified procedure could "
+    "not be found",
+    "You requested 1 GPU but your machine has 8 GPUs; only 1 GPU will be used",
+    "image size should be divisible by 32, resizing to 640", "Cannot load image data/obj/a.jpg",
+    "Wrong annotation: x = 1.2, y = 0.5, < 0 or > 1, file: a.txt",
+    "skipping a.tif: Could not find a backend to open it",
+    "W tensorflow/core/x.cc:9] No OpKernel was registered to support Op 'A'",
+])  # fmt: skip
+def test_lines_of_jobs_that_go_on_do_not_decide(line: str) -> None:
+    """Neither directly before an error that is not known, nor long before it."""
+    end = TRACEBACK + "RuntimeError: some unknown thing\n"
+    for between in ("", "".join(SURVIVED.format(n) for n in range(7))):
+        found = died(f"{line}\n{between}{end}", exit_code=None)
+        assert [(finding.id, quoted(finding)[0][0]) for finding in found[:1]] == [
+            ("ended_by_error", "RuntimeError: some unknown thing")
+        ], between
+
+
 EXPLODED = ["0.727", "0.633", "0.619", "3.812", "5.212", "550625.562", "3951414016.000", "3848328704.000", "3.7e9"]
 """Of a detector of the TensorFlow Object Detection API with a learning rate of 0.8."""
 

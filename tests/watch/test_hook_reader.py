@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.profiling.hook.stoker_hook import clock as hook
+from stoker.profiling.hook.stoker_hook import growth
 from stoker.runs.records import PHASES
 from stoker.storage.local_files import temporary_folder
 from stoker.watch.hook_reader import (
@@ -371,3 +372,16 @@ def test_special_files_with_the_name_of_a_state_folder_do_not_stop_a_watch(
     monkeypatch.setattr(os, "geteuid", lambda: kept.stat().st_uid + 1)
     with temporary_folder("a-", tmp_path):
         assert kept.is_dir()  # of another user
+
+
+def test_what_the_hook_wrote_of_growing_memory_is_read(tmp_path: Path) -> None:
+    """As its own function writes it; the newest process counts, and a damaged file is left out."""
+    row = growth._describe("train.py:main", "losses", [1.0] * 70, 10, 70)
+    for number, name in enumerate(("old", "losses")):
+        path = tmp_path / f"{number}.growth"
+        path.write_text(json.dumps([{**row, "name": name, "seconds": 60.0, "line": 3, "grown": 10**6}]))
+        os.utime(path, (number + 1, number + 1))
+    (tmp_path / "2.growth").write_text("[{")
+    (found,) = HookReader(tmp_path, devices=1, now_s=0.0).growing()
+    assert "losses" in found["text"]
+    assert found["graph"] is False

@@ -16,5 +16,5 @@ def report_failure(location: str, error: BaseException) -> None:
     try:
         with open(os.path.join(STATE_DIR, "errors-%d" % os.getpid()), "a") as file:  # noqa: UP031 (quick to import)
             file.write(f"{location}: {type(error).__name__}: {error}\n")
-    except OSError:  # the watcher is gone, or the disk is full
+    except Exception:  # noqa: BLE001 (the watcher is gone, the disk is full, or Python ends)
         return
