@@ -336,7 +336,7 @@ SURVIVED = "step {} loss: 0.5\n"
 
 @pytest.mark.parametrize("line", [
     'Lmod has detected the following error: The following module(s) are unknown: "cuda/11.3"',
-    "/home/a" + "/very_long_name" * 8 + "/io/image.py:13: UserWarning: Failed: [WinError 127] The specified procedure could "
+    "/home/a" + "/very_long_name" * 8 + "/io/image.py:13: UserWarning: [WinError 127] The specified procedure could "
     "not be found",
     "You requested 1 GPU but your machine has 8 GPUs; only 1 GPU will be used",
     "image size should be divisible by 32, resizing to 640", "Cannot load image data/obj/a.jpg",
