@@ -23,9 +23,12 @@ LONG = {line for line in Path(__file__).with_name("long.txt").read_text().splitl
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of long.txt, before any are left out by their marks. Slow tests get more time than `timeout` in
-    pyproject.toml: some take minutes where other work has the cores."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests of long.txt, before any are left out by their marks; `make test-long` refuses a name that no test
+    has. Slow tests get more time than `timeout` in pyproject.toml: some take minutes where other work has the cores."""
+    unknown = LONG - {item.nodeid for item in items} - {""}
+    if unknown and config.getoption("markexpr").startswith("long") and not config.getoption("file_or_dir"):
+        raise pytest.UsageError(f"tests/long.txt names tests that do not exist: {', '.join(sorted(unknown))}")
     for item in items:
         if item.nodeid in LONG:
             item.add_marker(pytest.mark.long)
