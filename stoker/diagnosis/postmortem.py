@@ -66,8 +66,8 @@ _GPU_REMARKS = ("trained_on_cpu", "no_gpu_driver")
 _MIN_PROGRESS_LINES = 3
 """Lines of progress after a failure from which on the job had continued. Heuristic: other ranks print one or two more
 before they wait for the one that failed."""
-_INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b(?!.{0,20}Error reported to Coordinator)|:\d+: \w+Warning: ")
-_PYTHON_WARNING = re.compile(r"\S.{0,400}:\d{1,7}: \w{1,60}Warning: ")
+_INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b(?!.{0,20}Error reported to Coordinator)")
+_PYTHON_WARNING = re.compile(r".{0,400}:\d{1,7}: \w{1,60}Warning: ")
 """As Python prints one: file, line, class."""
 _MAX_PEER_PROGRESS_LINES = 20
 """Lines of progress that the other processes may print after a failure before they end for it (heuristic)."""

@@ -486,7 +486,7 @@ class HookReader:
         """The traceback of the error that a process handled only to end (`stoker_hook/exits.py`), of the first one that
         did so shortly before the job ended, with its exit code or under a launcher, which has 1; empty: none."""
         for path in self._oldest_first("*.exit"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # it vanished, or the hook has not written it
                 status, *lines = regular_files.read_text(path, errors="replace", max_bytes=MAX_ERROR_BYTES).splitlines()
                 if time.time() - path.stat().st_mtime < MAX_EXIT_S and exit_code in (1, int(status) & 0xFF):
                     return lines

@@ -83,6 +83,9 @@ def test_only_the_end_of_the_job_is_explained(tmp_path: Path) -> None:
     (path,) = (tmp_path / "state").glob("*.exit")
     os.utime(path, (0, 0))
     assert reader.handled_error(3) == []
+    for damaged in ("", "x\nTraceback"):
+        path.write_text(damaged)
+        assert reader.handled_error(3) == []
     path.unlink()
     path.symlink_to("nowhere")
     assert reader.handled_error(3) == reader.mistakes() == reader.growing() == []

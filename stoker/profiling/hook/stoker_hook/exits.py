@@ -7,6 +7,7 @@ PID.exit: the exit status, and a traceback without lines of source, since no fil
 
 import os
 import sys
+from _thread import get_ident
 
 from . import failures
 
@@ -23,7 +24,6 @@ _main_thread = 0
 def patch_exits() -> None:
     """In a process that has just started: `sys.exit`, and where Python has them, `exit` and `quit`."""
     import builtins
-    from _thread import get_ident
 
     global _main_thread
     _main_thread = get_ident()
@@ -62,8 +62,6 @@ def _note(status: "Any") -> None:
     """Writes the error that is handled now, if this is a failure; else what an earlier call wrote is removed: the
     process went on. Raises nothing."""
     try:
-        from _thread import get_ident
-
         if get_ident() != _main_thread:
             return
         error, path = sys.exc_info()[1], os.path.join(failures.STATE_DIR, "%d.exit" % os.getpid())  # noqa: UP031
