@@ -4,7 +4,7 @@
 # (docs/gpu-status.md). What is measured is appended to $OUT/A.jsonl at once, all output to $OUT/A.log. `make gpu-kit` puts
 # this file into .kit/, next to the wheels that it installs. Compiled programs and the environment stay in .kit/cache, for
 # the next command on the same machine.
-#   usage: OUT=folder bash .kit/gpu-first.sh A|B|C       REHEARSE=1: on the CPU with tiny shapes; LIMIT_S=540: of it all
+#   usage: OUT=folder bash .kit/gpu-first.sh A|B|C [--only TEXT …]       REHEARSE=1: on the CPU with tiny shapes; LIMIT_S=540: of it all
 set -u
 case "${1:-}" in A | B | C) ;; *) echo "usage: OUT=folder bash $0 A|B|C" >&2; exit 2 ;; esac
 kit=$(cd "$(dirname "$0")" && pwd)
@@ -40,4 +40,4 @@ export STOKER_CACHE_DIR="$cache/stoker" STOKER_KIT_CACHE="$cache"
 export TORCHINDUCTOR_CACHE_DIR="$cache/compiled" TRITON_CACHE_DIR="$cache/triton" CUDA_CACHE_PATH="$cache/cuda"
 echo "environment: $SECONDS s"
 exec python3 -m benchmarks gpu --kit "$1" --lines "$OUT/$1.jsonl" --bccd "$kit/bccd" "${more[@]}" \
-  --minutes "$(awk "BEGIN { print ($limit - $SECONDS) / 60 }")"
+  --minutes "$(awk "BEGIN { print ($limit - $SECONDS) / 60 }")" "${@:2}"

@@ -4,7 +4,7 @@
 # gpu-first.sh, which is run there in the project's root (docs/gpu-status.md).       usage: make gpu-kit
 set -euo pipefail
 cd "$(dirname "$0")/.."
-packages=(msgspec cyclopts docstring-parser rich-rst simplejpeg tomli-w obstore google-crc32c tensorboardx)
+packages=(msgspec cyclopts docstring-parser rich-rst simplejpeg tomli-w obstore google-crc32c tensorboardx plotly)
 python=${PYTHON:-python3} data=${STOKER_TEST_DATA:-../shared/data}/bccd/BCCD
 
 rm -rf .kit/wheels .kit/bccd  # compiled programs that came back from a machine stay: .kit/cache.tar.gz
