@@ -7,6 +7,7 @@ separate process (`tuning/experiments.py`), so nothing here imports torch. The p
 """
 
 import dataclasses
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -434,6 +435,8 @@ MAX_PLACES = 5
 """Places that are shown."""
 MAX_FINDINGS = 5
 """Findings that are printed; `--json` has all."""
+EXPERIMENTS = (sys.executable, "-m", "stoker.tuning.experiments")
+"""Command that does the experiments on a run, whose folder follows."""
 PROBE_HEADS = ("changed", "img/s before", "after", "ratio", "95 % interval")
 
 
@@ -588,7 +591,7 @@ def describe_probe(result: Probe) -> str:
 
 def _run_experiments(path: Path) -> Iterator[Probe]:
     """Yields each experiment as soon as it is done."""
-    command = [sys.executable, "-m", "stoker.tuning.experiments", str(path)]
+    command = [*EXPERIMENTS, str(path)]
     with (
         tempfile.TemporaryFile() as stderr_file,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr_file) as process,
@@ -603,5 +606,5 @@ def _run_experiments(path: Path) -> Iterator[Probe]:
                 "The experiments failed.",
                 location=path,
                 cause=f"exit code {process.returncode}: {last_line[0]}",
-                fix=f"see the full output: {sys.executable} -m stoker.tuning.experiments {path}",
+                fix=f"see the full output: {shlex.join(command)}",
             )

@@ -192,7 +192,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_stopped_on_two_continued_on_one_and_on_three(data: Path, tmp_path: Path):
     """With frozen norms: on one device there are two micro-batches, which trained ones would normalize apart."""
-    flags = ["--steps", "24", "--model", "retinanet_mobilenet_v2_fpn", "--weights", "none"]
+    flags = ["--steps", "12", "--checkpoint-every", "3", "--model", "retinanet_mobilenet_v2_fpn", "--weights", "none"]
     flags += ["--backbone-norm", "frozen_bn", "--batch-size", "6"]
     whole = train(data, tmp_path / "whole", 1, *flags)
     folder, run = tmp_path / "moved", tmp_path / "moved" / "run"

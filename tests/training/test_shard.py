@@ -88,7 +88,7 @@ def test_sharded_ranks_one_process_and_back(data: Path, tmp_path: Path) -> None:
 
     With SGD: AdamW makes whole steps of gradients that are nothing but rounding."""
     flags = [*SHARD, "--backbone-norm", "frozen_bn", "--model", "retinanet_mobilenet_v2_fpn", "--weights", "none"]
-    flags += ["--batch-size", "6"]
+    flags += ["--batch-size", "6", "--steps", "12", "--checkpoint-every", "3"]
     whole = train(data, tmp_path / "whole", 1, *(flag for flag in flags if flag != "--shard"))
     folder, run = tmp_path / "moved", tmp_path / "moved" / "run"
     for devices in (2, 1):

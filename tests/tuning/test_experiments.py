@@ -1,6 +1,7 @@
 """Experiments: with known speeds, on a real run, and on runs that cannot be probed."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,20 @@ import pytest
 
 import stoker
 from stoker.errors import UsageError
+from stoker.report import explain
 from stoker.report.explain import describe_probe, run_probes
 from stoker.runs.records import PROBES, RunFolder, locked, read_lines
 from stoker.runs.schemas import PROBE_KINDS, Probe
+
+HASTY = """
+import sys
+from pathlib import Path
+from stoker.tuning import experiments, trials
+experiments.MAX_EXPERIMENT_S = 0.0
+trials.WINDOW_S = (0.1, 1.0)
+experiments.main(Path(sys.argv[1]))
+"""
+"""The experiments with the fewest pairs, of short windows."""
 
 
 def test_runs_that_cannot_be_probed_are_refused(tmp_path: Path) -> None:
@@ -33,6 +45,7 @@ def test_experiments_on_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ).run
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     said: list[str] = []
+    monkeypatch.setattr(explain, "EXPERIMENTS", (sys.executable, "-c", HASTY))
     run_probes("run", said.append)
     found = list(read_lines(run, PROBES, Probe))
     assert [one.probe for one in found] == list(PROBE_KINDS)
@@ -44,6 +57,4 @@ def test_experiments_on_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def stoker_why(run: Path) -> dict[str, Any]:
-    from stoker.report.explain import explain_run
-
-    return json.loads(msgspec.json.encode(explain_run(run)))
+    return json.loads(msgspec.json.encode(explain.explain_run(run)))

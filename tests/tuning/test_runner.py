@@ -23,7 +23,7 @@ from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from stoker.training.start import resolve_run
 from stoker.training.trial import Reply, Request, Trial
-from stoker.tuning import policy, runner
+from stoker.tuning import policy, runner, trials
 from stoker.tuning.policy import same_training
 from stoker.tuning.runner import TuneRequest, tune
 from stoker.tuning.trials import TrialError, TrialProcess, measure_in_turn
@@ -157,7 +157,7 @@ def test_a_window_of_a_bucket_is_long(requested: int, images: int) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stoker.tuning import policy, runner
+from stoker.tuning import policy, runner, trials
 from tests.tuning.test_runner import BAD, FAKE
 
 number, out = int(sys.argv[1]), Path(sys.argv[2])
@@ -334,6 +334,7 @@ def test_losses_that_are_not_finite_are_another_training(request_: TuneRequest, 
 @pytest.mark.slow
 def test_communication_is_tuned_with_several_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "MIN_EXPECTED", 0.0)  # How long ranks of one machine wait for each other varies.
+    monkeypatch.setattr(trials, "WINDOW_S", (0.1, 1.0))
     request = TuneRequest(
         target="demo", config=BAD.replace(eval_every="0"), out=tmp_path / "tune", budget_s=900.0, levers=("sync",),
         devices=2,
