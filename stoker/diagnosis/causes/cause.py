@@ -146,10 +146,15 @@ def _resolve(threshold: dict[str, Any] | str) -> dict[str, Any]:
     return _resolve(_tables()[other]["thresholds"][name])
 
 
+@functools.cache
+def _apis() -> dict[str, Any]:
+    return read_toml("apis.toml")
+
+
 def fill_apis(text: str, frameworks: str = "", loader: str = "") -> str:
     """The text of a fix with the names that a job's framework and loader have for it. frameworks, loader: names as the
     records have them; empty: not known."""
-    tables = read_toml("apis.toml")
+    tables = _apis()
     rows = tables["framework"]
     name = next(name for name, row in rows.items() if name == "any" or re.search(row["pattern"], frameworks))
     parent = rows[name].get("parent", "")
