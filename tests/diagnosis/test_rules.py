@@ -611,6 +611,21 @@ def test_a_loss_that_does_not_change_at_all(
     assert all(finding is not None and finding[1] in one.evidence[0].text for one in found)
 
 
+@pytest.mark.parametrize(
+    ("loss", "id"),
+    [(lambda _: 2.3026, "lr_too_low"), (lambda s: 2.3 + 4 * s, "lr_too_high"), (lambda s: 2 / (1 + s), "")],
+)
+def test_images_up_to_255_are_a_reason_where_a_training_fails(
+    loss: Callable[[int], float], id: str, tmp_path: Path
+) -> None:
+    job = {"config": None, "external": True, "seconds": 60, "losses": lambda s: {"total": loss(s)},
+           "window": lambda _: {"window_steps": 4},
+           "facts": FACTS | {"mistakes": [{"kind": "unscaled_images", "place": "/job/train.py:9"}]}}  # fmt: skip
+    found = [one for one in findings(tmp_path / "run", job) if one.severity != "info"]
+    assert [one.id for one in found] == ([id] if id else [])
+    assert all("/job/train.py:9: the images" in "\n".join(e.text for e in one.evidence) for one in found)
+
+
 @pytest.mark.parametrize(("inside", "is_found"), [("torch in a process, without a known data loader", True),
                                                    ("compilations of jax 0.10", False)])  # fmt: skip
 def test_evaluations_of_a_job_whose_loader_is_not_known(inside: str, is_found: bool, tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ KEPT = "(kept := kept + F.cross_entropy(logits, y))"
 def found(folder: Path, **changed: str) -> list[dict[str, Any]]:
     (folder / "job.py").write_text(JOB.format_map(PLAIN | changed))
     ran([sys.executable, "job.py"], folder)
+    return reported(folder)
+
+
+def reported(folder: Path) -> list[dict[str, Any]]:
+    """What the hook reported of a job in this folder."""
     assert not list((folder / "state").glob("errors-*"))
     return [mistake for path in (folder / "state").glob("*.mistakes") for mistake in json.loads(path.read_text())]
 

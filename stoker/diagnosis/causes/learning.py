@@ -43,7 +43,11 @@ def lr_too_high(run: RunRecords, cause: Cause) -> Finding | None:
         run,
         cause,
         1,
-        [make_evidence(divergence.text, divergence.ratio, "steps.jsonl: losses"), lr_evidence(run)],
+        [
+            make_evidence(divergence.text, divergence.ratio, "steps.jsonl: losses"),
+            lr_evidence(run),
+            _scale_evidence(run),
+        ],
         lost_s=divergence.lost_s,
         estimate_basis=divergence.estimate_basis,
         confidence=0.7,  # the loss alone: other faults raise it, too
@@ -171,9 +175,10 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
         return None if has_learned else finding_from_events(run, cause, events, steps_s, basis)
     still, first = _find_constant_loss(run), next(iter(learning.loss.values), 0.0)
     if still is not None and cause.threshold("learned") * first < still.value < LR_TOO_HIGH.threshold("risen") * first:
-        shown = [make_evidence(f"the loss is {still.value:.4g} {still.text}", still.value, "steps.jsonl: losses")]
+        text = f"the loss is {still.value:.4g} {still.text}"
+        of_it = [make_evidence(text, still.value, "steps.jsonl: losses"), _scale_evidence(run)]
         return make_finding(
-            run, cause, 2, shown, fix=cause.other_fixes["still"], lost_s=steps_s, estimate_basis=basis, confidence=0.8
+            run, cause, 2, of_it, fix=cause.other_fixes["still"], lost_s=steps_s, estimate_basis=basis, confidence=0.8
         )
     if run.totals.attempts > 1:
         return None  # after a restart, the loss is again what it was
@@ -189,7 +194,7 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
         return None
     lr = learning.lr.max_value
     text = f"the loss was {loss[0]:.4g} at the beginning and is {loss[-1]:.4g} after {run.totals.steps:,} steps"
-    evidence = [make_evidence(text, loss[-1] / loss[0], "steps.jsonl: losses"), lr_evidence(run)]
+    evidence = [make_evidence(text, loss[-1] / loss[0], "steps.jsonl: losses"), lr_evidence(run), _scale_evidence(run)]
     if lr is not None and lr <= cause.threshold("max_lr"):
         command = lr_command(10 * lr) if lr else None
         return make_finding(run, cause, 2, evidence, lost_s=steps_s, estimate_basis=basis, command=command)
@@ -230,6 +235,12 @@ def lr_command(lr: Any) -> str | None:
 def lr_evidence(run: RunRecords) -> Evidence | None:
     lr = run.learning.lr.max_value
     return None if lr is None else make_evidence(f"the learning rate was {lr:.3g} at most", lr, "steps.jsonl: lr")
+
+
+def _scale_evidence(run: RunRecords) -> Evidence | None:
+    """Images up to 255, which tell something where a training fails; many detectors expect them."""
+    seen = mistakes_of(run, find_cause("training_mistake"))
+    return next((mistake_evidence(kind, values) for kind, values in seen if kind.id == "unscaled_images"), None)
 
 
 def device_s_since_lowest_loss(run: RunRecords) -> float | None:

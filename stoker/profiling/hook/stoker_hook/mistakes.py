@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from weakref import ref
 
+from .batches import BatchFinder
 from .failures import report_failure
 from .growth import NOT_OWN
 
@@ -108,6 +109,7 @@ class MistakeFinder:
         self._sizes: list[int] = []
         self._evaluated: deque[Any] = deque(maxlen=8)
         self._eval_steps = 0
+        self._batches = BatchFinder(self.report, self.withdraw, own_line)
         self._is_on = True
 
     def report(self, kind: str, place: str = "", **values: "Any") -> None:
@@ -143,6 +145,15 @@ class MistakeFinder:
         try:
             self._evaluated.append((ref(module), own_line()))
         except Exception as error:  # noqa: BLE001 (a class without weak references)
+            self._stop(error)
+
+    def note_batch(self, iterator: "Any", batch: "Any") -> None:
+        """The training thread got a batch from an iterator of a DataLoader."""
+        if not self._is_on:
+            return
+        try:
+            self._batches.note(iterator, batch)
+        except Exception as error:  # noqa: BLE001 (a tensor or a data set of a kind that is not known)
             self._stop(error)
 
     def before_backward(self, tensors: "Any", create_graph: "Any") -> None:
@@ -191,6 +202,7 @@ class MistakeFinder:
             elif watched.step():
                 self.report("old_gradients", own_line())
             self._steps += 1
+            self._batches.after_step()
             if self._evaluated:
                 self._look_at_mode(is_trained)
             if watched is not None and watched.steps == watched.look_at:

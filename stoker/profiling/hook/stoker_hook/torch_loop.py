@@ -50,7 +50,11 @@ def patch_dataloader(module: "Any") -> None:
         if not clock.is_outside_phases():
             return original_next(self)
         workers = getattr(self, "_num_workers", -1)
-        return timed_next(self, original_next, workers=workers, is_evaluating=not grad_enabled())
+        is_evaluating = not grad_enabled()
+        batch = timed_next(self, original_next, workers=workers, is_evaluating=is_evaluating)
+        if not is_evaluating:
+            clock.mistakes.note_batch(self, batch)
+        return batch
 
     __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
     iterator_class.__next__ = __next__
