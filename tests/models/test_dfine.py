@@ -128,7 +128,8 @@ def test_a_step_issues_few_operators(name: str, limit: int, computing: int, monk
     assert counter.computing <= computing
 
 
-@pytest.mark.parametrize("name", ["deimv2_pico", pytest.param("dfine_n", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deimv2_pico", "dfine_n"])
 def test_a_step_is_one_graph(name: str) -> None:
     torch.set_default_dtype(torch.float32)
     model, batch = build(settings_of(name), CLASSES).train(), make_batch((3, 0), CANVAS, CLASSES)

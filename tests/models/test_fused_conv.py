@@ -188,6 +188,7 @@ def test_losses_and_gradients_of_a_detector_stay() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_with_fused_kernels_makes_no_host_sync() -> None:
     pytest.importorskip("triton")
     trials = [fakes.Trial(model="retinanet_resnet18_fpn", kernels=kernels) for kernels in (False, True)]

@@ -169,6 +169,7 @@ def test_windows_of_an_image_that_is_not_square_are_windows() -> None:
     assert not torch.isclose(first[..., 5:], second[..., 5:]).all()
 
 
+@pytest.mark.slow
 def test_a_step_is_one_graph_without_waits() -> None:
     model, batch = small().train(), make_batch((3, 0, 12), (96, 128), CLASSES)
     torch._dynamo.reset()

@@ -55,6 +55,7 @@ def test_average_weights_are_counted() -> None:
     assert with_average.resting_bytes - without.resting_bytes >= with_average.gradient_bytes
 
 
+@pytest.mark.slow
 def test_between_two_batch_sizes_the_peak_is_at_most_on_their_line() -> None:
     """It is the maximum, over the moments of a step, of what grows in proportion to the batch: convex."""
     peaks = {size: count(is_fake=True, size=size).peak_bytes for size in (4, 16, 32)}

@@ -53,33 +53,37 @@ def reported(folder: Path) -> list[dict[str, Any]]:
     return [mistake for path in (folder / "state").glob("*.mistakes") for mistake in json.loads(path.read_text())]
 
 
+KINDS: list[tuple[str, int | None, dict[str, str]]] = [
+    ("old_gradients", 19, {"clear": "pass"}),
+    ("softmax_twice", 18, {"loss": "F.cross_entropy(logits.softmax(1), y)"}),
+    ("optimizer_again", 15, {"clear": EVERY_20.format("Adam", 0.01)}),
+    ("growing_graph", 18, {"loss": KEPT, "backward": "retain_graph=True", "end": "optimizer.step"}),
+]
+MORE_KINDS: list[tuple[str, int | None, dict[str, str]]] = [
+    ("eval_mode", 12, {"after": "model.eval()"}),
+    ("eval_mode", 19, {"end": "optimizer.step(); step == 30 and model.eval()"}),
+    ("softmax_twice", 18, {"loss": "nn.CrossEntropyLoss()(logits.softmax(1).view(16, -1), y)"}),
+    ("sigmoid_twice", 18, {"loss": BCE.format("logits.sigmoid()")}),
+    ("raw_nll", 18, {"loss": "F.nll_loss(logits, y)"}),
+    ("nll_of_probabilities", 18, {"loss": "nn.NLLLoss()(logits.softmax(-1), y)"}),
+    ("one_class", 18, {"before": "width = 1"}),
+    (
+        "create_graph",
+        18,
+        {"backward": "create_graph=True", "before": "import warnings; warnings.simplefilter('ignore')"},
+    ),
+    ("zero_gradients", None, {"loss": "(0 * logits).sum()"}),
+    ("non_finite_gradients", None, {"loss": "F.cross_entropy(logits / 0, y)"}),
+    ("double_precision", None, {"before": "torch.set_default_dtype(torch.float64)"}),
+    ("anomaly", 8, {"before": "torch.autograd.set_detect_anomaly(True)"}),
+    ("line_tracing", None, {"before": "sys.settrace(lambda *_: None)"}),
+    ("python_profiler", None, {"before": "import cProfile; cProfile.Profile().enable()"}),
+    ("tracemalloc", None, {"before": "import tracemalloc; tracemalloc.start()"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "line", "changed"),
-    [
-        ("old_gradients", 19, {"clear": "pass"}),
-        ("eval_mode", 12, {"after": "model.eval()"}),
-        ("eval_mode", 19, {"end": "optimizer.step(); step == 30 and model.eval()"}),
-        ("softmax_twice", 18, {"loss": "F.cross_entropy(logits.softmax(1), y)"}),
-        ("softmax_twice", 18, {"loss": "nn.CrossEntropyLoss()(logits.softmax(1).view(16, -1), y)"}),
-        ("sigmoid_twice", 18, {"loss": BCE.format("logits.sigmoid()")}),
-        ("raw_nll", 18, {"loss": "F.nll_loss(logits, y)"}),
-        ("nll_of_probabilities", 18, {"loss": "nn.NLLLoss()(logits.softmax(-1), y)"}),
-        ("one_class", 18, {"before": "width = 1"}),
-        ("optimizer_again", 15, {"clear": EVERY_20.format("Adam", 0.01)}),
-        ("growing_graph", 18, {"loss": KEPT, "backward": "retain_graph=True", "end": "optimizer.step"}),
-        (
-            "create_graph",
-            18,
-            {"backward": "create_graph=True", "before": "import warnings; warnings.simplefilter('ignore')"},
-        ),
-        ("zero_gradients", None, {"loss": "(0 * logits).sum()"}),
-        ("non_finite_gradients", None, {"loss": "F.cross_entropy(logits / 0, y)"}),
-        ("double_precision", None, {"before": "torch.set_default_dtype(torch.float64)"}),
-        ("anomaly", 8, {"before": "torch.autograd.set_detect_anomaly(True)"}),
-        ("line_tracing", None, {"before": "sys.settrace(lambda *_: None)"}),
-        ("python_profiler", None, {"before": "import cProfile; cProfile.Profile().enable()"}),
-        ("tracemalloc", None, {"before": "import tracemalloc; tracemalloc.start()"}),
-    ],
+    ("kind", "line", "changed"), [*KINDS, *(pytest.param(*kind, marks=pytest.mark.slow) for kind in MORE_KINDS)]
 )
 def test_a_mistake_is_named_with_its_line(kind: str, line: int | None, changed: dict[str, str], tmp_path: Path) -> None:
     mistakes = {mistake["kind"]: mistake for mistake in found(tmp_path, **changed)}
@@ -90,6 +94,7 @@ def test_a_mistake_is_named_with_its_line(kind: str, line: int | None, changed: 
     assert mistakes.keys() <= {kind, "zero_gradients"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [
