@@ -4,7 +4,8 @@
 # (docs/gpu-status.md). What is measured is appended to $OUT/A.jsonl at once, all output to $OUT/A.log. `make gpu-kit` puts
 # this file into .kit/, next to the wheels that it installs. Compiled programs and the environment stay in .kit/cache, for
 # the next command on the same machine.
-#   usage: OUT=folder bash .kit/gpu-first.sh A|B|C [--only TEXT …]       REHEARSE=1: on the CPU with tiny shapes; LIMIT_S=540: of it all
+#   usage: OUT=folder bash .kit/gpu-first.sh A|B|C [--only TEXT …]      --only: parts with one of these in their names
+#   REHEARSE=1: on the CPU with tiny shapes; LIMIT_S=540: of it all
 set -u
 case "${1:-}" in A | B | C) ;; *) echo "usage: OUT=folder bash $0 A|B|C" >&2; exit 2 ;; esac
 kit=$(cd "$(dirname "$0")" && pwd)

@@ -157,7 +157,7 @@ def test_a_window_of_a_bucket_is_long(requested: int, images: int) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stoker.tuning import policy, runner, trials
+from stoker.tuning import policy, runner
 from tests.tuning.test_runner import BAD, FAKE
 
 number, out = int(sys.argv[1]), Path(sys.argv[2])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from stoker.profiling.hook.stoker_hook.batches import BatchFinder
 from tests.watch.test_hook import ran
@@ -94,6 +94,8 @@ class Endless(IterableDataset[Any]):
         epochs(DataLoader(data(torch.arange(1200) // 4 % 8), 16)),  # four of each of four persons
         epochs(DataLoader(TensorDataset(IMAGES, SORTED, MIXED), 16)),  # which one are the labels?
         epochs(DataLoader(data(SORTED), 4)),
+        epochs(DataLoader(Subset(data(MIXED), range(256)), 16)),  # epochs as long as it is from look to look
+        epochs(DataLoader(Subset(data(MIXED), range(32)), 16)),
         epochs(DataLoader(data(MIXED, (IMAGES * 255).byte()), 16)),  # scaled on the device
         epochs(DataLoader(data(MIXED, IMAGES * 255 - 117), 16)),
     ],

@@ -176,9 +176,16 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     still, first = _find_constant_loss(run), next(iter(learning.loss.values), 0.0)
     if still is not None and cause.threshold("learned") * first < still.value < LR_TOO_HIGH.threshold("risen") * first:
         text = f"the loss is {still.value:.4g} {still.text}"
-        of_it = [make_evidence(text, still.value, "steps.jsonl: losses"), _scale_evidence(run)]
+        of_constant_loss = [make_evidence(text, still.value, "steps.jsonl: losses"), _scale_evidence(run)]
         return make_finding(
-            run, cause, 2, of_it, fix=cause.other_fixes["still"], lost_s=steps_s, estimate_basis=basis, confidence=0.8
+            run,
+            cause,
+            2,
+            of_constant_loss,
+            fix=cause.other_fixes["still"],
+            lost_s=steps_s,
+            estimate_basis=basis,
+            confidence=0.8,
         )
     if run.totals.attempts > 1:
         return None  # after a restart, the loss is again what it was

@@ -32,10 +32,10 @@ class BatchFinder:
         self._report, self._withdraw, self._line = report, withdraw, line
         self._fetched = 0
         self._newest: tuple[Any, ...] | None = None
-        """Of a batch that no step has followed yet: values, labels, number in the epoch, samples of the loader."""
+        """Of a batch that no step has followed yet: values, labels, its number in the epoch, size of the data set."""
         self._place = ""
         self._values: Any = None
-        self._equal = 1
+        self._compared, self._equal = 0, 1
         self._single: dict[int, int] = {}
         self._label_looks = self._unsorted = self._pixel_looks = 0
         self._last: tuple[int, int] | None = None
@@ -51,7 +51,8 @@ class BatchFinder:
             self._place = self._place or self._line()
             values = tuple(_values(tensor) for tensor in tensors)
             number = getattr(iterator, "_num_yielded", 0)
-            self._newest = values, _labels(tensors), number, _num_samples(iterator, tensors)
+            samples = _num_samples(iterator, tensors) if self._equal >= MIN_EQUAL - 1 else 0
+            self._newest = values, _labels(tensors), number, samples
             if any(_are_pixels(tensor, read) for tensor, (_, read) in zip(tensors, values)):  # noqa: B905 (Python 3.8)
                 self._pixel_looks += 1
 
@@ -68,8 +69,9 @@ class BatchFinder:
 
     def _compare(self, values: "tuple[Any, ...]", samples: int) -> None:
         is_equal = values == self._values and len({value for _, read in values for value in read}) > 2  # no dummy
-        self._equal = self._equal + 1 if is_equal else 1
-        self._values = values
+        follows = self._fetched == self._compared + 1  # others may be the same batch of a later epoch
+        self._values, self._compared = values, self._fetched
+        self._equal = 1 if not is_equal else self._equal + follows
         if not is_equal:
             self._withdraw("same_batch")
         elif self._equal == MIN_EQUAL and samples:
