@@ -72,6 +72,10 @@ MORE_KINDS: list[tuple[str, int | None, dict[str, str]]] = [
         18,
         {"backward": "create_graph=True", "before": "import warnings; warnings.simplefilter('ignore')"},
     ),
+    ("retained_graph", 18, {"backward": "retain_graph=True"}),
+    ("unused_parameters", 10, {"loss": "F.cross_entropy(model[4](model[:4](x).detach()), y)"}),
+    ("weights_grow", 10, {"after": "optimizer.param_groups[0]['lr'] = 1.0"}),
+    ("torch_threads", None, {"before": "import os; torch.set_num_threads(2 * len(os.sched_getaffinity(0)))"}),
     ("zero_gradients", None, {"loss": "(0 * logits).sum()"}),
     ("non_finite_gradients", None, {"loss": "F.cross_entropy(logits / 0, y)"}),
     ("double_precision", None, {"before": "torch.set_default_dtype(torch.float64)"}),
@@ -140,6 +144,9 @@ def test_a_mistake_is_named_with_its_line(kind: str, line: int | None, changed: 
         {"clear": EVERY_20.format("SGD", 0.01)},  # which remembers nothing
         {"before": "import tracemalloc; tracemalloc.start()", "end": "optimizer.step(); tracemalloc.stop()"},
         {"before": "torch.autograd.set_detect_anomaly(False)"},
+        {"backward": "retain_graph=True", "end": "F.cross_entropy(logits, 3 - y).backward(); optimizer.step()"},
+        {"loss": "F.cross_entropy(model[4](model[:4](x).detach()) if step % 2 else logits, y)"},  # parts in turn
+        {"after": "model[:4].requires_grad_(False)"},
     ],
 )
 def test_a_loop_without_a_mistake(changed: dict[str, str], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause, worst
+from stoker.diagnosis.causes.mistakes import mistake_evidence, mistakes_of
 from stoker.diagnosis.causes.shared import (
     fit_stairs,
     fit_steady_growth,
@@ -88,6 +89,21 @@ def threads_oversubscribed(run: RunRecords, cause: Cause) -> Finding | None:
     """Threads that wait for cores which other processes use are not too many: only the run's part of the cores
     counts. Threads of an OpenMP pool sleep at each barrier until the last one got a core, so few of them are runnable
     at once: their number counts then, if the runnable ones wait longer than they run."""
+    return _runnable_threads(run, cause) or _threads_of_torch(run, cause)
+
+
+def _threads_of_torch(run: RunRecords, cause: Cause) -> Finding | None:
+    """By the number that torch was told; steps that a device computes hardly use them."""
+    seen = mistakes_of(run, cause)
+    if not seen or not run.on_cpu:
+        return None
+    (kind, values), *_ = seen
+    threads_evidence = [mistake_evidence(kind, values), _pressure_evidence(run)]
+    finding = make_finding(run, cause, 1.0, threads_evidence, severity=kind.severity, fix=kind.fix)
+    return None if finding is None else msgspec.structs.replace(finding, title=kind.title)
+
+
+def _runnable_threads(run: RunRecords, cause: Cause) -> Finding | None:
     running, cores = run.host.threads_running, run.host.cores
     if running.value is None or not cores or running.count < cause.threshold("min_samples"):
         return None
@@ -268,6 +284,11 @@ def host_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
         return name_holder(run, make_finding(run, cause, 0.0, evidence, confidence=0.9))
     remaining_s = host.memory_free_bytes / slope
     evidence.append(time_to_full_evidence(run, remaining_s))
+    is_far = remaining_s > cause.threshold("max_extrapolation") * host.rss.span_s
+    if is_far and not run.facts.get("growth"):  # nothing holds it, so an allocator may: only a longer run tells
+        text = f"seen for {host.rss.span_s:,.0f} s only, and nothing was seen that holds it: watch it for longer"
+        finding = make_finding(run, cause, remaining_s / 3600, [*evidence, make_evidence(text, host.rss.span_s)])
+        return None if finding is None else msgspec.structs.replace(finding, severity="info")
     return name_holder(run, make_finding(run, cause, remaining_s / 3600, evidence))
 
 

@@ -36,7 +36,12 @@ def lr_too_high(run: RunRecords, cause: Cause) -> Finding | None:
     lost_s = device_s_since_lowest_loss(run)
     if events := run.learning.events.get("lr_too_high"):
         return finding_from_events(run, cause, events, lost_s, "the time since the loss was lowest")
-    divergence = _find_divergence(run)
+    divergence, seen = _find_divergence(run), mistakes_of(run, cause)
+    thirds = _median_thirds(run.learning.loss)
+    if divergence is None and seen and thirds and thirds[-1] >= LR_TOO_LOW.threshold("learned") * thirds[0]:
+        text = f"the loss was {thirds[0]:.3g} in the first third and is {thirds[-1]:.3g}"
+        steps_s = run.phase_seconds("compute", "unattributed")
+        divergence = _Divergence(text, thirds[-1] / thirds[0], steps_s, _ALL_STEPS_LOST.format("little"))
     if divergence is None:
         return None
     return make_finding(
@@ -46,11 +51,13 @@ def lr_too_high(run: RunRecords, cause: Cause) -> Finding | None:
         [
             make_evidence(divergence.text, divergence.ratio, "steps.jsonl: losses"),
             lr_evidence(run),
+            *(mistake_evidence(*one) for one in seen),
             _scale_evidence(run),
         ],
         lost_s=divergence.lost_s,
         estimate_basis=divergence.estimate_basis,
-        confidence=0.7,  # the loss alone: other faults raise it, too
+        confidence=0.8 if seen else 0.7,  # the loss alone: other faults raise it, too
+        fix=seen[0][0].fix if seen else None,
     )
 
 

@@ -22,7 +22,7 @@ class MistakeKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A row of `knowledge/mistakes.toml`, whose head explains the fields."""
 
     id: str
-    cause: Literal["debug_mode", "training_mistake", "non_finite_loss"]
+    cause: Literal["debug_mode", "training_mistake", "non_finite_loss", "threads_oversubscribed", "lr_too_high"]
     title: str
     text: str
     severity: Literal["info", "warning", "critical"]
@@ -44,7 +44,24 @@ def mistakes_of(run: RunRecords, cause: Cause) -> list[tuple[MistakeKind, dict[s
     seen = [one for one in run.facts.get("mistakes") or () if isinstance(one, dict)]
     named = [(mistake_kinds().get(str(one.get("kind"))), one) for one in (*seen, *_losses_without_bound(run))]
     found = [(kind, one) for kind, one in named if kind is not None and kind.cause == cause.id]
+    found = [(_in_memory(run, kind), one) if kind.id == "retained_graph" else (kind, one) for kind, one in found]
     return sorted(found, key=lambda entry: SEVERITIES.index(entry[0].severity))
+
+
+def _in_memory(run: RunRecords, kind: MistakeKind) -> MistakeKind:
+    """Graphs that are kept cost nothing where they are given back with the loss of their step: a warning only where
+    memory rises far and falls again, or grows."""
+    threshold = find_cause("training_mistake").threshold
+    highest = swing = 0.0
+    for value in run.host.rss.values:
+        highest = max(highest, value)
+        swing = max(swing, highest - value)
+    grown = max(swing, run.host.rss.growth)
+    if grown < threshold("kept_bytes") or grown < threshold("kept_fraction") * highest:
+        return kind
+    text = f"{kind.text}; the memory of the job rose by {grown / 2**30:,.1f} GiB"
+    text += ", and was given back" if swing > run.host.rss.growth else ""
+    return msgspec.structs.replace(kind, severity="warning", text=text)
 
 
 def _losses_without_bound(run: RunRecords) -> list[dict[str, Any]]:

@@ -194,7 +194,9 @@ def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
     """A loader without persistent workers starts them again for each epoch: by the clock of the hook; without it by
     workers that import modules after the first steps, as spawn and forkserver make them do."""
     steady = run.steady
-    if steady.worker_starts >= cause.threshold("min_starts") and steady.worker_start_s > 0:
+    fraction = steady.worker_start_s / max(steady.wall_s, 1e-9)
+    is_most = steady.worker_starts >= 2 and fraction >= cause.threshold("few_starts")
+    if (is_most or steady.worker_starts >= cause.threshold("min_starts")) and steady.worker_start_s > 0:
         text = (
             f"worker processes were started {steady.worker_starts} times after the first step; starting and ending "
             f"them, and their first batches, took {steady.worker_start_s:,.1f} s"
@@ -204,7 +206,6 @@ def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
         ]
         if (place := find_places(run, call=STARTS_WORKERS)) is not None:
             clocked.append(make_evidence(f"most often by {place.line}", place.seconds, "stacks.jsonl: places"))
-        fraction = steady.worker_start_s / max(steady.wall_s, 1e-9)
         min_measured = cause.threshold("short_run") if is_short(run) else None
         lost_s = steady.worker_start_s * run.num_ranks
         return make_finding(run, cause, fraction, clocked, lost_s=lost_s, min_measured=min_measured)

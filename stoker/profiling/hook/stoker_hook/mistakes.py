@@ -31,7 +31,13 @@ MIN_REPLACED, MAX_REPLACED_STEPS = 4, 200
 """Optimizers that took the place of others of so few steps, from which the loop makes them again and again: one that
 freezes a part of the model first has two, and stages of a training are longer."""
 MAX_READ = 4096
-"""Values of a gradient that are read."""
+"""Values of a gradient, or of a weight, that are read."""
+WEIGHTS, GROWTH_STEPS, MIN_WEIGHT_GROWTH = 3, (16, 400), 5.0
+"""Matrices of an optimizer whose size before its first step is known, the steps from and up to which they are looked at
+again, and the growth from which these are far too large."""
+USED_STEPS, MIN_UNUSED = (17, 34, 51), 0.55
+"""Steps of an optimizer, odd and even ones, at which it is seen which of its parameters have no gradient, and the
+fraction of its values that have none in all of them."""
 PLACE_ATTR = "_stoker_place"
 """Attribute of an optimizer: the line that made it."""
 LOSS_BACKWARDS, MAX_LOSS_NODES = (1, 2, 5, 20), 300
@@ -51,10 +57,14 @@ class _Watched:
     """An optimizer. position: (group, index) of a parameter that has a gradient; nothing may refer to the parameter
     itself, not even weakly, as torch.utils.swap_tensors refuses that."""
 
-    __slots__ = ("before", "is_cleared", "look_at", "old", "optimizer", "position", "saw_backward", "steps")
+    __slots__ = ("before", "is_cleared", "look_at", "old", "optimizer", "position", "saw_backward", "sizes", "steps",
+                 "unused")  # fmt: skip
 
     def __init__(self, optimizer: "Any", position: "tuple[int, int]") -> None:
         self.optimizer, self.position = ref(optimizer), position
+        self.sizes: dict[tuple[int, int], float] = {}
+        """Position of a matrix → its mean size before the first step."""
+        self.unused: set[tuple[int, int]] | None = None
         self.is_cleared = self.saw_backward = False
         self.before: tuple[int, int] | None = None
         self.steps, self.old, self.look_at = 1, 0, LOOK_STEPS
@@ -106,10 +116,14 @@ class MistakeFinder:
         self._watched: dict[int, _Watched] = {}
         self._owners: dict[tuple[Any, ...], _Watched] = {}
         """ID and shape of a parameter → the newest optimizer that changed it."""
+        self._first_sizes: dict[int, dict[tuple[int, int], float]] = {}
+        """ID of an optimizer that steps for the first time → the sizes of its first matrices."""
         self._sizes: list[int] = []
         self._evaluated: deque[Any] = deque(maxlen=8)
         self._eval_steps = 0
         self._batches = BatchFinder(self.report, self.withdraw, own_line)
+        self._retains = False
+        """Whether the newest backward pass keeps its graph."""
         self._is_on = True
 
     def report(self, kind: str, place: str = "", **values: "Any") -> None:
@@ -156,13 +170,16 @@ class MistakeFinder:
         except Exception as error:  # noqa: BLE001 (a tensor or a data set of a kind that is not known)
             self._stop(error)
 
-    def before_backward(self, tensors: "Any", create_graph: "Any") -> None:
-        """An outermost backward pass of the training thread begins, from the loss or several tensors. create_graph: as
-        of torch.autograd.backward."""
+    def before_backward(self, tensors: "Any", create_graph: "Any", retain_graph: "Any") -> None:
+        """An outermost backward pass of the training thread begins, from the loss or several tensors. create_graph,
+        retain_graph: as of torch.autograd.backward."""
         if not self._is_on or _is_compiling():
             return
         try:
             self._backwards += 1
+            self._retains = bool(retain_graph) and not create_graph
+            if self._retains and "retained_graph" not in self._places:
+                self._places["retained_graph"] = own_line()
             if create_graph and self.count("create_graph") == LOOK_STEPS:
                 self.report("create_graph", own_line())
             for watched in self._watched.values():
@@ -191,6 +208,15 @@ class MistakeFinder:
         except Exception as error:  # noqa: BLE001 (as above)
             self._stop(error)
 
+    def before_step(self, optimizer: "Any", groups: "Any") -> None:
+        """An optimizer of torch will step."""
+        if not self._is_on or id(optimizer) in self._watched or _is_compiling():
+            return
+        try:
+            self._first_sizes[id(optimizer)] = {where: size for where, size in _sizes(groups) if size > 0}
+        except Exception as error:  # noqa: BLE001 (an optimizer with other groups than torch's)
+            self._stop(error)
+
     def after_step(self, optimizer: "Any", groups: "Any", is_trained: "Callable[[Any], bool]") -> None:
         """An optimizer of torch has stepped. is_trained: whether a module has the parameters that are trained."""
         if not self._is_on or _is_compiling():
@@ -202,15 +228,22 @@ class MistakeFinder:
             elif watched.step():
                 self.report("old_gradients", own_line())
             self._steps += 1
+            if self._retains and self.count("retained_graph") >= max(LOOK_STEPS, MIN_ON * self._steps):
+                self.report("retained_graph")
+            self._retains = False
             self._batches.after_step()
             if self._evaluated:
                 self._look_at_mode(is_trained)
+            if watched is not None and watched.steps in USED_STEPS:
+                self._look_at_used(watched, groups)
             if watched is not None and watched.steps == watched.look_at:
                 at = watched.look_at
                 watched.look_at = at + LOOK_STEPS if at < FREQUENT_STEPS else 2 * at
                 self._look_at_gradients(groups, id(optimizer))
+                self._look_at_weights(watched, optimizer, groups)
             if self._steps % LOOK_STEPS == 0:
                 self.look(_torch_aids())
+                self._look_at_threads()
         except Exception as error:  # noqa: BLE001 (an optimizer with other groups than torch's)
             self._stop(error)
 
@@ -251,6 +284,45 @@ class MistakeFinder:
             self._watched.clear()
             self._owners.clear()
         self._owners[key] = self._watched[id(optimizer)] = watched
+        watched.sizes = self._first_sizes.pop(id(optimizer), {})
+
+    def _look_at_weights(self, watched: "_Watched", optimizer: "Any", groups: "Any") -> None:
+        first, last = GROWTH_STEPS
+        if not watched.sizes or not first <= watched.steps <= last:
+            return
+        grown = [(size / watched.sizes[where], watched.sizes[where], size) for where, size in _sizes(groups)
+                 if where in watched.sizes]  # fmt: skip
+        factor, before, now = sorted(grown)[len(grown) // 2] if grown else (0.0, 0.0, 0.0)
+        if factor >= MIN_WEIGHT_GROWTH:
+            self.report(
+                "weights_grow", optimizer.__dict__.get(PLACE_ATTR, ""), steps=watched.steps, factor=factor, first=before,
+                last=now, lr=float(groups[0].get("lr") or 0.0), optimizer=type(optimizer).__name__,
+            )  # fmt: skip
+
+    def _look_at_used(self, watched: "_Watched", groups: "Any") -> None:
+        """Which parameters of an optimizer have had no gradient in any of the looks."""
+        without, values, total = set(), 0, 0
+        for i, group in enumerate(groups):
+            for k, parameter in enumerate(group["params"]):
+                total += parameter.numel()
+                if parameter.grad is None and parameter.requires_grad and (watched.unused is None or (i, k) in watched.unused):
+                    without.add((i, k))
+                    values += parameter.numel()
+        watched.unused = without
+        if watched.steps == USED_STEPS[-1] and MIN_UNUSED * total <= values < total:
+            optimizer = watched.optimizer()
+            place = "" if optimizer is None else optimizer.__dict__.get(PLACE_ATTR, "")
+            tensors = sum(len(group["params"]) for group in groups)
+            self.report(
+                "unused_parameters", place, unused=len(without), tensors=tensors, percent=round(100 * values / total)
+            )
+
+    def _look_at_threads(self) -> None:
+        threads, cores = sys.modules["torch"].get_num_threads(), usable_cores()
+        if cores and threads >= 2 * cores:
+            self.report("torch_threads", threads=threads, cores=cores)
+        else:
+            self.withdraw("torch_threads")
 
     def _look_at_mode(self, is_trained: "Callable[[Any], bool]") -> None:
         alive = [(module(), place) for module, place in list(self._evaluated)]
@@ -309,6 +381,20 @@ def _torch_aids() -> "dict[str, bool]":
     return {"anomaly": bool(getattr(torch, "is_anomaly_enabled", bool)()), "autograd_profiler": bool(profiles())}
 
 
+def usable_cores() -> float:
+    """Cores that this process may use, by its affinity and the quota of its control group; 0: not known."""
+    try:
+        cores = float(len(os.sched_getaffinity(0)))
+    except (AttributeError, OSError):
+        return 0.0
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else min(cores, max(1.0, float(quota) / float(period)))
+
+
 def _is_compiling() -> bool:
     """Whether torch.compile traces this code: nothing is looked at then."""
     compiler = getattr(sys.modules.get("torch"), "compiler", None)
@@ -333,6 +419,20 @@ def _is_readable(grad: "Any") -> bool:
     return grad.device.type == "cpu" or (
         grad.device.type == "cuda" and not sys.modules["torch"].cuda.is_current_stream_capturing()
     )
+
+
+def _sizes(groups: "Any") -> "Iterator[tuple[tuple[int, int], float]]":
+    """(position, mean size of the values) of the first few matrices of an optimizer that have gradients."""
+    found = 0
+    for i, group in enumerate(groups):
+        for k, parameter in enumerate(group["params"]):
+            weight = parameter.detach()
+            if weight.dim() < 2 or parameter.grad is None or not _is_readable(weight) or not weight.is_floating_point():
+                continue
+            yield (i, k), float(weight.reshape(-1)[:MAX_READ].float().abs().mean())
+            found += 1
+            if found == WEIGHTS:
+                return
 
 
 def _nodes(tensors: "Any", limit: int) -> "Iterator[Any]":

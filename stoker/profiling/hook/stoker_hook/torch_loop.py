@@ -106,6 +106,10 @@ def patch_optimizers(module: "Any") -> None:
         if clock.is_in_training_thread():
             clock.mistakes.after_step(optimizer, groups, is_trained)
 
+    def before_step(optimizer: "Any", *_: "Any") -> None:
+        if clock.is_in_training_thread():
+            clock.mistakes.before_step(optimizer, optimizer.param_groups)
+
     def is_trained(module: "Any") -> bool:
         # a backbone that is frozen on purpose has less of the optimizer, a model of which only the head is trained more
         return clock.is_of_training(module.parameters(), 0.95) and clock.trains_most_of(module.parameters())
@@ -121,6 +125,7 @@ def patch_optimizers(module: "Any") -> None:
         original(self, *args, **kwargs)
 
     module.Optimizer.__init__ = __init__
+    module.register_optimizer_step_pre_hook(before_step)
     module.register_optimizer_step_post_hook(after_step)
     clock.make_device_events = make_device_events
     _report_torch_version()
@@ -147,7 +152,9 @@ def patch_backward(module: "Any") -> None:
             clock.confirm_training()
             if not depth and clock.enabled:
                 tensors = args[0] if args else kwargs.get("tensors")
-                clock.mistakes.before_backward(tensors, args[3] if len(args) > 3 else kwargs.get("create_graph"))
+                create_graph = args[3] if len(args) > 3 else kwargs.get("create_graph")
+                retain_graph = args[2] if len(args) > 2 else kwargs.get("retain_graph")
+                clock.mistakes.before_backward(tensors, create_graph, retain_graph)
         depth += is_training_thread
         try:
             original(*args, **kwargs)
