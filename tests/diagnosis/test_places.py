@@ -576,6 +576,19 @@ def test_workers_that_are_started_again_by_the_clock(
     assert (ids == ["workers_start_again"]) is is_found, "it explains the wait, if it is most of it"
 
 
+@pytest.mark.parametrize(("seconds", "is_found"), [(12.0, True), (3.0, False)])
+def test_two_starts_of_workers_are_enough_where_they_are_most_of_the_time(
+    seconds: float, is_found: bool, tmp_path: Path
+) -> None:
+    """As of spawned ones that import torch and Lightning."""
+
+    def at(s: int) -> dict[str, float]:
+        return {"worker_starts": 1, "worker_start_s": seconds} if s in (20, 35) else {}
+
+    run = make_run(tmp_path / "run", external=True, config=None, fractions={"input_wait": 0.6}, window=at)
+    assert ("workers_start_again" in [finding.id for finding in run_rules(read_run(run))]) is is_found
+
+
 def test_a_wait_for_tensorflows_pipeline_is_no_place_and_its_function_is(tmp_path: Path) -> None:
     waits = Place(line="train.py:156", function="main", kind="input_wait", samples=25,
                   call="tensorflow.python.data.ops.iterator_ops.__next__")  # fmt: skip

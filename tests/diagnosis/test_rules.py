@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from stoker.diagnosis.causes.mistakes import mistake_kinds
 from stoker.diagnosis.engine import CATALOG, run_rules
 from stoker.diagnosis.notes import NOTES, collect_notes
 from stoker.diagnosis.reader import read_run
 from stoker.findings.finding import Finding
 from stoker.runs.records import DEVICES
 from tests.diagnosis.built import FACTS, HEALTHY_HOST, T0, make_run
-from tests.diagnosis.cases import ALSO_FOUND, CASES, HEALTHY, NOTE_CASES, Case
+from tests.diagnosis.cases import ALSO_FOUND, CASES, GIB, HEALTHY, MIB, NOTE_CASES, Case
 
 
 def findings(path: Path, case: Case) -> list[Finding]:
@@ -472,6 +473,53 @@ def test_memory_that_grows_in_loader_workers_is_theirs(in_workers: float, is_nam
 
     found = of(findings(tmp_path / "run", {"host": memory}), "host_memory_leak")
     assert ("besides the largest one" in found.evidence_text) is is_named
+
+
+@pytest.mark.parametrize(
+    ("limit", "growth", "severity"), [(16, [], "warning"), (160, [], "info"), (160, None, "warning")]
+)
+def test_memory_that_would_last_for_hours_is_info_where_nothing_holds_it(
+    limit: int, growth: list[Any] | None, severity: str, tmp_path: Path
+) -> None:
+    """As of a healthy GAN that was seen for 35 s. limit: GiB of the machine."""
+    holder = {"name": "kept", "place": "train.py:9", "text": "`kept` has 900 entries", "bytes": 10**8, "grown": 10**8}
+    job = {"host": lambda s: {"rss_bytes": 2 * GIB + 7 * MIB * (s // 3), "memory_limit_bytes": limit * GIB,
+                              "memory_used_bytes": 4 * GIB},
+           "facts": FACTS | {"growth": [holder] if growth is None else growth}}  # fmt: skip
+    found = of(findings(tmp_path / "run", job), "host_memory_leak")
+    assert found.severity == severity
+    assert ("watch it for longer" in found.evidence_text) is (severity == "info")
+
+
+@pytest.mark.parametrize(
+    ("kind", "job", "severity"),
+    [
+        ("retained_graph", {"host": lambda s: {"rss_bytes": GIB + 100 * MIB * (s % 9)}}, "warning"),
+        ("retained_graph", {"host": lambda s: {"rss_bytes": GIB + 100 * MIB * (s % 3)}}, "info"),
+        ("torch_threads", {}, "warning"),
+        ("torch_threads", {"gpus": 1}, None),
+        ("weights_grow", {"losses": lambda s: {"total": 5.0 + 0.1 * (s % 3)}}, "warning"),
+        ("weights_grow", {"losses": lambda s: {"total": 5.0 / (1 + s)}}, None),
+        ("weights_grow", {}, None),
+    ],
+)
+def test_what_harms_only_beside_something_else(
+    kind: str, job: dict[str, Any], severity: str | None, tmp_path: Path
+) -> None:
+    """Graphs that are kept where memory rises, threads where the cores compute, weights where nothing is learned."""
+    seen = {"kind": kind, "place": "/job/train.py:9", "threads": 8, "cores": 2, "steps": 16, "factor": 15.0, "first": 0.03,
+            "last": 0.4, "lr": 0.1, "optimizer": "Adam"}  # fmt: skip
+    made = findings(tmp_path / "run", job | {"external": True, "config": None, "facts": FACTS | {"mistakes": [seen]}})
+    found = {finding.id: finding.severity for finding in made}
+    cause = mistake_kinds()[kind].cause
+    assert found.get(cause) == severity
+
+
+@pytest.mark.parametrize(("lowest", "is_found"), [(1.25e-6, True), (3e-6, False)])
+def test_a_schedule_of_epochs_that_is_counted_in_steps(lowest: float, is_found: bool, tmp_path: Path) -> None:
+    """From 3e-4 within 10 of 45 s."""
+    job = {"external": True, "config": None, "window": lambda s: {"lr": lowest if s > 10 else 3e-4, "window_steps": 8}}
+    assert ("lr_too_low" in [finding.id for finding in findings(tmp_path / "run", job)]) is is_found
 
 
 def test_a_leak_is_the_reason_of_an_end_for_memory(tmp_path: Path) -> None:
