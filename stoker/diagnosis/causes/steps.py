@@ -137,15 +137,13 @@ def _places_between_steps(run: RunRecords) -> list[Evidence]:
     places = [place for place in list_places(run)
               if (place.role == "thread" or (place.role == "training" and place.kind in _BETWEEN_STEPS))
               and not re.search(IMPORT, place.call)]  # fmt: skip
-    return [
-        make_evidence(
-            f"{place.seconds:,.1f} s in {describe_place(place)}"
-            + (", in another thread, which holds the interpreter's lock meanwhile" if place.role == "thread" else ""),
-            place.seconds,
-            "stacks.jsonl: places",
-        )
-        for place in places[: int(PYTHON_BOUND.threshold("max_places"))]
-    ]
+    return [_place_evidence(place) for place in places[: int(PYTHON_BOUND.threshold("max_places"))]]
+
+
+def _place_evidence(place: PlaceTotal) -> Evidence:
+    where = ", in another thread, which holds the interpreter's lock meanwhile" if place.role == "thread" else ""
+    text = f"{place.seconds:,.1f} s in {describe_place(place)}{where}"
+    return make_evidence(text, place.seconds, "stacks.jsonl: places")
 
 
 def _computes_in_places(run: RunRecords) -> bool:
@@ -172,7 +170,18 @@ def _is_loop_overhead(run: RunRecords, phases: tuple[str, ...]) -> bool:
 
 def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
     """The phase `sync`; the time between steps while the process uses little of a core; or, in a job that trains on the
-    CPU, the time in steps in which it computes less than that."""
+    CPU, the time in steps in which it computes less than that. Nothing there waits for a device, so the lines count."""
+    finding = _find_host_device_syncs(run)
+    if finding is None or not run.is_external or not run.on_cpu:
+        return finding
+    places = [_place_evidence(place) for place in list_places(run)
+              if place.role == "training" and place.kind in _WAIT_KINDS and not re.search(IMPORT, place.call)]  # fmt: skip
+    places = places[: int(PYTHON_BOUND.threshold("max_places"))]
+    return msgspec.structs.replace(finding, evidence=[*finding.evidence, *places], fix=cause.other_fixes["cpu"])
+
+
+def _find_host_device_syncs(run: RunRecords) -> Finding | None:
+    cause = HOST_DEVICE_SYNCS
     phases = ("sync",) if run.phase_seconds("sync") > 0 else ()
     between_phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *between_phases)
