@@ -501,6 +501,9 @@ def test_memory_that_would_last_for_hours_is_info_where_nothing_holds_it(
         ("weights_grow", {"losses": lambda s: {"total": 5.0 + 0.1 * (s % 3)}}, "warning"),
         ("weights_grow", {"losses": lambda s: {"total": 5.0 / (1 + s)}}, None),
         ("weights_grow", {}, None),
+        ("class_loss", {"losses": lambda s: {"total": 2.3026 + 0.01 * (s % 3 - 1)}}, "warning"),
+        ("class_loss", {"losses": lambda s: {"total": 2.3 / (1 + s)}}, None),
+        ("class_loss", {"losses": lambda s: {"total": 1.9 + 0.01 * (s % 3 - 1)}}, "info"),
     ],
 )
 def test_what_harms_only_beside_something_else(
@@ -508,7 +511,7 @@ def test_what_harms_only_beside_something_else(
 ) -> None:
     """Graphs that are kept where memory rises, threads where the cores compute, weights where nothing is learned."""
     seen = {"kind": kind, "place": "/job/train.py:9", "threads": 8, "cores": 2, "steps": 16, "factor": 15.0, "first": 0.03,
-            "last": 0.4, "lr": 0.1, "optimizer": "Adam"}  # fmt: skip
+            "last": 0.4, "lr": 0.1, "optimizer": "Adam", "classes": 10}  # fmt: skip
     made = findings(tmp_path / "run", job | {"external": True, "config": None, "facts": FACTS | {"mistakes": [seen]}})
     found = {finding.id: finding.severity for finding in made}
     cause = mistake_kinds()[kind].cause

@@ -206,6 +206,14 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
         return None
     if _is_warming_up(run):
         return None
+    if guesses := _find_guessing(run, loss):
+        (kind, values), *_ = mistakes_of(run, cause)
+        of_guessing = [make_evidence(guesses, loss[-1], "steps.jsonl: losses"), mistake_evidence(kind, values),
+                       lr_evidence(run), _scale_evidence(run)]  # fmt: skip
+        return make_finding(
+            run, cause, 2, of_guessing, severity=kind.severity, fix=kind.fix, lost_s=steps_s, estimate_basis=basis,
+            confidence=0.8,
+        )  # fmt: skip
     lr = learning.lr.max_value
     text = f"the loss was {loss[0]:.4g} at the beginning and is {loss[-1]:.4g} after {run.totals.steps:,} steps"
     evidence = [make_evidence(text, loss[-1] / loss[0], "steps.jsonl: losses"), lr_evidence(run), _scale_evidence(run)]
@@ -219,6 +227,23 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     ):
         return make_finding(run, cause, 2, evidence, lost_s=steps_s, estimate_basis=basis, confidence=0.7)
     return make_finding(run, cause, 1, evidence, confidence=0.4)
+
+
+def _find_guessing(run: RunRecords, thirds: tuple[float, float, float]) -> str:
+    """That a cross-entropy stands at the logarithm of the number of its classes."""
+    threshold, seen = LR_TOO_LOW.threshold, mistakes_of(run, LR_TOO_LOW)
+    classes = seen[0][1].get("classes") if seen else None
+    if not isinstance(classes, int) or not 2 <= classes <= threshold("max_guessed") or mistakes_of(run, LR_TOO_HIGH):
+        return ""
+    expected = math.log(classes)
+    if run.steady.steps < threshold("guess_steps"):
+        return ""
+    if any(abs(value / expected - 1) > threshold("guess_fraction") for value in thirds[1:]):
+        return ""
+    return (
+        f"the loss is {thirds[-1]:.4g} after {run.totals.steps:,} steps; a model that guesses among {classes:,} classes has "
+        f"ln {classes:,} = {expected:.4g}"
+    )
 
 
 def _is_warming_up(run: RunRecords) -> bool:

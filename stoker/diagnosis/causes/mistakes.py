@@ -22,7 +22,9 @@ class MistakeKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A row of `knowledge/mistakes.toml`, whose head explains the fields."""
 
     id: str
-    cause: Literal["debug_mode", "training_mistake", "non_finite_loss", "threads_oversubscribed", "lr_too_high"]
+    cause: Literal[
+        "debug_mode", "training_mistake", "non_finite_loss", "threads_oversubscribed", "lr_too_high", "lr_too_low"
+    ]
     title: str
     text: str
     severity: Literal["info", "warning", "critical"]

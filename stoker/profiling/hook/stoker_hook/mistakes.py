@@ -188,6 +188,9 @@ class MistakeFinder:
                 for kind in _loss_mistakes(tensors):
                     if self.count(kind) == 2:  # one may be a batch of a single sample
                         self.report(kind, own_line())
+                classes = _num_classes(tensors)
+                if classes > 1 and self.count("class_loss of %d" % classes) == 2:  # noqa: UP031
+                    self.report("class_loss", own_line(), classes=classes)
             if self._backwards in SIZED_BACKWARDS:
                 self._sizes.append(sum(1 for _ in _nodes(tensors, MAX_NODES)))
                 sizes = self._sizes
@@ -305,7 +308,11 @@ class MistakeFinder:
         for i, group in enumerate(groups):
             for k, parameter in enumerate(group["params"]):
                 total += parameter.numel()
-                if parameter.grad is None and parameter.requires_grad and (watched.unused is None or (i, k) in watched.unused):
+                if (
+                    parameter.grad is None
+                    and parameter.requires_grad
+                    and (watched.unused is None or (i, k) in watched.unused)
+                ):
                     without.add((i, k))
                     values += parameter.numel()
         watched.unused = without
@@ -484,18 +491,25 @@ def _loss_mistakes(tensors: "Any") -> "set[str]":
             first = _before(given)
             if first is not None and _operation(first) in _PROBABILITIES:
                 found.add("softmax_twice")
-            if _has_one_class(given):
+            if _classes_of(given) == 1:
                 found.add("one_class")
     return found
 
 
-def _has_one_class(node: "Any") -> bool:
-    """By its shape alone: reading a saved tensor would run the job's hooks for these."""
+def _num_classes(tensors: "Any") -> int:
+    """Classes of a loss that is one cross-entropy; 0: it is another one, or several."""
+    losses = [node for node in _nodes(tensors, MAX_LOSS_NODES) if _operation(node).startswith("NllLoss")]
+    given = _before(losses[0]) if len(losses) == 1 else None
+    return 0 if given is None or _operation(given) != "LogSoftmax" else _classes_of(given)
+
+
+def _classes_of(node: "Any") -> int:
+    """Of a softmax, by its shape alone: reading a saved tensor would run the job's hooks for these. 0: not known."""
     metadata = getattr(node, "_input_metadata", None)
     if not metadata:
-        return False
+        return 0
     shape, dimension = metadata[0].shape, int(getattr(node, "_saved_dim", -1))
-    return bool(shape[dimension if dimension < len(shape) else dimension - (1 << 64)] == 1)  # torch keeps it unsigned
+    return int(shape[dimension if dimension < len(shape) else dimension - (1 << 64)])  # torch keeps it unsigned
 
 
 def own_line() -> str:
