@@ -510,12 +510,11 @@ def test_what_harms_only_beside_something_else(
     kind: str, job: dict[str, Any], severity: str | None, tmp_path: Path
 ) -> None:
     """Graphs that are kept where memory rises, threads where the cores compute, weights where nothing is learned."""
-    seen = {"kind": kind, "place": "/job/train.py:9", "threads": 8, "cores": 2, "steps": 16, "factor": 15.0, "first": 0.03,
-            "last": 0.4, "lr": 0.1, "optimizer": "Adam", "classes": 10}  # fmt: skip
-    made = findings(tmp_path / "run", job | {"external": True, "config": None, "facts": FACTS | {"mistakes": [seen]}})
-    found = {finding.id: finding.severity for finding in made}
-    cause = mistake_kinds()[kind].cause
-    assert found.get(cause) == severity
+    seen = {"kind": kind, "place": "/job/train.py:9", "threads": 8, "cores": 2, "steps": 16, "factor": 15.0,
+            "first": 0.03, "last": 0.4, "lr": 0.1, "optimizer": "Adam", "classes": 10}  # fmt: skip
+    inside = {"external": True, "config": None, "facts": FACTS | {"mistakes": [seen]}}
+    found = {finding.id: finding.severity for finding in findings(tmp_path / "run", job | inside)}
+    assert found.get(mistake_kinds()[kind].cause) == severity
 
 
 @pytest.mark.parametrize(("lowest", "is_found"), [(1.25e-6, True), (3e-6, False)])

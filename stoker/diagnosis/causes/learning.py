@@ -240,10 +240,8 @@ def _find_guessing(run: RunRecords, thirds: tuple[float, float, float]) -> str:
         return ""
     if any(abs(value / expected - 1) > threshold("guess_fraction") for value in thirds[1:]):
         return ""
-    return (
-        f"the loss is {thirds[-1]:.4g} after {run.totals.steps:,} steps; a model that guesses among {classes:,} classes has "
-        f"ln {classes:,} = {expected:.4g}"
-    )
+    of_guessing = f"a model that guesses among {classes:,} classes has ln {classes:,} = {expected:.4g}"
+    return f"the loss is {thirds[-1]:.4g} after {run.totals.steps:,} steps; {of_guessing}"
 
 
 def _is_warming_up(run: RunRecords) -> bool:

@@ -174,10 +174,10 @@ def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
     finding = _find_host_device_syncs(run)
     if finding is None or not run.is_external or not run.on_cpu:
         return finding
-    places = [_place_evidence(place) for place in list_places(run)
-              if place.role == "training" and place.kind in _WAIT_KINDS and not re.search(IMPORT, place.call)]  # fmt: skip
-    places = places[: int(PYTHON_BOUND.threshold("max_places"))]
-    return msgspec.structs.replace(finding, evidence=[*finding.evidence, *places], fix=cause.other_fixes["cpu"])
+    waits = [place for place in list_places(run) if place.role == "training" and place.kind in _WAIT_KINDS]
+    places = [place for place in waits if not re.search(IMPORT, place.call)]
+    lines = [_place_evidence(place) for place in places[: int(PYTHON_BOUND.threshold("max_places"))]]
+    return msgspec.structs.replace(finding, evidence=[*finding.evidence, *lines], fix=cause.other_fixes["cpu"])
 
 
 def _find_host_device_syncs(run: RunRecords) -> Finding | None:

@@ -297,9 +297,10 @@ class MistakeFinder:
                  if where in watched.sizes]  # fmt: skip
         factor, before, now = sorted(grown)[len(grown) // 2] if grown else (0.0, 0.0, 0.0)
         if factor >= MIN_WEIGHT_GROWTH:
+            place, lr = optimizer.__dict__.get(PLACE_ATTR, ""), float(groups[0].get("lr") or 0.0)
             self.report(
-                "weights_grow", optimizer.__dict__.get(PLACE_ATTR, ""), steps=watched.steps, factor=factor, first=before,
-                last=now, lr=float(groups[0].get("lr") or 0.0), optimizer=type(optimizer).__name__,
+                "weights_grow", place, steps=watched.steps, factor=factor, first=before, last=now, lr=lr,
+                optimizer=type(optimizer).__name__,
             )  # fmt: skip
 
     def _look_at_used(self, watched: "_Watched", groups: "Any") -> None:
