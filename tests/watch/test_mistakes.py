@@ -44,13 +44,18 @@ KEPT = "(kept := kept + F.cross_entropy(logits, y))"
 def found(folder: Path, **changed: str) -> list[dict[str, Any]]:
     (folder / "job.py").write_text(JOB.format_map(PLAIN | changed))
     ran([sys.executable, "job.py"], folder)
-    return [mistake for mistake in reported(folder) if mistake["kind"] != "class_loss"]
+    return reported(folder)
 
 
 def reported(folder: Path) -> list[dict[str, Any]]:
-    """What the hook reported of a job in this folder."""
+    """The mistakes that the hook reported of a job in this folder."""
+    return [seen for seen in seen_in(folder) if seen["kind"] != "class_loss"]
+
+
+def seen_in(folder: Path) -> list[dict[str, Any]]:
+    """The same, with what is a mistake only beside something else."""
     assert not list((folder / "state").glob("errors-*"))
-    return [mistake for path in (folder / "state").glob("*.mistakes") for mistake in json.loads(path.read_text())]
+    return [seen for path in (folder / "state").glob("*.mistakes") for seen in json.loads(path.read_text())]
 
 
 KINDS: list[tuple[str, int | None, dict[str, str]]] = [
@@ -165,7 +170,7 @@ def test_a_loop_without_a_mistake(changed: dict[str, str], tmp_path: Path) -> No
 def test_the_number_of_classes_of_a_loss(loss: str, classes: list[int], tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB.format_map(PLAIN | {"loss": loss}))
     ran([sys.executable, "job.py"], tmp_path)
-    assert [seen["classes"] for seen in reported(tmp_path) if seen["kind"] == "class_loss"] == classes
+    assert [seen["classes"] for seen in seen_in(tmp_path) if seen["kind"] == "class_loss"] == classes
 
 
 def test_two_models_that_share_backward_passes(tmp_path: Path) -> None:
