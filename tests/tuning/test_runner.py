@@ -98,7 +98,7 @@ def test_a_killed_tuning_continues_with_the_next_trial(request_: TuneRequest) ->
     )
 
 
-@pytest.mark.parametrize("cache", ["ram", "disk"])
+@pytest.mark.parametrize("cache", [pytest.param("ram", marks=pytest.mark.slow), "disk"])
 def test_a_trial_with_a_cache_trains_on_the_samples_of_one_without(cache: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
     found = []

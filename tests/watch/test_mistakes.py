@@ -61,10 +61,10 @@ def seen_in(folder: Path) -> list[dict[str, Any]]:
 KINDS: list[tuple[str, int | None, dict[str, str]]] = [
     ("old_gradients", 19, {"clear": "pass"}),
     ("softmax_twice", 18, {"loss": "F.cross_entropy(logits.softmax(1), y)"}),
-    ("optimizer_again", 15, {"clear": EVERY_20.format("Adam", 0.01)}),
-    ("growing_graph", 18, {"loss": KEPT, "backward": "retain_graph=True", "end": "optimizer.step"}),
 ]
 MORE_KINDS: list[tuple[str, int | None, dict[str, str]]] = [
+    ("optimizer_again", 15, {"clear": EVERY_20.format("Adam", 0.01)}),
+    ("growing_graph", 18, {"loss": KEPT, "backward": "retain_graph=True", "end": "optimizer.step"}),
     ("eval_mode", 12, {"after": "model.eval()"}),
     ("eval_mode", 19, {"end": "optimizer.step(); step == 30 and model.eval()"}),
     ("softmax_twice", 18, {"loss": "nn.CrossEntropyLoss()(logits.softmax(1).view(16, -1), y)"}),
@@ -158,6 +158,7 @@ def test_a_loop_without_a_mistake(changed: dict[str, str], tmp_path: Path) -> No
     assert found(tmp_path, **changed) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "classes"),
     [
