@@ -213,10 +213,13 @@ class MistakeFinder:
 
     def before_step(self, optimizer: "Any", groups: "Any") -> None:
         """An optimizer of torch will step."""
-        if not self._is_on or id(optimizer) in self._watched or _is_compiling():
+        key = id(optimizer)
+        if not self._is_on or key in self._watched or key in self._first_sizes or _is_compiling():
             return
         try:
-            self._first_sizes[id(optimizer)] = {where: size for where, size in _sizes(groups) if size > 0}
+            if len(self._first_sizes) > 64:
+                self._first_sizes.clear()
+            self._first_sizes[key] = {where: size for where, size in _sizes(groups) if size > 0}
         except Exception as error:  # noqa: BLE001 (an optimizer with other groups than torch's)
             self._stop(error)
 
