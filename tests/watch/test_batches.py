@@ -104,6 +104,28 @@ def test_batches_without_a_mistake(batches: Loaders) -> None:
     assert found(batches) == {}
 
 
+def beside_constants(batch: Any) -> dict[Any, Any]:
+    """As of monodepth2: matrices of the camera, the same in all samples, before the images."""
+    cameras = {("K", scale): torch.arange(16.0).view(4, 4).repeat(len(batch), 1, 1) for scale in range(9)}
+    return cameras | {"color": torch.stack([image for image, _ in batch])}
+
+
+def with_an_object(batch: Any) -> tuple[Any, ...]:
+    return torch.arange(12.0).view(4, 3), frozenset(int(label) for _, label in batch)
+
+
+def with_names(batch: Any) -> tuple[Any, ...]:
+    return torch.arange(12.0).view(4, 3), [f"{image.sum()}.jpg" for image, _ in batch]
+
+
+@pytest.mark.parametrize("collate", [beside_constants, with_an_object, with_names])
+def test_constants_beside_what_differs(collate: Callable[[Any], Any]) -> None:
+    loader = DataLoader(data(MIXED), 16, shuffle=True, collate_fn=collate)
+    assert found(epochs(loader)) == {}
+    first = found(first_of(DataLoader(data(MIXED), 16, collate_fn=collate)))
+    assert list(first) == (["same_batch"] if collate is not with_an_object else [])
+
+
 def test_a_first_batch_that_is_overfitted_before_the_training() -> None:
     loader = DataLoader(data(MIXED), 16)
     first = first_of(loader)

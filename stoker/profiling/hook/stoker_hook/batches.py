@@ -13,8 +13,8 @@ ALL_BATCHES, LOOK_BATCHES = 40, 16
 """So many batches are looked at, and after them each one of so many."""
 MIN_EQUAL = 16
 """Batches in a row that are equal."""
-MAX_TENSORS, MAX_READ = 8, 256
-"""Tensors of a batch, and values of each, that are read."""
+MAX_PARTS, MAX_TENSORS, MAX_READ = 64, 8, 256
+"""Parts of a batch that are looked at, the largest tensors among them, and values of each, that are read."""
 MIN_SAMPLES, MIN_BATCHES, MIN_SINGLE = 8, 24, 0.9
 """Samples of a batch whose labels tell something; looks, and the fraction of them that saw a single class."""
 MIN_CLASS_BATCHES, MAX_CLASSES = 3, 10_000
@@ -46,14 +46,18 @@ class BatchFinder:
         self._newest = None
         if self._fetched > ALL_BATCHES and self._fetched % LOOK_BATCHES:
             return
-        tensors = list(_tensors(batch))
+        parts = list(_parts(batch))
+        tensors = [part for part in parts if _is_readable(part)]
         if tensors:
             self._place = self._place or self._line()
-            values = tuple(_values(tensor) for tensor in tensors)
+            largest = sorted(tensors, key=lambda tensor: -tensor.numel())[:MAX_TENSORS]
+            values = tuple(_values(tensor) for tensor in largest)
+            others = tuple(part for part in parts if isinstance(part, (str, bytes, int, float)) or part is None)
+            is_known = len(tensors) + len(others) == len(parts) < MAX_PARTS  # all that may differ is seen
             number = getattr(iterator, "_num_yielded", 0)
             samples = _num_samples(iterator, tensors) if self._equal >= MIN_EQUAL - 1 else 0
-            self._newest = values, _labels(tensors), number, samples
-            if any(_are_pixels(tensor, read) for tensor, (_, read) in zip(tensors, values)):  # noqa: B905 (Python 3.8)
+            self._newest = ((*values, others) if is_known else None), _labels(tensors), number, samples
+            if any(_are_pixels(tensor, read) for tensor, (_, read) in zip(largest, values)):  # noqa: B905 (Python 3.8)
                 self._pixel_looks += 1
 
     def after_step(self) -> None:
@@ -67,8 +71,10 @@ class BatchFinder:
         if labels is not None:
             self._look_at_labels(labels, at)
 
-    def _compare(self, values: "tuple[Any, ...]", samples: int) -> None:
-        is_equal = values == self._values and len({value for _, read in values for value in read}) > 2  # no dummy
+    def _compare(self, values: "tuple[Any, ...] | None", samples: int) -> None:
+        is_equal = values is not None and values == self._values
+        if is_equal and values is not None:
+            is_equal = len({value for _, read in values[:-1] for value in read}) > 2  # no dummy
         follows = self._fetched == self._compared + 1  # others may be the same batch of a later epoch
         self._values, self._compared = values, self._fetched
         self._equal = 1 if not is_equal else self._equal + follows
@@ -94,20 +100,23 @@ class BatchFinder:
             self._withdraw("sorted_labels")
 
 
-def _tensors(batch: "Any", depth: int = 2) -> "Iterator[Any]":
-    """The tensors of a batch that can be read without an effect on the job."""
+def _parts(batch: "Any", depth: int = 3) -> "Iterator[Any]":
+    """What a batch consists of, the first of each sequence and mapping."""
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, (list, tuple)) and depth:
-        for part in batch[:MAX_TENSORS]:
-            yield from _tensors(part, depth - 1)
-    elif type(batch) is sys.modules["torch"].Tensor and _is_readable(batch):
+        for part in batch[:MAX_PARTS]:
+            yield from _parts(part, depth - 1)
+    else:
         yield batch
 
 
 def _is_readable(tensor: "Any") -> bool:
+    """Whether it is a tensor whose values can be read without an effect on the job."""
+    if type(tensor) is not sys.modules["torch"].Tensor:
+        return False
     is_plain = tensor.device.type == "cpu" and str(tensor.layout) == "torch.strided" and not tensor.requires_grad
-    return is_plain and tensor.dim() and tensor.is_contiguous()
+    return bool(is_plain and tensor.dim() and tensor.is_contiguous())
 
 
 def _values(tensor: "Any") -> "tuple[Any, ...]":
