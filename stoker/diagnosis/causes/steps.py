@@ -58,6 +58,7 @@ _OWN_KINDS = ("input_wait", "decode", "checkpoint", "gc", "python", "idle", "oth
 
 _BETWEEN_STEPS = ("python", "gc", "decode", AFTER_STEP)
 """Kinds of places of the training thread between steps, in which it does not wait."""
+_IN_STEPS = ("compute", "compile")
 _OTHER_CAUSES = ("compile", "checkpoint")
 """Kinds of places that `recompiles` and `checkpoint_heavy` name."""
 _PYTHON = ("python", "gc")
@@ -174,8 +175,8 @@ def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
     finding = _find_host_device_syncs(run)
     if finding is None or not run.is_external or not run.on_cpu:
         return finding
-    waits = [place for place in list_places(run) if place.role == "training" and place.kind in _WAIT_KINDS]
-    places = [place for place in waits if not re.search(IMPORT, place.call)]
+    outside = [place for place in list_places(run) if place.role == "training" and place.kind not in _IN_STEPS]
+    places = [place for place in outside if not re.search(IMPORT, place.call)]
     lines = [_place_evidence(place) for place in places[: int(PYTHON_BOUND.threshold("max_places"))]]
     return msgspec.structs.replace(finding, evidence=[*finding.evidence, *lines], fix=cause.other_fixes["cpu"])
 
