@@ -589,6 +589,16 @@ def test_two_starts_of_workers_are_enough_where_they_are_most_of_the_time(
     assert ("workers_start_again" in [finding.id for finding in run_rules(read_run(run))]) is is_found
 
 
+@pytest.mark.parametrize(("seconds", "is_found"), [(10.0, False), (1.0, True)])
+def test_a_wait_for_workers_that_start_once_more_is_no_slow_input(
+    seconds: float, is_found: bool, tmp_path: Path
+) -> None:
+    """As after the first epoch of a healthy job, whose spawned workers import torch for some seconds."""
+    run = make_run(tmp_path / "run", external=True, config=None, fractions={"input_wait": 0.3},
+                   window=lambda s: {"worker_starts": 1, "worker_start_s": seconds} if s == 20 else {})  # fmt: skip
+    assert bool([one for one in run_rules(read_run(run)) if one.severity != "info"]) is is_found
+
+
 def test_a_wait_for_tensorflows_pipeline_is_no_place_and_its_function_is(tmp_path: Path) -> None:
     waits = Place(line="train.py:156", function="main", kind="input_wait", samples=25,
                   call="tensorflow.python.data.ops.iterator_ops.__next__")  # fmt: skip

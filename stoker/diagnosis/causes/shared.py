@@ -106,6 +106,15 @@ def fraction_of_phase(run: RunRecords, *phases: str) -> float | None:
     return run.steady_phase_fraction(*phases)
 
 
+def first_start_fraction(run: RunRecords) -> float:
+    """Fraction of the time after the start in which the training waited for loader workers that were started once more,
+    as after the first epoch of a short run: a wait that will be rare. 0 if they are started again and again."""
+    steady = run.steady
+    if not run.is_external or steady.worker_starts >= find_cause("workers_start_again").threshold("min_starts"):
+        return 0.0
+    return min(steady.worker_start_s, steady.phases.get("input_wait", 0.0)) / max(steady.wall_s, 1e-9)
+
+
 def make_traced_finding(run: RunRecords, cause: Cause, what: str, field: str) -> Finding | None:
     """Of the time of traced steps in which only `what` ran on the device: a field of traces.jsonl, in seconds."""
     fraction = getattr(run.traces, field) / run.traces.wall_s
