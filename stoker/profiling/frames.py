@@ -148,7 +148,7 @@ def make_window(
         kind = classify(inner, active=False)
         kinds.append((inner, count, "idle" if kind == HELPER else kind))
     # Frames that no rule knows may wait: the CPU time that is left for them does.
-    unknown = sum(count for stack, count, kind in kinds if kind == "idle" and not _is_waiting(stack))
+    unknown = sum(count for stack, count, kind in kinds if stack and kind == "idle" and not _is_waiting(stack))
     busy = sum(count for _, count, kind in kinds if kind in ("compute", "decode", "compile"))
     active = runnable is None or runnable * total - busy >= unknown / 2
     compiled = set() if compiled is None else compiled

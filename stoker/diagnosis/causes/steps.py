@@ -35,11 +35,11 @@ from stoker.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker.diagnosis.places.costly import IMPORT, describe_place, heavy_places, is_callees, list_places
+from stoker.diagnosis.places.costly import IMPORT, describe_place, heavy_places, is_callees, list_loops, list_places
 from stoker.diagnosis.places.totals import find_places, merge_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
-from stoker.runs.schemas import AFTER_STEP
+from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP
 
 _WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python", "gc")
 """Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""
@@ -133,16 +133,18 @@ def _name_place(finding: Finding | None, place: PlaceTotal | None, place_s: floa
 
 
 def _places_between_steps(run: RunRecords) -> list[Evidence]:
-    """The largest places of the training thread outside of steps and imports, and of other threads, which hold the
-    interpreter's lock meanwhile."""
+    """The largest places of the training thread outside of steps and imports, or in a Python loop around a model, and
+    of other threads, which hold the interpreter's lock meanwhile."""
     places = [place for place in list_places(run)
               if (place.role == "thread" or (place.role == "training" and place.kind in _BETWEEN_STEPS))
               and not re.search(IMPORT, place.call)]  # fmt: skip
+    places = sorted([*places, *list_loops(run)], key=lambda place: -place.seconds)
     return [_place_evidence(place) for place in places[: int(PYTHON_BOUND.threshold("max_places"))]]
 
 
 def _place_evidence(place: PlaceTotal) -> Evidence:
-    where = ", in another thread, which holds the interpreter's lock meanwhile" if place.role == "thread" else ""
+    where = ", in a Python loop inside of steps" if place.kind == LOOP_IN_STEP else ""
+    where = ", in another thread, which holds the interpreter's lock meanwhile" if place.role == "thread" else where
     text = f"{place.seconds:,.1f} s in {describe_place(place)}{where}"
     return make_evidence(text, place.seconds, "stacks.jsonl: places")
 
