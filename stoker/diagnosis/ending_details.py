@@ -11,6 +11,8 @@ from stoker.diagnosis.run_data import LogLine
 from stoker.findings.finding import Finding
 from stoker.knowledge import read_toml
 
+MAX_GRAPH_LINES = 400
+"""Lines of a traceback of TensorFlow below its exception, at most (heuristic)."""
 _MISSING_MODULE = re.compile(r"No module named ['\"]?(\w{1,100}(?:\.\w{1,100}){0,9})")
 
 
@@ -74,7 +76,8 @@ def name_memory_holders(finding: Finding) -> Finding:
 def name_place(lines: tuple[LogLine, ...], finding: Finding) -> Finding:
     """The finding with the job's own lines in which the exception was raised that it quotes."""
     quoted = {evidence.source for evidence in finding.evidence}
-    for span in reversed(find_tracebacks(lines)):
+    for traceback in reversed(find_tracebacks(lines)):
+        span = _with_graph_error(lines, traceback)
         if quoted.isdisjoint(line.source for line in lines[span[0] : span[1] + 1]):
             continue
         if frames := find_raising_lines(lines, span):
@@ -82,3 +85,12 @@ def name_place(lines: tuple[LogLine, ...], finding: Finding) -> Finding:
             place = frames[0].partition(" ")[0]
             return msgspec.structs.replace(finding, evidence=[*finding.evidence, raised], place=place)
     return finding
+
+
+def _with_graph_error(lines: tuple[LogLine, ...], span: tuple[int, int]) -> tuple[int, int]:
+    """The span of a traceback, with what TensorFlow prints below it of an error inside of a graph: the lines that built
+    the operation, and what is wrong."""
+    if not lines[span[1]].text.endswith("Graph execution error:"):
+        return span
+    later = range(span[1] + 1, min(len(lines), span[1] + MAX_GRAPH_LINES))
+    return span[0], next((index for index in later if "[[{{node" in lines[index].text), span[1])

@@ -785,6 +785,30 @@ def test_an_exception_that_the_job_survived_has_not_ended_it(text: str) -> None:
     assert died(text, exit_code=0) == []
 
 
+def test_an_error_inside_of_tensorflows_graph_has_its_line() -> None:
+    """As TensorFlow 2.21 prints it: what is wrong stands far below the last line of the traceback."""
+    keras = '  File "/env/lib/python3.11/site-packages/tf_keras/src/engine/training.py", line 1804, in fit\n'
+    found = died(
+        f"""Traceback (most recent call last):
+  File "/job/train.py", line 106, in main
+    model.fit(dataset)
+{keras}    return step(iterator)
+tensorflow.python.framework.errors_impl.InvalidArgumentError: Graph execution error:
+
+Detected at node decoder/embedding_1/embedding_lookup defined at (most recent call last):
+  File "/job/train.py", line 106, in main
+
+{keras}
+{keras * 20}
+  File "/job/model.py", line 31, in call
+
+indices[42,0] = 244 is not in [0, 244)
+	 [[{{{{node decoder/embedding_1/embedding_lookup}}}}]] [Op:__inference_train_function_19218]
+"""
+    )
+    assert (found[0].id, found[0].place) == ("index_out_of_range", "model.py:31")
+
+
 def test_of_chained_exceptions_the_place_of_the_first_is_named() -> None:
     text = """Traceback (most recent call last):
   File "/job/rows.py", line 173, in parse
