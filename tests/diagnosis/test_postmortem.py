@@ -803,7 +803,7 @@ Detected at node decoder/embedding_1/embedding_lookup defined at (most recent ca
   File "/job/model.py", line 31, in call
 
 indices[42,0] = 244 is not in [0, 244)
-	 [[{{{{node decoder/embedding_1/embedding_lookup}}}}]] [Op:__inference_train_function_19218]
+\t [[{{{{node decoder/embedding_1/embedding_lookup}}}}]] [Op:__inference_train_function_19218]
 """
     )
     assert (found[0].id, found[0].place) == ("index_out_of_range", "model.py:31")
