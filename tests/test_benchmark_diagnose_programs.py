@@ -49,7 +49,7 @@ def test_the_page_says_how_many_jobs_there_are(table: Table) -> None:
 
 
 @pytest.mark.parametrize(
-    ("series", "minimum"), [(3, 60), (4, 40), (5, 30), (6, 30), (7, 30), (8, 30), (9, 30), (10, 30), (13, 40)]
+    ("series", "minimum"), [(3, 60), (4, 40), (5, 30), (6, 30), (7, 30), (8, 30), (9, 30), (10, 30), (13, 40), (15, 60)]
 )
 def test_there_are_enough_jobs_and_half_of_each_kind_or_all_are_held_back(
     series: int, minimum: int, table: Table
