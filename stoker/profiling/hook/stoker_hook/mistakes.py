@@ -124,6 +124,7 @@ class MistakeFinder:
         self._batches = BatchFinder(self.report, self.withdraw, own_line)
         self._retains = False
         """Whether the newest backward pass keeps its graph."""
+        self._cores: float | None = None
         self._is_on = True
 
     def report(self, kind: str, place: str = "", **values: "Any") -> None:
@@ -329,9 +330,10 @@ class MistakeFinder:
             )
 
     def _look_at_threads(self) -> None:
-        threads, cores = sys.modules["torch"].get_num_threads(), usable_cores()
-        if cores and threads >= 2 * cores:
-            self.report("torch_threads", threads=threads, cores=cores)
+        self._cores = usable_cores() if self._cores is None else self._cores
+        threads = sys.modules["torch"].get_num_threads()
+        if self._cores and threads >= 2 * self._cores:
+            self.report("torch_threads", threads=threads, cores=self._cores)
         else:
             self.withdraw("torch_threads")
 
