@@ -506,7 +506,7 @@ def test_memory_that_would_last_for_hours_is_info_where_nothing_holds_it(
         ("class_loss", {"losses": lambda s: {"total": 1.9 + 0.01 * (s % 3 - 1)}}, "info"),
     ],
 )
-def test_what_harms_only_beside_something_else(
+def test_what_harms_only_together_with_a_symptom(
     kind: str, job: dict[str, Any], severity: str | None, tmp_path: Path
 ) -> None:
     """Graphs that are kept where memory rises, threads where the cores compute, weights where nothing is learned."""

@@ -53,7 +53,7 @@ def reported(folder: Path) -> list[dict[str, Any]]:
 
 
 def seen_in(folder: Path) -> list[dict[str, Any]]:
-    """The same, with what is a mistake only beside something else."""
+    """The same, with what is a mistake only together with a symptom."""
     assert not list((folder / "state").glob("errors-*"))
     return [seen for path in (folder / "state").glob("*.mistakes") for seen in json.loads(path.read_text())]
 

@@ -13,7 +13,6 @@ from stoker.diagnosis.causes.host import (
 )
 from stoker.diagnosis.causes.shared import (
     cpu_utilization_evidence,
-    first_start_fraction,
     fraction_of_phase,
     has_enough_stacks,
     is_long_enough,
@@ -22,6 +21,7 @@ from stoker.diagnosis.causes.shared import (
     make_stack_finding,
     make_traced_finding,
     percent,
+    rare_worker_start_fraction,
     samples_contradict,
     stack_evidence,
 )
@@ -72,7 +72,7 @@ def make_input_wait_finding(
     if not run.is_native_run:
         evidence = [*evidence, *_loading_evidence(run)]
     if run.phase_seconds("input_wait") > 0:
-        if started := first_start_fraction(run):
+        if started := rare_worker_start_fraction(run):
             min_measured = max(min_measured, cause.warning_threshold or 0.0) + started
             excluded_s += started * run.steady.wall_s * run.num_ranks
         if run.is_external and run.phase_seconds("input_wait") - excluded_s < INPUT_BOUND.threshold("min_wait_s"):

@@ -10,7 +10,7 @@ import msgspec
 
 from stoker.config.durations import parse_duration
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
-from stoker.diagnosis.causes.mistakes import mistake_evidence, mistakes_of
+from stoker.diagnosis.causes.mistakes import MistakeKind, mistake_evidence, mistakes_of
 from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords, TimeSeries
 from stoker.errors import ConfigError
@@ -207,9 +207,9 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     if _is_warming_up(run):
         return None
     if guesses := _find_guessing(run, loss):
-        (kind, values), *_ = mistakes_of(run, cause)
-        of_guessing = [make_evidence(guesses, loss[-1], "steps.jsonl: losses"), mistake_evidence(kind, values),
-                       lr_evidence(run), _scale_evidence(run)]  # fmt: skip
+        text, kind, seen_loss = guesses
+        of_guessing = [make_evidence(text, loss[-1], "steps.jsonl: losses"), seen_loss, lr_evidence(run),
+                       _scale_evidence(run)]  # fmt: skip
         return make_finding(
             run, cause, 2, of_guessing, severity=kind.severity, fix=kind.fix, lost_s=steps_s, estimate_basis=basis,
             confidence=0.8,
@@ -229,19 +229,21 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     return make_finding(run, cause, 1, evidence, confidence=0.4)
 
 
-def _find_guessing(run: RunRecords, thirds: tuple[float, float, float]) -> str:
-    """That a cross-entropy stands at the logarithm of the number of its classes."""
+def _find_guessing(run: RunRecords, thirds: tuple[float, float, float]) -> tuple[str, MistakeKind, Evidence] | None:
+    """(that a cross-entropy stands at the logarithm of the number of its classes, its kind, what the hook saw)."""
     threshold, seen = LR_TOO_LOW.threshold, mistakes_of(run, LR_TOO_LOW)
-    classes = seen[0][1].get("classes") if seen else None
-    if not isinstance(classes, int) or not 2 <= classes <= threshold("max_guessed") or mistakes_of(run, LR_TOO_HIGH):
-        return ""
+    if not seen or run.steady.steps < threshold("guess_steps") or mistakes_of(run, LR_TOO_HIGH):
+        return None
+    kind, values = seen[0]
+    classes = values.get("classes")
+    if not isinstance(classes, int) or not 2 <= classes <= threshold("max_guessed"):
+        return None
     expected = math.log(classes)
-    if run.steady.steps < threshold("guess_steps"):
-        return ""
     if any(abs(value / expected - 1) > threshold("guess_fraction") for value in thirds[1:]):
-        return ""
+        return None
     of_guessing = f"a model that guesses among {classes:,} classes has ln {classes:,} = {expected:.4g}"
-    return f"the loss is {thirds[-1]:.4g} after {run.totals.steps:,} steps; {of_guessing}"
+    text = f"the loss is {thirds[-1]:.4g} after {run.totals.steps:,} steps; {of_guessing}"
+    return text, kind, mistake_evidence(kind, values)
 
 
 def _is_warming_up(run: RunRecords) -> bool:

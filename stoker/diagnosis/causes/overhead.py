@@ -9,7 +9,6 @@ from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.host import CPU_CONTENTION, busiest_processes_evidence
 from stoker.diagnosis.causes.shared import (
     attempts_evidence,
-    first_start_fraction,
     fraction_of_phase,
     is_long_enough,
     is_short,
@@ -20,6 +19,7 @@ from stoker.diagnosis.causes.shared import (
     make_stack_finding,
     percent,
     phase_evidence,
+    rare_worker_start_fraction,
     sample_evidence,
 )
 from stoker.diagnosis.places.costly import (
@@ -138,7 +138,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         elif idle_fraction is not None:  # the place costs no more than the time in which the device was idle
             measured = min(measured, idle_fraction)
         if place.kind == "input_wait":
-            measured -= first_start_fraction(run)
+            measured -= rare_worker_start_fraction(run)
         if place.samples < cause.threshold("min_samples") or measured * observed_s < cause.threshold("min_duration_s"):
             continue
         often = frequency(run, place)

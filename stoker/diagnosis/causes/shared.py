@@ -106,7 +106,7 @@ def fraction_of_phase(run: RunRecords, *phases: str) -> float | None:
     return run.steady_phase_fraction(*phases)
 
 
-def first_start_fraction(run: RunRecords) -> float:
+def rare_worker_start_fraction(run: RunRecords) -> float:
     """Fraction of the time after the start in which the training waited for loader workers that were started once more,
     as after the first epoch of a short run: a wait that will be rare. 0 if they are started again and again."""
     steady = run.steady

@@ -32,7 +32,8 @@ class BatchFinder:
         self._report, self._withdraw, self._line = report, withdraw, line
         self._fetched = 0
         self._newest: tuple[Any, ...] | None = None
-        """Of a batch that no step has followed yet: values, labels, its number in the epoch, size of the data set."""
+        """Of a batch that no step has followed yet: values and other parts, None if one is not known; labels, its
+        number in the epoch, size of the data set."""
         self._place = ""
         self._values: Any = None
         self._compared, self._equal = 0, 1
@@ -73,8 +74,7 @@ class BatchFinder:
 
     def _compare(self, values: "tuple[Any, ...] | None", samples: int) -> None:
         is_equal = values is not None and values == self._values
-        if is_equal and values is not None:
-            is_equal = len({value for _, read in values[:-1] for value in read}) > 2  # no dummy
+        is_equal &= len({value for _, read in (values or ())[:-1] for value in read}) > 2  # no dummy
         follows = self._fetched == self._compared + 1  # others may be the same batch of a later epoch
         self._values, self._compared = values, self._fetched
         self._equal = 1 if not is_equal else self._equal + follows
