@@ -253,6 +253,7 @@ def test_plans_download_nothing_and_do_not_depend_on_the_network(
     assert offline, "a training asks for them"
 
 
+@pytest.mark.slow
 def test_a_dry_run_refuses_weights_as_a_training_does(tmp_path: Path, run: Run, offline: list[object]) -> None:
     data = draw(tmp_path / "set", train=4, val=2)
     (tmp_path / "notes.pth").write_text("no weights")

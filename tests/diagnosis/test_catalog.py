@@ -1,6 +1,7 @@
 """The catalog as data: complete, with sources, and the page that is generated from it."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -103,6 +104,7 @@ def test_a_row_is_complete(cause: Cause) -> None:
     assert 0 < cause.confidence < 1
 
 
+@functools.cache
 def _flags_of_train() -> set[str]:
     """All flags of `stoker train`, as its parser has them."""
     arguments = app["train"].assemble_argument_collection(default_parameter=app.default_parameter)

@@ -38,6 +38,7 @@ def test_a_step_without_memory_needs_what_a_real_one_needs(changes: dict[str, ob
     assert by_work(fake) == by_work(real)
 
 
+@pytest.mark.slow
 def test_what_was_counted_before_changes_nothing() -> None:
     step = CountedStep(make_spec(mosaic=0.5), CPU, is_fake=True)
     try:

@@ -104,6 +104,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw(tmp_path_factory.mktemp("drawn"), train=30)
 
 
+@pytest.mark.slow
 def test_two_ranks_write_one_run(data: Path, tmp_path: Path):
     run = train(data, tmp_path, 2, "--steps", "5")
     totals = read_run(run).totals

@@ -26,6 +26,7 @@ FAKE = (sys.executable, str(Path(__file__).with_name("fake_lr_trial.py")))
 SMALL = Config().replace(batch_size=4, workers=1, worker_processes=0, image_size=(64, 64), max_duration="2000")
 
 
+@pytest.mark.slow
 def test_a_ramp_is_undone_to_the_bit() -> None:
     config = resolve_run(SMALL.replace(data="demo"), None).config
     trial = Trial(config, open_index_of(config.data), select_device("cpu"), 16)

@@ -98,7 +98,8 @@ def test_a_killed_tuning_continues_with_the_next_trial(request_: TuneRequest) ->
     )
 
 
-@pytest.mark.parametrize("cache", [pytest.param("ram", marks=pytest.mark.slow), "disk"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["ram", "disk"])
 def test_a_trial_with_a_cache_trains_on_the_samples_of_one_without(cache: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
     found = []
@@ -184,7 +185,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_tuning_killed_while_it_measures_loses_no_trial_and_repeats_none(
     request_: TuneRequest, tmp_path: Path, number: int
 ) -> None:
