@@ -119,7 +119,7 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
 def _without_guesses(run: RunRecords, findings: list[Finding]) -> list[Finding]:
     """No warning rests on evidence below `min_confidence`: what took the time is then the finding, and the causes are
     listed as possible, each with what would tell. Without lost time it is info. A guess is left out if a certain
-    finding of the same reason has at least as much of the lost time."""
+    finding of the same reason has at least as much of the lost time, or one has its place."""
     minimum = common_threshold("min_confidence")
     kept, guesses = list[Finding](), dict[str, list[Finding]]()
     for finding in findings:
@@ -140,6 +140,7 @@ def _without_guesses(run: RunRecords, findings: list[Finding]) -> list[Finding]:
             and not _supersedes(run, possible, finding)
             for finding in certain
         )
+        is_told |= any(finding.place == possible.place != "" for finding in certain)
         is_explained = any(_supersedes(run, finding, guess) for finding in certain for guess in group)
         if not is_told and not is_explained:
             kept.append(possible)

@@ -669,6 +669,41 @@ def test_a_function_with_a_little_of_the_step_in_it_is_one_place(tmp_path: Path)
     assert first not in found(9)
 
 
+@pytest.mark.parametrize(("in_loop", "found"), [(4, [("noise.py:36", "32")]), (20, [])])
+def test_a_loop_over_pixels_with_operations_on_tensors_is_a_place_and_one_of_a_network_is_none(
+    in_loop: int, found: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """Recorded of salt and pepper noise, pixel by pixel, with `1 - x` of a tensor; a network with a loop over words."""
+    places = [
+        Place(line="noise.py:36", function="add", kind="python", samples=20 - in_loop // 2),
+        Place(line="noise.py:36", function="add", call="torch._tensor.__rsub__", kind=LOOP_IN_STEP, samples=in_loop),
+        Place(line="noise.py:33", function="add", call="random.randrange", kind="python", samples=2),
+    ]
+    step = Place(line="train.py:38", function="train", call="loss.backward", kind="compute",
+                 samples=40 - sum(place.samples for place in places))  # fmt: skip
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"compute": 1.0},
+                   stacks=[window(n, *places, step) for n in range(1, 6)])  # fmt: skip
+    named = [finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place"]
+    assert [(finding.place, f"{finding.lost_device_s:.0f}") for finding in named] == [
+        (line, f"{50 * (18 + 4 + 2) / 40 if in_loop == 4 else 0:.0f}") for line, _ in found
+    ]
+
+
+@pytest.mark.parametrize(("input_wait", "lost_s"), [(0.5, 0.5), (0.9, 0.75)])
+def test_a_place_of_workers_costs_the_wait_for_them_but_no_more_than_its_time(
+    input_wait: float, lost_s: float, tmp_path: Path
+) -> None:
+    """Three quarters of a worker's time: without it, the training would wait only where the rest took too long."""
+    warp = Place(line="data.py:34", function="warp", call="scipy.ndimage.map_coordinates", kind="python", samples=30)
+    rest = Place(line="data.py:9", function="load", call="PIL.Image.open", kind="decode", samples=10)
+    stacks = [window(n, warp, rest, role="worker", pid=8) for n in range(1, 6)]
+    stacks += [window(n, Place(kind="input_wait", samples=40)) for n in range(1, 6)]
+    fractions = {"input_wait": input_wait, "compute": 1 - input_wait}
+    run = read_run(make_run(tmp_path / "run", external=True, config=None, fractions=fractions, stacks=stacks))
+    (finding,) = [finding for finding in run_rules(run) if finding.id == "heavy_place"]
+    assert finding.lost_device_s == pytest.approx(lost_s * run.steady.device_s)
+
+
 def test_why_lists_neighboring_lines_with_calls_of_one_module_as_one(tmp_path: Path) -> None:
     """Recorded of U²-Net, which reads image and mask in two lines."""
     read = {"function": "__getitem__", "call": "skimage.io.imread", "kind": "decode"}

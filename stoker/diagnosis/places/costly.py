@@ -66,9 +66,12 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
     formats_tensors = run.on_cpu and run.computes_with_torch and "jax" not in run.frameworks
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     in_steps: collections.Counter[tuple[str, int, str, str]] = collections.Counter()
+    have_steps = functions_with_steps(run)
     for total in run.places:
         if total.is_startup or not total.line:
             continue
+        if total.kind == LOOP_IN_STEP and (total.line.rpartition(":")[0], total.function) not in have_steps:
+            total = dataclasses.replace(total, kind="python")
         key = (total.role, total.rank if total.role == "training" else 0, total.line, total.call)
         waits = total.kind == "idle" and (
             (
@@ -124,11 +127,14 @@ def list_parts(run: RunRecords) -> list[PlaceTotal]:
 
 def list_loops(run: RunRecords) -> list[PlaceTotal]:
     """Functions with a Python loop inside of the training step, of at least MIN_LOOP of the time at the low end of
-    their interval, the largest first, with their most costly line."""
+    their interval, the largest first, with their most costly line; those that are places (`list_places`) are not
+    among them."""
     groups: dict[tuple[int, str, str], list[PlaceTotal]] = {}
+    have_steps = functions_with_steps(run)
     for total in run.places:
-        if total.kind == LOOP_IN_STEP and not total.is_startup:
-            groups.setdefault((total.rank, total.line.rpartition(":")[0], total.function), []).append(total)
+        file = total.line.rpartition(":")[0]
+        if total.kind == LOOP_IN_STEP and not total.is_startup and (file, total.function) in have_steps:
+            groups.setdefault((total.rank, file, total.function), []).append(total)
     loops: list[PlaceTotal] = []
     for group in groups.values():
         lines: dict[str, list[PlaceTotal]] = {}
@@ -250,9 +256,11 @@ def called_places(run: RunRecords, place: PlaceTotal) -> list[PlaceTotal]:
 
 def functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
     """(file, function) of those that call a backward pass or an optimizer's step, or spend at least MIN_STEPS in the
-    training step: one that ends with `torch.from_numpy(…)` is none."""
+    training step: one that ends with `torch.from_numpy(…)` is none. Where all of that is a Python loop, MOST of the
+    function has to be: a loop over pixels with some operations on tensors in it is none either."""
     in_steps: collections.Counter[tuple[str, str]] = collections.Counter()
     totals: collections.Counter[tuple[str, str]] = collections.Counter()
+    loops: collections.Counter[tuple[str, str]] = collections.Counter()
     updates: set[tuple[str, str]] = set()
     for total in run.places:
         if total.role == "training" and not total.is_startup:
@@ -260,9 +268,13 @@ def functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
             totals[key] += total.samples
             if total.kind in IN_STEP or any(map(_RUNS_STEP.search, total.leaves)):
                 in_steps[key] += total.samples
+                loops[key] += total.samples * (total.kind == LOOP_IN_STEP)
                 if _UPDATES.search(total.call):
                     updates.add(key)
-    return updates | {key for key, count in in_steps.items() if count >= MIN_STEPS * totals[key]}
+    return updates | {
+        key for key, count in in_steps.items()
+        if count >= MIN_STEPS * totals[key] and (count > loops[key] or count >= MOST * totals[key])
+    }  # fmt: skip
 
 
 def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
