@@ -43,7 +43,8 @@ _MEMORY_ENDINGS = ("oom_killed", "host_out_of_memory")
 def diagnose(run_dir: Path) -> list[Finding]:
     """What ended a run that did not finish, after the leak of memory that led to it; then the critical findings, what
     will soon end it before what cost time; then the warnings, and last the findings with severity info; of each, the
-    largest loss first. An end by request explains nothing that is wrong, so it follows the warnings."""
+    largest loss first. An end by request explains nothing that is wrong, so it follows the warnings; what the output
+    shows of a job that did not fail follows all that cost time."""
     return run_rules(read_run(run_dir))
 
 
@@ -69,8 +70,13 @@ def run_rules(run: RunRecords) -> list[Finding]:
             explained = postmortem.explain_hang(run.read_output(), has_stepped=run.totals.steps > 0)
             return [*explained, *remaining]
         return remaining
-    if endings()[end_findings[0].id].role == "stop" or end_findings[0].severity == "info":
-        faults = [finding for finding in remaining if finding.severity != "info" and finding.id != "cpu_contention"]
+    is_stop, is_info = endings()[end_findings[0].id].role == "stop", end_findings[0].severity == "info"
+    if is_stop or is_info:
+        faults = [
+            finding for finding in remaining
+            if (finding.severity != "info" and finding.id != "cpu_contention")
+            or (is_info and not is_stop and finding.lost_device_s)
+        ]  # fmt: skip
         return [*faults, *end_findings, *(finding for finding in remaining if finding not in faults)]
     if end_findings[0].id in UNEXPLAINED:
         hung = [finding for finding in remaining if finding.id == "hung"]

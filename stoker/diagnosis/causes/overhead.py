@@ -99,8 +99,8 @@ def _repeated_phase_finding(
     run: RunRecords, cause: Cause, phase: str, count: int, noun: str, event_kind: str, **options: Any
 ) -> Finding | None:
     """As `make_phase_finding`, of a phase that `count` events made. The last event does not count: the run needs it. In
-    a short run whose events were not counted, the threshold is higher, and evaluations in a very short one are info
-    unless they take half of it."""
+    a short run whose events were not counted, the threshold is higher (evaluations below it that were seen often are
+    info), and evaluations in a very short one are info unless they take half of it."""
     fraction = fraction_of_phase(run, phase)
     if fraction is None or run.phase_seconds(phase) < cause.threshold("min_duration_s"):
         return None
@@ -108,7 +108,12 @@ def _repeated_phase_finding(
         return None
     if is_short(run) and not count:
         is_info = cause is EVALUATION_HEAVY and is_very_short(run) and fraction < _very_short_run_threshold(run)
-        options |= {"min_measured": cause.threshold("short_run"), "severity": "info" if is_info else None}
+        is_often = cause is EVALUATION_HEAVY and run.eval_windows >= cause.threshold("min_seen")
+        if is_often and fraction < cause.threshold("short_run"):
+            is_info = cause.severity(fraction) is not None
+        else:
+            options["min_measured"] = cause.threshold("short_run")
+        options["severity"] = "info" if is_info else None
     counted = make_evidence(f"{count} {noun}", count, f"events.jsonl: {event_kind}") if count else None
     extra_evidence = [counted, *options.pop("extra_evidence", ())]
     return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, **options)
