@@ -74,6 +74,10 @@ _JAX_FILE = re.compile(r"/jax/_src/")
 _JAX_CALL = re.compile(r"(jax|flax|optax|chex|haiku|equinox)\.")
 _JAX_OPERATION = re.compile(r"(?!jax\._src\.(api|pjit|pmap|profiler|stages|traceback_util)\b)" + _JAX_CALL.pattern)
 """Calls of JAX itself, not of a function that it has compiled."""
+_HOST_FILE = re.compile(
+    r"/(site|dist)-packages/(h5py|librosa|matplotlib|networkx|nltk|pandas|PIL|plotly|seaborn|shapely|skimage|sklearn)/"
+)
+"""Files of packages that compute on the host alone: what they do inside of a training step is no part of it."""
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _LOADER_THREAD_FILE = re.compile(
     r"/tensorflow/python/ops/script_ops\.py|/(tf_)?keras/(src/)?(trainers/data_adapters/|utils/data_utils\.py)"
@@ -158,6 +162,8 @@ def make_window(
         if compiled and resolved in ("python", "idle") and _line_and_call(stack) in compiled:
             resolved = "compute"
         resolved = "idle" if resolved == HELPER else resolved
+        if resolved == "compute" and _is_on_host(stack):
+            resolved = "python"
         part = find_part(stack)
         is_users = not part or any(is_job_code(frame) for frame in stack)
         computes = role == "training" and resolved == "compute" and is_users
@@ -206,6 +212,12 @@ def _runs_operations_of_jax(stack: Stack, compiled: CompiledCalls) -> bool:
     if not any(_JAX_FILE.search(frame.file) for frame in stack) or _line_and_call(stack) in compiled:
         return False
     return _JAX_OPERATION.match(find_place(stack)[2]) is not None
+
+
+def _is_on_host(stack: Stack) -> bool:
+    """Whether a line of the job has called a package that computes on the host alone, as for a figure that a training
+    step draws."""
+    return any(_HOST_FILE.search(frame.file) for frame in itertools.takewhile(lambda f: not is_job_code(f), stack))
 
 
 def _line_and_call(stack: Stack) -> tuple[str, str]:

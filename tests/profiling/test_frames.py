@@ -182,6 +182,28 @@ def test_work_after_the_step_is_at_the_line_of_the_loop(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("inside", "kind"),
+    [
+        (["matplotlib/backends/backend_agg.py: draw_text", "torch/utils/tensorboard/writer.py: add_figure"], "python"),
+        (["torch/nn/functional.py: linear"], "compute"),
+        (["scipy/optimize/_lsap.py: linear_sum_assignment"], "compute"),  # a matcher is a part of the step
+    ],
+)
+def test_a_figure_that_is_drawn_in_a_training_step_is_no_part_of_it(
+    inside: list[str], kind: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "net.py"
+    script.write_text("def show(self):\n    self.log.add_figure(figure)\n")
+    frames = [*stack(*inside)[:-1], Frame("show", str(script), 2),
+              *stack("torch/optim/optimizer.py: Optimizer.profile_hook_step.<locals>.wrapper")]  # fmt: skip
+    fields = {"cwd": str(tmp_path), "t": 0.0, "attempt": 1, "pid": 1, "wall_s": 1.0, "runnable": 1.0}
+    window = make_window([(frames, 3)], role="training", **fields)
+    assert window is not None
+    assert window.main_thread == {kind: 1.0}
+    assert window.places[0].line == "net.py:2"
+
+
 LOOPS_OF_STEP = """\
 def train():
     for images in loader:
