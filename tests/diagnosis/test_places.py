@@ -425,6 +425,7 @@ def test_the_slow_rank_is_found_where_the_wait_is_hidden(rank_0: int, rank_1: in
     if first == "straggler":
         assert findings[0].place == "train.py:48"
         assert "Rank 1 is slower" in findings[0].title
+        assert findings[0].lost_device_s == pytest.approx(2 * 40 * 12 / 40), "of both ranks: none computes meanwhile"
 
 
 @pytest.mark.parametrize(("num_ranks", "own", "is_slow"), [(4, 4, True), (2, 4, False), (2, 5, True)])

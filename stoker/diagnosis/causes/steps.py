@@ -488,7 +488,8 @@ STRAGGLER = find_cause("straggler")
 
 def straggler(run: RunRecords, cause: Cause) -> Finding | None:
     """Only if most of the waiting is for one rank: ranks that are late in turn have another cause. By the clocks of the
-    collectives; else by the stacks, as an all-reduce inside of the backward pass (gloo) hides the wait for a rank."""
+    collectives; else by the stacks, as an all-reduce inside of the backward pass (gloo) hides the wait for a rank. Lost
+    is the time of the ranks that wait, and of the slow one as far as a place outside of its steps takes it."""
     waits = run.totals.straggler_s
     waited_s, fraction = run.phase_seconds("straggler"), fraction_of_phase(run, "straggler")
     by_stacks = _straggler_by_stacks(run, cause)
@@ -502,7 +503,9 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
         text = f"rank {rank} is the slow one: the others waited {waits[rank]:,.1f} {device_seconds(run)} for it"
         slowest_evidence = make_evidence(text, rank, "ranks/*/steps.jsonl: phases")
         excess = _own_excess(run)
-        place_evidence = excess[2] if excess is not None and excess[0] == rank else None
+        if excess is not None and excess[0] == rank:  # outside of steps: the device of the slow rank waits as long
+            place_evidence = excess[2]
+            waited_s += min(excess[1], waited_s / max(1, run.num_ranks - 1))
     waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
     evidence = [slowest_evidence, place_evidence, phase_evidence(run, "straggler")]
     confidence = None if slowest_evidence else 0.6
@@ -527,7 +530,7 @@ def _straggler_by_stacks(run: RunRecords, cause: Cause) -> Finding | None:
     rank, excess_s, evidence, place = excess
     finding = make_finding(
         run, cause, excess_s / run.steady.wall_s, [evidence],
-        lost_s=excess_s * (run.num_ranks - 1), estimate_basis="the samples of its stacks, for each rank that waits",
+        lost_s=excess_s * run.num_ranks, estimate_basis="the samples of its stacks, for each rank: all wait for it",
     )  # fmt: skip
     if finding is None:
         return None
