@@ -34,6 +34,8 @@ from stoker.errors import DataError, make_error
 SUFFIXES = (".parquet",)
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png")
 OTHER_COLUMNS = ("width", "height", "file_name", "filename")
+UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
+"""What pyarrow raises for a damaged file, the last one for names of columns that are not UTF-8."""
 BATCH_ROWS, BATCH_BYTES = 64, 1 << 27
 """Rows whose images are in memory at the same time: up to the first, fewer where they could have more bytes."""
 
@@ -52,7 +54,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     for part in layout.parts:
         try:
             names = _class_names(pq.read_schema(part.annotations))
-        except (OSError, pa.ArrowException) as error:
+        except UNREADABLE as error:
             problems.add("damaged-shard", f"{part.annotations.name}: {str(error).splitlines()[0]}")
             continue
         if class_names and names and names != class_names:
@@ -75,7 +77,7 @@ def _has_boxes(path: Path) -> bool:
         raise make_error(DataError, "parquet-in-bucket", uri)
     try:
         schema = pq.read_schema(path)
-    except (OSError, pa.ArrowException):
+    except UNREADABLE:
         return False
     return _image_column(schema) is not None and bool(_annotation_columns(schema))
 
@@ -146,7 +148,7 @@ def _read_file(part: SplitFiles, target: Path, class_names: list[str]) -> ShardS
                     else:
                         samples.problems.append(("record-without-image", f"{path.name}: {name} has no bytes"))
                     start, number = start + length, number + 1
-    except (OSError, pa.ArrowException) as error:
+    except UNREADABLE as error:
         samples.problems.append(("damaged-shard", f"{path.name}: {str(error).splitlines()[0]}"))
     return samples
 
