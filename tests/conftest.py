@@ -1,5 +1,6 @@
 """What all tests share: a cache folder of their own, and the real data sets where they are."""
 
+import contextlib
 import itertools
 import os
 import sys
@@ -44,12 +45,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     cache = base / f"cache-{next(_NUMBERS)}"
     cache.mkdir()
     monkeypatch.setenv("STOKER_CACHE_DIR", str(cache))
-    drawn, name = base / "demo", f"demo-v{demo.VERSION}"
+    # of all workers of pytest-xdist, whose folders are next to each other
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    drawn, name = shared / "demo", f"demo-v{demo.VERSION}"
     if drawn.exists():
         (cache / name).symlink_to(drawn)
     yield cache
     if not drawn.exists() and (cache / name).exists():
-        (cache / name).rename(drawn)
+        with contextlib.suppress(OSError):  # another worker has drawn it meanwhile
+            (cache / name).rename(drawn)
 
 
 @pytest.hookimpl(tryfirst=True)

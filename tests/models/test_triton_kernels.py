@@ -36,6 +36,7 @@ def interpreted() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_matches_are_those_of_the_separate_operators(interpreted: dict[str, Any]) -> None:
     assert interpreted["matches"] == dict.fromkeys(interpreted["matches"], True)
 

@@ -174,6 +174,7 @@ def test_the_number_of_classes_of_a_loss(loss: str, classes: list[int], tmp_path
     assert [seen["classes"] for seen in seen_in(tmp_path) if seen["kind"] == "class_loss"] == classes
 
 
+@pytest.mark.slow
 def test_two_models_that_share_backward_passes(tmp_path: Path) -> None:
     """As in a GAN: the generator's backward leaves gradients in the discriminator, which clears them first."""
     (tmp_path / "job.py").write_text("""
@@ -194,6 +195,7 @@ for _ in range(120):
     assert not list((tmp_path / "state").glob("errors-*"))
 
 
+@pytest.mark.slow
 def test_a_recurrent_network_and_a_closure(tmp_path: Path) -> None:
     """Sequences of other lengths are graphs of other sizes; LBFGS clears its gradients inside of its step."""
     (tmp_path / "job.py").write_text("""
@@ -230,6 +232,7 @@ def test_why_names_the_mistake(tmp_path: Path) -> None:
     assert "zero_grad" in finding.fix
 
 
+@pytest.mark.slow
 def test_a_warning_of_a_framework_in_the_output_is_a_finding(tmp_path: Path) -> None:
     """Printed by PyTorch itself, as targets have another size than predictions."""
     loss = "F.mse_loss(logits[:, :1], y.float())"
