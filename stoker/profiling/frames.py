@@ -74,10 +74,7 @@ _JAX_FILE = re.compile(r"/jax/_src/")
 _JAX_CALL = re.compile(r"(jax|flax|optax|chex|haiku|equinox)\.")
 _JAX_OPERATION = re.compile(r"(?!jax\._src\.(api|pjit|pmap|profiler|stages|traceback_util)\b)" + _JAX_CALL.pattern)
 """Calls of JAX itself, not of a function that it has compiled."""
-_HOST_FILE = re.compile(
-    r"/(site|dist)-packages/(h5py|librosa|matplotlib|networkx|nltk|pandas|PIL|plotly|seaborn|shapely|skimage|sklearn)/"
-)
-"""Files of packages that compute on the host alone: what they do inside of a training step is no part of it."""
+_HOST_FILE = re.compile(rf"/(site|dist)-packages/({'|'.join(_TABLE['host_packages'])})/")
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _LOADER_THREAD_FILE = re.compile(
     r"/tensorflow/python/ops/script_ops\.py|/(tf_)?keras/(src/)?(trainers/data_adapters/|utils/data_utils\.py)"

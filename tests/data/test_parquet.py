@@ -61,13 +61,13 @@ def test_corners_under_bbox_are_recognized(tmp_path: Path) -> None:
 def test_rows_without_an_image_and_damaged_files_are_reported(tmp_path: Path) -> None:
     rows = [row([[4, 2, 20, 19]], [1]), row([[4, 2, 20, 19]], [1], b""), row([[4, 2, 20, 19]], [1], b"<html>")]
     write_hub_parquet(tmp_path / "train-0.parquet", [*rows, *rows[:1] * 3])
-    write_hub_parquet(tmp_path / "train_2.parquet", rows[:1])
+    write_hub_parquet(tmp_path / "train-1.parquet", rows[:1])
     write_hub_parquet(tmp_path / "val-0.parquet", rows[:1])
-    data = (tmp_path / "train_2.parquet").read_bytes()
-    (tmp_path / "train_2.parquet").write_bytes(data[: len(data) // 2])
+    data = (tmp_path / "train-1.parquet").read_bytes()
+    (tmp_path / "train-1.parquet").write_bytes(data[: len(data) // 2])
     index = open_index(tmp_path)
     found = {problem.kind: problem.examples for problem in index.problems}
-    assert found["damaged-shard"][0].startswith("train_2.parquet: ")
+    assert found["damaged-shard"][0].startswith("train-1.parquet: ")
     assert "train-0.parquet: row 1 has no bytes" in found["record-without-image"]
     assert len(index.image_indices("train")) == 4
 
@@ -84,7 +84,7 @@ def test_a_table_without_images_is_not_a_data_set(tmp_path: Path) -> None:
 def test_a_file_without_the_names_of_the_others_is_reported(tmp_path: Path) -> None:
     """Its numbers are classes that the others do not list."""
     write_hub_parquet(tmp_path / "train-0.parquet", [row([[4, 2, 20, 19]], [1])])
-    write_hub_parquet(tmp_path / "train_2.parquet", [row([[4, 2, 20, 19]], [1])], ("cat", "dog"))
+    write_hub_parquet(tmp_path / "train-1.parquet", [row([[4, 2, 20, 19]], [1])], ("cat", "dog"))
     write_hub_parquet(tmp_path / "val-0.parquet", [row([[4, 2, 20, 19]], [0])], ("cat", "dog"))
     index = open_index(tmp_path)
     assert (index.class_names, index.labels.tolist()) == (("cat", "dog"), [1, 0])

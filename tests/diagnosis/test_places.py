@@ -670,7 +670,7 @@ def test_a_function_with_a_little_of_the_step_in_it_is_one_place(tmp_path: Path)
     assert first not in found(9)
 
 
-@pytest.mark.parametrize(("in_loop", "found"), [(4, [("noise.py:36", "32")]), (20, [])])
+@pytest.mark.parametrize(("in_loop", "found"), [(4, [("noise.py:36", "30")]), (20, [])])
 def test_a_loop_over_pixels_with_operations_on_tensors_is_a_place_and_one_of_a_network_is_none(
     in_loop: int, found: list[tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -685,9 +685,7 @@ def test_a_loop_over_pixels_with_operations_on_tensors_is_a_place_and_one_of_a_n
     run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"compute": 1.0},
                    stacks=[window(n, *places, step) for n in range(1, 6)])  # fmt: skip
     named = [finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place"]
-    assert [(finding.place, f"{finding.lost_device_s:.0f}") for finding in named] == [
-        (line, f"{50 * (18 + 4 + 2) / 40 if in_loop == 4 else 0:.0f}") for line, _ in found
-    ]
+    assert [(finding.place, f"{finding.lost_device_s:.0f}") for finding in named] == found
 
 
 @pytest.mark.parametrize(("input_wait", "lost_s"), [(0.5, 0.5), (0.9, 0.75)])

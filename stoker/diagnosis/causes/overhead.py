@@ -108,12 +108,10 @@ def _repeated_phase_finding(
         return None
     if is_short(run) and not count:
         is_info = cause is EVALUATION_HEAVY and is_very_short(run) and fraction < _very_short_run_threshold(run)
-        is_often = cause is EVALUATION_HEAVY and run.eval_windows >= cause.threshold("min_seen")
-        if is_often and fraction < cause.threshold("short_run"):
-            is_info = cause.severity(fraction) is not None
-        else:
-            options["min_measured"] = cause.threshold("short_run")
-        options["severity"] = "info" if is_info else None
+        minimum: float | None = cause.threshold("short_run")
+        if cause is EVALUATION_HEAVY and _evaluates_often(run) and fraction < cause.threshold("short_run"):
+            minimum, is_info = cause.warning_threshold, True
+        options |= {"min_measured": minimum, "severity": "info" if is_info else None}
     counted = make_evidence(f"{count} {noun}", count, f"events.jsonl: {event_kind}") if count else None
     extra_evidence = [counted, *options.pop("extra_evidence", ())]
     return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, **options)
@@ -121,8 +119,12 @@ def _repeated_phase_finding(
 
 def _very_short_run_threshold(run: RunRecords) -> float:
     """Fraction of a very short run from which its evaluations are more than info."""
-    is_often = run.eval_windows >= EVALUATION_HEAVY.threshold("min_seen")
-    return EVALUATION_HEAVY.threshold("often" if is_often else "half")
+    return EVALUATION_HEAVY.threshold("often" if _evaluates_often(run) else "half")
+
+
+def _evaluates_often(run: RunRecords) -> bool:
+    """Whether evaluations were seen in so many lines of steps.jsonl that they are more than the end of an epoch."""
+    return run.eval_windows >= EVALUATION_HEAVY.threshold("min_seen")
 
 
 def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:

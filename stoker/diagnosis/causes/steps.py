@@ -496,6 +496,7 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
     if fraction is None or waited_s <= 0:
         return by_stacks
     slowest_evidence = place_evidence = None
+    lost_s = waited_s
     if waits:
         rank = max(waits, key=lambda name: waits[name])
         if waits[rank] / sum(waits.values()) < cause.threshold("min_slowest_fraction"):
@@ -505,7 +506,7 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
         excess = _own_excess(run)
         if excess is not None and excess[0] == rank:  # outside of steps: the device of the slow rank waits as long
             place_evidence = excess[2]
-            waited_s += min(excess[1], waited_s / max(1, run.num_ranks - 1))
+            lost_s += min(excess[1], waited_s / max(1, run.num_ranks - 1))
     waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
     evidence = [slowest_evidence, place_evidence, phase_evidence(run, "straggler")]
     confidence = None if slowest_evidence else 0.6
@@ -514,7 +515,7 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
         cause,
         waiting_fraction,
         evidence,
-        lost_s=waited_s,
+        lost_s=lost_s,
         min_measured=_min_fraction(run),
         confidence=confidence,
     )

@@ -66,12 +66,9 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
     formats_tensors = run.on_cpu and run.computes_with_torch and "jax" not in run.frameworks
     groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     in_steps: collections.Counter[tuple[str, int, str, str]] = collections.Counter()
-    have_steps = functions_with_steps(run)
-    for total in run.places:
+    for total in _with_loops(run):
         if total.is_startup or not total.line:
             continue
-        if total.kind == LOOP_IN_STEP and (total.line.rpartition(":")[0], total.function) not in have_steps:
-            total = dataclasses.replace(total, kind="python")
         key = (total.role, total.rank if total.role == "training" else 0, total.line, total.call)
         waits = total.kind == "idle" and (
             (
@@ -95,6 +92,19 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
         if (place := merge_places(group)) is not None and (key[0] != "training" or in_steps[key] <= place.samples)
     ]  # fmt: skip
     return _sort_by_cost(run, merged)
+
+
+def _with_loops(run: RunRecords) -> list[PlaceTotal]:
+    """The places; a Python loop inside of the training step is Python work where its function is none with steps."""
+    if all(total.kind != LOOP_IN_STEP for total in run.places):
+        return run.places
+    have_steps = functions_with_steps(run)
+    return [
+        dataclasses.replace(total, kind="python")
+        if total.kind == LOOP_IN_STEP and (total.line.rpartition(":")[0], total.function) not in have_steps
+        else total
+        for total in run.places
+    ]
 
 
 def _sort_by_cost(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
@@ -130,11 +140,9 @@ def list_loops(run: RunRecords) -> list[PlaceTotal]:
     their interval, the largest first, with their most costly line; those that are places (`list_places`) are not
     among them."""
     groups: dict[tuple[int, str, str], list[PlaceTotal]] = {}
-    have_steps = functions_with_steps(run)
-    for total in run.places:
-        file = total.line.rpartition(":")[0]
-        if total.kind == LOOP_IN_STEP and not total.is_startup and (file, total.function) in have_steps:
-            groups.setdefault((total.rank, file, total.function), []).append(total)
+    for total in _with_loops(run):
+        if total.kind == LOOP_IN_STEP and not total.is_startup:
+            groups.setdefault((total.rank, total.line.rpartition(":")[0], total.function), []).append(total)
     loops: list[PlaceTotal] = []
     for group in groups.values():
         lines: dict[str, list[PlaceTotal]] = {}

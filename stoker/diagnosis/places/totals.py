@@ -11,6 +11,7 @@ from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
+from stoker.knowledge import read_toml
 from stoker.runs.schemas import LOOP_IN_STEP, StackWindow
 
 MAX_PLACES = 2000
@@ -219,7 +220,7 @@ def wilson(fraction: float, count: int) -> tuple[float, float]:
 
 NEVER_A_STEP = re.compile(
     r"(<class ')?(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv|urllib|requests|yaml|xml|sqlite3"
-    r"|numpy|scipy|sklearn|skimage|pandas|cv2|PIL|matplotlib|networkx|nltk|librosa|shapely|h5py)\."
+    rf"|cv2|numpy|scipy|{'|'.join(read_toml('frames.toml')['host_packages'])})\."
 )
 """Calls that no forward pass, backward pass or optimizer step needs: of the standard library, and of packages that
-compute on the host alone."""
+compute on the host alone. numpy, scipy and OpenCV are in no list of frames: a matcher inside of a step calls them."""
