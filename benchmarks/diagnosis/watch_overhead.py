@@ -186,6 +186,7 @@ def measure(job: Job, steps: int, *, watched: bool, core: int) -> tuple[float, f
 
 def run(arguments: argparse.Namespace) -> Report:
     rounds, divisor = (2, 5) if arguments.quick else (6, 1)
+    rounds = arguments.rounds or rounds
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("this benchmark needs two cores: one for the watched job, one for the same job without")
@@ -198,7 +199,7 @@ def run(arguments: argparse.Namespace) -> Report:
             for job in jobs:
                 if not Path(job.python).exists():
                     continue
-                steps = job.steps // divisor
+                steps = round(arguments.length * job.steps / divisor)
                 pair = {
                     watched: pool.submit(measure, job, steps, watched=watched, core=cores[(number + watched) % 2])
                     for watched in (True, False)
@@ -232,4 +233,8 @@ def run(arguments: argparse.Namespace) -> Report:
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--only", metavar="JOB", help="only this job, by its name in the table")
+    parser.add_argument(
+        "--length", type=float, default=1.0, help="of each job, as a multiple: over longer ones a start counts less"
+    )
+    parser.add_argument("--rounds", type=int, help="pairs of each job")
     publish(run, parser)
