@@ -1,8 +1,8 @@
 """Finds the data set in a folder: which format it has, and what in the folder is not used.
 
-Each format recognizes its own layouts, from names and first bytes. If a folder has several formats, the first in
-FORMATS is read, and a note tells what else is there and how to read it. Not here: reading (the modules of the formats,
-called by `index.py`), formats that are known and not read (`folders.py`), the demo (`demo.py`).
+If a folder has several formats, the first in FORMATS is read, and a note tells what else is there and how to read it.
+Not here: reading (the modules of the formats, called by `index.py`), formats that are known and not read
+(`folders.py`), the demo (`demo.py`).
 """
 
 import contextlib
@@ -39,10 +39,11 @@ from stoker.data.formats.folders import (
     is_image_name,
     list_image_dirs,
     list_subdirs,
-    recognize_unread,
+    sort_parts,
+    refuse_unread,
 )
 from stoker.data.formats.images import is_below
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, DatasetWriter
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, DatasetWriter
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
 from stoker.data.validation.problems import ProblemCollector
@@ -87,11 +88,8 @@ FORMATS = {
 
 
 def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
-    """The layout of a data set: a folder, a file of one, or a pattern of TFRecord files. Reads no annotations.
-
-    format: detect only this one. Raises DataError if there is no data set or more than one, UsageError for an unknown
-    format.
-    """
+    """The layout of a data set: a folder, a file of one, or a pattern of TFRecord files. Reads no annotations. format:
+    detect only this one. Raises DataError if there is none or more than one, UsageError for an unknown format."""
     if format is not None and format not in FORMATS:
         raise UsageError(f"{format!r} is not a data format.", choices=FORMATS)
     if not data.exists():
@@ -131,11 +129,8 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
 
 def layout_of_files(data: Path, files: Sequence[tuple[str, str]]) -> DatasetLayout:
     """The layout of a data set whose splits have annotation files of their own; their images are near them or in
-    `data`.
-
-    files: (split, file), relative to the working folder, else to `data`. Raises DataError if a file does not exist or
-    the formats differ.
-    """
+    `data`. files: (split, file), relative to the working folder, else to `data`. Raises DataError if a file does not
+    exist or the formats differ."""
     layouts = [_layout_of_split(data, split, name) for split, name in files]
     first = layouts[0]
     if {layout.format for layout in layouts} != {first.format}:
@@ -183,24 +178,23 @@ def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -
     """One data set of split folders that are data sets of the same format; None if they are not."""
     first = nested[0][1]
     splits = [SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
-    parts = [
-        replace(part, split=split)
-        for split, (_, layout) in zip(splits, nested, strict=True)
-        for part in layout.parts
-        if part.split in (None, split)
-    ]
-    is_complete = len(parts) == sum(len(layout.parts) for _, layout in nested)
-    same_format = {layout.format for _, layout in nested} == {first.format}
-    has_yaml = any(path.suffix.lower() in YAML_SUFFIXES for _, layout in nested for path in layout.metadata_files)
-    if None in splits or len(set(splits)) < len(splits) or not is_complete or not same_format or has_yaml:
+    own_parts = [(split, part) for split, (_, layout) in zip(splits, nested, strict=True) for part in layout.parts]
+    metadata_files = tuple(path for _, layout in nested for path in layout.metadata_files)
+    if (
+        None in splits
+        or len(set(splits)) < len(splits)
+        or any(part.split not in (None, split) for split, part in own_parts)
+        or any(layout.format != first.format for _, layout in nested)
+        or any(path.suffix.lower() in YAML_SUFFIXES for path in metadata_files)
+    ):
         return None
     return replace(
         first,
         description=f"{first.description} per split folder",
         root=root,
-        parts=tuple(sorted(parts, key=lambda part: SPLITS.index(part.split) if part.split else 0)),
+        parts=sort_parts(replace(part, split=split) for split, part in own_parts),
         notes=tuple(f"{path.name}/: {note}" for path, layout in nested for note in layout.notes),
-        metadata_files=tuple(path for _, layout in nested for path in layout.metadata_files),
+        metadata_files=metadata_files,
         others=(),
     )
 
@@ -211,7 +205,7 @@ def _detect_file(data: Path, format: str | None) -> DatasetLayout:
         is_candidate = format in (None, name) and file_name.endswith(spec.suffixes)
         if is_candidate and (layout := spec.recognize(data)) is not None:
             return layout
-    _refuse_other_format(data)
+    refuse_unread(data)
     if file_name.endswith(ARCHIVE_SUFFIXES):
         raise make_error(DataError, "data-in-archive", data, name=data.name)
     choices = ["a folder", *(f"*{suffix}" for suffix in data_file_suffixes(format) if not suffix.endswith(".gz"))]
@@ -263,20 +257,13 @@ def _find_below(data: Path, format: str | None) -> list[Path]:
 
 
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
+    contents = _describe_contents(data)
     if below := _find_below(data, format):
-        contents = _describe_contents(data)
         return make_error(DataError, "data-further-down", data, choices=below, contents=contents, folder=below[0])
-    _refuse_other_format(data)
+    refuse_unread(data)
     expected = "; ".join(text for name, text in format_texts().expected.items() if format in (None, name))
-    in_format, contents = f" in the format {format!r}" if format else "", _describe_contents(data)
+    in_format = f" in the format {format!r}" if format else ""
     return make_error(DataError, "no-annotations", data, in_format=in_format, contents=contents, expected=expected)
-
-
-def _refuse_other_format(data: Path) -> None:
-    """Raises DataError if a file or folder has a format that is known and not read."""
-    if (found := recognize_unread(data)) is not None:
-        name, file, fix = found
-        raise DataError(f"The data set has the format {name}, which is not read.", location=file, fix=fix)
 
 
 def _describe_contents(folder: Path) -> str:
@@ -300,10 +287,8 @@ MAX_LISTED_DIRS = 5
 
 
 def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector) -> list[str]:
-    """Notes on what is not used; another format with more boxes is a problem, too.
-
-    table: before images were dropped. problems: those found so far.
-    """
+    """Notes on what is not used; another format with more boxes is a problem, too. table: before images were dropped.
+    problems: those found so far."""
     notes = [_describe_other(layout, table, other, problems) for other in layout.others]
     num_unlisted = sum(problem.count for problem in problems.summarize(0) if problem.kind == "not-in-a-split")
     names_by_dir: dict[str, set[str]] = {}

@@ -340,14 +340,14 @@ def recognize_file(file: Path, head: bytes) -> UnreadFormat | None:
     return next((row for row in candidates if re.search((row.first_bytes or "").encode(), head, re.DOTALL)), None)
 
 
-def recognize_unread(data: Path) -> tuple[str, Path, str] | None:
-    """(format, a file of it, how to convert) of data in a format that is known and not read; else None."""
+def refuse_unread(data: Path) -> None:
+    """Raises DataError, with the command that converts it, for a file or folder in a format that is not read."""
     files = [data] if data.is_file() else _iter_files(data)
     found = [(row, file) for file in files if (row := recognize_file(file, read_head(file))) is not None]
-    if not found:
-        return None
-    row, file = min(found, key=lambda item: format_texts().format.index(item[0]))
-    return row.name, file, row.fix.format(data=shlex.quote(str(data if data.is_dir() else data.parent)))
+    if found:
+        row, file = min(found, key=lambda item: format_texts().format.index(item[0]))
+        fix = row.fix.format(data=shlex.quote(str(data if data.is_dir() else data.parent)))
+        raise DataError(f"The data set has the format {row.name}, which is not read.", location=file, fix=fix)
 
 
 def _iter_files(folder: Path) -> Iterator[Path]:
