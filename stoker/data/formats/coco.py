@@ -24,23 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    ANNOTATION_DIRS,
-    MAX_PROBES,
-    check_unannotated_splits,
-    file_part,
-    files_by_split,
-    iter_split_dirs,
-    list_dirs_below,
-    list_image_dirs,
-    named_subdirs,
-    read_head,
-    recognize_file,
-    root_of,
-    several_files_error,
-    split_from_name,
-    unique,
-)
+from stoker.data.formats import folders
 from stoker.data.formats.images import invalid_json_error, is_usable_name, resolve_names
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
@@ -126,18 +110,20 @@ def recognize(path: Path) -> DatasetLayout | None:
     """The COCO data set of a file, or of a folder (not of its subfolders); None if there is none. Raises DataError if a
     split has two files."""
     if path.is_file():
-        if _has_another_format(path, read_head(path)):
+        if _has_another_format(path, folders.read_head(path)):
             return None
-        root = root_of(path)
-        return _make_layout("one COCO JSON file", root, [_make_part(split_from_name(path.stem), path, root)], [])
+        root = folders.root_of(path)
+        return _make_layout(
+            "one COCO JSON file", root, [_make_part(folders.split_from_name(path.stem), path, root)], []
+        )
     parts = []
-    for split, split_dir in iter_split_dirs(path):
+    for split, split_dir in folders.iter_split_dirs(path):
         file = next((split_dir / name for name in SPLIT_FILE_NAMES if (split_dir / name).is_file()), None)
         if file is not None:
-            parts.append(file_part(file, split, list_image_dirs(split_dir)[::-1]))
+            parts.append(folders.file_part(file, split, folders.list_image_dirs(split_dir)[::-1]))
     if parts:
-        return _make_layout("COCO JSON per split folder", path, parts, check_unannotated_splits(path, parts))
-    for directory in (*named_subdirs(path, ANNOTATION_DIRS), path):
+        return _make_layout("COCO JSON per split folder", path, parts, folders.check_unannotated_splits(path, parts))
+    for directory in (*folders.named_subdirs(path, folders.ANNOTATION_DIRS), path):
         if files := sorted(file for file in directory.glob("*.json") if _looks_like_coco(file)):
             description = "COCO JSON" if directory == path else f"COCO JSON in {directory.name}/"
             chosen, notes = _choose_per_split(directory, files)
@@ -151,7 +137,7 @@ def _make_layout(description: str, root: Path, parts: list[SplitFiles], notes: l
 
 def _looks_like_coco(path: Path) -> bool:
     """Whether the first 64 KiB have one of COCO's keys: folders contain other JSON files, such as package.json, too."""
-    head = read_head(path)
+    head = folders.read_head(path)
     return not _has_another_format(path, head) and any(
         key in head for key in (b'"images"', b'"annotations"', b'"image_id"', b'"file_name"')
     )
@@ -160,14 +146,14 @@ def _looks_like_coco(path: Path) -> bool:
 def _has_another_format(path: Path, head: bytes) -> bool:
     """Whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
     is_other = head.startswith(b"[") or is_labelme(head) or is_via(head) or is_mds_head(path, head)
-    return is_other or recognize_file(path, head) is not None
+    return is_other or folders.recognize_file(path, head) is not None
 
 
 def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
     """A file with the folders that may contain its images: train2017/, train/, … for "instances_train2017"."""
     dir_names = [path.stem.partition("_")[2] or path.stem, path.stem, *(SPLIT_ALIASES[split] if split else ())]
     candidates = [base / dir_name for base in (root, root / "images") for dir_name in dir_names]
-    image_dirs = unique([*candidates, *list_image_dirs(root), *list_image_dirs(path.parent)])
+    image_dirs = folders.unique([*candidates, *folders.list_image_dirs(root), *folders.list_image_dirs(path.parent)])
     return SplitFiles(split=split, annotations=path, image_dirs=image_dirs)
 
 
@@ -179,10 +165,10 @@ def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str |
     ]
     chosen: list[tuple[str | None, Path]] = []
     notes: list[str] = []
-    for split, own in files_by_split(box_files or files):
+    for split, own in folders.files_by_split(box_files or files):
         if len(own) > 1:
             if not _have_different_images(own):
-                raise several_files_error(folder, own, split, fix="name the files: --train FILE --val FILE")
+                raise folders.several_files_error(folder, own, split, fix="name the files: --train FILE --val FILE")
             notes.append(f"read together, as their images differ: {', '.join(path.name for path in own)}")
         chosen += [(split, path) for path in own]
     used = {path for _, path in chosen}
@@ -216,19 +202,18 @@ def _have_different_images(files: Iterable[Path]) -> bool:
 
 
 def _locate_images(
-    part: SplitFiles, file_names: Sequence[str], folders: FolderTable
+    part: SplitFiles, file_names: Sequence[str], folder_table: FolderTable
 ) -> tuple[NDArray[np.int32], list[str], list[str]]:
-    """Index into `folders` [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R]
-    are relative, by searching for a few of the images: in the usual folders, then in those below the root. If there is
+    """Folder index [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R] are
+    relative, by searching for a few of the images: in the usual folders, then in those below the root. If there is
     none, the most likely folder is used, and the check for missing images reports it. Folders inside a name are kept,
-    unless the images exist only without them (exports that contain another machine's paths).
-    """
+    unless the images exist only without them (exports that contain another machine's paths)."""
     names = [name.replace("\\", "/") for name in file_names]
     base_names = [name.rpartition("/")[2] for name in names]
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
     base, strip_dirs = existing[0], False
-    for directories, candidates in product((existing, list_dirs_below(folders.root)), (names, base_names)):
-        probes = candidates[:: max(1, len(names) // MAX_PROBES)]
+    for directories, candidates in product((existing, folders.list_dirs_below(folder_table.root)), (names, base_names)):
+        probes = candidates[:: max(1, len(names) // folders.MAX_PROBES)]
         counts = [(sum((folder / name).is_file() for name in probes), folder) for folder in directories]
         num_found, best = max(counts, key=lambda count: count[0], default=(0, base))
         if num_found:
@@ -238,7 +223,7 @@ def _locate_images(
         base = max(existing, key=lambda folder: len(resolve_names(folder, names)))
     notes = []
     if base not in existing:
-        notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
+        notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folder_table.root)}/")
     if strip_dirs and names != base_names:
         notes.append(
             f"{part.annotations.name}: the folders in its file names are ignored; the images are in {base.name}/"
@@ -251,7 +236,7 @@ def _locate_images(
     for i, name in enumerate(names):
         head, _, names[i] = name.rpartition("/")
         if head not in index_by_dir:
-            index_by_dir[head] = folders.add(os.path.normpath(os.path.join(base, head)))
+            index_by_dir[head] = folder_table.add(os.path.normpath(os.path.join(base, head)))
         folder_index[i] = index_by_dir[head]
     return folder_index, names, notes
 
@@ -434,7 +419,7 @@ def _map_to_first(part: _Part, first_file: Path, first: list[Category]) -> dict[
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files of a COCO data set. Raises DataError with file and location."""
-    folders, notes = FolderTable(layout.root), list(layout.notes)
+    folder_table, notes = FolderTable(layout.root), list(layout.notes)
     parts: list[_Part] = []
     for source in layout.parts:
         location = os.path.relpath(source.annotations, layout.root)
@@ -446,7 +431,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     file_names: list[str] = []
     for part in parts:
         part.columns["image_index"] += len(file_names)
-        part.columns["folder_index"], own_names, own_notes = _locate_images(part.source, part.file_names, folders)
+        part.columns["folder_index"], own_names, own_notes = _locate_images(part.source, part.file_names, folder_table)
         file_names += own_names
         notes += part.notes + own_notes
     columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns}
@@ -454,7 +439,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     return AnnotationTable(
         class_names=[category.name for category in kept],
         category_ids=[category.id for category in kept],
-        folders=folders.paths(),
+        folders=folder_table.paths(),
         file_names=file_names,
         labels=labels,
         box_id_kind="annotation",

@@ -23,24 +23,7 @@ from typing import Literal
 import msgspec
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    HEAD_BYTES,
-    MAX_PROBES,
-    SPLIT_BY_NAME,
-    check_unannotated_splits,
-    file_part,
-    files_by_split,
-    is_image_name,
-    iter_nearby_dirs,
-    iter_split_dirs,
-    list_dirs_below,
-    list_files,
-    named_subdirs,
-    root_of,
-    several_files_error,
-    split_from_name,
-    unique,
-)
+from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
 from stoker.data.formats.openimages import is_open_images, iter_csv
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles
@@ -55,27 +38,29 @@ def recognize(path: Path) -> DatasetLayout | None:
     not a table of boxes, or if a split has several."""
     if path.is_file():
         if detect_csv_layout(path) is None:
-            first = read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
+            first = read_text(path, folders.HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
             choices = ["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"]
             raise make_error(DataError, "csv-without-boxes", path, choices=choices, first=first)
-        return _make_layout(root_of(path, TABLE_DIRS), [file_part(path)], [])
-    for directory in (path, *named_subdirs(path, TABLE_DIRS)):
+        return _make_layout(folders.root_of(path, TABLE_DIRS), [folders.file_part(path)], [])
+    for directory in (path, *folders.named_subdirs(path, TABLE_DIRS)):
         if tables := _list_tables(directory):
-            parts = [_only_part(directory, files, split) for split, files in files_by_split(tables)]
+            parts = [_only_part(directory, files, split) for split, files in folders.files_by_split(tables)]
             ignored = [table.name for table in tables if table not in [part.annotations for part in parts]]
             return _make_layout(path, parts, [f"not read: {', '.join(ignored)}"] if ignored else [])
-    parts = [_only_part(own, tables, split) for split, own in iter_split_dirs(path) if (tables := _list_tables(own))]
+    parts = [
+        _only_part(own, tables, split) for split, own in folders.iter_split_dirs(path) if (tables := _list_tables(own))
+    ]
     return _make_layout(path, parts, []) if parts else None
 
 
 def _only_part(folder: Path, tables: list[Path], split: str | None) -> SplitFiles:
     if len(tables) > 1:
-        raise several_files_error(folder, tables, split, fix="name one of the files instead of the folder")
-    return file_part(tables[0], split)
+        raise folders.several_files_error(folder, tables, split, fix="name one of the files instead of the folder")
+    return folders.file_part(tables[0], split)
 
 
 def _list_tables(folder: Path) -> list[Path]:
-    files = [path for path in list_files(folder, ".csv") if not is_open_images(path)]
+    files = [path for path in folders.list_files(folder, ".csv") if not is_open_images(path)]
     return [path for path in files if detect_csv_layout(path) is not None]
 
 
@@ -83,16 +68,18 @@ def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> Datas
     located = []
     is_certain = False
     for part in parts:
-        image_dirs = unique(iter_nearby_dirs(part.annotations.parent, root, part.split))
+        image_dirs = folders.unique(folders.iter_nearby_dirs(part.annotations.parent, root, part.split))
         names = _read_first_names(part.annotations)
         if any(_has_images(directory, names) for directory in (root, *image_dirs)):
             is_certain = True
         else:
-            image_dirs += tuple(directory for directory in list_dirs_below(root) if _has_images(directory, names))
-        located.append(replace(part, image_dirs=unique(image_dirs)))
+            image_dirs += tuple(
+                directory for directory in folders.list_dirs_below(root) if _has_images(directory, names)
+            )
+        located.append(replace(part, image_dirs=folders.unique(image_dirs)))
     own_dir = parts[0].annotations.parent
-    if own_dir != root and own_dir.name.lower() in SPLIT_BY_NAME:
-        notes += check_unannotated_splits(root, parts)
+    if own_dir != root and own_dir.name.lower() in folders.SPLIT_BY_NAME:
+        notes += folders.check_unannotated_splits(root, parts)
     names_of_tables = ", ".join(str(part.annotations.relative_to(root)) for part in parts)
     return DatasetLayout(
         format="csv",
@@ -108,9 +95,9 @@ def _read_first_names(table: Path) -> list[str]:
     layout = detect_csv_layout(table)
     if layout is None:
         return []
-    rows = iter_rows(table, layout, max_bytes=HEAD_BYTES)
+    rows = iter_rows(table, layout, max_bytes=folders.HEAD_BYTES)
     values = (row[layout.file_column] for _, row in rows if layout.file_column < len(row))
-    return [name.replace("\\", "/") for name in islice(values, MAX_PROBES)]
+    return [name.replace("\\", "/") for name in islice(values, folders.MAX_PROBES)]
 
 
 def _has_images(folder: Path, names: list[str]) -> bool:
@@ -171,7 +158,7 @@ class CsvLayout:
 def detect_csv_layout(path: Path) -> CsvLayout | None:
     """The layout of a table of boxes, from its first rows; None for any other file."""
     try:
-        text = read_text(path, HEAD_BYTES)
+        text = read_text(path, folders.HEAD_BYTES)
     except DataError:  # not text, so not a table of boxes; reading it by name reports the reason
         return None
     for delimiter in DELIMITERS:
@@ -292,9 +279,9 @@ columns, and which are the image, the class, the box, the split."""
 def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
     first = rows[0]
     for columns, (count, file_column, label_column, box_columns, split_column) in HEADERLESS.items():
-        if len(first) != count or not is_image_name(first[file_column]):
+        if len(first) != count or not folders.is_image_name(first[file_column]):
             continue
-        has_split = split_column is None or first[split_column].lower() in (*SPLIT_BY_NAME, "unassigned")
+        has_split = split_column is None or first[split_column].lower() in (*folders.SPLIT_BY_NAME, "unassigned")
         if has_split and _are_numbers([first[column] for column in box_columns]):
             return CsvLayout(
                 delimiter=delimiter,
@@ -394,7 +381,7 @@ def _choose_split(values: list[str], layout: CsvLayout, table_split: str | None,
     word = ""
     if layout.split_column is not None and layout.split_column < len(values):
         word = values[layout.split_column].lower()
-    split = split_from_name(word) or table_split or (folder_split if layout.split_column is None else None)
+    split = folders.split_from_name(word) or table_split or (folder_split if layout.split_column is None else None)
     return UNASSIGNED if split is None else SPLITS.index(split)
 
 

@@ -18,6 +18,7 @@ from stoker.data.formats import (
     createml,
     csv,
     cvat,
+    folders,
     jsonl,
     kitti,
     label_studio,
@@ -30,17 +31,6 @@ from stoker.data.formats import (
     voc,
     webdataset,
     yolo,
-)
-from stoker.data.formats.folders import (
-    ANNOTATION_DIRS,
-    MAX_SEARCHED_DIRS,
-    SPLIT_BY_NAME,
-    format_texts,
-    is_image_name,
-    list_image_dirs,
-    list_subdirs,
-    sort_parts,
-    refuse_unread,
 )
 from stoker.data.formats.images import is_below
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, DatasetWriter
@@ -104,7 +94,7 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
         return root_layout
     nested = [
         (path, layout)
-        for path in list_subdirs(data).values()
+        for path in folders.list_subdirs(data).values()
         if (layout := _detect_in_folder(path, format)) is not None
     ]
     candidates = [(path, layout) for path, layout in nested if layout.is_certain] or (
@@ -137,7 +127,7 @@ def layout_of_files(data: Path, files: Sequence[tuple[str, str]]) -> DatasetLayo
         formats = ", ".join(f"{name} is {layout.format}" for (_, name), layout in zip(files, layouts, strict=True))
         raise DataError("The files of the splits have different formats.", cause=formats, fix="convert one of them")
     root = data.resolve()
-    image_dirs = list_image_dirs(root)
+    image_dirs = folders.list_image_dirs(root)
     parts = [
         replace(part, image_dirs=tuple(dict.fromkeys((*part.image_dirs, *image_dirs))))
         for layout in layouts
@@ -177,7 +167,7 @@ def data_file_suffixes(format: str | None = None) -> tuple[str, ...]:
 def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -> DatasetLayout | None:
     """One data set of split folders that are data sets of the same format; None if they are not."""
     first = nested[0][1]
-    splits = [SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
+    splits = [folders.SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
     own_parts = [(split, part) for split, (_, layout) in zip(splits, nested, strict=True) for part in layout.parts]
     metadata_files = tuple(path for _, layout in nested for path in layout.metadata_files)
     if (
@@ -192,7 +182,7 @@ def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -
         first,
         description=f"{first.description} per split folder",
         root=root,
-        parts=sort_parts(replace(part, split=split) for split, part in own_parts),
+        parts=folders.sort_parts(replace(part, split=split) for split, part in own_parts),
         notes=tuple(f"{path.name}/: {note}" for path, layout in nested for note in layout.notes),
         metadata_files=metadata_files,
         others=(),
@@ -205,7 +195,7 @@ def _detect_file(data: Path, format: str | None) -> DatasetLayout:
         is_candidate = format in (None, name) and file_name.endswith(spec.suffixes)
         if is_candidate and (layout := spec.recognize(data)) is not None:
             return layout
-    refuse_unread(data)
+    folders.refuse_unread(data)
     if file_name.endswith(ARCHIVE_SUFFIXES):
         raise make_error(DataError, "data-in-archive", data, name=data.name)
     choices = ["a folder", *(f"*{suffix}" for suffix in data_file_suffixes(format) if not suffix.endswith(".gz"))]
@@ -260,8 +250,8 @@ def _no_annotations_found(data: Path, format: str | None) -> DataError:
     contents = _describe_contents(data)
     if below := _find_below(data, format):
         return make_error(DataError, "data-further-down", data, choices=below, contents=contents, folder=below[0])
-    refuse_unread(data)
-    expected = "; ".join(text for name, text in format_texts().expected.items() if format in (None, name))
+    folders.refuse_unread(data)
+    expected = "; ".join(text for name, text in folders.format_texts().expected.items() if format in (None, name))
     in_format = f" in the format {format!r}" if format else ""
     return make_error(DataError, "no-annotations", data, in_format=in_format, contents=contents, expected=expected)
 
@@ -269,7 +259,7 @@ def _no_annotations_found(data: Path, format: str | None) -> DataError:
 def _describe_contents(folder: Path) -> str:
     with os.scandir(folder) as entries:
         names = sorted(entry.name + "/" * entry.is_dir() for entry in entries)
-    others = [name for name in names if not is_image_name(name)]
+    others = [name for name in names if not folders.is_image_name(name)]
     listed = others[:MAX_LISTED_NAMES]
     if len(others) > MAX_LISTED_NAMES:
         listed.append(f"{len(others) - MAX_LISTED_NAMES} more")
@@ -300,12 +290,12 @@ def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: Pro
     num_unnamed = 0
     for folder, files in _walk(layout.root):
         real_dir = os.path.realpath(folder)
-        num_images = len({name for name in files if is_image_name(name)} - names_by_dir.get(real_dir, set()))
+        num_images = len({name for name in files if folders.is_image_name(name)} - names_by_dir.get(real_dir, set()))
         if real_dir in names_by_dir:
             num_unnamed += num_images
             continue
         num_labels = 0
-        has_labels = num_images > 0 or folder.name.lower() in ANNOTATION_DIRS
+        has_labels = num_images > 0 or folder.name.lower() in folders.ANNOTATION_DIRS
         if has_labels and folder != layout.root and not is_below(real_dir, annotation_dirs):
             num_labels = sum(name.lower().endswith((".xml", ".txt")) for name in files)
         counts = ((num_images, "image"), (num_labels, "annotation file"))
@@ -345,12 +335,12 @@ def _describe_other(
 def _walk(root: Path, max_depth: int = MAX_DEPTH) -> list[tuple[Path, list[str]]]:
     """(folder, names of its files) of the root and the visible folders below it."""
     found = []
-    for dirpath, folders, files in os.walk(root):
+    for dirpath, dirnames, files in os.walk(root):
         depth = len(Path(dirpath).relative_to(root).parts)
-        folders[:] = sorted(n for n in folders if not n.startswith(".") and not (depth == 0 and n in OUTPUT_DIRS))
+        dirnames[:] = sorted(n for n in dirnames if not n.startswith(".") and not (depth == 0 and n in OUTPUT_DIRS))
         if depth >= max_depth:
-            folders.clear()
+            dirnames.clear()
         found.append((Path(dirpath), [name for name in files if not name.startswith(".")]))
-        if len(found) >= MAX_SEARCHED_DIRS:
+        if len(found) >= folders.MAX_SEARCHED_DIRS:
             break
     return found

@@ -18,24 +18,8 @@ from xml.etree.ElementTree import Element, SubElement
 import numpy as np
 
 from stoker import regular_files
+from stoker.data.formats import folders
 from stoker.data.formats.cvat import is_cvat
-from stoker.data.formats.folders import (
-    ANNOTATION_DIRS,
-    MAX_PROBES,
-    check_unannotated_splits,
-    file_part,
-    is_image_name,
-    iter_annotation_files,
-    iter_split_dirs,
-    iter_split_image_dirs,
-    list_dirs_below,
-    list_image_dirs,
-    list_split_pairs,
-    list_subdirs,
-    named_subdirs,
-    read_head,
-    split_lists,
-)
 from stoker.data.formats.images import XYXY, ImageFile, ImageLocator, TableBuilder, usable_size
 from stoker.data.formats.tables import (
     SPLITS,
@@ -67,50 +51,51 @@ def recognize(folder: Path) -> DatasetLayout | None:
         parts += others
     elif parts := list(_iter_split_folders(folder)):
         description = "Pascal VOC per split folder"
-        notes = check_unannotated_splits(folder, parts)
+        notes = folders.check_unannotated_splits(folder, parts)
     elif _has_xml(folder):
         description = "Pascal VOC, XML files in one folder"
-        parts = [SplitFiles(split=None, annotations=folder, image_dirs=list_image_dirs(folder))]
+        parts = [SplitFiles(split=None, annotations=folder, image_dirs=folders.list_image_dirs(folder))]
     else:
         return None
     return DatasetLayout(format="voc", description=description, root=folder, parts=tuple(parts), notes=tuple(notes))
 
 
 def _iter_split_folders(folder: Path) -> Iterator[SplitFiles]:
-    for split, path in iter_split_dirs(folder):
+    for split, path in folders.iter_split_dirs(folder):
         annotations = _find_annotation_dir(path) or (path if _has_xml(path) else None)
         if annotations is not None:
-            yield file_part(annotations, split, list_image_dirs(path))
-    for split, images, annotations in list_split_pairs(folder):
+            yield folders.file_part(annotations, split, folders.list_image_dirs(path))
+    for split, images, annotations in folders.list_split_pairs(folder):
         if _has_xml(annotations):
-            yield file_part(annotations, split, (images,))
+            yield folders.file_part(annotations, split, (images,))
 
 
 def _list_xml(folder: Path) -> list[Path]:
     """The XML files in a folder of annotations."""
-    return [Path(file) for file in iter_annotation_files(folder, (".xml",))]
+    return [Path(file) for file in folders.iter_annotation_files(folder, (".xml",))]
 
 
 def _has_xml(folder: Path) -> bool:
-    return any(not is_cvat(read_head(Path(file))) for file in iter_annotation_files(folder, (".xml",)))
+    return any(not is_cvat(folders.read_head(Path(file))) for file in folders.iter_annotation_files(folder, (".xml",)))
 
 
 def _find_annotation_dir(folder: Path) -> Path | None:
     """The subfolder that contains the XML files."""
-    directory = next(filter(_has_xml, named_subdirs(folder, ANNOTATION_DIRS)), None)
+    directory = next(filter(_has_xml, folders.named_subdirs(folder, folders.ANNOTATION_DIRS)), None)
     if directory is None:
         return None
-    inner = list_subdirs(directory).get("xmls")  # as in the Oxford-IIIT Pet data set
+    inner = folders.list_subdirs(directory).get("xmls")  # as in the Oxford-IIIT Pet data set
     return directory if inner is None or not _has_xml(inner) else inner
 
 
 def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
     """The parts if every XML file is in a subfolder named after its split; else none."""
-    split_dirs = [(split, path) for split, path in iter_split_dirs(annotations) if _has_xml(path)]
+    split_dirs = [(split, path) for split, path in folders.iter_split_dirs(annotations) if _has_xml(path)]
     if not split_dirs or len(_list_xml(annotations)) > sum(len(_list_xml(path)) for _, path in split_dirs):
         return []
-    image_dirs = list_image_dirs(folder)
-    return [file_part(path, split, [*iter_split_image_dirs(folder, split), *image_dirs]) for split, path in split_dirs]
+    image_dirs = {split: folders.iter_split_image_dirs(folder, split) for split, _ in split_dirs}
+    common_dirs = folders.list_image_dirs(folder)
+    return [folders.file_part(path, split, [*image_dirs[split], *common_dirs]) for split, path in split_dirs]
 
 
 def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles], list[str]]:
@@ -119,10 +104,10 @@ def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles]
 
     Only train, val, trainval and test: a file such as aeroplane_train.txt lists the images with that class.
     """
-    image_dirs = list_image_dirs(folder)
+    image_dirs = folders.list_image_dirs(folder)
     notes = []
-    lists = next(filter(None, map(split_lists, (folder / "ImageSets" / "Main", folder / "ImageSets"))), {})
-    if not lists and (lists := split_lists(folder)):
+    lists = next(filter(None, map(folders.split_lists, (folder / "ImageSets" / "Main", folder / "ImageSets"))), {})
+    if not lists and (lists := folders.split_lists(folder)):
         names = ", ".join(lists[split].name for split in (*SPLITS, "trainval") if split in lists)
         for_training = lists.get("train", lists.get("trainval"))
         if for_training is None or not _lists_name_files(for_training, annotations):
@@ -154,11 +139,11 @@ class _ImageLocator:
         self.notes: list[str] = []
         self._part, self._root = part, root
         self._locators: dict[Path, ImageLocator] = {}
-        probes = files[:MAX_PROBES]
+        probes = files[: folders.MAX_PROBES]
         if probes and not any(self._locator_for(file).find(file.stem) for file in probes):
             other_dirs = tuple(
                 directory
-                for directory in list_dirs_below(root)
+                for directory in folders.list_dirs_below(root)
                 if any(map(ImageLocator(root, replace(part, image_dirs=(directory,))).find, [f.stem for f in probes]))
             )
             if other_dirs:
@@ -173,7 +158,7 @@ class _ImageLocator:
         written_stem = os.path.splitext(written_name)[0]
         own_name = written_name if written_stem == file.stem else ""  # of several with the stem
         found = locator.find(own_name, file.stem, written_stem)
-        return found or locator.locate(written_name if is_image_name(written_name) else f"{file.stem}.jpg")
+        return found or locator.locate(written_name if folders.is_image_name(written_name) else f"{file.stem}.jpg")
 
     def _locator_for(self, file: Path) -> ImageLocator:
         subdir = file.parent.relative_to(self._part.annotations)

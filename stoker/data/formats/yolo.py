@@ -23,22 +23,7 @@ import msgspec
 import yaml
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    IMAGE_SUFFIXES,
-    MAX_PROBES,
-    SPLIT_BY_NAME,
-    check_unannotated_splits,
-    file_part,
-    is_image_name,
-    iter_split_dirs,
-    list_dirs_below,
-    list_names,
-    list_split_pairs,
-    list_subdirs,
-    read_head,
-    split_from_name,
-    unique,
-)
+from stoker.data.formats import folders
 from stoker.data.formats.images import ImageFile, TableBuilder, map_in_threads, resolve_names
 from stoker.data.formats.tables import (
     SPLITS,
@@ -83,7 +68,7 @@ class DatasetDefinition(msgspec.Struct):
             value: str | list[str] = getattr(self, name)
             entries = [entry.strip() for entry in ([value] if isinstance(value, str) else value)]
             if used := [entry for entry in entries if entry.lower() not in _NULL_VALUES]:
-                found.setdefault(SPLIT_BY_NAME[name], used)
+                found.setdefault(folders.SPLIT_BY_NAME[name], used)
         return found
 
     @property
@@ -131,7 +116,7 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
             continue
         if path is None:
             cause = f"{entry!r}, also without its first folders, is not in {', '.join(map(str, base_dirs))}"
-            near = _find_split_folder(split, unique((base_dirs[0], file.parent)))
+            near = _find_split_folder(split, folders.unique((base_dirs[0], file.parent)))
             meant = f"did you mean {split}: {near}? Else " if near else ""
             location = f"{file}: {split}: {entry}"
             raise make_error(DataError, "yolo-split-not-found", location, cause=cause, split=split, meant=meant)
@@ -142,7 +127,7 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
         if not found and split == "test":
             notes.append(f"the test split is left out: {path} has no images")
         elif not found:
-            suffixes = ", ".join(IMAGE_SUFFIXES)
+            suffixes = ", ".join(folders.IMAGE_SUFFIXES)
             raise make_error(DataError, "yolo-split-without-images", path, split=split, file=file, suffixes=suffixes)
         parts += found
     if substitutions:
@@ -160,9 +145,9 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
 def _find_split_folder(split: str, base_dirs: Iterable[Path]) -> str | None:
     """A folder near a description that has images and the name of a split, as the description would name it."""
     for base in base_dirs:
-        for folder in list_dirs_below(base):
+        for folder in folders.list_dirs_below(base):
             parts = folder.relative_to(base).parts
-            if split in map(split_from_name, parts) and any(map(_is_visible_image, os.listdir(folder))):
+            if split in map(folders.split_from_name, parts) and any(map(_is_visible_image, os.listdir(folder))):
                 return "/".join(parts)
     return None
 
@@ -177,7 +162,7 @@ def _resolve_base_dirs(definition: DatasetDefinition, file: Path) -> tuple[tuple
     if base is None or not base.is_dir():
         return default_dirs, [f"path {definition.path!r} of {file.name} does not exist: {file_dir} is used"]
     notes = [f"path {definition.path!r} of {file.name} is {base}"] if base != file_dir else []
-    return unique((base, *default_dirs)), notes
+    return folders.unique((base, *default_dirs)), notes
 
 
 def _join(base: Path, text: str) -> Path:
@@ -198,7 +183,7 @@ def _resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) -
     parts = [part for part in parts if not part.endswith(":")]
     for start in range(len(parts)):
         tail = parts[start:]
-        if len(tail) < min(min_parts, len(parts)) and split_from_name(tail[0]) is None:
+        if len(tail) < min(min_parts, len(parts)) and folders.split_from_name(tail[0]) is None:
             break
         for base in base_dirs:
             if (candidate := base.joinpath(*tail)).exists():
@@ -236,21 +221,21 @@ def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) ->
     if not names_by_folder and split != "test":
         raise make_error(DataError, "empty-list", image_list, split=split)
     for folder, names in names_by_folder.items():
-        yield replace(file_part(_find_labels_dir(folder, names), split, (folder,)), image_list=image_list)
+        yield replace(folders.file_part(_find_labels_dir(folder, names), split, (folder,)), image_list=image_list)
 
 
 def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
     """A part for every folder with images, at or below one."""
     visited: set[str] = set()
-    for dirpath, folders, files in os.walk(base, followlinks=True):
+    for dirpath, dirnames, files in os.walk(base, followlinks=True):
         real = os.path.realpath(dirpath)
         if real in visited:  # a link to a folder above
-            folders.clear()
+            dirnames.clear()
             continue
         visited.add(real)
         if len(visited) > MAX_WALKED_DIRS:
             raise make_error(DataError, "yolo-too-many-folders", base, max_walked_dirs=MAX_WALKED_DIRS)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        dirnames[:] = sorted(name for name in dirnames if not name.startswith("."))
         names = [name for name in files if _is_visible_image(name)]
         if names:
             folder = Path(dirpath)
@@ -259,7 +244,7 @@ def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
 
 def _is_visible_image(name: str) -> bool:
     """Whether a file name is that of an image, and not hidden."""
-    return is_image_name(name) and not name.startswith(".")
+    return folders.is_image_name(name) and not name.startswith(".")
 
 
 def _find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
@@ -277,11 +262,11 @@ def _find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
 
 
 def _list_label_files(folder: Path) -> list[str]:
-    return list_names(folder, (".txt",))
+    return folders.list_names(folder, (".txt",))
 
 
 def _list_image_names(folder: Path) -> list[str]:
-    return list_names(folder, IMAGE_SUFFIXES)
+    return folders.list_names(folder, folders.IMAGE_SUFFIXES)
 
 
 def match_labels(image_names: Iterable[str], label_names: Iterable[str]) -> dict[str, str]:
@@ -309,7 +294,7 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
     """The possible layouts without a data.yaml: description, parts (perhaps none), notes."""
     pairs = [
         SplitFiles(split=split, annotations=labels, image_dirs=(images,))
-        for split, images, labels in list_split_pairs(folder)
+        for split, images, labels in folders.list_split_pairs(folder)
         if _list_label_files(labels)
     ]
     if any(part.split == "train" for part in pairs):
@@ -321,10 +306,10 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
 
 
 def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
-    subdirs = list_subdirs(folder)
-    lists = [(split, folder / f"{word}.txt") for word, split in SPLIT_BY_NAME.items()]
+    subdirs = folders.list_subdirs(folder)
+    lists = [(split, folder / f"{word}.txt") for word, split in folders.SPLIT_BY_NAME.items()]
     first_lines = (_read_first_line(path).decode(errors="replace") if path.is_file() else "" for _, path in lists)
-    lists = [pair for pair, line in zip(lists, first_lines, strict=True) if is_image_name(line)]
+    lists = [pair for pair, line in zip(lists, first_lines, strict=True) if folders.is_image_name(line)]
     yield (
         "YOLO with lists of images",
         [part for split, path in lists for part in _parts_from_list(split, path, ())],
@@ -332,8 +317,12 @@ def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], l
     )
     images = next((subdirs[word] for word in IMAGE_DIR_NAMES if word in subdirs), None)
     if images is not None and ("labels" in subdirs or _list_label_files(images)):
-        image_subdirs = list_subdirs(images)
-        splits = [(split, path) for name, path in image_subdirs.items() if (split := split_from_name(name)) is not None]
+        image_subdirs = folders.list_subdirs(images)
+        splits = [
+            (split, path)
+            for name, path in image_subdirs.items()
+            if (split := folders.split_from_name(name)) is not None
+        ]
         if splits:
             splits.sort(key=lambda item: SPLITS.index(item[0]))
             others = [path.name for path in image_subdirs.values() if path not in [path for _, path in splits]]
@@ -343,13 +332,13 @@ def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], l
             yield "YOLO in images/ and labels/", [p for s, path in splits for p in _iter_parts_below(s, path)], notes
         yield "YOLO in images/ and labels/", list(_iter_parts_below(None, images)), []
     parts = []
-    for split, path in iter_split_dirs(folder):
-        inner = list_subdirs(path)
+    for split, path in folders.iter_split_dirs(folder):
+        inner = folders.list_subdirs(path)
         if "labels" in inner or "labels" in subdirs or _list_label_files(path):
             base = next((inner[word] for word in IMAGE_DIR_NAMES if word in inner), path)
             parts += [part for part in _iter_parts_below(split, base) if _list_label_files(part.annotations)]
     if parts and _has_rows(parts):
-        yield "YOLO per split folder", parts, check_unannotated_splits(folder, parts)
+        yield "YOLO per split folder", parts, folders.check_unannotated_splits(folder, parts)
     if _list_label_files(folder) or "labels" in subdirs:
         names = _list_image_names(folder)
         part = SplitFiles(split=None, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
@@ -366,13 +355,13 @@ def _has_rows(parts: list[SplitFiles]) -> bool:
             if _looks_like_row(line):
                 return True
             num_checked += line != b""
-            if num_checked >= MAX_PROBES:
+            if num_checked >= folders.MAX_PROBES:
                 return False
     return False
 
 
 def _read_first_line(path: Path) -> bytes:
-    return read_head(path).partition(b"\n")[0].strip()
+    return folders.read_head(path).partition(b"\n")[0].strip()
 
 
 def _looks_like_row(line: bytes) -> bool:
@@ -415,7 +404,7 @@ def _looks_like_definition(path: Path) -> bool:
         return False
     text = regular_files.read_text(path, encoding="utf-8-sig", errors="replace", max_bytes=MAX_BYTES)
     keys = {match.lower() for match in re.findall(r"^[\"']?(\w+)[\"']?\s*[:=]", text, re.MULTILINE)}
-    splits = keys & SPLIT_BY_NAME.keys()
+    splits = keys & folders.SPLIT_BY_NAME.keys()
     has_usual_name = path.stem.lower() in ("data", "dataset")
     return bool(splits) and ("names" in keys or "nc" in keys or has_usual_name)
 
@@ -476,12 +465,12 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
 
 def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ...]:
     """The files of class names near the labels of a data set."""
-    labels = [part.annotations for part in parts][:MAX_PROBES]
-    folders = unique([root, root / "labels", *labels, *(path.parent for path in labels)])
-    candidates = unique(folder / name for folder in folders for name in NAMES_FILES)
+    labels = [part.annotations for part in parts][: folders.MAX_PROBES]
+    directories = folders.unique([root, root / "labels", *labels, *(path.parent for path in labels)])
+    candidates = folders.unique(folder / name for folder in directories for name in NAMES_FILES)
     existing = [path for path in candidates if path.is_file()]
     if not existing:  # Darknet's may have any name: coco.names
-        others = (path for folder in folders if folder.is_dir() for path in folder.glob("*.names"))
+        others = (path for folder in directories if folder.is_dir() for path in folder.glob("*.names"))
         existing = sorted(path for path in others if path.is_file() and not path.name.startswith("."))
     return tuple(
         path for path in existing if path.suffix != ".json" or b'"categories"' in regular_files.read_bytes(path)
