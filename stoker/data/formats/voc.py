@@ -8,7 +8,7 @@ Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#S
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -70,13 +70,12 @@ def _iter_split_folders(folder: Path) -> Iterator[SplitFiles]:
             yield folders.file_part(annotations, split, (images,))
 
 
-def _list_xml(folder: Path) -> list[Path]:
-    """The XML files in a folder of annotations."""
-    return [Path(file) for file in folders.iter_annotation_files(folder, (".xml",))]
+def _iter_xml(folder: Path) -> Iterator[Path]:
+    return map(Path, folders.iter_annotation_files(folder, ".xml"))
 
 
 def _has_xml(folder: Path) -> bool:
-    return any(not is_cvat(folders.read_head(Path(file))) for file in folders.iter_annotation_files(folder, (".xml",)))
+    return any(not is_cvat(folders.read_head(file)) for file in _iter_xml(folder))
 
 
 def _find_annotation_dir(folder: Path) -> Path | None:
@@ -91,7 +90,8 @@ def _find_annotation_dir(folder: Path) -> Path | None:
 def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
     """The parts if every XML file is in a subfolder named after its split; else none."""
     split_dirs = [(split, path) for split, path in folders.iter_split_dirs(annotations) if _has_xml(path)]
-    if not split_dirs or len(_list_xml(annotations)) > sum(len(_list_xml(path)) for _, path in split_dirs):
+    num_files = sum(len(list(_iter_xml(path))) for _, path in split_dirs)
+    if not split_dirs or len(list(_iter_xml(annotations))) > num_files:
         return []
     image_dirs = {split: folders.iter_split_image_dirs(folder, split) for split, _ in split_dirs}
     common_dirs = folders.list_image_dirs(folder)
@@ -100,17 +100,15 @@ def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
 
 def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles], list[str]]:
     """The splits of the lists in ImageSets/Main, ImageSets or the folder itself, and notes; without such lists one part
-    without a split.
-
-    Only train, val, trainval and test: a file such as aeroplane_train.txt lists the images with that class.
-    """
+    without a split. Only train, val, trainval and test: aeroplane_train.txt lists the images with that class."""
     image_dirs = folders.list_image_dirs(folder)
     notes = []
     lists = next(filter(None, map(folders.split_lists, (folder / "ImageSets" / "Main", folder / "ImageSets"))), {})
     if not lists and (lists := folders.split_lists(folder)):
         names = ", ".join(lists[split].name for split in (*SPLITS, "trainval") if split in lists)
         for_training = lists.get("train", lists.get("trainval"))
-        if for_training is None or not _lists_name_files(for_training, annotations):
+        entries = [] if for_training is None else _read_list(for_training)[:MAX_LIST_PROBES]
+        if not any(map(_make_finder(annotations), (entry for _, entry in entries))):
             notes.append(f"not read: {names}: no line names an annotated image for training")
             lists = {}
         else:
@@ -169,32 +167,26 @@ class _ImageLocator:
         return self._locators[subdir]
 
 
-def _match_list_entry(entry: str, known: Mapping[str, Path], by_stem: Mapping[str, Path]) -> Path | None:
-    """The XML file of a line of a list: a name with or without the image's suffix, perhaps followed by 1 or -1, or a
-    path, perhaps of another machine. known: by relative path without suffix; by_stem: by name without suffix."""
-    for text in (entry, os.path.splitext(entry)[0], entry.split()[0]):
-        if text in known:
-            return known[text]
-    for text in (entry, entry.split()[0]):
-        name = text.replace("\\", "/").rpartition("/")[2]
-        for stem in (os.path.splitext(name)[0], name):
-            if stem in by_stem:
-                return by_stem[stem]
-    return None
-
-
-def _index_xml(annotations: Path) -> tuple[dict[str, Path], dict[str, Path]]:
-    """The XML files of a folder by relative path without suffix, and by their stem where only one has it."""
-    paths = _list_xml(annotations)
+def _make_finder(annotations: Path) -> Callable[[str], Path | None]:
+    """Gives the XML file of a line of a list: a name with or without the image's suffix, perhaps followed by 1 or -1,
+    or a path, perhaps of another machine."""
+    paths = list(_iter_xml(annotations))
     known = {str(path.relative_to(annotations).with_suffix("")): path for path in paths}
     counts = Counter(path.stem for path in paths)
-    return known, {path.stem: path for path in paths if counts[path.stem] == 1}
+    by_stem = {path.stem: path for path in paths if counts[path.stem] == 1}
 
+    def find(entry: str) -> Path | None:
+        for text in (entry, os.path.splitext(entry)[0], entry.split()[0]):
+            if text in known:
+                return known[text]
+        for text in (entry, entry.split()[0]):
+            name = text.replace("\\", "/").rpartition("/")[2]
+            for stem in (os.path.splitext(name)[0], name):
+                if stem in by_stem:
+                    return by_stem[stem]
+        return None
 
-def _lists_name_files(image_list: Path, annotations: Path) -> bool:
-    known, by_stem = _index_xml(annotations)
-    entries = _read_list(image_list)[:MAX_LIST_PROBES]
-    return any(_match_list_entry(entry, known, by_stem) is not None for _, entry in entries)
+    return find
 
 
 def _read_list(image_list: Path) -> list[tuple[int, str]]:
@@ -241,7 +233,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     builder.drop_ambiguous_images(by_stem=True)
     reported = set(parsed)
     for part in layout.parts:  # images that have an annotation file and are in no list of a split
-        for file in _list_xml(part.annotations):
+        for file in _iter_xml(part.annotations):
             if file not in reported:
                 reported.add(file)
                 folder, name = locators[part.annotations, part.image_dirs].locate(file, "")
@@ -252,15 +244,14 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: ProblemCollector) -> list[Path]:
     """The XML files of a split: those in its list, in that order, else all of the folder by name."""
     if part.image_list is None:
-        return _list_xml(part.annotations)
-    known, by_stem = _index_xml(part.annotations)
+        return list(_iter_xml(part.annotations))
+    find = _make_finder(part.annotations)
     selected: dict[Path, None] = {}
     absent: list[tuple[int, str]] = []
     entries = _read_list(part.image_list)
     location = os.path.relpath(part.image_list, root)
     for number, entry in entries:
-        file = _match_list_entry(entry, known, by_stem)
-        if file is None:
+        if (file := find(entry)) is None:
             absent.append((number, entry))
         elif file in selected:
             problems.add("copied-entry", f"{location}:{number}: {entry}")
@@ -283,16 +274,18 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
 
 def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annotation | None:
     """None, and a problem, for a file that cannot be read. location: its name in messages."""
+    root: Element | None = None
+    reason = ""
     try:
         root = ElementTree.fromstring(regular_files.read_bytes(file))
     except ElementTree.ParseError as error:
-        problems.add("unreadable-annotations", f"{location}:{error.position[0]}: not valid XML, {error}")
-        return None
+        reason = f":{error.position[0]}: not valid XML, {error}"
     except (ValueError, LookupError) as error:  # an encoding that Python's parser does not support
-        problems.add("unreadable-annotations", f"{location}:1: {error}; convert it to UTF-8")
-        return None
+        reason = f":1: {error}; convert it to UTF-8"
     except OSError as error:
-        problems.add("unreadable-annotations", f"{location}: {error.strerror or error}")
+        reason = f": {error.strerror or error}"
+    if root is None:
+        problems.add("unreadable-annotations", f"{location}{reason}")
         return None
     if root.tag != "annotation":
         problems.add("foreign-file", f"{location}: its root is <{root.tag}>, not <annotation>")
@@ -348,23 +341,20 @@ class VocWriter(DatasetWriter):
         return self.folder / "JPEGImages" / image.name
 
     def add(self, image: AnnotatedImage) -> None:
-        stem = os.path.splitext(image.name)[0]
+        def add_texts(parent: Element, **texts: object) -> None:
+            for tag, text in texts.items():
+                SubElement(parent, tag).text = str(text)
+
+        stem, (height, width) = os.path.splitext(image.name)[0], image.size
         root = Element("annotation")
-        SubElement(root, "folder").text = "JPEGImages"
-        SubElement(root, "filename").text = image.name
-        height, width = image.size
-        size = SubElement(root, "size")
-        for tag, value in (("width", width), ("height", height), ("depth", 3)):
-            SubElement(size, tag).text = str(value)
-        SubElement(root, "segmented").text = "0"
+        add_texts(root, folder="JPEGImages", filename=image.name)
+        add_texts(SubElement(root, "size"), width=width, height=height, depth=3)
+        add_texts(root, segmented=0)
         for box, label in zip(image.boxes, image.labels.tolist(), strict=True):
-            object_element = SubElement(root, "object")
-            SubElement(object_element, "name").text = self.class_names[label]
-            for tag, text in (("pose", "Unspecified"), ("truncated", "0"), ("difficult", "0")):
-                SubElement(object_element, tag).text = text
-            bndbox = SubElement(object_element, "bndbox")
-            for tag, coordinate in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True):
-                SubElement(bndbox, tag).text = str(shortest_decimal(coordinate))
+            item = SubElement(root, "object")
+            add_texts(item, name=self.class_names[label], pose="Unspecified", truncated=0, difficult=0)
+            corners = zip(("xmin", "ymin", "xmax", "ymax"), map(shortest_decimal, box), strict=True)
+            add_texts(SubElement(item, "bndbox"), **dict(corners))
             self._used_labels.add(label)
             if (box != np.rint(box)).any():
                 self.notes["boxes are not in whole pixels; some readers of Pascal VOC need whole numbers"] += 1
