@@ -1,6 +1,4 @@
-"""YOLO: a text file of boxes per image.
-
-A part is one folder of images with the folder of their labels.
+"""YOLO: a text file of boxes per image. A part is one folder of images with the folder of their labels.
 
 A row is `class x y width height`, normalized by width and height of the upright image; x and y are the center. Rows of
 a segmentation data set (`class x1 y1 x2 y2 x3 y3 …`) and of oriented boxes become the box around their points. A sixth
@@ -87,8 +85,7 @@ MAX_WALKED_DIRS = 20_000
 def recognize(path: Path) -> DatasetLayout | None:
     """The YOLO data set of a data.yaml or obj.data, or of a folder (not in subfolders); None for a folder without.
     Raises DataError if its data.yaml is wrong, or if its images are absent."""
-    definition = path if path.is_file() else _find_definition(path)
-    if definition is not None:
+    if (definition := path if path.is_file() else _find_definition(path)) is not None:
         return _layout_of_definition(definition)
     for description, parts, notes in _iter_layouts(path):
         if parts and _has_rows(parts):
@@ -176,39 +173,27 @@ def _resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) -
     of a longer path must exist, or its last one must be named after a split.
     """
     base_dirs = tuple(base_dirs)
-    for base in base_dirs:
-        if (candidate := _join(base, text)).exists():
-            return candidate
-    parts = [part for part in PurePosixPath(text.replace("\\", "/")).parts if part not in ("/", "..", ".")]
-    parts = [part for part in parts if not part.endswith(":")]
+    candidates = [_join(base, text) for base in base_dirs]
+    parts = PurePosixPath(text.replace("\\", "/")).parts
+    parts = tuple(part for part in parts if part not in ("/", "..", ".") and not part.endswith(":"))
     for start in range(len(parts)):
-        tail = parts[start:]
-        if len(tail) < min(min_parts, len(parts)) and folders.split_from_name(tail[0]) is None:
+        if len(parts) - start < min(min_parts, len(parts)) and folders.split_from_name(parts[start]) is None:
             break
-        for base in base_dirs:
-            if (candidate := base.joinpath(*tail)).exists():
-                return candidate
-    return None
+        candidates += [base.joinpath(*parts[start:]) for base in base_dirs]
+    return next(filter(Path.exists, candidates), None)
 
 
 def _read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, list[str]]:
     """Folder → file names of the images in a list, in its order. A folder that does not exist is kept as written.
-
-    base_dirs: the folders to which paths may be relative, besides the folder of the list.
-    """
+    base_dirs: the folders to which paths may be relative, besides the folder of the list."""
     search_dirs = (image_list.parent, *base_dirs)
     lines = regular_files.read_text(image_list, encoding="utf-8-sig", errors="surrogateescape").splitlines()
     folder_by_head: dict[str, Path] = {}
     names_by_folder: dict[Path, dict[str, None]] = {}
-    for line in lines:
-        entry = line.strip().replace("\\", "/")
-        if not entry:
-            continue
+    for entry in filter(None, (line.strip().replace("\\", "/") for line in lines)):
         head, _, name = entry.rpartition("/")
-        folder = folder_by_head.get(head)
-        if folder is None:
-            path = _resolve_path(entry, search_dirs, min_parts=1)
-            if path is not None:
+        if (folder := folder_by_head.get(head)) is None:
+            if (path := _resolve_path(entry, search_dirs, min_parts=1)) is not None:
                 folder = folder_by_head[head] = path.parent
             else:  # not stored, because the next image may exist; the folder follows from its own name
                 folder = (_resolve_path(head, search_dirs) if head else None) or _join(search_dirs[0], head)
@@ -236,21 +221,18 @@ def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
         if len(visited) > MAX_WALKED_DIRS:
             raise make_error(DataError, "yolo-too-many-folders", base, max_walked_dirs=MAX_WALKED_DIRS)
         dirnames[:] = sorted(name for name in dirnames if not name.startswith("."))
-        names = [name for name in files if _is_visible_image(name)]
-        if names:
+        if names := [name for name in files if _is_visible_image(name)]:
             folder = Path(dirpath)
             yield SplitFiles(split=split, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
 
 
 def _is_visible_image(name: str) -> bool:
-    """Whether a file name is that of an image, and not hidden."""
     return folders.is_image_name(name) and not name.startswith(".")
 
 
-def _find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
+def _find_labels_dir(folder: Path, names: list[str]) -> Path:
     """The folder of the label files of images: with `images` in its path replaced by `labels`, the folder itself, or a
     folder `labels` next to it or in it; the first that has a label of one of these images."""
-    names = list(names)
     candidates = [folder, folder.parent / "labels", folder / "labels", folder.parent / "labels" / folder.name]
     last = next((n for n in reversed(range(len(folder.parts))) if folder.parts[n].lower() in IMAGE_DIR_NAMES), None)
     if last is not None:
@@ -310,26 +292,18 @@ def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], l
     lists = [(split, folder / f"{word}.txt") for word, split in folders.SPLIT_BY_NAME.items()]
     first_lines = (_read_first_line(path).decode(errors="replace") if path.is_file() else "" for _, path in lists)
     lists = [pair for pair, line in zip(lists, first_lines, strict=True) if folders.is_image_name(line)]
-    yield (
-        "YOLO with lists of images",
-        [part for split, path in lists for part in _parts_from_list(split, path, ())],
-        [],
-    )
+    parts = [part for split, path in lists for part in _parts_from_list(split, path, ())]
+    yield "YOLO with lists of images", parts, []
     images = next((subdirs[word] for word in IMAGE_DIR_NAMES if word in subdirs), None)
     if images is not None and ("labels" in subdirs or _list_label_files(images)):
-        image_subdirs = folders.list_subdirs(images)
-        splits = [
-            (split, path)
-            for name, path in image_subdirs.items()
-            if (split := folders.split_from_name(name)) is not None
-        ]
-        if splits:
-            splits.sort(key=lambda item: SPLITS.index(item[0]))
-            others = [path.name for path in image_subdirs.values() if path not in [path for _, path in splits]]
+        split_of = {path: folders.split_from_name(name) for name, path in folders.list_subdirs(images).items()}
+        by_split = [(split, path) for split in SPLITS for path in split_of if split_of[path] == split]
+        if by_split:
+            others = [path.name for path, split in split_of.items() if split is None]
             if _list_image_names(images):
                 others.append("the images directly in it")
             notes = [f"of {images.name}/, left out: {', '.join(others)}, in no split"] if others else []
-            yield "YOLO in images/ and labels/", [p for s, path in splits for p in _iter_parts_below(s, path)], notes
+            yield "YOLO in images/ and labels/", [p for s, path in by_split for p in _iter_parts_below(s, path)], notes
         yield "YOLO in images/ and labels/", list(_iter_parts_below(None, images)), []
     parts = []
     for split, path in folders.iter_split_dirs(folder):
@@ -381,7 +355,6 @@ _NULL_VALUES = ("", "~", "null", "none")
 
 
 def _is_definition_name(path: Path) -> bool:
-    """Whether a file has the suffix of a data.yaml or obj.data."""
     return path.suffix.lower() in (*YAML_SUFFIXES, ".data")
 
 
@@ -404,9 +377,8 @@ def _looks_like_definition(path: Path) -> bool:
         return False
     text = regular_files.read_text(path, encoding="utf-8-sig", errors="replace", max_bytes=MAX_BYTES)
     keys = {match.lower() for match in re.findall(r"^[\"']?(\w+)[\"']?\s*[:=]", text, re.MULTILINE)}
-    splits = keys & folders.SPLIT_BY_NAME.keys()
-    has_usual_name = path.stem.lower() in ("data", "dataset")
-    return bool(splits) and ("names" in keys or "nc" in keys or has_usual_name)
+    has_classes = "names" in keys or "nc" in keys or path.stem.lower() in ("data", "dataset")
+    return has_classes and not keys.isdisjoint(folders.SPLIT_BY_NAME)
 
 
 def _read_definition(file: Path) -> DatasetDefinition:
@@ -416,11 +388,10 @@ def _read_definition(file: Path) -> DatasetDefinition:
         data = {k: v for k, v in data.items() if not (isinstance(v, str) and v.strip().lower() in _NULL_VALUES)}
     try:
         keys = msgspec.convert(data, type=DatasetDefinition, strict=False)
+        if not keys.splits:
+            raise msgspec.ValidationError("it names no images: there is no train, val or test")
     except msgspec.ValidationError as error:
         raise make_error(DataError, "yolo-unusable-description", file, cause=str(error)) from error
-    if not keys.splits:
-        cause = "it names no images: there is no train, val or test"
-        raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
     return keys
 
 
@@ -429,10 +400,9 @@ def _parse_yaml(file: Path) -> Any:
     try:
         return yaml.load(regular_files.read_text(file, encoding="utf-8-sig", max_bytes=MAX_BYTES), yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        is_deep = isinstance(error, RecursionError)
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         location = file if mark is None else f"{file}:{mark.line + 1}"
-        cause = "its lists are nested too deeply" if is_deep else str(getattr(error, "problem", None) or error)
+        cause = "its lists are nested too deeply" if isinstance(error, RecursionError) else str(problem or error)
         raise make_error(DataError, "yolo-invalid-yaml", location, cause=cause) from error
 
 
@@ -473,7 +443,7 @@ def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ..
         others = (path for folder in directories if folder.is_dir() for path in folder.glob("*.names"))
         existing = sorted(path for path in others if path.is_file() and not path.name.startswith("."))
     return tuple(
-        path for path in existing if path.suffix != ".json" or b'"categories"' in regular_files.read_bytes(path)
+        file for file in existing if file.suffix != ".json" or b'"categories"' in regular_files.read_bytes(file)
     )
 
 
@@ -543,13 +513,13 @@ def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
         class_names, num_classes = _choose_names(file, definition.names), definition.nc
         num_keypoint_values = definition.num_keypoint_values
     if class_names is None and metadata_files:
-        class_names = _read_names(metadata_files[0])
-        for other in metadata_files[1:]:
-            if _read_names(other) != class_names:
-                location = f"{metadata_files[0]} and {other}"
-                cause = f"{', '.join(class_names[:10])}; {', '.join(_read_names(other)[:10])}"
-                raise make_error(DataError, "yolo-names-differ", location, cause=cause)
-        notes.append(f"classes: {display_path(metadata_files[0], layout.root)}")
+        first, *others = metadata_files
+        class_names = _read_names(first)
+        for other in others:
+            if (other_names := _read_names(other)) != class_names:
+                cause = f"{', '.join(class_names[:10])}; {', '.join(other_names[:10])}"
+                raise make_error(DataError, "yolo-names-differ", f"{first} and {other}", cause=cause)
+        notes.append(f"classes: {display_path(first, layout.root)}")
     if class_names is None and num_classes:
         class_names = tuple(f"class {number}" for number in range(num_classes))
         notes.append(f"the {num_classes} classes have no names: called class 0, class 1, …")
@@ -566,28 +536,26 @@ def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[lis
     images: list[ImageFile] = []
     label_files: list[Path | None] = []
     for part in layout.parts:
-        if part.image_list is not None and part.image_list not in names_by_list:
-            names_by_list[part.image_list] = _read_image_list(part.image_list, _read_base_dirs(layout))
         folder = part.image_dirs[0]
-        names = (
-            _list_image_names(folder)
-            if part.image_list is None
-            else _repair_listed_names(names_by_list[part.image_list][folder], folder, problems)
-        )
+        if part.image_list is None:
+            names = _list_image_names(folder)
+        else:
+            if part.image_list not in names_by_list:
+                names_by_list[part.image_list] = _read_image_list(part.image_list, _read_base_dirs(layout))
+            names = _repair_listed_names(names_by_list[part.image_list][folder], folder, problems)
         if part.annotations not in label_names:
             label_names[part.annotations] = _list_label_files(part.annotations)
         label_by_image = match_labels(names, label_names[part.annotations])
+        counts = Counter(label_by_image.values())
         for name in names:
             label_file = part.annotations / label_by_image[name] if name in label_by_image else None
             if label_file is None:
                 problems.add("no-label-file", display_path(folder / name, layout.root))
+            elif counts[label_file.name] > 1 and label_file not in used:
+                place = display_path(folder / name, layout.root)
+                problems.add("shared-label-file", f"{place}: {display_path(label_file, layout.root)}")
             images.append(ImageFile(folder, name, part.split_index))
             label_files.append(label_file)
-        shared = {label_file for label_file, count in Counter(label_by_image.values()).items() if count > 1}
-        for name in names if shared else ():
-            if label_by_image.get(name) in shared and part.annotations / label_by_image[name] not in used:
-                label_location = display_path(part.annotations / label_by_image[name], layout.root)
-                problems.add("shared-label-file", f"{display_path(folder / name, layout.root)}: {label_location}")
         used.update(part.annotations / label_name for label_name in label_by_image.values())
     _report_unmatched_labels(layout, label_names, used, problems)
     return images, label_files
@@ -641,9 +609,8 @@ def _read_rows(text: bytes, location: str, row_format: _RowFormat, builder: Tabl
         elif not (label.is_integer() and label >= 0):
             builder.drop_box("malformed-row", f"{_quote(location, line, row_bytes)}, class {label:g}")
         elif (box := _parse_box(values, row_format)) is None:
-            builder.drop_box(
-                "malformed-row", f"{_quote(location, line, row_bytes)}, {len(values)} numbers after the class"
-            )
+            reason = f"{len(values)} numbers after the class"
+            builder.drop_box("malformed-row", f"{_quote(location, line, row_bytes)}, {reason}")
         elif label >= max_classes:
             hint = "" if class_names is None else f", the classes are 0 … {max_classes - 1}"
             builder.drop_box("unknown-class", f"{location}:{line}: class {label:g}{hint}")
