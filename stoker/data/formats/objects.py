@@ -42,10 +42,8 @@ def fraction_outside(size: NDArray[np.float64], xyxy: NDArray[np.float64]) -> fl
 
 
 def corners_note(fraction: float) -> str:
-    return (
-        f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {100 * fraction:.0f} % would reach out of"
-        " their images"
-    )
+    part = f"{100 * fraction:.0f} %"
+    return f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {part} would reach out of their images"
 
 
 LAYOUTS = (
@@ -243,9 +241,21 @@ def read_files(
                 problems.add("unreadable-annotations", unknown[-1])
                 continue
             only_extents &= all(box.is_extent for box in boxes)
+            name, size = _image_of(entry)
+            if not is_usable_name(name):
+                problems.add("malformed-image", f"{location}: it names no image")
+                continue
             vertex_ai = entry.get("dataItemResourceLabels")
             word = vertex_ai.get("aiplatform.googleapis.com/ml_use") if isinstance(vertex_ai, Mapping) else None
-            _add_image(builder, locator, location, entry, boxes, part.split or split_from_name(str(word)))
+            folder, name = locator.locate(name)
+            split_index = locator.split_index(part.split or split_from_name(str(word)), folder)
+            index = builder.add_image(ImageFile(folder, name, split_index, size), location)
+            for box in boxes:
+                if box.xyxy is None or box.label is None:
+                    kind = "malformed-box" if box.xyxy is None else "no-class"
+                    builder.drop_box(kind, f"{location}, object {box.number}: {box.text}")
+                else:
+                    builder.boxes.append(Box(index, box.label, box.xyxy, box.number, box.is_normalized, box.is_crowd))
         builder.detect_units(part.annotations, first_box)
         builder.notes += locator.notes()
     if unknown and not builder.images:
@@ -258,26 +268,3 @@ def read_files(
         table.boxes[:, 2:] -= table.boxes[:, :2]
         table.notes.append(corners_note(fraction))
     return table
-
-
-def _add_image(
-    builder: TableBuilder,
-    locator: ImageLocator,
-    location: str,
-    entry: Mapping[str, Any],
-    boxes: Sequence[ObjectBox],
-    split: str | None,
-) -> None:
-    """Adds an image and its boxes; what is wrong with them becomes a problem."""
-    name, size = _image_of(entry)
-    if not is_usable_name(name):
-        builder.problems.add("malformed-image", f"{location}: it names no image")
-        return
-    folder, name = locator.locate(name)
-    index = builder.add_image(ImageFile(folder, name, locator.split_index(split, folder), size), location)
-    for box in boxes:
-        if box.xyxy is None or box.label is None:
-            kind = "malformed-box" if box.xyxy is None else "no-class"
-            builder.drop_box(kind, f"{location}, object {box.number}: {box.text}")
-        else:
-            builder.boxes.append(Box(index, box.label, box.xyxy, box.number, box.is_normalized, box.is_crowd))

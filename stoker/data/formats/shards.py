@@ -85,7 +85,7 @@ def open_shard(path: Path) -> Iterator[tuple[ReadAt, int]]:
     StorageError."""
     remote = source.find_remote(path)
     if remote is not None:
-        yield _RemoteReader(remote, path.stat().st_size).read, path.stat().st_size
+        yield _read_in_blocks(remote, path.stat().st_size), path.stat().st_size
         return
     fd = regular_files.open_fd(path)
     try:
@@ -103,20 +103,22 @@ def map_shards(function: Callable[[Item], Result], shards: Sequence[Item], *, pa
     return map_in_threads(function, shards, workers=REMOTE_SHARDS, chunk_size=1)
 
 
-class _RemoteReader:
-    def __init__(self, remote: source.RemoteObject, total_bytes: int) -> None:
-        self._remote, self._total_bytes = remote, total_bytes
-        self._start, self._block = 0, b""
+def _read_in_blocks(remote: source.RemoteObject, total_bytes: int) -> ReadAt:
+    start, block = 0, b""
 
-    def read(self, offset: int, count: int) -> bytes:
-        count = min(count, self._total_bytes - offset)
+    def read(offset: int, count: int) -> bytes:
+        nonlocal start, block
+        count = min(count, total_bytes - offset)
         if count <= 0:
             return b""
-        position = offset - self._start
-        if not (position >= 0 and position + count <= len(self._block)):
-            length = min(max(count, BLOCK_BYTES), self._total_bytes - offset)
-            self._start, self._block, position = offset, source.read_object(self._remote, offset, length), 0
-        return self._block[position : position + count]
+        if not start <= offset <= start + len(block) - count:
+            start, block = (
+                offset,
+                source.read_object(remote, offset, min(max(count, BLOCK_BYTES), total_bytes - offset)),
+            )
+        return block[offset - start : offset - start + count]
+
+    return read
 
 
 MAX_ANNOTATION_BYTES = 1 << 26
