@@ -112,10 +112,8 @@ def _read_in_blocks(remote: source.RemoteObject, total_bytes: int) -> ReadAt:
         if count <= 0:
             return b""
         if not start <= offset <= start + len(block) - count:
-            start, block = (
-                offset,
-                source.read_object(remote, offset, min(max(count, BLOCK_BYTES), total_bytes - offset)),
-            )
+            block = source.read_object(remote, offset, min(max(count, BLOCK_BYTES), total_bytes - offset))
+            start = offset
         return block[offset - start : offset - start + count]
 
     return read
