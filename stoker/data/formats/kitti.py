@@ -27,19 +27,15 @@ from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
 
 _LINE = re.compile(rb"[^\s\d.+-]\S*(\s+[-+]?[\d.]+(e[-+]?\d+)?){14,15}\s*$", re.IGNORECASE)
-DONT_CARE = "dontcare"
-
-
-def is_kitti(head: bytes) -> bool:
-    """Whether a file begins with a line of a class and 14 numbers, or 15 with a score."""
-    return _LINE.match(head.partition(b"\n")[0]) is not None
+"""A class and 14 numbers, or 15 with a score."""
 
 
 def recognize(folder: Path) -> DatasetLayout | None:
     """The KITTI data set in a folder (not in subfolders), or None."""
 
     def has_labels(path: Path) -> bool:
-        return any(is_kitti(read_head(file)) for file in list_files(path, ".txt")[:MAX_PROBES])
+        heads = map(read_head, list_files(path, ".txt")[:MAX_PROBES])
+        return any(_LINE.match(head.partition(b"\n")[0]) for head in heads)
 
     found = find_annotated_dirs(folder, has_labels)
     if not found:
@@ -63,13 +59,10 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
         files = {file.stem: file for file in list_files(part.annotations, ".txt")}
-        images = {
-            name: locator.find(f"{name}.png", f"{name}.jpg", name) or (part.image_dirs[0], f"{name}.png")
-            for name in files
-        }
-        listed = list(files) if part.image_list is None else _read_list(part.image_list)
-        unlisted = {**images, **unlisted} if part is layout.parts[0] else unlisted
-        for name in listed:
+        found = {name: locator.find(f"{name}.png", f"{name}.jpg", name) for name in files}
+        images = {name: image or (part.image_dirs[0], f"{name}.png") for name, image in found.items()}
+        unlisted = images.copy() if part is layout.parts[0] else unlisted
+        for name in files if part.image_list is None else _read_list(part.image_list):
             unlisted.pop(name, None)
             if name not in files:
                 problems.add("no-annotation-file", f"{os.path.relpath(part.image_list or '', layout.root)}: {name}")
@@ -108,7 +101,7 @@ def _read_labels(file: Path, location: str, builder: TableBuilder) -> list[Box]:
         except ValueError:
             builder.drop_box("malformed-row", f"{location}:{line}: {row[:60]!r}")
             continue
-        if name.lower() == DONT_CARE:
+        if name.lower() == "dontcare":
             ignored.append(Box(len(builder.images) - 1, name, (x1, y1, x2, y2), line, is_crowd=True))
         else:
             builder.add_box(name, (x1, y1, x2, y2), line)

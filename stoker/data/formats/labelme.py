@@ -14,10 +14,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.data.formats.folders import (
-    iter_annotation_files,
-    recognize_files,
-)
+from stoker.data.formats.folders import iter_annotation_files, recognize_files
 from stoker.data.formats.images import (
     XYXY,
     ImageFile,
@@ -75,7 +72,10 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             if isinstance(content, str):
                 problems.add("unreadable-annotations", f"{location}: {content}")
                 continue
-            folder, name = _locate(file, content.image_path or "", locator)
+            # imagePath may be of another machine, or of a file that was renamed
+            text = content.image_path if content.image_path and is_usable_name(content.image_path) else ""
+            found = locator.find(text, file.stem, folder=file.parent)  # without a suffix: that of the image is found
+            folder, name = found or locator.locate(text or f"{file.stem}.jpg", file.parent)
             split_index = locator.split_index(part.split or locator.split_from_folder(file.parent), folder)
             size = usable_size(content.height, content.width)
             builder.add_image(ImageFile(folder, name, split_index, size), location)
@@ -93,13 +93,6 @@ def _parse(file: Path) -> _File | str:
         return f"{error.what}: {error.cause}"
     except OSError as error:
         return error.strerror or str(error)
-
-
-def _locate(file: Path, image_path: str, locator: ImageLocator) -> tuple[Path, str]:
-    """Folder and name of a file's image: `imagePath` may be of another machine, or of a file that was renamed."""
-    text = image_path if is_usable_name(image_path) else ""
-    found = locator.find(text, file.stem, folder=file.parent)  # without a suffix: that of the image is found
-    return found or locator.locate(text or f"{file.stem}.jpg", file.parent)
 
 
 def _read_shapes(shapes: list[_Shape], location: str, builder: TableBuilder) -> None:
