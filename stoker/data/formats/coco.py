@@ -365,12 +365,9 @@ class _Part(NamedTuple):
 
 
 def _merge_categories(parts: list[_Part]) -> tuple[list[Category], NDArray[np.int32], list[str]]:
-    """The classes of a data set, the label of each box [K], and notes.
-
-    The classes are those of the first file, the training split if there is one. Ids may be sparse, files may number the
-    same names differently, and Roboflow's have a super-category as category 0. Raises DataError if another file has
-    annotations of a class that the first one does not define.
-    """
+    """The classes of a data set, those of the first file; the label of each box [K]; and notes. Ids may be sparse,
+    files may number the same names differently, and Roboflow has a super-category as category 0. Raises DataError for
+    annotations of a class that the first file does not define."""
     first_file = parts[0].source.annotations
     first = sorted(parts[0].categories, key=lambda category: category.id)
     id_maps = [_map_to_first(part, first_file, first) for part in parts]
@@ -512,10 +509,8 @@ def _drop_unusable_names(images: list[ImageEntry], location: str, problems: Prob
 def _drop_ambiguous(
     path: Path, images: list[ImageEntry], location: str, problems: ProblemCollector
 ) -> list[ImageEntry]:
-    """The images with a unique id and a unique file name.
-
-    The boxes of the others cannot be told apart: data sets were merged without new ids, or without their folders.
-    """
+    """The images with a unique id and a unique file name. The boxes of the others cannot be told apart: data sets were
+    merged without new ids, or without their folders."""
     num_images = len(images)
     if len({p.id for p in images}) == num_images == len({p.file_name for p in images}):
         return images

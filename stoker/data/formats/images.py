@@ -281,13 +281,10 @@ OUTSIDE = "outside-path"
 def report_outside(
     table: AnnotationTable, layout: DatasetLayout, data: Path, problems: ProblemCollector, *, allowed: bool
 ) -> NDArray[np.bool_]:
-    """Adds a problem for each image outside the data set, or one note where that is allowed; notes on folder links.
-    If all of them are of the test split, which training does not read, it is one problem: that split must then be left
-    out. Returns [R], the images to leave out.
-
-    data: what the user named. A folder: everything in it belongs to the data set, also below a link to a folder. A
-    file: the folder that its format gives it, and the folders that a YOLO description or its lists name.
-    """
+    """Adds a problem for each image outside the data set, or one note where that is allowed; notes on folder links. If
+    all of them are of the test split, which training does not read, it is one problem, and that split is left out.
+    Returns [R], the images to leave out. data: what the user named. To a folder belongs everything in it, also below a
+    link; to a file, the folder that its format gives it, and those that a YOLO description or its lists name."""
     own_dirs = [os.path.realpath(data if data.is_dir() else layout.root)]
     if not data.is_dir():
         own_dirs += [os.path.abspath(folder) for part in layout.parts for folder in part.image_dirs]
@@ -421,8 +418,7 @@ class TableBuilder:
             self.add_box(label, xyxy, number, is_normalized=is_normalized)
 
     def detect_units(self, file: Path, first_box: int) -> None:
-        """Marks the boxes of a file, those from `first_box` on, as normalized if most are within 0 … 1; the others are
-        then dropped."""
+        """Marks the boxes from `first_box` on as normalized if most are within 0 … 1; the others are then dropped."""
         boxes = self.boxes[first_box:]
         xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
         max_coordinate = np.abs(xyxy).max(1, initial=0)  # NaN if one coordinate is
@@ -445,10 +441,9 @@ class TableBuilder:
         return self.layout.root if len(self.layout.parts) > 1 else self.layout.parts[0].annotations
 
     def build(self, class_names: Sequence[str] | None = None, *, read_headers: bool = True) -> AnnotationTable:
-        """The table of the images, in their order, and their boxes. class_names: default, those of the boxes that are
-        kept (`name_classes`); boxes of other classes are dropped and reported. read_headers: read absent sizes from the
-        image headers; needed if boxes are normalized. A normalized box whose image cannot be read is dropped and
-        reported."""
+        """The table of the images, in their order, and their boxes. class_names: default, those of the boxes
+        (`name_classes`); boxes of other classes are dropped and reported. read_headers: read absent sizes from the
+        image headers; needed for normalized boxes, which are dropped and reported if their image cannot be read."""
         images, boxes, root = self.images, self.boxes, self.layout.root
         size = np.array([image.size for image in images], np.int32).reshape(-1, 2)
         is_normalized = np.array([box.is_normalized for box in boxes], np.bool_)

@@ -128,8 +128,7 @@ def _value_of(region: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bound(region: dict[str, Any], height: int, width: int) -> tuple[XYXY, str]:
-    """The box around a region, in pixels, or normalized if height and width are 0, and what it is, if not a box.
-    Raises KeyError, TypeError or ValueError."""
+    """The box around a region, in pixels, or normalized if height and width are 0, and what it is, if not a box."""
     value = _value_of(region)
     x_scale, y_scale = (width or 1) / 100, (height or 1) / 100
     rotation = float(value.get("rotation") or 0)

@@ -107,8 +107,7 @@ def _read_shapes(shapes: list[_Shape], location: str, builder: TableBuilder) -> 
 
 
 def _bound(kind: str, points: list[tuple[float, float]]) -> tuple[XYXY, str]:
-    """The box around a shape, and what it is, if not a box. A circle has its center and a point on it, others have
-    corners in any order. Raises ValueError."""
+    """The box around a shape, and what it is, if not a box. A circle has its center and a point on it."""
     if len(points) < 2:
         raise ValueError(f"{kind} with {len(points)} points")
     if kind != "circle":

@@ -146,8 +146,7 @@ def _read_header(read: ReadAt, offset: int, name: str) -> tuple[int, int, int, i
 
 
 def _read_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict[int, Any], int]:
-    """(field → value, the position after it). Raises IndexError at the end of the data, ValueError for what neither a
-    header of a page nor a footer has."""
+    """(field → value, the position after it). Raises IndexError at the end of the data, ValueError for other types."""
     fields, field = dict[int, Any](), 0
     while byte := data[at]:
         kind, step = byte & 15, byte >> 4

@@ -81,8 +81,7 @@ def layout_of_shards(
 
 @contextlib.contextmanager
 def open_shard(path: Path) -> Iterator[tuple[ReadAt, int]]:
-    """(read, number of bytes) of a shard; `read(offset, count)` returns fewer bytes at its end. Raises OSError,
-    StorageError."""
+    """(read, number of bytes) of a shard; `read(offset, count)` is shorter at its end. Raises OSError, StorageError."""
     remote = source.find_remote(path)
     if remote is not None:
         yield _read_in_blocks(remote, path.stat().st_size), path.stat().st_size

@@ -81,10 +81,7 @@ def frame_length(head: bytes) -> int:
 
 
 def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iterator[Frame]:
-    """The undamaged records of a mapped file, in order. Copies no data.
-
-    Damage is reported with byte offset and record number.
-    """
+    """The undamaged records of a mapped file, without a copy. Damage is reported with byte offset and record number."""
     offset, number, total = 0, 0, len(data)
     view = np.frombuffer(data, np.uint8)  # the CRC function takes no memoryview
     try:
@@ -158,12 +155,9 @@ def write_cached(target: Path, shard: Path) -> Iterator[Callable[[bytes | memory
 
 
 def unpack(shard: Path) -> Path:
-    """The unpacked file of a gzipped shard; unpacks it if it does not exist.
-
-    Nothing is unpacked beyond the first frame that cannot be one: the reader of the unpacked file reports it, and a
-    small file cannot fill the disk. Raises DataError if the gzip data are damaged, StorageError if the disk is full or
-    would be.
-    """
+    """The unpacked file of a gzipped shard, made if it does not exist, up to the first frame that cannot be one: the
+    reader reports it, and a small file cannot fill the disk. Raises DataError if the gzip data are damaged,
+    StorageError if the disk is full or would be."""
     target = unpacked_path(shard)
     if not target.exists():
         with write_cached(target, shard) as append, regular_files.open_file(shard) as raw, gzip.open(raw) as packed:
@@ -233,10 +227,8 @@ class Example:
 
 
 def encode_example(values: Mapping[str, Values]) -> bytes:
-    """The bytes of an Example with the given features: lists of byte strings or int64, or an array of float32.
-
-    An empty list is left out: this means the same, and cannot have a type that a reader does not expect.
-    """
+    """The bytes of an Example with these features: lists of byte strings or int64, or an array of float32. An empty
+    list is left out: this means the same, and cannot have a type that a reader does not expect."""
     example = message_class("Example")()
     for key, value in sorted(values.items()):
         if len(value):

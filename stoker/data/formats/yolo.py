@@ -167,11 +167,9 @@ def _join(base: Path, text: str) -> Path:
 
 
 def _resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) -> Path | None:
-    """The file or folder of a written path: as written, relative to a base; else without its first folders.
-
-    Exports contain the folders of another machine, and Roboflow's begin with a wrong `../`. At least `min_parts` parts
-    of a longer path must exist, or its last one must be named after a split.
-    """
+    """The file or folder of a written path: as written, relative to a base; else without its first folders, which may
+    be those of another machine, or Roboflow's wrong `../`. At least `min_parts` parts of a longer path must exist, or
+    its last one must be named after a split."""
     base_dirs = tuple(base_dirs)
     candidates = [_join(base, text) for base in base_dirs]
     parts = PurePosixPath(text.replace("\\", "/")).parts
