@@ -113,9 +113,8 @@ def recognize(path: Path) -> DatasetLayout | None:
         if _has_another_format(path, folders.read_head(path)):
             return None
         root = folders.root_of(path)
-        return _make_layout(
-            "one COCO JSON file", root, [_make_part(folders.split_from_name(path.stem), path, root)], []
-        )
+        part = _make_part(folders.split_from_name(path.stem), path, root)
+        return _make_layout("one COCO JSON file", root, [part], [])
     parts = []
     for split, split_dir in folders.iter_split_dirs(path):
         file = next((split_dir / name for name in SPLIT_FILE_NAMES if (split_dir / name).is_file()), None)
@@ -137,10 +136,8 @@ def _make_layout(description: str, root: Path, parts: list[SplitFiles], notes: l
 
 def _looks_like_coco(path: Path) -> bool:
     """Whether the first 64 KiB have one of COCO's keys: folders contain other JSON files, such as package.json, too."""
-    head = folders.read_head(path)
-    return not _has_another_format(path, head) and any(
-        key in head for key in (b'"images"', b'"annotations"', b'"image_id"', b'"file_name"')
-    )
+    head, keys = folders.read_head(path), (b'"images"', b'"annotations"', b'"image_id"', b'"file_name"')
+    return any(key in head for key in keys) and not _has_another_format(path, head)
 
 
 def _has_another_format(path: Path, head: bytes) -> bool:
@@ -225,9 +222,8 @@ def _locate_images(
     if base not in existing:
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folder_table.root)}/")
     if strip_dirs and names != base_names:
-        notes.append(
-            f"{part.annotations.name}: the folders in its file names are ignored; the images are in {base.name}/"
-        )
+        ignored = "the folders in its file names are ignored"
+        notes.append(f"{part.annotations.name}: {ignored}; the images are in {base.name}/")
         names = base_names
         if len(set(names)) != len(names):
             raise make_error(DataError, "coco-lost-folders", part.annotations, base=base)
@@ -296,7 +292,7 @@ def _convert_each(
     number_by_text_id: dict[str, int] = {}
 
     def correct(entry: Any, entry_type: type[Entry]) -> tuple[Entry | None, str | None]:
-        """An entry whose strict conversion failed, and the kind of problem to report; None if it cannot be used."""
+        """An entry whose strict conversion failed, and the kind of problem; None or `_UNREADABLE` if it is unusable."""
         with contextlib.suppress(msgspec.ValidationError):
             return convert(entry, type=entry_type, strict=False), "text-for-number"
         fields = convert(entry, type=Any) if isinstance(entry, msgspec.Raw) else entry
@@ -312,9 +308,7 @@ def _convert_each(
         elif is_image:  # without its size
             fields = {name: fields[name] for name in ("id", "file_name") if name in fields}
             kind = "malformed-size"
-        with contextlib.suppress(msgspec.ValidationError):
-            return msgspec.convert(fields, type=entry_type, strict=kind is None), kind
-        return None, None
+        return msgspec.convert(fields, type=entry_type, strict=kind is None), kind
 
     def convert_entries(name: str, entry_type: type[Entry], problem_kind: str, items: Iterable[Any]) -> list[Entry]:
         valid: list[Entry] = []
@@ -524,9 +518,8 @@ def _drop_ambiguous(
         ids_by_name[name].append(image_id)
     for image_id, shared_names in names_by_id.items():
         if len(shared_names) > 1:
-            problems.add(
-                "ambiguous-id", f"{location}, image id {image_id}: {', '.join(shared_names)}", len(shared_names)
-            )
+            listed = ", ".join(shared_names)
+            problems.add("ambiguous-id", f"{location}, image id {image_id}: {listed}", len(shared_names))
     for name, shared_ids in ids_by_name.items():
         if len(shared_ids) > 1 and any(len(names_by_id[image_id]) == 1 for image_id in shared_ids):
             listed = ", ".join(map(str, shared_ids))
@@ -570,13 +563,11 @@ def _drop_without_box(
     return kept, image_ids
 
 
-def _find_images(
-    box_image_id: NDArray[np.int64], image_id: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """[K], the image index of each image id, and whether there is such an image."""
+def _find_images(ids: NDArray[np.int64], image_id: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """[K], the image index of each of the `ids`, and whether there is such an image."""
     order = np.argsort(image_id)
-    image_index = order[np.minimum(np.searchsorted(image_id[order], box_image_id), len(order) - 1)]
-    return image_index, image_id[image_index] == box_image_id
+    image_index = order[np.minimum(np.searchsorted(image_id[order], ids), len(order) - 1)]
+    return image_index, image_id[image_index] == ids
 
 
 def _unique_categories(
@@ -610,26 +601,19 @@ class CocoWriter(DatasetWriter):
         return self.folder / image.split / image.name
 
     def add(self, image: AnnotatedImage) -> None:
-        height, width = image.size
-        self._images[image.split].append(
-            {"id": image.image_id, "file_name": image.name, "width": width, "height": height}
-        )
-        annotations = self._annotations[image.split]
+        (height, width), annotations = image.size, self._annotations[image.split]
+        entry = {"id": image.image_id, "file_name": image.name, "width": width, "height": height}
+        self._images[image.split].append(entry)
         for row in coco_annotations(image.boxes, image.labels, image.crowd, image.area, self._category_ids):
             annotations.append({"id": len(annotations) + 1, "image_id": image.image_id, **row})
 
     def finish(self) -> None:
-        categories = [
-            {"id": category_id, "name": name}
-            for category_id, name in zip(self._category_ids, self.class_names, strict=True)
-        ]
+        ids = zip(self._category_ids, self.class_names, strict=True)
+        categories = [{"id": category_id, "name": name} for category_id, name in ids]
         (self.folder / "annotations").mkdir()
         for split in self.written_splits:
-            document = {
-                "images": self._images[split],
-                "annotations": self._annotations[split],
-                "categories": categories,
-            }
+            images, annotations = self._images[split], self._annotations[split]
+            document = {"images": images, "annotations": annotations, "categories": categories}
             (self.folder / "annotations" / f"instances_{split}.json").write_bytes(msgspec.json.encode(document))
 
 

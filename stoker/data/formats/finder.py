@@ -92,14 +92,9 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
     root_layout = _detect_in_folder(data, format)
     if root_layout is not None and root_layout.is_certain:
         return root_layout
-    nested = [
-        (path, layout)
-        for path in folders.list_subdirs(data).values()
-        if (layout := _detect_in_folder(path, format)) is not None
-    ]
-    candidates = [(path, layout) for path, layout in nested if layout.is_certain] or (
-        [] if root_layout is not None else nested
-    )
+    subdirs = ((path, _detect_in_folder(path, format)) for path in folders.list_subdirs(data).values())
+    nested = [(path, layout) for path, layout in subdirs if layout is not None]
+    candidates = [item for item in nested if item[1].is_certain] or ([] if root_layout is not None else nested)
     if len(candidates) == 1:
         path, layout = candidates[0]
         notes = [f"read from the folder {path.name}/"]

@@ -176,11 +176,10 @@ def split_lists(folder: Path) -> dict[str, Path]:
     return {split: path for split, path in reversed(found) if path.is_file()}
 
 
-_KINDS = [word.lower() for word in (*IMAGE_DIRS, "image", "img", "photos", *ANNOTATION_DIRS) if word != "data"]
+_WORDS = [word.lower() for word in (*IMAGE_DIRS, "image", "img", "photos", *ANNOTATION_DIRS) if word != "data"]
+_SPLIT, _KIND = "|".join(SPLIT_BY_NAME), "|".join(_WORDS)
 _PAIRED_DIR = re.compile(
-    r"(?P<split1>{0})[^a-z]*(?P<kind1>{1})|(?P<kind2>{1})[^a-z]*(?P<split2>{0})".format(
-        "|".join(SPLIT_BY_NAME), "|".join(_KINDS)
-    )
+    rf"(?P<split1>{_SPLIT})[^a-z]*(?P<kind1>{_KIND})|(?P<kind2>{_KIND})[^a-z]*(?P<split2>{_SPLIT})"
 )
 
 

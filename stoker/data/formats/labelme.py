@@ -79,7 +79,14 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             split_index = locator.split_index(part.split or locator.split_from_folder(file.parent), folder)
             size = usable_size(content.height, content.width)
             builder.add_image(ImageFile(folder, name, split_index, size), location)
-            _read_shapes(content.shapes, location, builder)
+            for number, shape in enumerate(content.shapes, 1):
+                kind = shape.shape_type or "polygon"  # files before LabelMe 3 have only polygons
+                label = str("" if shape.label is None else shape.label).strip()
+                if kind in WITHOUT_BOX:
+                    builder.skip_shape(kind)
+                else:
+                    labels, bound = [label] if label else [], partial(_bound, kind, shape.points)
+                    builder.add_shape(labels, bound, number, f"{location}, shape {number}")
         builder.notes += locator.notes()
     builder.drop_ambiguous_images()
     return builder.build()
@@ -93,17 +100,6 @@ def _parse(file: Path) -> _File | str:
         return f"{error.what}: {error.cause}"
     except OSError as error:
         return error.strerror or str(error)
-
-
-def _read_shapes(shapes: list[_Shape], location: str, builder: TableBuilder) -> None:
-    for number, shape in enumerate(shapes, 1):
-        kind = shape.shape_type or "polygon"  # files before LabelMe 3 have only polygons
-        label = str("" if shape.label is None else shape.label).strip()
-        place = f"{location}, shape {number}"
-        if kind in WITHOUT_BOX:
-            builder.skip_shape(kind)
-        else:
-            builder.add_shape([label] if label else [], partial(_bound, kind, shape.points), number, place)
 
 
 def _bound(kind: str, points: list[tuple[float, float]]) -> tuple[XYXY, str]:

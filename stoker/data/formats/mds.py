@@ -66,10 +66,6 @@ class MdsIndex(msgspec.Struct):
     version: int = 2
 
 
-class _MalformedSample(Exception):
-    """The message says what is wrong."""
-
-
 def recognize(path: Path) -> DatasetLayout | None:
     """The MDS data set in a folder or in its split folders, or of an index.json; None if there is none."""
     file = path / INDEX_FILE if path.is_dir() else path
@@ -188,7 +184,7 @@ def _read_samples(
         try:
             ranges = _column_ranges(info, read, begin, end)
             content = _read_annotations(info, others, ranges, read)
-        except (_MalformedSample, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             samples.problems.append(("unreadable-annotations", f"{place}: {error}"))
             continue
         suffix = "png" if info.column_encodings[image].partition(":")[0] == "png" else "jpg"
@@ -200,7 +196,7 @@ def _column_ranges(info: ShardInfo, read: ReadAt, begin: int, end: int) -> list[
     num_variable = sum(size is None for size in info.column_sizes)
     head = read(begin, 4 * num_variable)
     if len(head) < 4 * num_variable:
-        raise _MalformedSample("it ends within its sizes")
+        raise ValueError("it ends within its sizes")
     sizes = iter(np.frombuffer(head, "<u4").tolist())
     position, ranges = begin + 4 * num_variable, []
     for fixed in info.column_sizes:
@@ -208,7 +204,7 @@ def _column_ranges(info: ShardInfo, read: ReadAt, begin: int, end: int) -> list[
         ranges.append((position, length))
         position += length
     if position != end:
-        raise _MalformedSample(f"its columns have {position - begin:,} bytes, it has {end - begin:,}")
+        raise ValueError(f"its columns have {position - begin:,} bytes, it has {end - begin:,}")
     return ranges
 
 
@@ -218,7 +214,7 @@ def _read_annotations(info: ShardInfo, used: Sequence[int], ranges: Sequence[tup
     for k in used:
         start, length = ranges[k]
         if length > MAX_ANNOTATION_BYTES:
-            raise _MalformedSample(f"{info.column_names[k]} has {length:,} bytes")
+            raise ValueError(f"{info.column_names[k]} has {length:,} bytes")
         name = info.column_names[k]
         content[SIZE_COLUMNS.get(name, _plain(name))] = _decode(info.column_encodings[k], read(start, length))
     return next((content[key] for key in ("annotation", "target", "targets") if key in content), content)
@@ -233,7 +229,7 @@ def _decode(encoding: str, data: bytes) -> Any:
     if kind in SCALARS:
         values = np.frombuffer(data, np.dtype(SCALARS[kind]).newbyteorder("<"))
         if len(values) != 1:
-            raise _MalformedSample(f"a value of encoding {encoding} has {len(data):,} bytes")
+            raise ValueError(f"a value of encoding {encoding} has {len(data):,} bytes")
         return values[0].item()
     return _decode_array(arguments, data)
 
@@ -253,8 +249,8 @@ def _decode_array(arguments: str, data: bytes) -> list[Any]:
             data = data[1 + axes * width :]
         values = np.frombuffer(data, np.dtype(SCALARS[dtype_name]).newbyteorder("<"))
     except (IndexError, KeyError) as error:
-        raise _MalformedSample(f"an array of encoding ndarray:{arguments} that cannot be read") from error
+        raise ValueError(f"an array of encoding ndarray:{arguments} that cannot be read") from error
     if math.prod(shape) != len(values):
-        raise _MalformedSample(f"an array of {len(values):,} values has the shape {shape}")
+        raise ValueError(f"an array of {len(values):,} values has the shape {shape}")
     rows: list[Any] = values.reshape(shape).tolist()
     return rows

@@ -195,19 +195,9 @@ def _has_objects(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
 
 
 IMAGE_KEYS = (
-    *NAME_OF_FILE_KEYS,
-    "image",
-    "imagefilename",
-    "imageFilename",
-    "image_path",
-    "img_path",
-    "image_url",
-    "imageGcsUri",
-    "source-ref",
-    "img",
-    "path",
-    "name",
-)
+    *NAME_OF_FILE_KEYS, "image", "imagefilename", "imageFilename", "image_path", "img_path", "image_url", "imageGcsUri",
+    "source-ref", "img", "path", "name",
+)  # fmt: skip
 
 
 def _image_of(entry: Mapping[str, Any]) -> tuple[str, tuple[int, int]]:

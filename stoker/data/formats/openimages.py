@@ -81,9 +81,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     rows = (row for file in layout.metadata_files for _, row in _iter_csv(file))  # LabelName, display name
     names = {row[0]: row[1].strip() for row in rows if len(row) == 2 and row[0].startswith("/")}
     if not names:
-        builder.notes.append(
-            "there is no class-descriptions-boxable.csv: the classes are called /m/…, as in the tables"
-        )
+        called = "the classes are called /m/…, as in the tables"
+        builder.notes.append(f"there is no class-descriptions-boxable.csv: {called}")
     for part in layout.parts:
         index_by_id: dict[str, int] = {}
         absent_id, num_absent = "", 0

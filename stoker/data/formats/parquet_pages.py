@@ -83,9 +83,8 @@ def check_pages(
         if leaf.path.partition(".")[0] not in columns:
             continue
         if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > MAX_FIXED_BYTES:
-            raise pa.ArrowInvalid(
-                f"{leaf.path} has values of {leaf.length:,} bytes; at most {MAX_FIXED_BYTES} are read"
-            )
+            size = f"{leaf.length:,} bytes; at most {MAX_FIXED_BYTES} are read"
+            raise pa.ArrowInvalid(f"{leaf.path} has values of {size}")
         for group in footer:
             chunk = group[number]
             offset, remaining = min(filter(None, chunk.starts), default=0), chunk.num_values

@@ -105,9 +105,8 @@ class AnnotationTable:
         return np.flatnonzero(in_file == 0)
 
     def image_path(self, image_index: int) -> str:
-        return os.path.normpath(
-            os.path.join(self.folders[int(self.folder_index[image_index])], self.file_names[image_index])
-        )
+        folder = self.folders[int(self.folder_index[image_index])]
+        return os.path.normpath(os.path.join(folder, self.file_names[image_index]))
 
 
 class FolderTable:

@@ -324,9 +324,8 @@ def _make_table(
 
     pair_index = np.array(columns.pair, np.int64)
     _, first_boxes, counts = np.unique(pair_index, return_index=True, return_counts=True)
-    pairs = [
-        LabelTextPair(label, text.decode(errors="backslashreplace") or None) for label, text in columns.number_by_pair
-    ]
+    decoded = ((label, text.decode(errors="backslashreplace")) for label, text in columns.number_by_pair)
+    pairs = [LabelTextPair(label, text or None) for label, text in decoded]
     class_names, class_ids, assignments, class_notes = _choose_classes(pairs, layout.metadata_files, layout.root)
     for assignment, first_box, count in zip(assignments, first_boxes.tolist(), counts.tolist(), strict=True):
         if assignment.problem_kind is not None:

@@ -94,9 +94,8 @@ def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iter
                 return
             if not is_record_header(head):
                 reason = "it does not begin like a TFRecord" if number == 1 else "the checksum of its length is wrong"
-                problems.add(
-                    "damaged-shard", f"{location}: {reason}; the {total - offset:,} bytes from here on are left out"
-                )
+                lost = f"the {total - offset:,} bytes from here on are left out"
+                problems.add("damaged-shard", f"{location}: {reason}; {lost}")
                 return
             start = offset + HEADER_BYTES
             stop = start + frame_length(head)

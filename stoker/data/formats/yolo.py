@@ -493,9 +493,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             _read_rows(text, display_path(file, layout.root), row_format, builder)
     class_names = row_format.class_names
     if class_names is None:
-        builder.notes.append(
-            "the classes have no names: called class 0, class 1, …; a data.yaml with `names` sets them"
-        )
+        called = "called class 0, class 1, …; a data.yaml with `names` sets them"
+        builder.notes.append(f"the classes have no names: {called}")
     table = builder.build(class_names)
     table.notes += [f"{count:,} {description}" for description, count in row_format.other_row_kinds.items()]
     return table
