@@ -230,20 +230,15 @@ def _path_not_found(data: Path) -> DataError:
     return make_error(DataError, "data-not-found", data.absolute(), fix=fix, name=str(data), parent=parent)
 
 
-def _find_below(data: Path, format: str | None) -> list[Path]:
-    """The first folders with a data set, below those in which `detect_layout` looks."""
-    found: list[Path] = []
-    for folder, _ in _walk(data, 2 * MAX_DEPTH):
-        if len(found) < MAX_LISTED_DIRS and not is_below(str(folder), list(map(str, found))):
-            with contextlib.suppress(DataError, OSError):  # it is what the user may look at, not what is read
-                if (layout := _detect_in_folder(folder, format)) is not None and layout.is_certain:
-                    found.append(folder)
-    return found
-
-
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
     contents = _describe_contents(data)
-    if below := _find_below(data, format):
+    below: list[Path] = []  # the first folders with a data set, below those in which `detect_layout` looks
+    for folder, _ in _walk(data, 2 * MAX_DEPTH):
+        if len(below) < MAX_LISTED_DIRS and not is_below(str(folder), list(map(str, below))):
+            with contextlib.suppress(DataError, OSError):  # it is what the user may look at, not what is read
+                if (layout := _detect_in_folder(folder, format)) is not None and layout.is_certain:
+                    below.append(folder)
+    if below:
         return make_error(DataError, "data-further-down", data, choices=below, contents=contents, folder=below[0])
     folders.refuse_unread(data)
     expected = "; ".join(text for name, text in folders.format_texts().expected.items() if format in (None, name))

@@ -53,6 +53,12 @@ def is_image_name(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
+def base_name(path: str) -> str:
+    """The file name at the end of a path with "/" or "\\", without NUL characters; empty if there is none."""
+    name = path.replace("\\", "/").rpartition("/")[2].replace("\0", "")
+    return "" if name in (".", "..") else name
+
+
 def split_from_name(name: str) -> str | None:
     """The split in a file name: "instances_train2017" is "train", "my-validation" and "eval.record" are "val"; None if
     there is not exactly one. A folder `eval` is no split: TensorFlow writes its logs there."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from stoker import regular_files
 from stoker.data.formats.folders import (
+    base_name,
     check_unannotated_splits,
     file_part,
     find_files,
@@ -155,7 +156,8 @@ class ShardSamples:
             return
         fields = annotations if isinstance(annotations, Mapping) else {}
         given = usable_size(fields.get("height"), fields.get("width"))
-        label = _annotated_name(fields) or name.rpartition("/")[2]
+        written = next((fields[key] for key in NAME_OF_FILE_KEYS if isinstance(fields.get(key), str)), "")
+        label = base_name(written) or name.rpartition("/")[2]
         image_index, (height, width) = len(self.images), size if 0 in given else given
         self.images.append(ImageFile(self.path, label, self.split, (height, width)))
         self.byte_ranges.append((start, length))
@@ -205,10 +207,3 @@ def make_table(
             boxes[k] = boxes[k]._replace(xyxy=(x1, y1, x2 - x1, y2 - y1))
     byte_ranges = np.array([byte_range for shard in shards for byte_range in shard.byte_ranges], np.int64)
     return replace(builder.build(class_names or None, read_headers=False), byte_range=byte_ranges.reshape(-1, 2))
-
-
-def _annotated_name(fields: Mapping[str, Any]) -> str:
-    """The name of the image file, without folders, that the annotations of a sample give; empty where they do not."""
-    text = next((fields[key] for key in NAME_OF_FILE_KEYS if isinstance(fields.get(key), str)), "")
-    name = text.replace("\\", "/").rpartition("/")[2].replace("\0", "")
-    return "" if name in (".", "..") else name

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.formats.folders import file_part, list_subdirs
+from stoker.data.formats.folders import base_name, file_part, list_subdirs
 from stoker.data.formats.shards import find_shards, layout_of_shards
 from stoker.data.formats.tables import (
     AnnotatedImage,
@@ -297,9 +297,7 @@ def _read_record(
 
 def _unique_name(filename: bytes, record_number: int, used_names: set[str]) -> str:
     """The file name without folders; with the record number if it is empty or already used in the shard."""
-    name = filename.decode(errors="backslashreplace").replace("\\", "/").rpartition("/")[2].replace("\0", "")
-    if name in ("", ".", ".."):
-        name = f"record {record_number}"
+    name = base_name(filename.decode(errors="backslashreplace")) or f"record {record_number}"
     while name in used_names:
         stem, suffix = os.path.splitext(name)
         name = f"{stem} (record {record_number}){suffix}"

@@ -36,23 +36,21 @@ from stoker.errors import DataError, StorageError, make_error, needs_package
 from stoker.storage.local_files import atomic_path, cache_folder
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
-_LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
+_CRC = struct.Struct("<I")
 _MASK_DELTA = 0xA282EAD8
 """tensorflow/core/lib/hash/crc32c.h: a stored CRC is rotated and shifted by this, so that the CRC of data that contains
 CRCs stays a good checksum."""
 
 
 class Frame(NamedTuple):
-    """A record with correct checksums."""
+    """A record with correct checksums. Its data are the bytes from `start` to `stop` of the file."""
 
     number: int
     """1 for the first record of the file; damaged ones count."""
     offset: int
     """The first byte of the record, which is the first of its length."""
     start: int
-    """The first byte of its data."""
     stop: int
-    """The byte after its data."""
 
 
 @functools.cache
@@ -76,8 +74,7 @@ def is_record_header(head: bytes) -> bool:
 
 def frame_length(head: bytes) -> int:
     """The number of bytes of data that a record's first 12 bytes give."""
-    length: int = _LENGTH.unpack_from(head)[0]
-    return length
+    return int.from_bytes(head[:8], "little")
 
 
 def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iterator[Frame]:
@@ -114,7 +111,7 @@ def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iter
 
 def write_record(file: BinaryIO, data: bytes) -> None:
     """Appends a record. Raises OSError."""
-    length = _LENGTH.pack(len(data))
+    length = len(data).to_bytes(8, "little")
     file.write(b"".join((length, _CRC.pack(masked_crc(length)), data, _CRC.pack(masked_crc(data)))))
 
 
@@ -321,8 +318,6 @@ def label_map_text(class_names: Sequence[str]) -> str:
     """The text of a label map that numbers the classes from 1."""
     from google.protobuf import text_format
 
-    message = message_class("LabelMap")()
-    for class_id, name in enumerate(class_names, 1):
-        message.item.add(id=class_id, name=name)
-    text: str = text_format.MessageToString(message, as_utf8=True)
+    items = [{"id": class_id, "name": name} for class_id, name in enumerate(class_names, 1)]
+    text: str = text_format.MessageToString(message_class("LabelMap")(item=items), as_utf8=True)
     return text

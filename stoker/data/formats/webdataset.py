@@ -59,7 +59,9 @@ def recognize(path: Path) -> DatasetLayout | None:
     DataError for samples without boxes."""
     folder = path if path.is_dir() else path.parent
     if path.name == INDEX_FILE or (path == folder and (folder / INDEX_FILE).is_file()):
-        return _layout_of_index(folder)
+        parts = [file_part(folder / shard.name, shard.split) for shard in read_info(folder / INDEX_FILE).shards]
+        layout = layout_of_shards("webdataset", "packed WebDataset", folder, parts, ())
+        return replace(layout, parts=tuple(parts), metadata_files=(folder / INDEX_FILE,))
     if path == folder and (folder / PLAN_FILE).is_file():  # only a part of the data set would be read
         raise make_error(DataError, "packing-unfinished", folder)
     return recognize_shards(
@@ -293,13 +295,6 @@ def encode_index(info: PackedInfo, table: AnnotationTable) -> bytes:
         *index_cache.box_columns(table),
     ]
     return bytes(index_cache.encode_columns(columns, SCHEMA.with_metadata({METADATA_KEY: msgspec.json.encode(info)})))
-
-
-def _layout_of_index(folder: Path) -> DatasetLayout:
-    """The data set of a folder with an index. Raises DataError for an index that cannot be read."""
-    parts = [file_part(folder / shard.name, shard.split) for shard in read_info(folder / INDEX_FILE).shards]
-    layout = layout_of_shards("webdataset", "packed WebDataset", folder, parts, ())
-    return replace(layout, parts=tuple(parts), metadata_files=(folder / INDEX_FILE,))
 
 
 def read_info(path: Path) -> PackedInfo:

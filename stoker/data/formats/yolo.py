@@ -527,6 +527,8 @@ def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
 
 def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[list[ImageFile], list[Path | None]]:
     """All images and their label files, in the order of the parts; within a part as listed, else by name."""
+    definitions = [path for path in layout.metadata_files[:1] if _is_definition_name(path)]
+    base_dirs = _resolve_base_dirs(_read_definition(definitions[0]), definitions[0])[0] if definitions else ()
     names_by_list: dict[Path, dict[Path, list[str]]] = {}
     label_names: dict[Path, list[str]] = {}
     used: set[Path] = set()
@@ -538,8 +540,12 @@ def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[lis
             names = _list_image_names(folder)
         else:
             if part.image_list not in names_by_list:
-                names_by_list[part.image_list] = _read_image_list(part.image_list, _read_base_dirs(layout))
-            names = _repair_listed_names(names_by_list[part.image_list][folder], folder, problems)
+                names_by_list[part.image_list] = _read_image_list(part.image_list, base_dirs)
+            names = names_by_list[part.image_list][folder]
+            files = resolve_names(folder, names)  # headers are read before `repair_names` runs
+            for written_name, file in files.items():
+                problems.add("wrong-case-name", f"{written_name!r}: the file is {str(folder / file)!r}")
+            names = [files.get(name, name) for name in names]
         if part.annotations not in label_names:
             label_names[part.annotations] = _list_label_files(part.annotations)
         label_by_image = match_labels(names, label_names[part.annotations])
@@ -556,19 +562,6 @@ def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[lis
         used.update(part.annotations / label_name for label_name in label_by_image.values())
     _report_unmatched_labels(layout, label_names, used, problems)
     return images, label_files
-
-
-def _read_base_dirs(layout: DatasetLayout) -> tuple[Path, ...]:
-    definitions = [path for path in layout.metadata_files[:1] if _is_definition_name(path)]
-    return _resolve_base_dirs(_read_definition(definitions[0]), definitions[0])[0] if definitions else ()
-
-
-def _repair_listed_names(names: list[str], folder: Path, problems: ProblemCollector) -> list[str]:
-    """The listed names, corrected to the file names here, because headers are read before `names.repair_names` runs."""
-    files = resolve_names(folder, names)
-    for written_name, file in files.items():
-        problems.add("wrong-case-name", f"{written_name!r}: the file is {str(folder / file)!r}")
-    return [files.get(name, name) for name in names]
 
 
 def _report_unmatched_labels(
