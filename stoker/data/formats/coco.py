@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from stoker import regular_files
 from stoker.data.formats import folders
-from stoker.data.formats.images import invalid_json_error, is_usable_name, resolve_names
+from stoker.data.formats.images import is_usable_name, resolve_names
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
 from stoker.data.formats.tables import (
@@ -267,7 +267,10 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple
                 what = "The annotations are not COCO JSON for detection."
                 raise DataError(what, location=path, cause=str(error), fix=FORMAT_HINT) from error
             except (msgspec.DecodeError, ValueError) as error:
-                raise invalid_json_error(path, data, error) from error
+                digits = str(error).rpartition("byte ")[2].rstrip(")")
+                line = data[: int(digits) if digits.isdigit() else len(data)].count(b"\n") + 1
+                place, reason = f"{path}:{line}", str(error)
+                raise make_error(DataError, "invalid-json", place, text=reason, num_bytes=len(data)) from error
             except RecursionError as error:
                 raise DataError("The annotations are nested too deeply.", location=path, fix=FORMAT_HINT) from error
     return _convert_each(path, raw, convert, location, problems)

@@ -9,7 +9,6 @@ for speed. Not here: COCO's search for its images, Pascal VOC's, which goes by t
 """
 
 import math
-import mmap
 import os
 import unicodedata
 from collections import Counter
@@ -579,11 +578,3 @@ def read_json(path: Path, type: type[Content], *, what: str, fix: str = "export 
         return msgspec.json.decode(data, type=type, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(what, location=path, cause=str(error), fix=fix) from error
-
-
-def invalid_json_error(path: Path, data: bytes | mmap.mmap, error: Exception) -> DataError:
-    """The error for a file that is not JSON, with the line."""
-    digits = str(error).rpartition("byte ")[2].rstrip(")")
-    offset = int(digits) if digits.isdigit() else len(data)
-    line = data[:offset].count(b"\n") + 1
-    return make_error(DataError, "invalid-json", f"{path}:{line}", text=str(error), num_bytes=len(data))

@@ -138,8 +138,8 @@ class ShardSamples:
     bad_boxes: list[int] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     """(kind, example)."""
-    unknown_layouts: list[str] = field(default_factory=list)
-    """Reasons of the first few samples whose annotations have a layout that is not known."""
+    unknown_layout: str | None = None
+    """The reason of the first sample whose annotations have a layout that is not known."""
 
     def add(self, name: str, read: ReadAt, start: int, length: int, annotations: Any) -> None:
         """A sample with decoded annotations. What is wrong with it becomes a problem."""
@@ -151,7 +151,7 @@ class ShardSamples:
             self.problems.append(("record-without-image", f"{place}: {error.cause or error.what}"))
             return
         except UnknownLayout as error:
-            self.unknown_layouts += [f"{place}: {error}"] if len(self.unknown_layouts) < 3 else []
+            self.unknown_layout = self.unknown_layout or f"{place}: {error}"
             self.problems.append(("unreadable-annotations", f"{place}: {error}"))
             return
         fields = annotations if isinstance(annotations, Mapping) else {}
@@ -193,10 +193,10 @@ def make_table(
         builder.bad_boxes += [first + image_index for image_index in shard.bad_boxes]
         for kind, example in shard.problems:
             problems.add(kind, example)
-    if not images and (reasons := [reason for shard in shards for reason in shard.unknown_layouts]):
-        place, cause = builder.location(), reasons[0]
-        raise make_error(DataError, "samples-unknown", place, choices=LAYOUTS, cause=cause, name=format_name)
     if not images:
+        if reasons := [shard.unknown_layout for shard in shards if shard.unknown_layout is not None]:
+            place, cause = builder.location(), reasons[0]
+            raise make_error(DataError, "samples-unknown", place, choices=LAYOUTS, cause=cause, name=format_name)
         cause = problems.describe() or "they are empty"
         raise make_error(DataError, "no-usable-sample", builder.location(), cause=cause, name=format_name)
     sizes = np.array([images[boxes[k].image_index].size for k in extents], np.float64)

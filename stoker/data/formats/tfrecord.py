@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -509,7 +509,7 @@ class TfRecordWriter(DatasetWriter):
         self._target = target
         self._num_written = dict.fromkeys(target.max_images, 0)
         self._files: dict[str, list[Path]] = {split: [] for split in target.max_images}
-        self._open_shard: tuple[tuple[str, int], BinaryIO] | None = None
+        self._shard: tuple[str, int] | None = None
 
     def image_path(self, _image: AnnotatedImage) -> None:
         return None
@@ -534,27 +534,17 @@ class TfRecordWriter(DatasetWriter):
         }
         for name, column in zip(("xmin", "ymin", "xmax", "ymax"), xyxy, strict=True):
             values[f"image/object/bbox/{name}"] = column
-        write_record(self._shard_file(image.split), encode_example(values))
-        self._num_written[image.split] += 1
-
-    def _shard_file(self, split: str) -> BinaryIO:
-        """The shard of the next record of a split: images in order, in equal parts."""
-        shard = self._num_written[split] * self._target.shards // max(1, self._target.max_images[split])
-        if self._open_shard is None or self._open_shard[0] != (split, shard):
-            self._close_shard()
-            files = self._files[split]
-            path = self.folder / f"{split}.record-{len(files):05d}"
-            files.append(path)
-            self._open_shard = (split, shard), path.open("xb")
-        return self._open_shard[1]
-
-    def _close_shard(self) -> None:
-        if self._open_shard is not None:
-            self._open_shard[1].close()
-            self._open_shard = None
+        # images come in order, each split in equal parts
+        split, files = image.split, self._files[image.split]
+        shard = split, self._num_written[split] * self._target.shards // max(1, self._target.max_images[split])
+        if shard != self._shard:
+            self._shard = shard
+            files.append(self.folder / f"{split}.record-{len(files):05d}")
+        with files[-1].open("ab") as file:
+            write_record(file, encode_example(values))
+        self._num_written[split] += 1
 
     def finish(self) -> None:
-        self._close_shard()
         for split, files in self._files.items():
             for path in files:  # the number of shards is known only now, because images may have been left out
                 is_single = self._target.shards == 1
