@@ -12,7 +12,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import islice
@@ -270,7 +270,8 @@ def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout |
         if len(first) != count or not folders.is_image_name(first[file_column]):
             continue
         has_split = split_column is None or first[split_column].lower() in (*folders.SPLIT_BY_NAME, "unassigned")
-        if has_split and _are_numbers([first[column] for column in box_columns]):
+        values = [first[column] for column in box_columns]  # all empty for an image without objects
+        if has_split and (not any(values) or all(map(_is_number, values))):
             return CsvLayout(
                 delimiter=delimiter,
                 header=(),
@@ -282,11 +283,6 @@ def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout |
                 notes=(f"no header: the columns are read as {columns}",),
             )
     return None
-
-
-def _are_numbers(values: Sequence[str]) -> bool:
-    """Whether all are numbers, or all are empty, for an image without objects."""
-    return not any(values) or all(_is_number(value) for value in values)
 
 
 def _is_number(text: str) -> bool:
