@@ -23,9 +23,9 @@ import msgspec
 
 from stoker import regular_files
 from stoker.data.formats import folders
-from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
 from stoker.data.formats.openimages import is_open_images, iter_csv
-from stoker.data.formats.tables import UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.formats.tables import UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
 

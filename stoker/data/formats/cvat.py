@@ -13,17 +13,16 @@ from xml.etree.ElementTree import Element
 
 from stoker import regular_files
 from stoker.data.formats.folders import layout_of_files, list_subdirs, read_head, recognize_files, split_from_name
-from stoker.data.formats.images import (
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name
+from stoker.data.formats.tables import (
     XYXY,
-    ImageFile,
-    ImageLocator,
-    TableBuilder,
+    AnnotationTable,
+    DatasetLayout,
+    SplitFiles,
     bound_points,
     bound_rotated,
-    is_usable_name,
     usable_size,
 )
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
 

@@ -8,7 +8,6 @@ makes an `AnnotationTable` of images and boxes, for all formats except COCO and 
 for speed. Not here: COCO's search for its images, Pascal VOC's, which goes by the stem.
 """
 
-import math
 import os
 import unicodedata
 from collections import Counter
@@ -28,6 +27,7 @@ from stoker.data.formats.folders import SPLIT_BY_NAME, is_image_name
 from stoker.data.formats.tables import (
     SPLITS,
     UNASSIGNED,
+    XYXY,
     AnnotationTable,
     DatasetLayout,
     FolderTable,
@@ -326,7 +326,6 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or path.startswith(os.path.join(folder, "")) for folder in folders)
 
 
-XYXY = tuple[float, float, float, float]
 Bound = Callable[[], tuple[XYXY, str]]
 """Gives the box of a shape, and what the shape is, if not a box."""
 MAX_NORMALIZED = 1.05
@@ -544,30 +543,6 @@ def name_classes(boxes: Sequence[Box]) -> list[str]:
     if all(name.isascii() and name.isdigit() for name in names):
         return sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
     return sorted(names)
-
-
-def bound_points(points: Sequence[Sequence[float]]) -> XYXY:
-    """The box around points (x, y)."""
-    xs, ys = [point[0] for point in points], [point[1] for point in points]
-    return min(xs), min(ys), max(xs), max(ys)
-
-
-def bound_rotated(center: tuple[float, float], size: tuple[float, float], degrees: float) -> XYXY:
-    """The box around a rectangle of width and height `size` that is rotated about its center."""
-    cos, sin = abs(math.cos(math.radians(degrees))), abs(math.sin(math.radians(degrees)))
-    half_width, half_height = (size[0] * cos + size[1] * sin) / 2, (size[0] * sin + size[1] * cos) / 2
-    x, y = center
-    return x - half_width, y - half_height, x + half_width, y + half_height
-
-
-def usable_size(height: object, width: object) -> tuple[int, int]:
-    """Height and width that annotations give; 0, unknown, if they are not both valid numbers."""
-    try:
-        sides = [float(side) for side in (height, width) if isinstance(side, int | float | str)]
-    except ValueError:
-        return 0, 0
-    is_valid = len(sides) == 2 and all(1 <= side < 2**31 for side in sides)
-    return (int(sides[0]), int(sides[1])) if is_valid else (0, 0)
 
 
 def read_json(path: Path, type: type[Content], *, what: str, fix: str = "export it again") -> Content:

@@ -17,18 +17,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from stoker.data.formats.folders import is_image_name, recognize_files
-from stoker.data.formats.images import (
-    XYXY,
-    ImageFile,
-    ImageLocator,
-    TableBuilder,
-    bound_points,
-    bound_rotated,
-    is_usable_name,
-    read_json,
-    usable_size,
-)
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, read_json
+from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points, bound_rotated, usable_size
 from stoker.data.validation.problems import ProblemCollector
 
 LABEL_KEYS = ("rectanglelabels", "polygonlabels", "ellipselabels", "labels")

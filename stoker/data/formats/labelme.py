@@ -15,18 +15,8 @@ from typing import Any
 import msgspec
 
 from stoker.data.formats.folders import iter_annotation_files, recognize_files
-from stoker.data.formats.images import (
-    XYXY,
-    ImageFile,
-    ImageLocator,
-    TableBuilder,
-    bound_points,
-    is_usable_name,
-    map_in_threads,
-    read_json,
-    usable_size,
-)
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, map_in_threads, read_json
+from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points, usable_size
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.folders import split_from_name
-from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, usable_size
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
 

@@ -24,7 +24,7 @@ from stoker.data.formats.folders import (
     list_files,
     sort_parts,
 )
-from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads, usable_size
+from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads
 from stoker.data.formats.objects import (
     LAYOUTS,
     NAME_OF_FILE_KEYS,
@@ -33,7 +33,7 @@ from stoker.data.formats.objects import (
     fraction_outside,
     read_boxes,
 )
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within
 from stoker.data.validation.problems import ProblemCollector

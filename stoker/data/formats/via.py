@@ -17,17 +17,9 @@ import msgspec
 
 from stoker.data.formats.csv import COLUMNS, NO_CLASS_COLUMN, read_text
 from stoker.data.formats.folders import recognize_files
-from stoker.data.formats.images import (
-    XYXY,
-    ImageFile,
-    ImageLocator,
-    TableBuilder,
-    bound_points,
-    is_usable_name,
-    read_json,
-)
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, read_json
 from stoker.data.formats.openimages import iter_csv
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout
+from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
 

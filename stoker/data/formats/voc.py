@@ -20,9 +20,10 @@ import numpy as np
 from stoker import regular_files
 from stoker.data.formats import folders
 from stoker.data.formats.cvat import is_cvat
-from stoker.data.formats.images import XYXY, ImageFile, ImageLocator, TableBuilder, usable_size
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder
 from stoker.data.formats.tables import (
     SPLITS,
+    XYXY,
     AnnotatedImage,
     AnnotationTable,
     DatasetLayout,
@@ -30,6 +31,7 @@ from stoker.data.formats.tables import (
     SplitFiles,
     Target,
     shortest_decimal,
+    usable_size,
 )
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
