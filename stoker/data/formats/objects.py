@@ -27,22 +27,19 @@ MIN_FRACTION_OUTSIDE, MIN_FRACTION_CORNERS = 0.05, 0.99
 more than the second are valid corners: as x, y, width and height, boxes near the right and lower edges are not."""
 
 
-def fraction_outside(size: NDArray[np.float64], xyxy: NDArray[np.float64]) -> float:
-    """Of boxes [K, 4] that were given as x, y, width and height, in images of height and width `size` [K, 2]: if they
-    are corners, contrary to COCO, the fraction that would reach out of their images; else 0."""
+def corners_note(size: NDArray[np.float64], xyxy: NDArray[np.float64]) -> str | None:
+    """A note if boxes [K, 4] that were given as x, y, width and height, in images of height and width `size` [K, 2],
+    are corners, contrary to COCO: many would reach out of their images. Else None."""
     if not len(size):
-        return 0.0
+        return None
     x1, y1, x2, y2 = xyxy.T
     height, width = size[:, 0] + 1, size[:, 1] + 1
     reaches_out = (x2 > width) | (y2 > height)
     right, bottom = x2 - x1, y2 - y1
     are_corners = (right > x1) & (bottom > y1) & (right <= width) & (bottom <= height)
-    fraction = float(reaches_out.mean())
-    return fraction if fraction > MIN_FRACTION_OUTSIDE and are_corners.mean() > MIN_FRACTION_CORNERS else 0.0
-
-
-def corners_note(fraction: float) -> str:
-    part = f"{100 * fraction:.0f} %"
+    if not (reaches_out.mean() > MIN_FRACTION_OUTSIDE and are_corners.mean() > MIN_FRACTION_CORNERS):
+        return None
+    part = f"{100 * reaches_out.mean():.0f} %"
     return f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {part} would reach out of their images"
 
 
@@ -254,7 +251,7 @@ def read_files(
     table = builder.build()
     size = table.original_size[table.image_index].astype(np.float64)
     known = (size > 0).all(1)
-    if only_extents and (fraction := fraction_outside(size[known], table.boxes[known])):
+    if only_extents and (note := corners_note(size[known], table.boxes[known])) is not None:
         table.boxes[:, 2:] -= table.boxes[:, :2]
-        table.notes.append(corners_note(fraction))
+        table.notes.append(note)
     return table

@@ -25,14 +25,7 @@ from stoker.data.formats.folders import (
     sort_parts,
 )
 from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads
-from stoker.data.formats.objects import (
-    LAYOUTS,
-    NAME_OF_FILE_KEYS,
-    UnknownLayout,
-    corners_note,
-    fraction_outside,
-    read_boxes,
-)
+from stoker.data.formats.objects import LAYOUTS, NAME_OF_FILE_KEYS, UnknownLayout, corners_note, read_boxes
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within
@@ -200,8 +193,8 @@ def make_table(
         cause = problems.describe() or "they are empty"
         raise make_error(DataError, "no-usable-sample", builder.location(), cause=cause, name=format_name)
     sizes = np.array([images[boxes[k].image_index].size for k in extents], np.float64)
-    if fraction := fraction_outside(sizes, np.array([boxes[k].xyxy for k in extents], np.float64)):
-        builder.notes.append(corners_note(fraction))
+    if (note := corners_note(sizes, np.array([boxes[k].xyxy for k in extents], np.float64))) is not None:
+        builder.notes.append(note)
         for k in extents:
             x1, y1, x2, y2 = boxes[k].xyxy
             boxes[k] = boxes[k]._replace(xyxy=(x1, y1, x2 - x1, y2 - y1))

@@ -2,8 +2,8 @@
 
 The formats produce the first two, the index (`stoker/data/index.py`) uses them. A writer gets the classes of a data
 set, then its images one by one; boxes are those of the index, and reading a written data set must give their float32
-corners again. Also boxes and sizes from what annotations give. Not here: making a table from single images and boxes
-(`images.py`), recognizing folders by their names (`folders.py`).
+corners again. Functions make boxes and sizes of what annotations give. Not here: making a table from single images and
+boxes (`images.py`), recognizing folders by their names (`folders.py`).
 """
 
 import math
