@@ -351,8 +351,6 @@ def _quote(entry: Any) -> str:
 
 
 class _Part(NamedTuple):
-    """What a file contains."""
-
     source: SplitFiles
     categories: list[Category]
     file_names: list[str]

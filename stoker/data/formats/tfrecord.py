@@ -377,8 +377,6 @@ class LabelTextPair(NamedTuple):
 
 
 class _Assignment(NamedTuple):
-    """The class of a pair."""
-
     label: int
     """Index into the class names, or NO_CLASS."""
     problem_kind: str | None = None
@@ -481,7 +479,6 @@ def _assign(
 
 
 def _unassigned(pair: LabelTextPair, reason: str) -> _Assignment:
-    """Boxes whose class cannot be determined."""
     text = "" if pair.text is None else f", text {pair.text!r}"
     if pair.label == NO_LABEL and not text:
         return _Assignment(NO_CLASS, "no-class", "neither a label nor a text")

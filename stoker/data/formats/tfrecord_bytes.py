@@ -264,7 +264,6 @@ def looks_like_label_map(path: Path) -> bool:
 
 
 def _item_lines(text: str) -> list[int]:
-    """The line of each item."""
     return [text.count("\n", 0, match.start()) + 1 for match in _ITEM.finditer(text) if match["item"]]
 
 

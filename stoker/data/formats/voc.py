@@ -198,8 +198,6 @@ def _read_list(image_list: Path) -> list[tuple[int, str]]:
 
 
 class _Annotation(NamedTuple):
-    """The content of a file."""
-
     filename: str
     size: tuple[int, int]
     """Height, width; 0 if the file does not give it."""
