@@ -117,9 +117,10 @@ def _list_shards(folder: Path, notes: list[str]) -> list[Path]:
 
 
 def _is_shard(path: Path) -> bool:
+    if path.name.startswith("."):
+        return False
     is_numbered = _SHARD_NAME.fullmatch(path.name) is not None
-    has_name = _SUFFIX.search(path.name) is not None or (is_numbered and _has_tfrecord_header(path))
-    return has_name and not path.name.startswith(".")
+    return _SUFFIX.search(path.name) is not None or (is_numbered and _has_tfrecord_header(path))
 
 
 def _has_tfrecord_header(path: Path) -> bool:
@@ -158,9 +159,8 @@ def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
 
 
 BOX_KEYS = (b"image/object/bbox/xmin", b"image/object/bbox/ymin", b"image/object/bbox/xmax", b"image/object/bbox/ymax")
-AREA_KEY = b"image/object/area"
 OBJECT_KEYS = {
-    **dict.fromkeys((*BOX_KEYS, AREA_KEY), "float_list"),
+    **dict.fromkeys((*BOX_KEYS, b"image/object/area"), "float_list"),
     b"image/object/class/label": "int64_list",
     b"image/object/class/text": "bytes_list",
     b"image/object/is_crowd": "int64_list",
