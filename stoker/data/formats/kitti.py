@@ -12,15 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    MAX_PROBES,
-    file_part,
-    find_annotated_dirs,
-    list_files,
-    list_image_dirs,
-    read_head,
-    split_lists,
-)
+from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
@@ -34,14 +26,14 @@ def recognize(folder: Path) -> DatasetLayout | None:
     """The KITTI data set in a folder (not in subfolders), or None."""
 
     def has_labels(path: Path) -> bool:
-        heads = map(read_head, list_files(path, ".txt")[:MAX_PROBES])
+        heads = map(folders.read_head, folders.list_files(path, ".txt")[: folders.MAX_PROBES])
         return any(_LINE.match(head.partition(b"\n")[0]) for head in heads)
 
-    found = find_annotated_dirs(folder, has_labels)
+    found = folders.find_annotated_dirs(folder, has_labels)
     if not found:
         return None
-    parts = [file_part(labels, split, list_image_dirs(labels.parent)) for split, labels in found]
-    lists, notes = split_lists(folder / "ImageSets"), []
+    parts = [folders.file_part(labels, split, folders.list_image_dirs(labels.parent)) for split, labels in found]
+    lists, notes = folders.split_lists(folder / "ImageSets"), []
     if "train" not in lists and "trainval" in lists:
         lists = {"train": lists["trainval"]}
     if "train" in lists and len(parts) == 1:
@@ -58,7 +50,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     unlisted: dict[str, tuple[Path, str]] = {}
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
-        files = {file.stem: file for file in list_files(part.annotations, ".txt")}
+        files = {file.stem: file for file in folders.list_files(part.annotations, ".txt")}
         found = {name: locator.find(f"{name}.png", f"{name}.jpg", name) for name in files}
         images = {name: image or (part.image_dirs[0], f"{name}.png") for name, image in found.items()}
         unlisted = images.copy() if part is layout.parts[0] else unlisted

@@ -15,15 +15,7 @@ from typing import Any
 import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    base_name,
-    check_unannotated_splits,
-    file_part,
-    find_files,
-    iter_split_dirs,
-    list_files,
-    sort_parts,
-)
+from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads
 from stoker.data.formats.objects import LAYOUTS, NAME_OF_FILE_KEYS, UnknownLayout, corners_note, read_boxes
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles, usable_size
@@ -43,10 +35,10 @@ def find_shards(
     folder: Path, dir_names: Sequence[str], list_shards: Callable[[Path], Sequence[Path]]
 ) -> tuple[list[SplitFiles], list[str]]:
     """The shards in a folder (`find_files`), and notes."""
-    parts = find_files(folder, dir_names, list_shards)
-    split_dirs = {path for _, path in iter_split_dirs(folder)} if parts else set()
+    parts = folders.find_files(folder, dir_names, list_shards)
+    split_dirs = {path for _, path in folders.iter_split_dirs(folder)} if parts else set()
     is_per_split = any(split_dirs & {part.annotations.parent, part.annotations.parent.parent} for part in parts)
-    return parts, check_unannotated_splits(folder, parts) if is_per_split else []
+    return parts, folders.check_unannotated_splits(folder, parts) if is_per_split else []
 
 
 def recognize_shards(
@@ -55,13 +47,13 @@ def recognize_shards(
     """The data set of a shard, or of the shards in a folder (`find_shards`); None if the first has no samples."""
 
     def list_shards(folder: Path) -> list[Path]:
-        files = list_files(folder, suffix)
+        files = folders.list_files(folder, suffix)
         return files if files and has_samples(files[0]) else []
 
     if path.is_dir():
         parts, notes = find_shards(path, dir_names, list_shards)
     else:
-        parts, notes = [file_part(path)] if has_samples(path) else [], []
+        parts, notes = [folders.file_part(path)] if has_samples(path) else [], []
     return layout_of_shards(format, title, path if path.is_dir() else path.parent, parts, notes) if parts else None
 
 
@@ -69,8 +61,8 @@ def layout_of_shards(
     format: str, title: str, root: Path, parts: Sequence[SplitFiles], notes: Sequence[str]
 ) -> DatasetLayout:
     shards = f"{len(parts):,} shards" if len(parts) != 1 else "one shard"
-    description = f"{title} in {shards}"
-    return DatasetLayout(format=format, description=description, root=root, parts=sort_parts(parts), notes=tuple(notes))
+    description, own = f"{title} in {shards}", folders.sort_parts(parts)
+    return DatasetLayout(format=format, description=description, root=root, parts=own, notes=tuple(notes))
 
 
 @contextlib.contextmanager
@@ -150,7 +142,7 @@ class ShardSamples:
         fields = annotations if isinstance(annotations, Mapping) else {}
         given = usable_size(fields.get("height"), fields.get("width"))
         written = next((fields[key] for key in NAME_OF_FILE_KEYS if isinstance(fields.get(key), str)), "")
-        label = base_name(written) or name.rpartition("/")[2]
+        label = folders.base_name(written) or name.rpartition("/")[2]
         image_index, (height, width) = len(self.images), size if 0 in given else given
         self.images.append(ImageFile(self.path, label, self.split, (height, width)))
         self.byte_ranges.append((start, length))

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
+from stoker.data.formats import tfrecord_bytes
 from stoker.data.formats.folders import base_name, file_part, list_subdirs
 from stoker.data.formats.shards import find_shards, layout_of_shards
 from stoker.data.formats.tables import (
@@ -40,23 +41,6 @@ from stoker.data.formats.tables import (
     SplitFiles,
     Target,
     UnsupportedImage,
-)
-from stoker.data.formats.tfrecord_bytes import (
-    BACKGROUND,
-    HEADER_BYTES,
-    Example,
-    Frame,
-    LabelMap,
-    MalformedExample,
-    Values,
-    encode_example,
-    is_record_header,
-    iter_frames,
-    label_map_text,
-    looks_like_label_map,
-    read_label_map,
-    unpack,
-    write_record,
 )
 from stoker.data.images.headers import parse_header
 from stoker.data.validation.problems import ProblemCollector
@@ -128,8 +112,8 @@ def _has_tfrecord_header(path: Path) -> bool:
     if not path.is_file():
         return False
     with regular_files.open_file(path) as file:
-        head = file.read(HEADER_BYTES)
-    return not head or head.startswith(GZIP_MAGIC) or is_record_header(head)
+        head = file.read(tfrecord_bytes.HEADER_BYTES)
+    return not head or head.startswith(GZIP_MAGIC) or tfrecord_bytes.is_record_header(head)
 
 
 def describe_missing_shards(paths: Iterable[Path]) -> Iterator[str]:
@@ -153,7 +137,7 @@ def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
         (sibling_dirs, "*.pbtxt"),
     ):
         files = (path for directory in dict.fromkeys(directories) for path in sorted(directory.glob(pattern)))
-        if nearest := [path for path in files if path.is_file() and looks_like_label_map(path)]:
+        if nearest := [path for path in files if path.is_file() and tfrecord_bytes.looks_like_label_map(path)]:
             return nearest
     return []
 
@@ -222,7 +206,7 @@ def _read_shard(
     data_path = path
     if head == GZIP_MAGIC:
         try:
-            data_path = unpack(path)
+            data_path = tfrecord_bytes.unpack(path)
         except DataError as error:
             problems.add("damaged-shard", f"{path}: {error.cause}; the whole compressed file is left out")
             return
@@ -236,7 +220,7 @@ def _read_shard(
     with regular_files.open_file(data_path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if hasattr(mmap, "MADV_SEQUENTIAL"):
             data.madvise(mmap.MADV_SEQUENTIAL)  # a longer read-ahead: every byte is read once
-        for frame in iter_frames(data, path.name, problems):
+        for frame in tfrecord_bytes.iter_frames(data, path.name, problems):
             try:
                 _read_record(data, frame, (folder_index, split), columns, used_names)
             except _UnusableRecord as error:
@@ -248,19 +232,23 @@ def _read_shard(
 
 
 def _read_record(
-    data: mmap.mmap, frame: Frame, folder_and_split: tuple[int, int], columns: _RecordColumns, used_names: set[str]
+    data: mmap.mmap,
+    frame: tfrecord_bytes.Frame,
+    folder_and_split: tuple[int, int],
+    columns: _RecordColumns,
+    used_names: set[str],
 ) -> None:
     """Adds the image and the boxes of a record. Raises _UnusableRecord."""
     record = data[frame.start : frame.stop]
     try:
-        example = Example(record)
+        example = tfrecord_bytes.Example(record)
         *xyxy, area, labels, texts, crowd, group_of = (example.values(key, kind) for key, kind in OBJECT_KEYS.items())
         sides = [example.values(key, "int64_list") for key in (b"image/height", b"image/width")]
         encoded, filename, source_id = (
             next(iter(example.values(key, "bytes_list")), b"")
             for key in (b"image/encoded", b"image/filename", b"image/source_id")
         )
-    except MalformedExample as error:
+    except tfrecord_bytes.MalformedExample as error:
         raise _UnusableRecord("not-an-example", str(error)) from error
     num_boxes = len(xyxy[0])
     counts = zip(OBJECT_KEYS, map(len, (*xyxy, area, labels, texts, crowd, group_of)), strict=True)
@@ -400,7 +388,7 @@ def _choose_classes(
         ids = [label_by_index[k] if is_one_to_one else k + 1 for k in range(len(names))]
         notes.append("no label map: the classes are the texts in the records, sorted")
         return names, ids, assignments, notes
-    ids = sorted({pair.label for pair in pairs if pair.label > BACKGROUND})
+    ids = sorted({pair.label for pair in pairs if pair.label > tfrecord_bytes.BACKGROUND})
     assignments = _assign(pairs, {class_id: k for k, class_id in enumerate(ids)}, {}, "labels begin at 1")
     if ids:
         notes.append(
@@ -412,14 +400,14 @@ def _choose_classes(
 
 def _choose_label_map(
     pairs: list[LabelTextPair], paths: Sequence[Path], root: Path
-) -> tuple[LabelMap | None, list[str]]:
+) -> tuple[tfrecord_bytes.LabelMap | None, list[str]]:
     """The label map to use, or None, and notes about it."""
     # in a folder next to that of the records, it may belong to another data set
     is_sibling = bool(paths) and paths[0].parent != root.parent and not paths[0].is_relative_to(root)
-    distinct: dict[tuple[object, ...], LabelMap] = {}
+    distinct: dict[tuple[object, ...], tfrecord_bytes.LabelMap] = {}
     for path in paths:
         with contextlib.suppress(DataError) if is_sibling else contextlib.nullcontext():  # a note tells which is used
-            candidate = read_label_map(path)
+            candidate = tfrecord_bytes.read_label_map(path)
             distinct.setdefault((*candidate.ids, *candidate.names, *candidate.index_by_name.items()), candidate)
     label_maps = list(distinct.values())
     fitting = [each for each in label_maps if not any(a.problem_kind for a in _assign_by_map(pairs, each))]
@@ -437,7 +425,7 @@ def _choose_label_map(
     raise make_error(DataError, "several-label-maps", root, choices=choices, total=len(label_maps), fitting=fit)
 
 
-def _assign_by_map(pairs: list[LabelTextPair], label_map: LabelMap) -> list[_Assignment]:
+def _assign_by_map(pairs: list[LabelTextPair], label_map: tfrecord_bytes.LabelMap) -> list[_Assignment]:
     index_by_id = {class_id: class_index for class_index, class_id in enumerate(label_map.ids)}
     return _assign(pairs, index_by_id, label_map.index_by_name, f"not in {label_map.path.name}", label_map)
 
@@ -446,7 +434,7 @@ def _labels_of_texts(pairs: list[LabelTextPair], index_by_name: Mapping[str, int
     """Label → index of the name that all boxes with the label have as their text; None if they have several."""
     index_by_label: dict[int, int | None] = {}
     for pair in pairs:
-        if pair.text is not None and pair.label > BACKGROUND:
+        if pair.text is not None and pair.label > tfrecord_bytes.BACKGROUND:
             class_index = index_by_name[pair.text]
             if index_by_label.setdefault(pair.label, class_index) != class_index:
                 index_by_label[pair.label] = None
@@ -458,7 +446,7 @@ def _assign(
     index_by_label: Mapping[int, int | None],
     index_by_name: Mapping[str, int],
     reason: str,
-    label_map: LabelMap | None = None,
+    label_map: tfrecord_bytes.LabelMap | None = None,
 ) -> list[_Assignment]:
     """The class of each pair: that of its text if it has one, else that of its label. reason: why it has none.
     label_map: the source of both; a label and a text that do not belong together are then a problem."""
@@ -482,7 +470,7 @@ def _unassigned(pair: LabelTextPair, reason: str) -> _Assignment:
     text = "" if pair.text is None else f", text {pair.text!r}"
     if pair.label == NO_LABEL and not text:
         return _Assignment(NO_CLASS, "no-class", "neither a label nor a text")
-    if pair.label == BACKGROUND and not text:
+    if pair.label == tfrecord_bytes.BACKGROUND and not text:
         return _Assignment(NO_CLASS, "no-class", "label 0, which is TensorFlow's background")
     label = "no label" if pair.label == NO_LABEL else f"label {pair.label}"
     return _Assignment(NO_CLASS, "unknown-class", f"{label}{text}: {reason}")
@@ -516,7 +504,7 @@ class TfRecordWriter(DatasetWriter):
             raise UnsupportedImage(f"it is {image.image_format}, TensorFlow decodes {', '.join(TF_IMAGE_FORMATS)}")
         height, width = image.size
         xyxy = self.normalized_boxes(image).astype(np.float32).T
-        values: dict[str, Values] = {
+        values: dict[str, tfrecord_bytes.Values] = {
             "image/height": [height],
             "image/width": [width],
             "image/filename": [image.name.encode()],
@@ -538,7 +526,7 @@ class TfRecordWriter(DatasetWriter):
             self._shard = shard
             files.append(self.folder / f"{split}.record-{len(files):05d}")
         with files[-1].open("ab") as file:
-            write_record(file, encode_example(values))
+            tfrecord_bytes.write_record(file, tfrecord_bytes.encode_example(values))
         self._num_written[split] += 1
 
     def finish(self) -> None:
@@ -546,4 +534,4 @@ class TfRecordWriter(DatasetWriter):
             for path in files:  # the number of shards is known only now, because images may have been left out
                 is_single = self._target.shards == 1
                 path.rename(self.folder / f"{split}.record" if is_single else Path(f"{path}-of-{len(files):05d}"))
-        (self.folder / "label_map.pbtxt").write_text(label_map_text(self.class_names), encoding="utf-8")
+        (self.folder / "label_map.pbtxt").write_text(tfrecord_bytes.label_map_text(self.class_names), encoding="utf-8")
