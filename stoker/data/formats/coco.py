@@ -592,14 +592,13 @@ class CocoWriter(DatasetWriter):
     everything that an index has. Category ids are the source's if all are 1 or more, as in COCO; else 1 … C, because
     many tools use 0 for the background."""
 
+    image_dir = "{split}"
+
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self._category_ids = coco_category_ids(target.class_names, target.category_ids)
         self._images: dict[str, list[dict[str, object]]] = {split: [] for split in target.max_images}
         self._annotations: dict[str, list[dict[str, object]]] = {split: [] for split in target.max_images}
-
-    def image_path(self, image: AnnotatedImage) -> Path:
-        return self.folder / image.split / image.name
 
     def add(self, image: AnnotatedImage) -> None:
         (height, width), annotations = image.size, self._annotations[image.split]

@@ -182,6 +182,8 @@ class UnsupportedImage(Exception):
 class DatasetWriter(ABC):
     """Writes one format. Images come split by split, in the order of the index."""
 
+    image_dir: ClassVar[str | None] = None
+    """The folder of the image files, "{split}" stands for the split; None: `add` stores the images itself."""
     single_image_dir: ClassVar[bool] = False
     """All splits share one folder, so image names must be unique in the data set."""
     supports_crowd: ClassVar[bool] = True
@@ -196,10 +198,6 @@ class DatasetWriter(ABC):
         """Splits with at least one image; set by `convert`."""
         self.notes: Counter[str] = Counter()
         """Differences from the source: description → count. The description follows the count in messages."""
-
-    @abstractmethod
-    def image_path(self, image: AnnotatedImage) -> Path | None:
-        """The path of the image file; None if `add` stores the image itself."""
 
     @abstractmethod
     def add(self, image: AnnotatedImage) -> None:

@@ -496,9 +496,6 @@ class TfRecordWriter(DatasetWriter):
         self._files: dict[str, list[Path]] = {split: [] for split in target.max_images}
         self._shard: tuple[str, int] | None = None
 
-    def image_path(self, _image: AnnotatedImage) -> None:
-        return None
-
     def add(self, image: AnnotatedImage) -> None:
         if image.image_format not in TF_IMAGE_FORMATS:
             raise UnsupportedImage(f"it is {image.image_format}, TensorFlow decodes {', '.join(TF_IMAGE_FORMATS)}")

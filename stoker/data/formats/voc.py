@@ -324,7 +324,7 @@ class VocWriter(DatasetWriter):
     """An XML file per image in `Annotations/`, images in `JPEGImages/`, splits in `ImageSets/Main/`. It has no order of
     classes, no class without a box and no crowd boxes. Corners are not shifted by one."""
 
-    single_image_dir = True
+    image_dir, single_image_dir = "JPEGImages", True
     supports_crowd = False
 
     def __init__(self, target: Target) -> None:
@@ -336,9 +336,6 @@ class VocWriter(DatasetWriter):
             (target.folder / directory).mkdir(parents=True)
         self._stems: dict[str, list[str]] = {split: [] for split in target.max_images}
         self._used_labels: set[int] = set()
-
-    def image_path(self, image: AnnotatedImage) -> Path:
-        return self.folder / "JPEGImages" / image.name
 
     def add(self, image: AnnotatedImage) -> None:
         def add_texts(parent: Element, **texts: object) -> None:

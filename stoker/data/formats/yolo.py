@@ -648,11 +648,9 @@ class YoloWriter(DatasetWriter):
     x y width height`, normalized and within 0 … 1: Ultralytics drops an image with other values. It has no crowd
     boxes."""
 
+    image_dir = "images/{split}"
     box_orientation = "upright"
     supports_crowd = False
-
-    def image_path(self, image: AnnotatedImage) -> Path:
-        return self.folder / "images" / image.split / image.name
 
     def add(self, image: AnnotatedImage) -> None:
         lines = []
