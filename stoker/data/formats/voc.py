@@ -324,7 +324,8 @@ class VocWriter(DatasetWriter):
     """An XML file per image in `Annotations/`, images in `JPEGImages/`, splits in `ImageSets/Main/`. It has no order of
     classes, no class without a box and no crowd boxes. Corners are not shifted by one."""
 
-    image_dir, single_image_dir = "JPEGImages", True
+    image_dir = "JPEGImages"
+    single_image_dir = True
     supports_crowd = False
 
     def __init__(self, target: Target) -> None:
