@@ -249,9 +249,9 @@ def read_files(
         raise make_error(DataError, "unknown-layout", builder.location(), choices=LAYOUTS, cause=unknown[0])
     builder.drop_ambiguous_images()
     table = builder.build()
-    size = table.original_size[table.image_index].astype(np.float64)
-    known = (size > 0).all(1)
-    if only_extents and (note := corners_note(size[known], table.boxes[known])) is not None:
+    sizes = table.original_size[table.image_index].astype(np.float64)
+    known = (sizes > 0).all(1)
+    if only_extents and (note := corners_note(sizes[known], table.boxes[known])) is not None:
         table.boxes[:, 2:] -= table.boxes[:, :2]
         table.notes.append(note)
     return table
