@@ -187,7 +187,8 @@ def _write(
             except UnsupportedImage as error:
                 skipped.append((path, str(error)))
             else:
-                if (target := writer.image_path(image)) is not None:
+                if writer.image_dir is not None:
+                    target = writer.folder / writer.image_dir.format(split=split) / image.name
                     is_linked = hardlink and index.byte_range(image_index) is None
                     _write_image(target, image, path if is_linked else None)
                 written[split] += 1

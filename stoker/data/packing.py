@@ -41,7 +41,7 @@ from stoker.data.formats.webdataset import (
     Shard,
     encode_index,
     padded,
-    parse_info,
+    parse_index,
     tar_header,
 )
 from stoker.data.images import source as image_source
@@ -453,7 +453,7 @@ def _complete(
 ) -> PackResult:
     """The result for a destination that is packed, with the shards that it had lost. Raises UsageError if that is
     another data set, DataError if a shard that is made again has other bytes."""
-    info = parse_info(destination.read(INDEX_FILE), f"{destination.text}/{INDEX_FILE}")
+    info, _ = parse_index(destination.read(INDEX_FILE), f"{destination.text}/{INDEX_FILE}")
     if info.plan != plan.id:
         raise _other_plan(destination, "another packed data set", "name another folder, or delete this one first")
     shards = {shard.name: shard for shard in info.shards}

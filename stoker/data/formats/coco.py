@@ -24,24 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    ANNOTATION_DIRS,
-    MAX_PROBES,
-    check_unannotated_splits,
-    file_part,
-    files_by_split,
-    iter_split_dirs,
-    list_dirs_below,
-    list_image_dirs,
-    named_subdirs,
-    read_head,
-    recognize_file,
-    root_of,
-    several_files_error,
-    split_from_name,
-    unique,
-)
-from stoker.data.formats.images import invalid_json_error, is_usable_name, resolve_names
+from stoker.data.formats import folders
+from stoker.data.formats.images import is_usable_name, resolve_names
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
 from stoker.data.formats.tables import (
@@ -126,18 +110,19 @@ def recognize(path: Path) -> DatasetLayout | None:
     """The COCO data set of a file, or of a folder (not of its subfolders); None if there is none. Raises DataError if a
     split has two files."""
     if path.is_file():
-        if _has_another_format(path, read_head(path)):
+        if _has_another_format(path, folders.read_head(path)):
             return None
-        root = root_of(path)
-        return _make_layout("one COCO JSON file", root, [_make_part(split_from_name(path.stem), path, root)], [])
+        root = folders.root_of(path)
+        part = _make_part(folders.split_from_name(path.stem), path, root)
+        return _make_layout("one COCO JSON file", root, [part], [])
     parts = []
-    for split, split_dir in iter_split_dirs(path):
+    for split, split_dir in folders.iter_split_dirs(path):
         file = next((split_dir / name for name in SPLIT_FILE_NAMES if (split_dir / name).is_file()), None)
         if file is not None:
-            parts.append(file_part(file, split, list_image_dirs(split_dir)[::-1]))
+            parts.append(folders.file_part(file, split, folders.list_image_dirs(split_dir)[::-1]))
     if parts:
-        return _make_layout("COCO JSON per split folder", path, parts, check_unannotated_splits(path, parts))
-    for directory in (*named_subdirs(path, ANNOTATION_DIRS), path):
+        return _make_layout("COCO JSON per split folder", path, parts, folders.check_unannotated_splits(path, parts))
+    for directory in (*folders.named_subdirs(path, folders.ANNOTATION_DIRS), path):
         if files := sorted(file for file in directory.glob("*.json") if _looks_like_coco(file)):
             description = "COCO JSON" if directory == path else f"COCO JSON in {directory.name}/"
             chosen, notes = _choose_per_split(directory, files)
@@ -151,23 +136,21 @@ def _make_layout(description: str, root: Path, parts: list[SplitFiles], notes: l
 
 def _looks_like_coco(path: Path) -> bool:
     """Whether the first 64 KiB have one of COCO's keys: folders contain other JSON files, such as package.json, too."""
-    head = read_head(path)
-    return not _has_another_format(path, head) and any(
-        key in head for key in (b'"images"', b'"annotations"', b'"image_id"', b'"file_name"')
-    )
+    head, keys = folders.read_head(path), (b'"images"', b'"annotations"', b'"image_id"', b'"file_name"')
+    return any(key in head for key in keys) and not _has_another_format(path, head)
 
 
 def _has_another_format(path: Path, head: bytes) -> bool:
     """Whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
     is_other = head.startswith(b"[") or is_labelme(head) or is_via(head) or is_mds_head(path, head)
-    return is_other or recognize_file(path, head) is not None
+    return is_other or folders.recognize_file(path, head) is not None
 
 
 def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
     """A file with the folders that may contain its images: train2017/, train/, … for "instances_train2017"."""
     dir_names = [path.stem.partition("_")[2] or path.stem, path.stem, *(SPLIT_ALIASES[split] if split else ())]
     candidates = [base / dir_name for base in (root, root / "images") for dir_name in dir_names]
-    image_dirs = unique([*candidates, *list_image_dirs(root), *list_image_dirs(path.parent)])
+    image_dirs = folders.unique([*candidates, *folders.list_image_dirs(root), *folders.list_image_dirs(path.parent)])
     return SplitFiles(split=split, annotations=path, image_dirs=image_dirs)
 
 
@@ -179,10 +162,10 @@ def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str |
     ]
     chosen: list[tuple[str | None, Path]] = []
     notes: list[str] = []
-    for split, own in files_by_split(box_files or files):
+    for split, own in folders.files_by_split(box_files or files):
         if len(own) > 1:
             if not _have_different_images(own):
-                raise several_files_error(folder, own, split, fix="name the files: --train FILE --val FILE")
+                raise folders.several_files_error(folder, own, split, fix="name the files: --train FILE --val FILE")
             notes.append(f"read together, as their images differ: {', '.join(path.name for path in own)}")
         chosen += [(split, path) for path in own]
     used = {path for _, path in chosen}
@@ -216,19 +199,18 @@ def _have_different_images(files: Iterable[Path]) -> bool:
 
 
 def _locate_images(
-    part: SplitFiles, file_names: Sequence[str], folders: FolderTable
+    part: SplitFiles, file_names: Sequence[str], folder_table: FolderTable
 ) -> tuple[NDArray[np.int32], list[str], list[str]]:
-    """Index into `folders` [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R]
-    are relative, by searching for a few of the images: in the usual folders, then in those below the root. If there is
+    """Folder index [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R] are
+    relative, by searching for a few of the images: in the usual folders, then in those below the root. If there is
     none, the most likely folder is used, and the check for missing images reports it. Folders inside a name are kept,
-    unless the images exist only without them (exports that contain another machine's paths).
-    """
+    unless the images exist only without them (exports that contain another machine's paths)."""
     names = [name.replace("\\", "/") for name in file_names]
     base_names = [name.rpartition("/")[2] for name in names]
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
     base, strip_dirs = existing[0], False
-    for directories, candidates in product((existing, list_dirs_below(folders.root)), (names, base_names)):
-        probes = candidates[:: max(1, len(names) // MAX_PROBES)]
+    for directories, candidates in product((existing, folders.list_dirs_below(folder_table.root)), (names, base_names)):
+        probes = candidates[:: max(1, len(names) // folders.MAX_PROBES)]
         counts = [(sum((folder / name).is_file() for name in probes), folder) for folder in directories]
         num_found, best = max(counts, key=lambda count: count[0], default=(0, base))
         if num_found:
@@ -238,11 +220,10 @@ def _locate_images(
         base = max(existing, key=lambda folder: len(resolve_names(folder, names)))
     notes = []
     if base not in existing:
-        notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
+        notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folder_table.root)}/")
     if strip_dirs and names != base_names:
-        notes.append(
-            f"{part.annotations.name}: the folders in its file names are ignored; the images are in {base.name}/"
-        )
+        ignored = "the folders in its file names are ignored"
+        notes.append(f"{part.annotations.name}: {ignored}; the images are in {base.name}/")
         names = base_names
         if len(set(names)) != len(names):
             raise make_error(DataError, "coco-lost-folders", part.annotations, base=base)
@@ -251,7 +232,7 @@ def _locate_images(
     for i, name in enumerate(names):
         head, _, names[i] = name.rpartition("/")
         if head not in index_by_dir:
-            index_by_dir[head] = folders.add(os.path.normpath(os.path.join(base, head)))
+            index_by_dir[head] = folder_table.add(os.path.normpath(os.path.join(base, head)))
         folder_index[i] = index_by_dir[head]
     return folder_index, names, notes
 
@@ -286,7 +267,10 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple
                 what = "The annotations are not COCO JSON for detection."
                 raise DataError(what, location=path, cause=str(error), fix=FORMAT_HINT) from error
             except (msgspec.DecodeError, ValueError) as error:
-                raise invalid_json_error(path, data, error) from error
+                digits = str(error).rpartition("byte ")[2].rstrip(")")
+                line = data[: int(digits) if digits.isdigit() else len(data)].count(b"\n") + 1
+                place, reason = f"{path}:{line}", str(error)
+                raise make_error(DataError, "invalid-json", place, text=reason, num_bytes=len(data)) from error
             except RecursionError as error:
                 raise DataError("The annotations are nested too deeply.", location=path, fix=FORMAT_HINT) from error
     return _convert_each(path, raw, convert, location, problems)
@@ -311,7 +295,7 @@ def _convert_each(
     number_by_text_id: dict[str, int] = {}
 
     def correct(entry: Any, entry_type: type[Entry]) -> tuple[Entry | None, str | None]:
-        """An entry whose strict conversion failed, and the kind of problem to report; None if it cannot be used."""
+        """An entry whose strict conversion failed, and the kind of problem; None or `_UNREADABLE` if it is unusable."""
         with contextlib.suppress(msgspec.ValidationError):
             return convert(entry, type=entry_type, strict=False), "text-for-number"
         fields = convert(entry, type=Any) if isinstance(entry, msgspec.Raw) else entry
@@ -327,9 +311,7 @@ def _convert_each(
         elif is_image:  # without its size
             fields = {name: fields[name] for name in ("id", "file_name") if name in fields}
             kind = "malformed-size"
-        with contextlib.suppress(msgspec.ValidationError):
-            return msgspec.convert(fields, type=entry_type, strict=kind is None), kind
-        return None, None
+        return msgspec.convert(fields, type=entry_type, strict=kind is None), kind
 
     def convert_entries(name: str, entry_type: type[Entry], problem_kind: str, items: Iterable[Any]) -> list[Entry]:
         valid: list[Entry] = []
@@ -369,8 +351,6 @@ def _quote(entry: Any) -> str:
 
 
 class _Part(NamedTuple):
-    """What a file contains."""
-
     source: SplitFiles
     categories: list[Category]
     file_names: list[str]
@@ -380,12 +360,9 @@ class _Part(NamedTuple):
 
 
 def _merge_categories(parts: list[_Part]) -> tuple[list[Category], NDArray[np.int32], list[str]]:
-    """The classes of a data set, the label of each box [K], and notes.
-
-    The classes are those of the first file, the training split if there is one. Ids may be sparse, files may number the
-    same names differently, and Roboflow's have a super-category as category 0. Raises DataError if another file has
-    annotations of a class that the first one does not define.
-    """
+    """The classes of a data set, those of the first file; the label of each box [K]; and notes. Ids may be sparse,
+    files may number the same names differently, and Roboflow has a super-category as category 0. Raises DataError for
+    annotations of a class that the first file does not define."""
     first_file = parts[0].source.annotations
     first = sorted(parts[0].categories, key=lambda category: category.id)
     id_maps = [_map_to_first(part, first_file, first) for part in parts]
@@ -434,7 +411,7 @@ def _map_to_first(part: _Part, first_file: Path, first: list[Category]) -> dict[
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files of a COCO data set. Raises DataError with file and location."""
-    folders, notes = FolderTable(layout.root), list(layout.notes)
+    folder_table, notes = FolderTable(layout.root), list(layout.notes)
     parts: list[_Part] = []
     for source in layout.parts:
         location = os.path.relpath(source.annotations, layout.root)
@@ -446,7 +423,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     file_names: list[str] = []
     for part in parts:
         part.columns["image_index"] += len(file_names)
-        part.columns["folder_index"], own_names, own_notes = _locate_images(part.source, part.file_names, folders)
+        part.columns["folder_index"], own_names, own_notes = _locate_images(part.source, part.file_names, folder_table)
         file_names += own_names
         notes += part.notes + own_notes
     columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns}
@@ -454,7 +431,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     return AnnotationTable(
         class_names=[category.name for category in kept],
         category_ids=[category.id for category in kept],
-        folders=folders.paths(),
+        folders=folder_table.paths(),
         file_names=file_names,
         labels=labels,
         box_id_kind="annotation",
@@ -527,10 +504,8 @@ def _drop_unusable_names(images: list[ImageEntry], location: str, problems: Prob
 def _drop_ambiguous(
     path: Path, images: list[ImageEntry], location: str, problems: ProblemCollector
 ) -> list[ImageEntry]:
-    """The images with a unique id and a unique file name.
-
-    The boxes of the others cannot be told apart: data sets were merged without new ids, or without their folders.
-    """
+    """The images with a unique id and a unique file name. The boxes of the others cannot be told apart: data sets were
+    merged without new ids, or without their folders."""
     num_images = len(images)
     if len({p.id for p in images}) == num_images == len({p.file_name for p in images}):
         return images
@@ -544,9 +519,8 @@ def _drop_ambiguous(
         ids_by_name[name].append(image_id)
     for image_id, shared_names in names_by_id.items():
         if len(shared_names) > 1:
-            problems.add(
-                "ambiguous-id", f"{location}, image id {image_id}: {', '.join(shared_names)}", len(shared_names)
-            )
+            listed = ", ".join(shared_names)
+            problems.add("ambiguous-id", f"{location}, image id {image_id}: {listed}", len(shared_names))
     for name, shared_ids in ids_by_name.items():
         if len(shared_ids) > 1 and any(len(names_by_id[image_id]) == 1 for image_id in shared_ids):
             listed = ", ".join(map(str, shared_ids))
@@ -590,13 +564,11 @@ def _drop_without_box(
     return kept, image_ids
 
 
-def _find_images(
-    box_image_id: NDArray[np.int64], image_id: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """[K], the image index of each image id, and whether there is such an image."""
+def _find_images(ids: NDArray[np.int64], image_id: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """[K], the image index of each of the `ids`, and whether there is such an image."""
     order = np.argsort(image_id)
-    image_index = order[np.minimum(np.searchsorted(image_id[order], box_image_id), len(order) - 1)]
-    return image_index, image_id[image_index] == box_image_id
+    image_index = order[np.minimum(np.searchsorted(image_id[order], ids), len(order) - 1)]
+    return image_index, image_id[image_index] == ids
 
 
 def _unique_categories(
@@ -620,36 +592,28 @@ class CocoWriter(DatasetWriter):
     everything that an index has. Category ids are the source's if all are 1 or more, as in COCO; else 1 … C, because
     many tools use 0 for the background."""
 
+    image_dir = "{split}"
+
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self._category_ids = coco_category_ids(target.class_names, target.category_ids)
         self._images: dict[str, list[dict[str, object]]] = {split: [] for split in target.max_images}
         self._annotations: dict[str, list[dict[str, object]]] = {split: [] for split in target.max_images}
 
-    def image_path(self, image: AnnotatedImage) -> Path:
-        return self.folder / image.split / image.name
-
     def add(self, image: AnnotatedImage) -> None:
-        height, width = image.size
-        self._images[image.split].append(
-            {"id": image.image_id, "file_name": image.name, "width": width, "height": height}
-        )
-        annotations = self._annotations[image.split]
+        (height, width), annotations = image.size, self._annotations[image.split]
+        entry = {"id": image.image_id, "file_name": image.name, "width": width, "height": height}
+        self._images[image.split].append(entry)
         for row in coco_annotations(image.boxes, image.labels, image.crowd, image.area, self._category_ids):
             annotations.append({"id": len(annotations) + 1, "image_id": image.image_id, **row})
 
     def finish(self) -> None:
-        categories = [
-            {"id": category_id, "name": name}
-            for category_id, name in zip(self._category_ids, self.class_names, strict=True)
-        ]
+        ids = zip(self._category_ids, self.class_names, strict=True)
+        categories = [{"id": category_id, "name": name} for category_id, name in ids]
         (self.folder / "annotations").mkdir()
         for split in self.written_splits:
-            document = {
-                "images": self._images[split],
-                "annotations": self._annotations[split],
-                "categories": categories,
-            }
+            images, annotations = self._images[split], self._annotations[split]
+            document = {"images": images, "annotations": annotations, "categories": categories}
             (self.folder / "annotations" / f"instances_{split}.json").write_bytes(msgspec.json.encode(document))
 
 

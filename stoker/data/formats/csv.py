@@ -1,11 +1,10 @@
 """CSV tables with one row per box.
 
-A table whose images are not in the folders near it is found, but not certain: another data set is preferred.
-
 There is no standard: TensorFlow's tutorials, Keras-RetinaNet, Roboflow, Kaggle's competitions and Google's AutoML have
 different columns. They are recognized by their names, in any order and case; a table without a header by its values.
 Boxes are in pixels or normalized by image width and height; this is decided per table. A row without box and class is
 an image without objects. A row that cannot be read is dropped and reported; its image stays if another row names it.
+A table whose images are not in the folders near it is found, but not certain: another data set is preferred.
 """
 
 import codecs
@@ -13,7 +12,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import islice
@@ -23,27 +22,10 @@ from typing import Literal
 import msgspec
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    HEAD_BYTES,
-    MAX_PROBES,
-    SPLIT_BY_NAME,
-    check_unannotated_splits,
-    file_part,
-    files_by_split,
-    is_image_name,
-    iter_nearby_dirs,
-    iter_split_dirs,
-    list_dirs_below,
-    list_files,
-    named_subdirs,
-    root_of,
-    several_files_error,
-    split_from_name,
-    unique,
-)
-from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
+from stoker.data.formats import folders
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
 from stoker.data.formats.openimages import is_open_images, iter_csv
-from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.formats.tables import UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
 
@@ -55,44 +37,44 @@ def recognize(path: Path) -> DatasetLayout | None:
     not a table of boxes, or if a split has several."""
     if path.is_file():
         if detect_csv_layout(path) is None:
-            first = read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
+            first = read_text(path, folders.HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
             choices = ["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"]
             raise make_error(DataError, "csv-without-boxes", path, choices=choices, first=first)
-        return _make_layout(root_of(path, TABLE_DIRS), [file_part(path)], [])
-    for directory in (path, *named_subdirs(path, TABLE_DIRS)):
+        return _make_layout(folders.root_of(path, TABLE_DIRS), [folders.file_part(path)], [])
+    for directory in (path, *folders.named_subdirs(path, TABLE_DIRS)):
         if tables := _list_tables(directory):
-            parts = [_only_part(directory, files, split) for split, files in files_by_split(tables)]
+            parts = [_only_part(directory, files, split) for split, files in folders.files_by_split(tables)]
             ignored = [table.name for table in tables if table not in [part.annotations for part in parts]]
             return _make_layout(path, parts, [f"not read: {', '.join(ignored)}"] if ignored else [])
-    parts = [_only_part(own, tables, split) for split, own in iter_split_dirs(path) if (tables := _list_tables(own))]
+    tables_of = [(split, own, _list_tables(own)) for split, own in folders.iter_split_dirs(path)]
+    parts = [_only_part(own, tables, split) for split, own, tables in tables_of if tables]
     return _make_layout(path, parts, []) if parts else None
 
 
 def _only_part(folder: Path, tables: list[Path], split: str | None) -> SplitFiles:
     if len(tables) > 1:
-        raise several_files_error(folder, tables, split, fix="name one of the files instead of the folder")
-    return file_part(tables[0], split)
+        raise folders.several_files_error(folder, tables, split, fix="name one of the files instead of the folder")
+    return folders.file_part(tables[0], split)
 
 
 def _list_tables(folder: Path) -> list[Path]:
-    files = [path for path in list_files(folder, ".csv") if not is_open_images(path)]
+    files = [path for path in folders.list_files(folder, ".csv") if not is_open_images(path)]
     return [path for path in files if detect_csv_layout(path) is not None]
 
 
 def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
-    located = []
-    is_certain = False
+    located, is_certain = [], False
     for part in parts:
-        image_dirs = unique(iter_nearby_dirs(part.annotations.parent, root, part.split))
+        image_dirs = folders.unique(folders.iter_nearby_dirs(part.annotations.parent, root, part.split))
         names = _read_first_names(part.annotations)
         if any(_has_images(directory, names) for directory in (root, *image_dirs)):
             is_certain = True
         else:
-            image_dirs += tuple(directory for directory in list_dirs_below(root) if _has_images(directory, names))
-        located.append(replace(part, image_dirs=unique(image_dirs)))
+            image_dirs += tuple(path for path in folders.list_dirs_below(root) if _has_images(path, names))
+        located.append(replace(part, image_dirs=folders.unique(image_dirs)))
     own_dir = parts[0].annotations.parent
-    if own_dir != root and own_dir.name.lower() in SPLIT_BY_NAME:
-        notes += check_unannotated_splits(root, parts)
+    if own_dir != root and own_dir.name.lower() in folders.SPLIT_BY_NAME:
+        notes += folders.check_unannotated_splits(root, parts)
     names_of_tables = ", ".join(str(part.annotations.relative_to(root)) for part in parts)
     return DatasetLayout(
         format="csv",
@@ -108,9 +90,9 @@ def _read_first_names(table: Path) -> list[str]:
     layout = detect_csv_layout(table)
     if layout is None:
         return []
-    rows = iter_rows(table, layout, max_bytes=HEAD_BYTES)
+    rows = iter_rows(table, layout, max_bytes=folders.HEAD_BYTES)
     values = (row[layout.file_column] for _, row in rows if layout.file_column < len(row))
-    return [name.replace("\\", "/") for name in islice(values, MAX_PROBES)]
+    return [name.replace("\\", "/") for name in islice(values, folders.MAX_PROBES)]
 
 
 def _has_images(folder: Path, names: list[str]) -> bool:
@@ -171,7 +153,7 @@ class CsvLayout:
 def detect_csv_layout(path: Path) -> CsvLayout | None:
     """The layout of a table of boxes, from its first rows; None for any other file."""
     try:
-        text = read_text(path, HEAD_BYTES)
+        text = read_text(path, folders.HEAD_BYTES)
     except DataError:  # not text, so not a table of boxes; reading it by name reports the reason
         return None
     for delimiter in DELIMITERS:
@@ -186,14 +168,10 @@ def detect_csv_layout(path: Path) -> CsvLayout | None:
 
 
 def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
-    """(line, values) of every row except the header and empty ones. Raises DataError if the file is not text.
-
-    max_bytes: read only the rows in the first so many bytes.
-    """
+    """(line, values) of every row except the header and empty ones. max_bytes: read only the rows in the first so many
+    bytes. Raises DataError if the file is not text."""
     lines = io.StringIO(read_text(path, max_bytes), newline="")
-    stripped = (
-        (line, [value.strip() for value in row]) for line, row in iter_csv(lines, path, delimiter=layout.delimiter)
-    )
+    stripped = ((line, list(map(str.strip, row))) for line, row in iter_csv(lines, path, delimiter=layout.delimiter))
     yield from islice((row for row in stripped if any(row[1])), 1 if layout.header else 0, None)
 
 
@@ -231,17 +209,14 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy"
     box_columns, notes = first_match(*COLUMNS.corners), []
     if box_columns is None:
-        width_height = first_match(*COLUMNS.width_height)
-        corner, center = (
-            first_match(("x", "y"), *(group[:2] for group in COLUMNS.corners)),
-            first_match(*COLUMNS.center),
-        )
-        whole_box = [column_by_name[name] for name in COLUMNS.box if name in column_by_name]
+        width_height, center = first_match(*COLUMNS.width_height), first_match(*COLUMNS.center)
+        corner = first_match(("x", "y"), *(group[:2] for group in COLUMNS.corners))
+        whole_box = first_match(*((name,) for name in COLUMNS.box))
         if width_height is not None and (center or corner) is not None:
             box_format = "cxcywh" if center is not None else "xywh"
             box_columns = (*(center or corner or ()), *width_height)
-        elif whole_box:
-            box_format, box_columns = "xywh", (whole_box[0],)
+        elif whole_box is not None:
+            box_format, box_columns = "xywh", whole_box
             notes.append(f"column {rows[0][whole_box[0]]!r} is read as x, y, width, height")
         else:
             return None
@@ -292,10 +267,11 @@ columns, and which are the image, the class, the box, the split."""
 def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
     first = rows[0]
     for columns, (count, file_column, label_column, box_columns, split_column) in HEADERLESS.items():
-        if len(first) != count or not is_image_name(first[file_column]):
+        if len(first) != count or not folders.is_image_name(first[file_column]):
             continue
-        has_split = split_column is None or first[split_column].lower() in (*SPLIT_BY_NAME, "unassigned")
-        if has_split and _are_numbers([first[column] for column in box_columns]):
+        has_split = split_column is None or first[split_column].lower() in (*folders.SPLIT_BY_NAME, "unassigned")
+        values = [first[column] for column in box_columns]  # all empty for an image without objects
+        if has_split and (not any(values) or all(map(_is_number, values))):
             return CsvLayout(
                 delimiter=delimiter,
                 header=(),
@@ -307,11 +283,6 @@ def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout |
                 notes=(f"no header: the columns are read as {columns}",),
             )
     return None
-
-
-def _are_numbers(values: Sequence[str]) -> bool:
-    """Whether all are numbers, or all are empty, for an image without objects."""
-    return not any(values) or all(_is_number(value) for value in values)
 
 
 def _is_number(text: str) -> bool:
@@ -338,8 +309,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         _read_table(part, locator, index_by_image, builder)
         builder.detect_units(part.annotations, first_box)
     if not builder.images:
-        path, fix = layout.parts[0].annotations, "export the annotations again"
-        raise DataError("The tables list no images.", location=path, fix=fix)
+        fix = "export the annotations again"
+        raise DataError("The tables list no images.", location=layout.parts[0].annotations, fix=fix)
     for locator in locators.values():
         builder.notes += locator.notes()
     return builder.build()
@@ -361,17 +332,18 @@ def _read_table(
     num_columns = max(layout.file_column, *layout.box_columns, layout.label_column or 0) + 1
     for line, values in iter_rows(table, layout):
         location = f"{table.name}:{line}: {layout.delimiter.join(values)[:80]!r}"
-        file_name = values[layout.file_column] if layout.file_column < len(values) else ""
+        file_name = _cell(values, layout.file_column)
         if len(values) < num_columns or not is_usable_name(file_name):
             reason = "too few columns" if is_usable_name(file_name) else "no image"
             problems.add("malformed-row", f"{location}, {reason}")
             continue
         folder, name = locator.locate(file_name)
-        split = _choose_split(values, layout, part.split, locator.split_from_folder(folder))
+        named_split = folders.split_from_name(_cell(values, layout.split_column)) or part.split
+        is_assigned = named_split is not None or layout.split_column is None
+        split = locator.split_index(named_split, folder) if is_assigned else UNASSIGNED
         if (image_index := index_by_image.get((split, folder, name))) is None:
-            sizes = [values[column] for column in layout.size_columns or () if column < len(values)]
-            size = usable_size(*sizes) if len(sizes) == 2 else (0, 0)
-            image_index = builder.add_image(ImageFile(folder, name, split, size))
+            height, width = (_cell(values, column) for column in layout.size_columns or (None, None))
+            image_index = builder.add_image(ImageFile(folder, name, split, usable_size(height, width)))
             index_by_image[split, folder, name] = image_index
         texts = [values[column] for column in layout.box_columns]
         label = NO_CLASS_COLUMN if layout.label_column is None else values[layout.label_column]
@@ -389,13 +361,8 @@ def _read_table(
             builder.bad_boxes.append(image_index)
 
 
-def _choose_split(values: list[str], layout: CsvLayout, table_split: str | None, folder_split: str | None) -> int:
-    """The split of a row: from its column, else from the table's name, else from the image's folder."""
-    word = ""
-    if layout.split_column is not None and layout.split_column < len(values):
-        word = values[layout.split_column].lower()
-    split = split_from_name(word) or table_split or (folder_split if layout.split_column is None else None)
-    return UNASSIGNED if split is None else SPLITS.index(split)
+def _cell(values: list[str], column: int | None) -> str:
+    return values[column] if column is not None and column < len(values) else ""
 
 
 def _parse_xyxy(texts: list[str], layout: CsvLayout) -> tuple[float, float, float, float] | None:
@@ -403,8 +370,7 @@ def _parse_xyxy(texts: list[str], layout: CsvLayout) -> tuple[float, float, floa
     if len(texts) == 1:
         text = texts[0].strip("[](){} ")
         texts = text.split(";") if ";" in text else text.split()
-        if len(texts) != 4:
-            texts = text.replace(",", " ").split()
+        texts = texts if len(texts) == 4 else text.replace(",", " ").split()
     try:  # decimal commas, as Excel writes in many countries
         a, b, c, d = (float(text.strip(" ,").replace(",", ".")) for text in texts)
     except ValueError:

@@ -13,22 +13,19 @@ from xml.etree.ElementTree import Element
 
 from stoker import regular_files
 from stoker.data.formats.folders import layout_of_files, list_subdirs, read_head, recognize_files, split_from_name
-from stoker.data.formats.images import (
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name
+from stoker.data.formats.tables import (
     XYXY,
-    ImageFile,
-    ImageLocator,
-    TableBuilder,
+    AnnotationTable,
+    DatasetLayout,
+    SplitFiles,
     bound_points,
     bound_rotated,
-    is_usable_name,
     usable_size,
 )
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
 
-XML_ERRORS = (ElementTree.ParseError, ValueError, LookupError)
-"""Of Python's parser; the last two are for encodings that it does not support."""
 SHAPES = ("box", "polygon", "mask", "ellipse")
 """Elements with a bounding box. The others of an image are counted, except tags, which are about the whole image."""
 
@@ -81,7 +78,7 @@ class _FileReader:
                         self._read_track(element, frames)
                         task_ids.add(element.get("task_id"))
                         element.clear()
-        except XML_ERRORS as error:
+        except (ElementTree.ParseError, ValueError, LookupError) as error:  # the last two: unknown encodings
             line = error.position[0] if isinstance(error, ElementTree.ParseError) else 1
             location, fix = f"{self._part.annotations}:{line}", "export it again, as UTF-8"
             raise DataError("A file is not valid XML.", location=location, cause=str(error), fix=fix) from error
@@ -95,8 +92,7 @@ class _FileReader:
         if not is_usable_name(name):
             self._builder.problems.add("malformed-image", f"{location}: not a file name")
             return
-        found = self.locator.find(f"{subset}/{name}" if subset else "", name)
-        folder, file_name = found or self.locator.locate(name)
+        folder, file_name = self.locator.find(subset and f"{subset}/{name}", name) or self.locator.locate(name)
         split_index = self.locator.split_index(self._part.split or split_from_name(subset), folder)
         size = usable_size(image.get("height"), image.get("width"))
         image_index = self._builder.add_image(ImageFile(folder, file_name, split_index, size), location)

@@ -1,8 +1,8 @@
 """Finds the data set in a folder: which format it has, and what in the folder is not used.
 
-Each format recognizes its own layouts, from names and first bytes. If a folder has several formats, the first in
-FORMATS is read, and a note tells what else is there and how to read it. Not here: reading (the modules of the formats,
-called by `index.py`), formats that are known and not read (`folders.py`), the demo (`demo.py`).
+If a folder has several formats, the first in FORMATS is read, and a note tells what else is there and how to read it.
+Not here: reading (the modules of the formats, called by `index.py`), formats that are known and not read
+(`folders.py`), the demo (`demo.py`).
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from stoker.data.formats import (
     createml,
     csv,
     cvat,
+    folders,
     jsonl,
     kitti,
     label_studio,
@@ -31,18 +32,8 @@ from stoker.data.formats import (
     webdataset,
     yolo,
 )
-from stoker.data.formats.folders import (
-    ANNOTATION_DIRS,
-    MAX_SEARCHED_DIRS,
-    SPLIT_BY_NAME,
-    format_texts,
-    is_image_name,
-    list_image_dirs,
-    list_subdirs,
-    recognize_unread,
-)
 from stoker.data.formats.images import is_below
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, DatasetWriter
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, DatasetWriter
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
 from stoker.data.validation.problems import ProblemCollector
@@ -87,11 +78,8 @@ FORMATS = {
 
 
 def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
-    """The layout of a data set: a folder, a file of one, or a pattern of TFRecord files. Reads no annotations.
-
-    format: detect only this one. Raises DataError if there is no data set or more than one, UsageError for an unknown
-    format.
-    """
+    """The layout of a data set: a folder, a file of one, or a pattern of TFRecord files. Reads no annotations. format:
+    detect only this one. Raises DataError if there is none or more than one, UsageError for an unknown format."""
     if format is not None and format not in FORMATS:
         raise UsageError(f"{format!r} is not a data format.", choices=FORMATS)
     if not data.exists():
@@ -104,14 +92,9 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
     root_layout = _detect_in_folder(data, format)
     if root_layout is not None and root_layout.is_certain:
         return root_layout
-    nested = [
-        (path, layout)
-        for path in list_subdirs(data).values()
-        if (layout := _detect_in_folder(path, format)) is not None
-    ]
-    candidates = [(path, layout) for path, layout in nested if layout.is_certain] or (
-        [] if root_layout is not None else nested
-    )
+    subdirs = ((path, _detect_in_folder(path, format)) for path in folders.list_subdirs(data).values())
+    nested = [(path, layout) for path, layout in subdirs if layout is not None]
+    candidates = [item for item in nested if item[1].is_certain] or ([] if root_layout is not None else nested)
     if len(candidates) == 1:
         path, layout = candidates[0]
         notes = [f"read from the folder {path.name}/"]
@@ -131,18 +114,15 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
 
 def layout_of_files(data: Path, files: Sequence[tuple[str, str]]) -> DatasetLayout:
     """The layout of a data set whose splits have annotation files of their own; their images are near them or in
-    `data`.
-
-    files: (split, file), relative to the working folder, else to `data`. Raises DataError if a file does not exist or
-    the formats differ.
-    """
+    `data`. files: (split, file), relative to the working folder, else to `data`. Raises DataError if a file does not
+    exist or the formats differ."""
     layouts = [_layout_of_split(data, split, name) for split, name in files]
     first = layouts[0]
     if {layout.format for layout in layouts} != {first.format}:
         formats = ", ".join(f"{name} is {layout.format}" for (_, name), layout in zip(files, layouts, strict=True))
         raise DataError("The files of the splits have different formats.", cause=formats, fix="convert one of them")
     root = data.resolve()
-    image_dirs = list_image_dirs(root)
+    image_dirs = folders.list_image_dirs(root)
     parts = [
         replace(part, image_dirs=tuple(dict.fromkeys((*part.image_dirs, *image_dirs))))
         for layout in layouts
@@ -182,25 +162,24 @@ def data_file_suffixes(format: str | None = None) -> tuple[str, ...]:
 def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -> DatasetLayout | None:
     """One data set of split folders that are data sets of the same format; None if they are not."""
     first = nested[0][1]
-    splits = [SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
-    parts = [
-        replace(part, split=split)
-        for split, (_, layout) in zip(splits, nested, strict=True)
-        for part in layout.parts
-        if part.split in (None, split)
-    ]
-    is_complete = len(parts) == sum(len(layout.parts) for _, layout in nested)
-    same_format = {layout.format for _, layout in nested} == {first.format}
-    has_yaml = any(path.suffix.lower() in YAML_SUFFIXES for _, layout in nested for path in layout.metadata_files)
-    if None in splits or len(set(splits)) < len(splits) or not is_complete or not same_format or has_yaml:
+    splits = [folders.SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
+    own_parts = [(split, part) for split, (_, layout) in zip(splits, nested, strict=True) for part in layout.parts]
+    metadata_files = tuple(path for _, layout in nested for path in layout.metadata_files)
+    if (
+        None in splits
+        or len(set(splits)) < len(splits)
+        or any(part.split not in (None, split) for split, part in own_parts)
+        or any(layout.format != first.format for _, layout in nested)
+        or any(path.suffix.lower() in YAML_SUFFIXES for path in metadata_files)
+    ):
         return None
     return replace(
         first,
         description=f"{first.description} per split folder",
         root=root,
-        parts=tuple(sorted(parts, key=lambda part: SPLITS.index(part.split) if part.split else 0)),
+        parts=folders.sort_parts(replace(part, split=split) for split, part in own_parts),
         notes=tuple(f"{path.name}/: {note}" for path, layout in nested for note in layout.notes),
-        metadata_files=tuple(path for _, layout in nested for path in layout.metadata_files),
+        metadata_files=metadata_files,
         others=(),
     )
 
@@ -211,7 +190,7 @@ def _detect_file(data: Path, format: str | None) -> DatasetLayout:
         is_candidate = format in (None, name) and file_name.endswith(spec.suffixes)
         if is_candidate and (layout := spec.recognize(data)) is not None:
             return layout
-    _refuse_other_format(data)
+    folders.refuse_unread(data)
     if file_name.endswith(ARCHIVE_SUFFIXES):
         raise make_error(DataError, "data-in-archive", data, name=data.name)
     choices = ["a folder", *(f"*{suffix}" for suffix in data_file_suffixes(format) if not suffix.endswith(".gz"))]
@@ -251,38 +230,26 @@ def _path_not_found(data: Path) -> DataError:
     return make_error(DataError, "data-not-found", data.absolute(), fix=fix, name=str(data), parent=parent)
 
 
-def _find_below(data: Path, format: str | None) -> list[Path]:
-    """The first folders with a data set, below those in which `detect_layout` looks."""
-    found: list[Path] = []
+def _no_annotations_found(data: Path, format: str | None) -> DataError:
+    contents = _describe_contents(data)
+    below: list[Path] = []  # the first folders with a data set, below those in which `detect_layout` looks
     for folder, _ in _walk(data, 2 * MAX_DEPTH):
-        if len(found) < MAX_LISTED_DIRS and not is_below(str(folder), list(map(str, found))):
+        if len(below) < MAX_LISTED_DIRS and not is_below(str(folder), list(map(str, below))):
             with contextlib.suppress(DataError, OSError):  # it is what the user may look at, not what is read
                 if (layout := _detect_in_folder(folder, format)) is not None and layout.is_certain:
-                    found.append(folder)
-    return found
-
-
-def _no_annotations_found(data: Path, format: str | None) -> DataError:
-    if below := _find_below(data, format):
-        contents = _describe_contents(data)
+                    below.append(folder)
+    if below:
         return make_error(DataError, "data-further-down", data, choices=below, contents=contents, folder=below[0])
-    _refuse_other_format(data)
-    expected = "; ".join(text for name, text in format_texts().expected.items() if format in (None, name))
-    in_format, contents = f" in the format {format!r}" if format else "", _describe_contents(data)
+    folders.refuse_unread(data)
+    expected = "; ".join(text for name, text in folders.format_texts().expected.items() if format in (None, name))
+    in_format = f" in the format {format!r}" if format else ""
     return make_error(DataError, "no-annotations", data, in_format=in_format, contents=contents, expected=expected)
-
-
-def _refuse_other_format(data: Path) -> None:
-    """Raises DataError if a file or folder has a format that is known and not read."""
-    if (found := recognize_unread(data)) is not None:
-        name, file, fix = found
-        raise DataError(f"The data set has the format {name}, which is not read.", location=file, fix=fix)
 
 
 def _describe_contents(folder: Path) -> str:
     with os.scandir(folder) as entries:
         names = sorted(entry.name + "/" * entry.is_dir() for entry in entries)
-    others = [name for name in names if not is_image_name(name)]
+    others = [name for name in names if not folders.is_image_name(name)]
     listed = others[:MAX_LISTED_NAMES]
     if len(others) > MAX_LISTED_NAMES:
         listed.append(f"{len(others) - MAX_LISTED_NAMES} more")
@@ -300,10 +267,8 @@ MAX_LISTED_DIRS = 5
 
 
 def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector) -> list[str]:
-    """Notes on what is not used; another format with more boxes is a problem, too.
-
-    table: before images were dropped. problems: those found so far.
-    """
+    """Notes on what is not used; another format with more boxes is a problem, too. table: before images were dropped.
+    problems: those found so far."""
     notes = [_describe_other(layout, table, other, problems) for other in layout.others]
     num_unlisted = sum(problem.count for problem in problems.summarize(0) if problem.kind == "not-in-a-split")
     names_by_dir: dict[str, set[str]] = {}
@@ -315,12 +280,12 @@ def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: Pro
     num_unnamed = 0
     for folder, files in _walk(layout.root):
         real_dir = os.path.realpath(folder)
-        num_images = len({name for name in files if is_image_name(name)} - names_by_dir.get(real_dir, set()))
+        num_images = len({name for name in files if folders.is_image_name(name)} - names_by_dir.get(real_dir, set()))
         if real_dir in names_by_dir:
             num_unnamed += num_images
             continue
         num_labels = 0
-        has_labels = num_images > 0 or folder.name.lower() in ANNOTATION_DIRS
+        has_labels = num_images > 0 or folder.name.lower() in folders.ANNOTATION_DIRS
         if has_labels and folder != layout.root and not is_below(real_dir, annotation_dirs):
             num_labels = sum(name.lower().endswith((".xml", ".txt")) for name in files)
         counts = ((num_images, "image"), (num_labels, "annotation file"))
@@ -360,12 +325,12 @@ def _describe_other(
 def _walk(root: Path, max_depth: int = MAX_DEPTH) -> list[tuple[Path, list[str]]]:
     """(folder, names of its files) of the root and the visible folders below it."""
     found = []
-    for dirpath, folders, files in os.walk(root):
+    for dirpath, dirnames, files in os.walk(root):
         depth = len(Path(dirpath).relative_to(root).parts)
-        folders[:] = sorted(n for n in folders if not n.startswith(".") and not (depth == 0 and n in OUTPUT_DIRS))
+        dirnames[:] = sorted(n for n in dirnames if not n.startswith(".") and not (depth == 0 and n in OUTPUT_DIRS))
         if depth >= max_depth:
-            folders.clear()
+            dirnames.clear()
         found.append((Path(dirpath), [name for name in files if not name.startswith(".")]))
-        if len(found) >= MAX_SEARCHED_DIRS:
+        if len(found) >= folders.MAX_SEARCHED_DIRS:
             break
     return found

@@ -1,14 +1,14 @@
 """How splits, folders and files of data sets are recognized by their names, and annotation files by their first bytes.
 
-Used by the formats to find their files. Formats that stoker does not read are recognized here too, to tell how to
-convert them (`formats.toml`); the commands with Datumaro were run on small data sets. Not here: which format a folder
-has (`finder.py`), the images that annotations name (`images.py`).
+Also recognizes formats that stoker does not read, to tell how to convert them (`formats.toml`). Not here: which format
+a folder has (`finder.py`), the images that annotations name (`images.py`).
 """
 
 import functools
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from importlib import resources
@@ -47,13 +47,16 @@ HEAD_BYTES = 1 << 16
 MAX_PROBES = 16
 """Files of a folder whose first bytes are read, to see whether the folder has a format at all."""
 
-HasFormat = Callable[[bytes], bool]
-"""Tells from the first bytes of a file whether it has a format."""
-
 
 def is_image_name(name: str) -> bool:
     """Whether a file name has the suffix of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def base_name(path: str) -> str:
+    """The file name at the end of a path with "/" or "\\", without NUL characters; empty if there is none."""
+    name = path.replace("\\", "/").rpartition("/")[2].replace("\0", "")
+    return "" if name in (".", "..") else name
 
 
 def split_from_name(name: str) -> str | None:
@@ -132,10 +135,8 @@ def list_files(folder: Path, suffixes: str | tuple[str, ...]) -> list[Path]:
 
 
 def iter_annotation_files(folder: Path, suffixes: str | tuple[str, ...]) -> Iterator[str]:
-    """The paths of the files with one of the suffixes (lower case), sorted, without hidden ones.
-
-    Subfolders are included if the folder has the name of an annotation folder.
-    """
+    """The paths of the files with one of the suffixes (lower case), sorted, without hidden ones; also those in
+    subfolders if the folder has the name of an annotation folder."""
     recursive = folder.name.lower() in ANNOTATION_DIRS
     for dirpath, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if recursive and not name.startswith("."))
@@ -145,15 +146,13 @@ def iter_annotation_files(folder: Path, suffixes: str | tuple[str, ...]) -> Iter
 
 def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
     """The subfolders that are named after a split, in the order of SPLITS. Raises DataError for two of one split."""
-    path_by_split: dict[str, Path] = {}
+    path_by_split: dict[str | None, Path] = {}
     for name, path in list_subdirs(folder).items():
-        if (split := SPLIT_BY_NAME.get(name)) is None:
-            continue
-        if split in path_by_split:
-            names = [path_by_split[split].name, path.name]
+        split = SPLIT_BY_NAME.get(name)
+        if (first := path_by_split.setdefault(split, path)) != path and split is not None:
+            names = [first.name, path.name]
             raise make_error(DataError, "two-split-folders", folder, choices=names, split=split)
-        path_by_split[split] = path
-    yield from sorted(path_by_split.items(), key=lambda item: SPLITS.index(item[0]))
+    yield from ((split, path_by_split[split]) for split in SPLITS if split in path_by_split)
 
 
 def find_files(folder: Path, dir_names: Sequence[str], list_own: Callable[[Path], Iterable[Path]]) -> list[SplitFiles]:
@@ -183,12 +182,10 @@ def split_lists(folder: Path) -> dict[str, Path]:
     return {split: path for split, path in reversed(found) if path.is_file()}
 
 
-_WORDS_OF_DIRS = {"images": (*IMAGE_DIRS, "image", "img", "photos"), "annotations": ANNOTATION_DIRS}
+_WORDS = [word.lower() for word in (*IMAGE_DIRS, "image", "img", "photos", *ANNOTATION_DIRS) if word != "data"]
+_SPLIT, _KIND = "|".join(SPLIT_BY_NAME), "|".join(_WORDS)
 _PAIRED_DIR = re.compile(
-    r"(?P<split1>{splits})[^a-z]*(?P<kind1>{kinds})|(?P<kind2>{kinds})[^a-z]*(?P<split2>{splits})".format(
-        splits="|".join(SPLIT_BY_NAME),
-        kinds="|".join(word.lower() for words in _WORDS_OF_DIRS.values() for word in words if word != "data"),
-    )
+    rf"(?P<split1>{_SPLIT})[^a-z]*(?P<kind1>{_KIND})|(?P<kind2>{_KIND})[^a-z]*(?P<split2>{_SPLIT})"
 )
 
 
@@ -201,11 +198,8 @@ def list_split_pairs(folder: Path) -> list[tuple[str, Path, Path]]:
             word = match["kind1"] or match["kind2"]
             kind = "annotations" if word in ANNOTATION_DIRS else "images"
             found[SPLIT_BY_NAME[match["split1"] or match["split2"]], kind] = path
-    return [
-        (split, found[split, "images"], found[split, "annotations"])
-        for split in SPLITS
-        if (split, "images") in found and (split, "annotations") in found
-    ]
+    pairs = [(split, found.get((split, "images")), found.get((split, "annotations"))) for split in SPLITS]
+    return [(split, images, annotations) for split, images, annotations in pairs if images and annotations]
 
 
 def list_dirs_below(root: Path) -> list[Path]:
@@ -230,17 +224,14 @@ def iter_nearby_dirs(own_dir: Path, root: Path, split: str | None) -> Iterator[P
 
 
 def check_unannotated_splits(folder: Path, parts: Iterable[SplitFiles]) -> list[str]:
-    """Notes on split folders that have no annotations.
-
-    Raises DataError if the training or validation split has none; test images are often published without.
-    """
+    """Notes on split folders that have no annotations. Raises DataError if the training or validation split has none;
+    test images are often published without."""
     notes, parts = [], tuple(parts)
     for split, path in iter_split_dirs(folder):
-        if split in [part.split for part in parts]:
-            continue
-        if split != "test":
-            raise make_error(DataError, "split-folder-without-annotations", path, split=split, other=parts[0])
-        notes.append(f"{path.name}/ has no annotations and is left out")
+        if split not in [part.split for part in parts]:
+            if split != "test":
+                raise make_error(DataError, "split-folder-without-annotations", path, split=split, other=parts[0])
+            notes.append(f"{path.name}/ has no annotations and is left out")
     return notes
 
 
@@ -279,28 +270,20 @@ def find_annotated_dirs(folder: Path, is_annotated: Callable[[Path], object]) ->
     return []
 
 
-def _list_by_suffix(folder: Path, suffix: str | tuple[str, ...]) -> list[Path]:
-    if folder.name.lower() in ANNOTATION_DIRS:
-        return [Path(path) for path in iter_annotation_files(folder, suffix)]
-    return list_files(folder, suffix)
-
-
-def searched_part(split: str | None, annotations: Path, root: Path) -> SplitFiles:
-    """A file or folder of annotations, with all folders that may contain its images."""
-    own_dir = annotations if annotations.is_dir() else annotations.parent
-    image_dirs = unique([*iter_nearby_dirs(own_dir, root, split), *list_dirs_below(root)])
-    return SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs)
-
-
 def layout_of_files(
     format: str, title: str, root: Path, files: Sequence[tuple[str | None, Path]]
 ) -> DatasetLayout | None:
-    """The data set of some annotation files (split, file) whose images may be in any folder; None without files."""
-    parts = tuple(searched_part(split, file, root) for split, file in files)
-    if not parts:
+    """The data set of some files, or folders, of annotations (split, path) whose images may be in any folder; None
+    without files."""
+    if not files:
         return None
-    names = parts[0].annotations.name if len(parts) == 1 else f"{len(parts)} files"
-    return DatasetLayout(format=format, description=f"{title} ({names})", root=root, parts=parts)
+    parts = []
+    for split, path in files:
+        own_dir = path if path.is_dir() else path.parent
+        image_dirs = unique([*iter_nearby_dirs(own_dir, root, split), *list_dirs_below(root)])
+        parts.append(SplitFiles(split=split, annotations=path, image_dirs=image_dirs))
+    names = files[0][1].name if len(files) == 1 else f"{len(files)} files"
+    return DatasetLayout(format=format, description=f"{title} ({names})", root=root, parts=tuple(parts))
 
 
 def recognize_files(
@@ -308,19 +291,19 @@ def recognize_files(
     format: str,
     title: str,
     suffix: str | tuple[str, ...],
-    has_format: HasFormat,
+    has_format: Callable[[bytes], bool],
     *,
     file_per_image: bool = False,
 ) -> DatasetLayout | None:
     """The data set of a file with a format that prescribes no names, or of all such files in a folder; else None.
-    file_per_image: a part is then a folder of them."""
+    has_format: tells it from the first bytes of a file. file_per_image: a part is then a folder of them."""
     if path.is_file():
         files = [(split_from_name(path.stem), path)] if has_format(read_head(path)) else []
         return layout_of_files(format, title, root_of(path), files)
 
     def list_own(folder: Path) -> list[Path]:
         """None if the first few files of the folder are of another format."""
-        files = _list_by_suffix(folder, suffix)
+        files = [Path(file) for file in iter_annotation_files(folder, suffix)]
         usual = [file for file in files[MAX_PROBES:] if file.stem == "annotations"]
         if not any(has_format(read_head(file)) for file in [*files[:MAX_PROBES], *usual]):
             return []
@@ -362,23 +345,22 @@ def recognize_file(file: Path, head: bytes) -> UnreadFormat | None:
     return next((row for row in candidates if re.search((row.first_bytes or "").encode(), head, re.DOTALL)), None)
 
 
-def recognize_unread(data: Path) -> tuple[str, Path, str] | None:
-    """(format, a file of it, how to convert) of data in a format that is known and not read; else None."""
+def refuse_unread(data: Path) -> None:
+    """Raises DataError, with the command that converts it, for a file or folder in a format that is not read."""
     files = [data] if data.is_file() else _iter_files(data)
     found = [(row, file) for file in files if (row := recognize_file(file, read_head(file))) is not None]
-    if not found:
-        return None
-    row, file = min(found, key=lambda item: format_texts().format.index(item[0]))
-    return row.name, file, row.fix.format(data=shlex.quote(str(data if data.is_dir() else data.parent)))
+    if found:
+        row, file = min(found, key=lambda item: format_texts().format.index(item[0]))
+        fix = row.fix.format(data=shlex.quote(str(data if data.is_dir() else data.parent)))
+        raise DataError(f"The data set has the format {row.name}, which is not read.", location=file, fix=fix)
 
 
 def _iter_files(folder: Path) -> Iterator[Path]:
     """The first few files of each suffix, of the folder and those below it."""
     for path, folders, names in islice(os.walk(folder), MAX_SEARCHED_DIRS):
         folders.sort()
-        seen: dict[str, int] = {}
+        seen = Counter[str]()
         for name in sorted(names):
-            suffix = os.path.splitext(name)[1].lower()
-            seen[suffix] = seen.get(suffix, 0) + 1
+            seen[suffix := os.path.splitext(name)[1].lower()] += 1
             if seen[suffix] <= MAX_PROBES:
                 yield Path(path, name)

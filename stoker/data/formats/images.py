@@ -1,16 +1,13 @@
 """The image files of a data set: their sizes, names on the disk and places; tables of them and their boxes.
 
-`read_sizes` reads headers, for formats that need sizes and do not give them. `repair_names` corrects names that
-annotations write differently from the disk (`IMG_1.JPG` for `img_1.jpg`, é as one or two characters, `%20`), if only
-one file fits; if all names are correct, the cost is one listing per folder. `ImageLocator` finds images by their path,
-else by their name alone, near the annotations: paths are often those of another machine (`C:/Users/me/1.jpg`).
-`report_outside` counts images that lie outside the data set's folder ("Files outside the folder" in docs/data.md).
-`TableBuilder` makes an `AnnotationTable` of images and boxes, for all formats except COCO and TFRecord, which build
-arrays directly, for speed. Not here: COCO's search for its images, Pascal VOC's, which goes by the stem.
+`repair_names` corrects names that annotations write differently from the disk (`IMG_1.JPG` for `img_1.jpg`, é as one or
+two characters, `%20`), if only one file fits; if all names are correct, the cost is one listing per folder.
+`ImageLocator` finds images by their path, else by their name alone, near the annotations: paths are often those of
+another machine (`C:/Users/me/1.jpg`). `report_outside`: "Files outside the folder" in docs/data.md. `TableBuilder`
+makes an `AnnotationTable` of images and boxes, for all formats except COCO and TFRecord, which build arrays directly,
+for speed. Not here: COCO's search for its images, Pascal VOC's, which goes by the stem.
 """
 
-import math
-import mmap
 import os
 import unicodedata
 from collections import Counter
@@ -30,6 +27,7 @@ from stoker.data.formats.folders import SPLIT_BY_NAME, is_image_name
 from stoker.data.formats.tables import (
     SPLITS,
     UNASSIGNED,
+    XYXY,
     AnnotationTable,
     DatasetLayout,
     FolderTable,
@@ -104,12 +102,9 @@ def repair_names(table: AnnotationTable, root: Path, problems: ProblemCollector)
         repaired = resolve_names(folder, [table.file_names[image_index] for image_index in image_indices])
         for image_index in image_indices if repaired else ():
             written_name = table.file_names[image_index]
-            if written_name in repaired:
-                table.file_names[image_index] = repaired[written_name]
-                problems.add(
-                    "wrong-case-name",
-                    f"{os.path.join(folder_name, written_name)!r}: the file is {repaired[written_name]!r}",
-                )
+            if (file := repaired.get(written_name)) is not None:
+                table.file_names[image_index] = file
+                problems.add("wrong-case-name", f"{os.path.join(folder_name, written_name)!r}: the file is {file!r}")
 
 
 def find_missing(
@@ -141,10 +136,8 @@ def list_files(folder: Path) -> set[str]:
 
 
 def resolve_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Name → file name, for those `names` that are not a file in `folder` but fit exactly one.
-
-    A file that has one of the names itself is not a candidate. Raises OSError if the folder cannot be listed.
-    """
+    """Name → file name, for those `names` that are not a file in `folder` but fit exactly one that has none of the
+    names itself. Raises OSError if the folder cannot be listed."""
     if not folder.is_dir():
         return {}
     with os.scandir(folder) as entries:
@@ -167,13 +160,10 @@ def find_existing_dir(folder: Path) -> Path | None:
     """A folder, or the only one that fits if parts of its path are written differently; None if there is none."""
     if folder.is_dir():
         return folder
-    if folder == folder.parent:
+    if folder == folder.parent or (parent := find_existing_dir(folder.parent)) is None:
         return None
-    parent = find_existing_dir(folder.parent)
-    if parent is None:
-        return None
-    name = resolve_names(parent, [folder.name]).get(folder.name, folder.name)
-    return parent / name if (parent / name).is_dir() else None
+    found = parent / resolve_names(parent, [folder.name]).get(folder.name, folder.name)
+    return found if found.is_dir() else None
 
 
 def _group_by_key(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:
@@ -210,7 +200,6 @@ class ImageLocator:
         self._listings: dict[Path, set[str]] = {}
         self._located: dict[tuple[str, Path | None], tuple[Path, str]] = {}
         self._counts: Counter[str] = Counter()
-        """Of the notes."""
         self._default_dir = part.image_dirs[0]
         self._dir_by_name: dict[str, Path] = {}
         self._name_by_key: dict[str, str] = {}
@@ -232,10 +221,8 @@ class ImageLocator:
         return self._listings[folder]
 
     def locate(self, text: str, folder: Path | None = None) -> tuple[Path, str]:
-        """Folder and name of the image that annotations name; the most likely folder if it is absent.
-
-        folder: that of the annotation file, if it is not the same for all: paths relative to it are tried first.
-        """
+        """Folder and name of the image that annotations name; the most likely folder if it is absent. folder: that of
+        the annotation file, if it is not the same for all: paths relative to it are tried first."""
         if (text, folder) not in self._located:
             self._located[text, folder] = self._search(text.replace("\\", "/"), folder)
         return self._located[text, folder]
@@ -279,8 +266,7 @@ class ImageLocator:
         return next((split for part in inside if (split := SPLIT_BY_NAME.get(part.lower()))), None)
 
     def split_index(self, split: str | None, folder: Path) -> int:
-        """Index into SPLITS: of the split if there is one, else of the one in the path of the image's folder, or
-        UNASSIGNED."""
+        """Index into SPLITS of the split, else of the one in the path of the image's folder; or UNASSIGNED."""
         name = split or self.split_from_folder(folder)
         return UNASSIGNED if name is None else SPLITS.index(name)
 
@@ -294,13 +280,10 @@ OUTSIDE = "outside-path"
 def report_outside(
     table: AnnotationTable, layout: DatasetLayout, data: Path, problems: ProblemCollector, *, allowed: bool
 ) -> NDArray[np.bool_]:
-    """Adds a problem for each image outside the data set, or one note where that is allowed; notes on folder links.
-    If all of them are of the test split, which training does not read, it is one problem: that split must then be left
-    out. Returns [R], the images to leave out.
-
-    data: what the user named. A folder: everything in it belongs to the data set, also below a link to a folder. A
-    file: the folder that its format gives it, and the folders that a YOLO description or its lists name.
-    """
+    """Adds a problem for each image outside the data set, or one note where that is allowed; notes on folder links. If
+    all of them are of the test split, which training does not read, it is one problem, and that split is left out.
+    Returns [R], the images to leave out. data: what the user named. To a folder belongs everything in it, also below a
+    link; to a file, the folder that its format gives it, and those that a YOLO description or its lists name."""
     own_dirs = [os.path.realpath(data if data.is_dir() else layout.root)]
     if not data.is_dir():
         own_dirs += [os.path.abspath(folder) for part in layout.parts for folder in part.image_dirs]
@@ -343,7 +326,6 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or path.startswith(os.path.join(folder, "")) for folder in folders)
 
 
-XYXY = tuple[float, float, float, float]
 Bound = Callable[[], tuple[XYXY, str]]
 """Gives the box of a shape, and what the shape is, if not a box."""
 MAX_NORMALIZED = 1.05
@@ -434,8 +416,7 @@ class TableBuilder:
             self.add_box(label, xyxy, number, is_normalized=is_normalized)
 
     def detect_units(self, file: Path, first_box: int) -> None:
-        """Marks the boxes of a file, those from `first_box` on, as normalized if most are within 0 … 1; the others are
-        then dropped."""
+        """Marks the boxes from `first_box` on as normalized if most are within 0 … 1; the others are then dropped."""
         boxes = self.boxes[first_box:]
         xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
         max_coordinate = np.abs(xyxy).max(1, initial=0)  # NaN if one coordinate is
@@ -458,12 +439,9 @@ class TableBuilder:
         return self.layout.root if len(self.layout.parts) > 1 else self.layout.parts[0].annotations
 
     def build(self, class_names: Sequence[str] | None = None, *, read_headers: bool = True) -> AnnotationTable:
-        """The table of the images, in their order, and their boxes.
-
-        class_names: default, those of the boxes that are kept (`name_classes`); boxes of other classes are dropped and
-        reported. read_headers: read absent sizes from the image headers; needed if boxes are normalized. A normalized
-        box whose image cannot be read is dropped and reported.
-        """
+        """The table of the images, in their order, and their boxes. class_names: default, those of the boxes
+        (`name_classes`); boxes of other classes are dropped and reported. read_headers: read absent sizes from the
+        image headers; needed for normalized boxes, which are dropped and reported if their image cannot be read."""
         images, boxes, root = self.images, self.boxes, self.layout.root
         size = np.array([image.size for image in images], np.int32).reshape(-1, 2)
         is_normalized = np.array([box.is_normalized for box in boxes], np.bool_)
@@ -531,28 +509,23 @@ class TableBuilder:
         without_box = self._images_with_skipped - boxes_of.keys() - set(self.bad_boxes)
         self.counts["image with such shapes only, which is left out"] += len(without_box)
         for index, image in enumerate(self.images):
-            if index in without_box:
-                continue
-            entries.setdefault((image.split, image.folder, image.name), []).append(index)
+            if index not in without_box:
+                entries.setdefault((image.split, image.folder, image.name), []).append(index)
         kept: dict[int, int] = {}
-        for first, *others in entries.values():
-            content, *copies = [[box[1:3] for box in boxes_of.get(index, ())] for index in (first, *others)]
-            name = self.images[first].name
-            if any(copy != content for copy in copies):
-                stem = os.path.splitext(name)[0]
-                own = [index for index in (first, *others) if by_stem and Path(self.locations[index]).stem == stem]
-                if len(own) == 1:
-                    kept[own[0]] = len(kept)
-                    for other in [index for index in (first, *others) if index != own[0]]:
-                        location = f"{self.locations[other]}: about {name}, as {self.locations[own[0]]} is"
-                        self.problems.add("label-without-image", location)
-                    continue
-                listed = ", ".join(self.locations[index] for index in (first, *others))
-                self.problems.add("listed-twice", f"{name}: {listed}")
+        for indices in entries.values():
+            name, places = self.images[indices[0]].name, [self.locations[index] for index in indices]
+            contents = [[box[1:3] for box in boxes_of.get(index, ())] for index in indices]
+            is_same = all(content == contents[0] for content in contents)
+            stem = os.path.splitext(name)[0]
+            chosen = [0] if is_same else [k for k, place in enumerate(places) if by_stem and Path(place).stem == stem]
+            if len(chosen) != 1:
+                self.problems.add("listed-twice", f"{name}: {', '.join(places)}")
                 continue
-            kept[first] = len(kept)
-            for other in others:
-                self.problems.add("copied-entry", f"{self.locations[other]}: {name}, as {self.locations[first]}")
+            own = places.pop(chosen[0])
+            kept[indices[chosen[0]]] = len(kept)
+            text = f"{name}, as {own}" if is_same else f"about {name}, as {own} is"
+            for place in places:
+                self.problems.add("copied-entry" if is_same else "label-without-image", f"{place}: {text}")
         if not kept:
             cause = self.problems.describe()
             raise make_error(DataError, "no-annotated-image", self.layout.parts[0].annotations, cause=cause)
@@ -572,30 +545,6 @@ def name_classes(boxes: Sequence[Box]) -> list[str]:
     return sorted(names)
 
 
-def bound_points(points: Sequence[Sequence[float]]) -> XYXY:
-    """The box around points (x, y)."""
-    xs, ys = [point[0] for point in points], [point[1] for point in points]
-    return min(xs), min(ys), max(xs), max(ys)
-
-
-def bound_rotated(center: tuple[float, float], size: tuple[float, float], degrees: float) -> XYXY:
-    """The box around a rectangle of width and height `size` that is rotated about its center."""
-    cos, sin = abs(math.cos(math.radians(degrees))), abs(math.sin(math.radians(degrees)))
-    half_width, half_height = (size[0] * cos + size[1] * sin) / 2, (size[0] * sin + size[1] * cos) / 2
-    x, y = center
-    return x - half_width, y - half_height, x + half_width, y + half_height
-
-
-def usable_size(height: object, width: object) -> tuple[int, int]:
-    """Height and width that annotations give; 0, unknown, if they are not both valid numbers."""
-    try:
-        sides = [float(side) for side in (height, width) if isinstance(side, int | float | str)]
-    except ValueError:
-        return 0, 0
-    is_valid = len(sides) == 2 and all(1 <= side < 2**31 for side in sides)
-    return (int(sides[0]), int(sides[1])) if is_valid else (0, 0)
-
-
 def read_json(path: Path, type: type[Content], *, what: str, fix: str = "export it again") -> Content:
     """The content of a JSON file, numbers also if they are text. Raises OSError, and DataError for a file that is not
     JSON or has another content. what: says so in the error: "The file is not an export of Label Studio."."""
@@ -604,12 +553,3 @@ def read_json(path: Path, type: type[Content], *, what: str, fix: str = "export 
         return msgspec.json.decode(data, type=type, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(what, location=path, cause=str(error), fix=fix) from error
-
-
-def invalid_json_error(path: Path, data: bytes | mmap.mmap, error: Exception) -> DataError:
-    """The error for a file that is not JSON, with the line."""
-    text = str(error)
-    digits = text.rpartition("byte ")[2].rstrip(")")
-    offset = int(digits) if digits.isdigit() else len(data)
-    line = data[:offset].count(b"\n") + 1
-    return make_error(DataError, "invalid-json", f"{path}:{line}", text=text, num_bytes=len(data))

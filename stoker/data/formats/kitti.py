@@ -12,40 +12,28 @@ from itertools import product
 from pathlib import Path
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    MAX_PROBES,
-    file_part,
-    find_annotated_dirs,
-    list_files,
-    list_image_dirs,
-    read_head,
-    split_lists,
-)
+from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
 
 _LINE = re.compile(rb"[^\s\d.+-]\S*(\s+[-+]?[\d.]+(e[-+]?\d+)?){14,15}\s*$", re.IGNORECASE)
-DONT_CARE = "dontcare"
-
-
-def is_kitti(head: bytes) -> bool:
-    """Whether a file begins with a line of a class and 14 numbers, or 15 with a score."""
-    return _LINE.match(head.partition(b"\n")[0]) is not None
+"""A class and 14 numbers, or 15 with a score."""
 
 
 def recognize(folder: Path) -> DatasetLayout | None:
     """The KITTI data set in a folder (not in subfolders), or None."""
 
     def has_labels(path: Path) -> bool:
-        return any(is_kitti(read_head(file)) for file in list_files(path, ".txt")[:MAX_PROBES])
+        heads = map(folders.read_head, folders.list_files(path, ".txt")[: folders.MAX_PROBES])
+        return any(_LINE.match(head.partition(b"\n")[0]) for head in heads)
 
-    found = find_annotated_dirs(folder, has_labels)
+    found = folders.find_annotated_dirs(folder, has_labels)
     if not found:
         return None
-    parts = [file_part(labels, split, list_image_dirs(labels.parent)) for split, labels in found]
-    lists, notes = split_lists(folder / "ImageSets"), []
+    parts = [folders.file_part(labels, split, folders.list_image_dirs(labels.parent)) for split, labels in found]
+    lists, notes = folders.split_lists(folder / "ImageSets"), []
     if "train" not in lists and "trainval" in lists:
         lists = {"train": lists["trainval"]}
     if "train" in lists and len(parts) == 1:
@@ -62,14 +50,11 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     unlisted: dict[str, tuple[Path, str]] = {}
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
-        files = {file.stem: file for file in list_files(part.annotations, ".txt")}
-        images = {
-            name: locator.find(f"{name}.png", f"{name}.jpg", name) or (part.image_dirs[0], f"{name}.png")
-            for name in files
-        }
-        listed = list(files) if part.image_list is None else _read_list(part.image_list)
-        unlisted = {**images, **unlisted} if part is layout.parts[0] else unlisted
-        for name in listed:
+        files = {file.stem: file for file in folders.list_files(part.annotations, ".txt")}
+        found = {name: locator.find(f"{name}.png", f"{name}.jpg", name) for name in files}
+        images = {name: image or (part.image_dirs[0], f"{name}.png") for name, image in found.items()}
+        unlisted = images.copy() if part is layout.parts[0] else unlisted
+        for name in files if part.image_list is None else _read_list(part.image_list):
             unlisted.pop(name, None)
             if name not in files:
                 problems.add("no-annotation-file", f"{os.path.relpath(part.image_list or '', layout.root)}: {name}")
@@ -108,7 +93,7 @@ def _read_labels(file: Path, location: str, builder: TableBuilder) -> list[Box]:
         except ValueError:
             builder.drop_box("malformed-row", f"{location}:{line}: {row[:60]!r}")
             continue
-        if name.lower() == DONT_CARE:
+        if name.lower() == "dontcare":
             ignored.append(Box(len(builder.images) - 1, name, (x1, y1, x2, y2), line, is_crowd=True))
         else:
             builder.add_box(name, (x1, y1, x2, y2), line)

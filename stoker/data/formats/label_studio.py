@@ -17,18 +17,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from stoker.data.formats.folders import is_image_name, recognize_files
-from stoker.data.formats.images import (
-    XYXY,
-    ImageFile,
-    ImageLocator,
-    TableBuilder,
-    bound_points,
-    bound_rotated,
-    is_usable_name,
-    read_json,
-    usable_size,
-)
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, read_json
+from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points, bound_rotated, usable_size
 from stoker.data.validation.problems import ProblemCollector
 
 LABEL_KEYS = ("rectanglelabels", "polygonlabels", "ellipselabels", "labels")
@@ -68,9 +58,12 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             else:
                 candidates = _candidate_paths(written)
                 folder, name = locator.find(*candidates) or locator.locate(candidates[-1])
-                image = ImageFile(folder, name, locator.split_index(part.split, folder), _size_of(regions))
-                builder.add_image(image, location)
-                _read_regions(regions, image.size, location, builder)
+                sizes = {usable_size(item.get("original_height"), item.get("original_width")) for item in regions}
+                known = sizes - {(0, 0)}
+                size = known.pop() if len(known) == 1 else (0, 0)
+                split_index = locator.split_index(part.split, folder)
+                builder.add_image(ImageFile(folder, name, split_index, size), location)
+                _read_regions(regions, size, location, builder)
         builder.notes += locator.notes()
     builder.drop_ambiguous_images()
     return builder.build()
@@ -90,16 +83,11 @@ def _read_regions(regions: list[dict[str, Any]], size: tuple[int, int], location
         builder.add_shape(labels, bound, number, place, is_normalized=not size[0])
 
 
-def _size_of(regions: list[dict[str, Any]]) -> tuple[int, int]:
-    """Height and width of the image; 0, unknown, if the regions do not agree on them."""
-    sizes = {usable_size(region.get("original_height"), region.get("original_width")) for region in regions} - {(0, 0)}
-    return sizes.pop() if len(sizes) == 1 else (0, 0)
-
-
 def _choose_regions(task: dict[str, Any], counts: Counter[str]) -> list[dict[str, Any]] | None:
-    """The regions of the annotation that is used; None if the task has none."""
-    if "data" not in task:  # JSON-MIN: the regions of each control are a list with the control's name
-        return [region for value in task.values() for region in _list_of_dicts(value)]
+    """The regions of the annotation that is used, with geometry and classes as "value"; None if the task has none."""
+    if "data" not in task:  # JSON-MIN: a list with the name of each control, whose regions have these themselves
+        found = (region for regions in task.values() for region in _list_of_dicts(regions))
+        return [region if isinstance(region.get("value"), dict) else {**region, "value": region} for region in found]
     annotations = _list_of_dicts(task.get("annotations") or task.get("completions"))
     finished = [item for item in annotations if not (item.get("was_cancelled") or item.get("skipped"))]
     if not finished:
@@ -116,21 +104,13 @@ def _list_of_dicts(value: Any) -> list[dict[str, Any]]:
 
 def _labels(region: dict[str, Any]) -> list[str]:
     """The classes of a region; usually one."""
-    value = _value_of(region)
-    found: Any = next((value[key] for key in LABEL_KEYS if key in value), [])
+    found: Any = next((region["value"][key] for key in LABEL_KEYS if key in region["value"]), [])
     return [str(label) for label in found] if isinstance(found, list) else []
 
 
-def _value_of(region: dict[str, Any]) -> dict[str, Any]:
-    """The geometry and classes of a region, which JSON-MIN has in the region itself."""
-    value = region.get("value")
-    return value if isinstance(value, dict) else region
-
-
 def _bound(region: dict[str, Any], height: int, width: int) -> tuple[XYXY, str]:
-    """The box around a region, in pixels, or normalized if height and width are 0, and what it is, if not a box.
-    Raises KeyError, TypeError or ValueError."""
-    value = _value_of(region)
+    """The box around a region, in pixels, or normalized if height and width are 0, and what it is, if not a box."""
+    value = region["value"]
     x_scale, y_scale = (width or 1) / 100, (height or 1) / 100
     rotation = float(value.get("rotation") or 0)
     if region.get("image_rotation"):

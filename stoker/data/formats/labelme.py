@@ -14,22 +14,9 @@ from typing import Any
 
 import msgspec
 
-from stoker.data.formats.folders import (
-    iter_annotation_files,
-    recognize_files,
-)
-from stoker.data.formats.images import (
-    XYXY,
-    ImageFile,
-    ImageLocator,
-    TableBuilder,
-    bound_points,
-    is_usable_name,
-    map_in_threads,
-    read_json,
-    usable_size,
-)
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout
+from stoker.data.formats.folders import iter_annotation_files, recognize_files
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, map_in_threads, read_json
+from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points, usable_size
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
@@ -75,11 +62,21 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             if isinstance(content, str):
                 problems.add("unreadable-annotations", f"{location}: {content}")
                 continue
-            folder, name = _locate(file, content.image_path or "", locator)
+            # imagePath may be of another machine, or of a file that was renamed
+            text = content.image_path if content.image_path and is_usable_name(content.image_path) else ""
+            found = locator.find(text, file.stem, folder=file.parent)  # without a suffix: that of the image is found
+            folder, name = found or locator.locate(text or f"{file.stem}.jpg", file.parent)
             split_index = locator.split_index(part.split or locator.split_from_folder(file.parent), folder)
             size = usable_size(content.height, content.width)
             builder.add_image(ImageFile(folder, name, split_index, size), location)
-            _read_shapes(content.shapes, location, builder)
+            for number, shape in enumerate(content.shapes, 1):
+                kind = shape.shape_type or "polygon"  # files before LabelMe 3 have only polygons
+                label = str("" if shape.label is None else shape.label).strip()
+                if kind in WITHOUT_BOX:
+                    builder.skip_shape(kind)
+                else:
+                    labels, bound = [label] if label else [], partial(_bound, kind, shape.points)
+                    builder.add_shape(labels, bound, number, f"{location}, shape {number}")
         builder.notes += locator.notes()
     builder.drop_ambiguous_images()
     return builder.build()
@@ -95,27 +92,8 @@ def _parse(file: Path) -> _File | str:
         return error.strerror or str(error)
 
 
-def _locate(file: Path, image_path: str, locator: ImageLocator) -> tuple[Path, str]:
-    """Folder and name of a file's image: `imagePath` may be of another machine, or of a file that was renamed."""
-    text = image_path if is_usable_name(image_path) else ""
-    found = locator.find(text, file.stem, folder=file.parent)  # without a suffix: that of the image is found
-    return found or locator.locate(text or f"{file.stem}.jpg", file.parent)
-
-
-def _read_shapes(shapes: list[_Shape], location: str, builder: TableBuilder) -> None:
-    for number, shape in enumerate(shapes, 1):
-        kind = shape.shape_type or "polygon"  # files before LabelMe 3 have only polygons
-        label = str("" if shape.label is None else shape.label).strip()
-        place = f"{location}, shape {number}"
-        if kind in WITHOUT_BOX:
-            builder.skip_shape(kind)
-        else:
-            builder.add_shape([label] if label else [], partial(_bound, kind, shape.points), number, place)
-
-
 def _bound(kind: str, points: list[tuple[float, float]]) -> tuple[XYXY, str]:
-    """The box around a shape, and what it is, if not a box. A circle has its center and a point on it, others have
-    corners in any order. Raises ValueError."""
+    """The box around a shape, and what it is, if not a box. A circle has its center and a point on it."""
     if len(points) < 2:
         raise ValueError(f"{kind} with {len(points)} points")
     if kind != "circle":

@@ -12,28 +12,16 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from stoker.data.formats.folders import (
-    check_unannotated_splits,
-    file_part,
-    iter_split_dirs,
-    read_head,
-    split_from_name,
-)
+from stoker.data.formats.folders import check_unannotated_splits, file_part, iter_split_dirs, read_head, split_from_name
 from stoker.data.formats.images import read_json
 from stoker.data.formats.objects import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS, NAME_OF_FILE_KEYS
-from stoker.data.formats.shards import (
-    MAX_ANNOTATION_BYTES,
-    ShardSamples,
-    make_table,
-    map_shards,
-    open_shard,
-)
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.formats.shards import MAX_ANNOTATION_BYTES, ShardSamples, make_table, map_shards, open_shard
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.images.headers import ReadAt
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
@@ -78,22 +66,11 @@ class MdsIndex(msgspec.Struct):
     version: int = 2
 
 
-class _Columns(NamedTuple):
-    """Which columns of a shard are used."""
-
-    image: int
-    annotations: tuple[int, ...]
-
-
-class _MalformedSample(Exception):
-    """The message says what is wrong."""
-
-
 def recognize(path: Path) -> DatasetLayout | None:
     """The MDS data set in a folder or in its split folders, or of an index.json; None if there is none."""
     file = path / INDEX_FILE if path.is_dir() else path
     if _is_mds(file):
-        part = SplitFiles(split=split_from_name(file.parent.name), annotations=file, image_dirs=())
+        part = file_part(file, split_from_name(file.parent.name))
         return DatasetLayout(format="mds", description="MDS", root=file.parent, parts=(part,))
     files = [(split, own / INDEX_FILE) for split, own in (iter_split_dirs(path) if path.is_dir() else ())]
     parts = tuple(file_part(own, split) for split, own in files if _is_mds(own))
@@ -140,8 +117,9 @@ def _read_index(path: Path) -> MdsIndex:
     return index
 
 
-def _choose_columns(info: ShardInfo, path: Path) -> _Columns:
-    """Raises DataError if there is no image, or no boxes with classes."""
+def _choose_columns(info: ShardInfo, path: Path) -> tuple[int, list[int]]:
+    """The columns that are used: that of the image, the others. Raises DataError if there is no image, or no boxes with
+    classes."""
     columns = list(zip(info.column_names, info.column_encodings, strict=True))
     encodings = {name: text.partition(":")[0] for name, text in columns}
     image = next((name for name in IMAGE_COLUMNS if encodings.get(name) in IMAGE_ENCODINGS), None)
@@ -153,7 +131,7 @@ def _choose_columns(info: ShardInfo, path: Path) -> _Columns:
     lists = {_plain(name) for name in usable if encodings[name] in ("json", "ndarray")}
     has_boxes = lists & {*ANNOTATION_COLUMNS} or (lists & {*CORNERS_KEYS, *EXTENT_KEYS} and lists & {*CLASS_LIST_KEYS})
     if image is not None and has_boxes and not pickled:
-        return _Columns(info.column_names.index(image), tuple(map(info.column_names.index, usable)))
+        return info.column_names.index(image), list(map(info.column_names.index, usable))
     listed = ", ".join(f"{name}: {text}" for name, text in columns)
     if image is None:
         choices = [f"{name}: {encoding}" for name in IMAGE_COLUMNS[:2] for encoding in IMAGE_ENCODINGS]
@@ -168,7 +146,7 @@ def _plain(name: str) -> str:
     return "labels" if name == "bbox_labels" else name
 
 
-def _read_shard(folder: Path, split: int, info: ShardInfo, columns: _Columns) -> ShardSamples:
+def _read_shard(folder: Path, split: int, info: ShardInfo, columns: tuple[int, list[int]]) -> ShardSamples:
     path = folder / info.raw_data.basename
     samples = ShardSamples(path, split)
     try:
@@ -177,7 +155,7 @@ def _read_shard(folder: Path, split: int, info: ShardInfo, columns: _Columns) ->
                 text = f"{path.name}: {total_bytes:,} bytes instead of {info.raw_data.bytes:,}"
                 is_short = total_bytes < info.raw_data.bytes
                 samples.problems.append(("truncated-shard" if is_short else "damaged-shard", text))
-            _read_samples(samples, info, columns, read, total_bytes)
+            _read_samples(samples, info, *columns, read, total_bytes)
     except FileNotFoundError:
         samples.problems.append(("missing-shard", f"{path}: {info.samples:,} images"))
     except OSError as error:
@@ -185,7 +163,9 @@ def _read_shard(folder: Path, split: int, info: ShardInfo, columns: _Columns) ->
     return samples
 
 
-def _read_samples(samples: ShardSamples, info: ShardInfo, columns: _Columns, read: ReadAt, total_bytes: int) -> None:
+def _read_samples(
+    samples: ShardSamples, info: ShardInfo, image: int, others: list[int], read: ReadAt, total_bytes: int
+) -> None:
     """A shard is the number of samples n, n + 1 offsets, the configuration, and the samples."""
     name = samples.path.name
     count = int.from_bytes(read(0, 4), "little")
@@ -203,13 +183,12 @@ def _read_samples(samples: ShardSamples, info: ShardInfo, columns: _Columns, rea
         last_end = end
         try:
             ranges = _column_ranges(info, read, begin, end)
-            content = _read_annotations(info, columns.annotations, ranges, read)
-        except (_MalformedSample, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            content = _read_annotations(info, others, ranges, read)
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             samples.problems.append(("unreadable-annotations", f"{place}: {error}"))
             continue
-        start, length = ranges[columns.image]
-        suffix = info.column_encodings[columns.image].partition(":")[0]
-        samples.add(f"{number:06d}.{'jpg' if suffix != 'png' else suffix}", read, start, length, content)
+        suffix = "png" if info.column_encodings[image].partition(":")[0] == "png" else "jpg"
+        samples.add(f"{number:06d}.{suffix}", read, *ranges[image], content)
 
 
 def _column_ranges(info: ShardInfo, read: ReadAt, begin: int, end: int) -> list[tuple[int, int]]:
@@ -217,7 +196,7 @@ def _column_ranges(info: ShardInfo, read: ReadAt, begin: int, end: int) -> list[
     num_variable = sum(size is None for size in info.column_sizes)
     head = read(begin, 4 * num_variable)
     if len(head) < 4 * num_variable:
-        raise _MalformedSample("it ends within its sizes")
+        raise ValueError("it ends within its sizes")
     sizes = iter(np.frombuffer(head, "<u4").tolist())
     position, ranges = begin + 4 * num_variable, []
     for fixed in info.column_sizes:
@@ -225,7 +204,7 @@ def _column_ranges(info: ShardInfo, read: ReadAt, begin: int, end: int) -> list[
         ranges.append((position, length))
         position += length
     if position != end:
-        raise _MalformedSample(f"its columns have {position - begin:,} bytes, it has {end - begin:,}")
+        raise ValueError(f"its columns have {position - begin:,} bytes, it has {end - begin:,}")
     return ranges
 
 
@@ -235,14 +214,10 @@ def _read_annotations(info: ShardInfo, used: Sequence[int], ranges: Sequence[tup
     for k in used:
         start, length = ranges[k]
         if length > MAX_ANNOTATION_BYTES:
-            raise _MalformedSample(f"{info.column_names[k]} has {length:,} bytes")
-        name, encoding = info.column_names[k], info.column_encodings[k]
-        value = _decode(encoding, read(start, length))
-        content[SIZE_COLUMNS.get(name, _plain(name))] = value
-    for key in ("annotation", "target", "targets"):
-        if key in content:
-            return content[key]
-    return content
+            raise ValueError(f"{info.column_names[k]} has {length:,} bytes")
+        name = info.column_names[k]
+        content[SIZE_COLUMNS.get(name, _plain(name))] = _decode(info.column_encodings[k], read(start, length))
+    return next((content[key] for key in ("annotation", "target", "targets") if key in content), content)
 
 
 def _decode(encoding: str, data: bytes) -> Any:
@@ -252,15 +227,11 @@ def _decode(encoding: str, data: bytes) -> Any:
     if kind == "str":
         return data.decode()
     if kind in SCALARS:
-        values = np.frombuffer(data, _little_endian(SCALARS[kind]))
+        values = np.frombuffer(data, np.dtype(SCALARS[kind]).newbyteorder("<"))
         if len(values) != 1:
-            raise _MalformedSample(f"a value of encoding {encoding} has {len(data):,} bytes")
+            raise ValueError(f"a value of encoding {encoding} has {len(data):,} bytes")
         return values[0].item()
     return _decode_array(arguments, data)
-
-
-def _little_endian(type_name: str) -> np.dtype[Any]:
-    return np.dtype(type_name).newbyteorder("<")
 
 
 def _decode_array(arguments: str, data: bytes) -> list[Any]:
@@ -276,10 +247,10 @@ def _decode_array(arguments: str, data: bytes) -> list[Any]:
             axes, width = data[0] >> 2, 1 << (data[0] & 3)
             shape = tuple(np.frombuffer(data[1 : 1 + axes * width], f"<u{width}").tolist())
             data = data[1 + axes * width :]
-        values = np.frombuffer(data, _little_endian(SCALARS[dtype_name]))
+        values = np.frombuffer(data, np.dtype(SCALARS[dtype_name]).newbyteorder("<"))
     except (IndexError, KeyError) as error:
-        raise _MalformedSample(f"an array of encoding ndarray:{arguments} that cannot be read") from error
+        raise ValueError(f"an array of encoding ndarray:{arguments} that cannot be read") from error
     if math.prod(shape) != len(values):
-        raise _MalformedSample(f"an array of {len(values):,} values has the shape {shape}")
+        raise ValueError(f"an array of {len(values):,} values has the shape {shape}")
     rows: list[Any] = values.reshape(shape).tolist()
     return rows

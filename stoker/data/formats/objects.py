@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.folders import split_from_name
-from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, usable_size
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, usable_size
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
 
@@ -27,25 +27,20 @@ MIN_FRACTION_OUTSIDE, MIN_FRACTION_CORNERS = 0.05, 0.99
 more than the second are valid corners: as x, y, width and height, boxes near the right and lower edges are not."""
 
 
-def fraction_outside(size: NDArray[np.float64], xyxy: NDArray[np.float64]) -> float:
-    """Of boxes [K, 4] that were given as x, y, width and height, in images of height and width `size` [K, 2]: if they
-    are corners, contrary to COCO, the fraction that would reach out of their images; else 0."""
+def corners_note(size: NDArray[np.float64], xyxy: NDArray[np.float64]) -> str | None:
+    """A note if boxes [K, 4] that were given as x, y, width and height, in images of height and width `size` [K, 2],
+    are corners, contrary to COCO: many would reach out of their images. Else None."""
     if not len(size):
-        return 0.0
+        return None
     x1, y1, x2, y2 = xyxy.T
     height, width = size[:, 0] + 1, size[:, 1] + 1
     reaches_out = (x2 > width) | (y2 > height)
     right, bottom = x2 - x1, y2 - y1
     are_corners = (right > x1) & (bottom > y1) & (right <= width) & (bottom <= height)
-    fraction = float(reaches_out.mean())
-    return fraction if fraction > MIN_FRACTION_OUTSIDE and are_corners.mean() > MIN_FRACTION_CORNERS else 0.0
-
-
-def corners_note(fraction: float) -> str:
-    return (
-        f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {100 * fraction:.0f} % would reach out of"
-        " their images"
-    )
+    if not (reaches_out.mean() > MIN_FRACTION_OUTSIDE and are_corners.mean() > MIN_FRACTION_CORNERS):
+        return None
+    part = f"{100 * reaches_out.mean():.0f} %"
+    return f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {part} would reach out of their images"
 
 
 LAYOUTS = (
@@ -197,19 +192,9 @@ def _has_objects(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
 
 
 IMAGE_KEYS = (
-    *NAME_OF_FILE_KEYS,
-    "image",
-    "imagefilename",
-    "imageFilename",
-    "image_path",
-    "img_path",
-    "image_url",
-    "imageGcsUri",
-    "source-ref",
-    "img",
-    "path",
-    "name",
-)
+    *NAME_OF_FILE_KEYS, "image", "imagefilename", "imageFilename", "image_path", "img_path", "image_url", "imageGcsUri",
+    "source-ref", "img", "path", "name",
+)  # fmt: skip
 
 
 def _image_of(entry: Mapping[str, Any]) -> tuple[str, tuple[int, int]]:
@@ -243,41 +228,30 @@ def read_files(
                 problems.add("unreadable-annotations", unknown[-1])
                 continue
             only_extents &= all(box.is_extent for box in boxes)
+            name, size = _image_of(entry)
+            if not is_usable_name(name):
+                problems.add("malformed-image", f"{location}: it names no image")
+                continue
             vertex_ai = entry.get("dataItemResourceLabels")
             word = vertex_ai.get("aiplatform.googleapis.com/ml_use") if isinstance(vertex_ai, Mapping) else None
-            _add_image(builder, locator, location, entry, boxes, part.split or split_from_name(str(word)))
+            folder, name = locator.locate(name)
+            split_index = locator.split_index(part.split or split_from_name(str(word)), folder)
+            index = builder.add_image(ImageFile(folder, name, split_index, size), location)
+            for box in boxes:
+                if box.xyxy is None or box.label is None:
+                    kind = "malformed-box" if box.xyxy is None else "no-class"
+                    builder.drop_box(kind, f"{location}, object {box.number}: {box.text}")
+                else:
+                    builder.boxes.append(Box(index, box.label, box.xyxy, box.number, box.is_normalized, box.is_crowd))
         builder.detect_units(part.annotations, first_box)
         builder.notes += locator.notes()
     if unknown and not builder.images:
         raise make_error(DataError, "unknown-layout", builder.location(), choices=LAYOUTS, cause=unknown[0])
     builder.drop_ambiguous_images()
     table = builder.build()
-    size = table.original_size[table.image_index].astype(np.float64)
-    known = (size > 0).all(1)
-    if only_extents and (fraction := fraction_outside(size[known], table.boxes[known])):
+    sizes = table.original_size[table.image_index].astype(np.float64)
+    known = (sizes > 0).all(1)
+    if only_extents and (note := corners_note(sizes[known], table.boxes[known])) is not None:
         table.boxes[:, 2:] -= table.boxes[:, :2]
-        table.notes.append(corners_note(fraction))
+        table.notes.append(note)
     return table
-
-
-def _add_image(
-    builder: TableBuilder,
-    locator: ImageLocator,
-    location: str,
-    entry: Mapping[str, Any],
-    boxes: Sequence[ObjectBox],
-    split: str | None,
-) -> None:
-    """Adds an image and its boxes; what is wrong with them becomes a problem."""
-    name, size = _image_of(entry)
-    if not is_usable_name(name):
-        builder.problems.add("malformed-image", f"{location}: it names no image")
-        return
-    folder, name = locator.locate(name)
-    index = builder.add_image(ImageFile(folder, name, locator.split_index(split, folder), size), location)
-    for box in boxes:
-        if box.xyxy is None or box.label is None:
-            kind = "malformed-box" if box.xyxy is None else "no-class"
-            builder.drop_box(kind, f"{location}, object {box.number}: {box.text}")
-        else:
-            builder.boxes.append(Box(index, box.label, box.xyxy, box.number, box.is_normalized, box.is_crowd))

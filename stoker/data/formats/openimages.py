@@ -14,18 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    MAX_SEARCHED_DIRS,
-    file_part,
-    find_files,
-    is_image_name,
-    iter_nearby_dirs,
-    list_files,
-    named_subdirs,
-    read_head,
-    root_of,
-    unique,
-)
+from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
@@ -40,37 +29,40 @@ DESCRIPTIONS = ("class-description", "classes")
 def recognize(path: Path) -> DatasetLayout | None:
     """The data set of a table, or of the tables in a folder; None if there are none."""
     if path.is_file():
-        return _make_layout(root_of(path, TABLE_DIRS), [file_part(path)]) if is_open_images(path) else None
-    parts = find_files(path, TABLE_DIRS, lambda folder: filter(is_open_images, list_files(folder, ".csv")))
+        root = folders.root_of(path, TABLE_DIRS)
+        return _make_layout(root, [folders.file_part(path)]) if is_open_images(path) else None
+
+    def list_tables(folder: Path) -> Iterator[Path]:
+        return filter(is_open_images, folders.list_files(folder, ".csv"))
+
+    parts = folders.find_files(path, TABLE_DIRS, list_tables)
     return _make_layout(path, parts) if parts else None
 
 
 def is_open_images(path: Path) -> bool:
     """Whether a file is a table of boxes of Open Images, by its header."""
-    header = read_head(path).partition(b"\n")[0].decode(errors="replace").strip().split(_delimiter(path))
+    header = folders.read_head(path).partition(b"\n")[0].decode(errors="replace").strip().split(_delimiter(path))
     return set(COLUMNS) <= set(header) and header[0] == "ImageID"
 
 
 def _delimiter(table: Path) -> str:
     """The semicolon for a table that Excel has written in a country with decimal commas."""
-    return ";" if b";" in read_head(table).partition(b"\n")[0] else ","
+    return ";" if b";" in folders.read_head(table).partition(b"\n")[0] else ","
 
 
 def _make_layout(root: Path, parts: Sequence[SplitFiles]) -> DatasetLayout:
     tables = [part.annotations for part in parts]
-    near = unique(path for table in tables for path in (table.parent, table.parent.parent, root))
-    dirs = unique(
-        path for base in near if base.is_relative_to(root) for path in (base, *named_subdirs(base, TABLE_DIRS))
+    near = folders.unique(path for table in tables for path in (table.parent, table.parent.parent, root))
+    dirs = folders.unique(
+        path for base in near if base.is_relative_to(root) for path in (base, *folders.named_subdirs(base, TABLE_DIRS))
     )
-    files = [path for directory in dirs for path in list_files(directory, ".csv")]
+    files = [path for directory in dirs for path in folders.list_files(directory, ".csv")]
+    image_dirs = [(part, folders.iter_nearby_dirs(part.annotations.parent, root, part.split)) for part in parts]
     return DatasetLayout(
         format="openimages",
         description=f"Open Images ({', '.join(table.name for table in tables[:3])})",
         root=root,
-        parts=tuple(
-            replace(part, image_dirs=unique(iter_nearby_dirs(part.annotations.parent, root, part.split)))
-            for part in parts
-        ),
+        parts=tuple(replace(part, image_dirs=folders.unique(near_dirs)) for part, near_dirs in image_dirs),
         metadata_files=tuple(path for path in files if any(word in path.name.lower() for word in DESCRIPTIONS)),
     )
 
@@ -81,9 +73,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     rows = (row for file in layout.metadata_files for _, row in _iter_csv(file))  # LabelName, display name
     names = {row[0]: row[1].strip() for row in rows if len(row) == 2 and row[0].startswith("/")}
     if not names:
-        builder.notes.append(
-            "there is no class-descriptions-boxable.csv: the classes are called /m/…, as in the tables"
-        )
+        called = "the classes are called /m/…, as in the tables"
+        builder.notes.append(f"there is no class-descriptions-boxable.csv: {called}")
     for part in layout.parts:
         index_by_id: dict[str, int] = {}
         absent_id, num_absent = "", 0
@@ -117,16 +108,16 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 def _find_images(layout: DatasetLayout) -> dict[str, tuple[Path, str]]:
     """ImageID → folder and name, of all images below the root."""
     images: dict[str, tuple[Path, str]] = {}
-    for path, _, names in islice(os.walk(layout.root), MAX_SEARCHED_DIRS):
+    for path, _, names in islice(os.walk(layout.root), folders.MAX_SEARCHED_DIRS):
         for name in names:
-            if is_image_name(name):
+            if folders.is_image_name(name):
                 images.setdefault(_strip_suffix(name), (Path(path), name))
     return images
 
 
 def _strip_suffix(name: str) -> str:
     """An ImageID, which some tables write as the name of the file: `abc.jpg`."""
-    return os.path.splitext(name)[0] if is_image_name(name) else name
+    return os.path.splitext(name)[0] if folders.is_image_name(name) else name
 
 
 def _iter_rows(table: Path) -> Iterator[tuple[int, list[str]]]:

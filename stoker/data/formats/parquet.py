@@ -19,12 +19,7 @@ import pyarrow.parquet as pq
 from stoker import regular_files
 from stoker.data.formats.objects import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS
 from stoker.data.formats.parquet_pages import check_pages, max_unpacked_bytes, read_footer, text_bytes, texts_of
-from stoker.data.formats.shards import (
-    ShardSamples,
-    make_table,
-    open_shard,
-    recognize_shards,
-)
+from stoker.data.formats.shards import ShardSamples, make_table, open_shard, recognize_shards
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.formats.tfrecord_bytes import unpacked_path, write_cached
 from stoker.data.images import source as image_source
@@ -42,9 +37,8 @@ BATCH_ROWS, BATCH_BYTES = 64, 1 << 27
 
 def recognize(path: Path) -> DatasetLayout | None:
     """The Parquet data set in a folder or in its split folders, or of a file; None if there is none."""
-    return recognize_shards(
-        path, "parquet", "Parquet", dir_names=("data", "default"), suffix=".parquet", has_samples=_has_boxes
-    )
+    dirs = ("data", "default")
+    return recognize_shards(path, "parquet", "Parquet", dir_names=dirs, suffix=".parquet", has_samples=_has_boxes)
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -83,12 +77,12 @@ def _has_boxes(path: Path) -> bool:
 
 
 def _image_column(schema: pa.Schema) -> str | None:
-    def has_bytes(kind: pa.DataType) -> bool:
-        if pa.types.is_struct(kind):
-            return bool(kind.get_field_index("bytes") >= 0)
-        return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
-
-    return next((name for name in IMAGE_COLUMNS if name in schema.names and has_bytes(schema.field(name).type)), None)
+    for name in IMAGE_COLUMNS:
+        kind = schema.field(name).type if name in schema.names else pa.null()
+        has_bytes = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+        if has_bytes or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            return name
+    return None
 
 
 def _annotation_columns(schema: pa.Schema) -> list[str]:

@@ -7,12 +7,14 @@ https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thr
 (`parquet.py`).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from stoker.data.images.headers import ReadAt
 
 MAX_PAGE_BYTES, MAX_PAGE_RATIO = 1 << 27, 4
 """A page may unpack to the first, or to so many times its packed size: encoded images hardly become smaller."""
@@ -29,9 +31,6 @@ _HEADER_BYTES, _MAX_HEADER_BYTES = 1 << 12, 1 << 20
 _MAX_DEPTH = 8
 """Of structures in one another; the deepest is the unit of a logical type."""
 _DELTA_BYTE_ARRAY = 7
-_MAGIC = b"PAR1"
-
-ReadAt = Callable[[int, int], bytes]
 
 
 class Chunk(NamedTuple):
@@ -54,7 +53,7 @@ def read_footer(read: ReadAt, size_bytes: int, metadata: pq.FileMetaData) -> Foo
     length = int.from_bytes(tail[:4], "little")
     footer: Footer = []
     try:
-        if tail[4:] != _MAGIC or not 0 < length <= size_bytes - 8:
+        if tail[4:] != b"PAR1" or not 0 < length <= size_bytes - 8:
             raise ValueError("no footer")
         for group in _read_struct(read(size_bytes - 8 - length, length), 0)[0].get(4, []):
             columns = [column[3] for column in group[1]]
@@ -84,9 +83,8 @@ def check_pages(
         if leaf.path.partition(".")[0] not in columns:
             continue
         if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > MAX_FIXED_BYTES:
-            raise pa.ArrowInvalid(
-                f"{leaf.path} has values of {leaf.length:,} bytes; at most {MAX_FIXED_BYTES} are read"
-            )
+            size = f"{leaf.length:,} bytes; at most {MAX_FIXED_BYTES} are read"
+            raise pa.ArrowInvalid(f"{leaf.path} has values of {size}")
         for group in footer:
             chunk = group[number]
             offset, remaining = min(filter(None, chunk.starts), default=0), chunk.num_values
@@ -120,14 +118,14 @@ def texts_of(metadata: pq.FileMetaData, footer: Footer, columns: Collection[str]
 
 def text_bytes(values: pa.Array) -> int:
     """The bytes that the texts in an array of any depth have, each as often as it is there."""
-    if pa.types.is_dictionary(values.type):
-        total = pc.sum(pc.take(pc.binary_length(values.dictionary), values.indices)).as_py()
-        return int(total or 0)
-    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        return int(pc.sum(pc.take(pc.binary_length(values.dictionary), values.indices)).as_py() or 0)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return int(pc.sum(pc.binary_length(values)).as_py() or 0)
-    if pa.types.is_struct(values.type):
+    if pa.types.is_struct(kind):
         return sum(map(text_bytes, values.flatten()))
-    return text_bytes(values.flatten()) if pa.types.is_nested(values.type) else 0
+    return text_bytes(values.flatten()) if pa.types.is_nested(kind) else 0
 
 
 def _read_header(read: ReadAt, offset: int, name: str) -> tuple[int, int, int, int]:
@@ -147,8 +145,7 @@ def _read_header(read: ReadAt, offset: int, name: str) -> tuple[int, int, int, i
 
 
 def _read_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict[int, Any], int]:
-    """(field → value, the position after it). Raises IndexError at the end of the data, ValueError for what neither a
-    header of a page nor a footer has."""
+    """(field → value, the position after it). Raises IndexError at the end of the data, ValueError for other types."""
     fields, field = dict[int, Any](), 0
     while byte := data[at]:
         kind, step = byte & 15, byte >> 4

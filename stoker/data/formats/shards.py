@@ -15,24 +15,10 @@ from typing import Any
 import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    check_unannotated_splits,
-    file_part,
-    find_files,
-    iter_split_dirs,
-    list_files,
-    sort_parts,
-)
-from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads, usable_size
-from stoker.data.formats.objects import (
-    LAYOUTS,
-    NAME_OF_FILE_KEYS,
-    UnknownLayout,
-    corners_note,
-    fraction_outside,
-    read_boxes,
-)
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.formats import folders
+from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads
+from stoker.data.formats.objects import LAYOUTS, NAME_OF_FILE_KEYS, UnknownLayout, corners_note, read_boxes
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within
 from stoker.data.validation.problems import ProblemCollector
@@ -49,10 +35,10 @@ def find_shards(
     folder: Path, dir_names: Sequence[str], list_shards: Callable[[Path], Sequence[Path]]
 ) -> tuple[list[SplitFiles], list[str]]:
     """The shards in a folder (`find_files`), and notes."""
-    parts = find_files(folder, dir_names, list_shards)
-    split_dirs = {path for _, path in iter_split_dirs(folder)} if parts else set()
+    parts = folders.find_files(folder, dir_names, list_shards)
+    split_dirs = {path for _, path in folders.iter_split_dirs(folder)} if parts else set()
     is_per_split = any(split_dirs & {part.annotations.parent, part.annotations.parent.parent} for part in parts)
-    return parts, check_unannotated_splits(folder, parts) if is_per_split else []
+    return parts, folders.check_unannotated_splits(folder, parts) if is_per_split else []
 
 
 def recognize_shards(
@@ -61,13 +47,13 @@ def recognize_shards(
     """The data set of a shard, or of the shards in a folder (`find_shards`); None if the first has no samples."""
 
     def list_shards(folder: Path) -> list[Path]:
-        files = list_files(folder, suffix)
+        files = folders.list_files(folder, suffix)
         return files if files and has_samples(files[0]) else []
 
     if path.is_dir():
         parts, notes = find_shards(path, dir_names, list_shards)
     else:
-        parts, notes = [file_part(path)] if has_samples(path) else [], []
+        parts, notes = [folders.file_part(path)] if has_samples(path) else [], []
     return layout_of_shards(format, title, path if path.is_dir() else path.parent, parts, notes) if parts else None
 
 
@@ -75,17 +61,16 @@ def layout_of_shards(
     format: str, title: str, root: Path, parts: Sequence[SplitFiles], notes: Sequence[str]
 ) -> DatasetLayout:
     shards = f"{len(parts):,} shards" if len(parts) != 1 else "one shard"
-    description = f"{title} in {shards}"
-    return DatasetLayout(format=format, description=description, root=root, parts=sort_parts(parts), notes=tuple(notes))
+    description, own = f"{title} in {shards}", folders.sort_parts(parts)
+    return DatasetLayout(format=format, description=description, root=root, parts=own, notes=tuple(notes))
 
 
 @contextlib.contextmanager
 def open_shard(path: Path) -> Iterator[tuple[ReadAt, int]]:
-    """(read, number of bytes) of a shard; `read(offset, count)` returns fewer bytes at its end. Raises OSError,
-    StorageError."""
+    """(read, number of bytes) of a shard; `read(offset, count)` is shorter at its end. Raises OSError, StorageError."""
     remote = source.find_remote(path)
     if remote is not None:
-        yield _RemoteReader(remote, path.stat().st_size).read, path.stat().st_size
+        yield _read_in_blocks(remote, path.stat().st_size), path.stat().st_size
         return
     fd = regular_files.open_fd(path)
     try:
@@ -103,20 +88,20 @@ def map_shards(function: Callable[[Item], Result], shards: Sequence[Item], *, pa
     return map_in_threads(function, shards, workers=REMOTE_SHARDS, chunk_size=1)
 
 
-class _RemoteReader:
-    def __init__(self, remote: source.RemoteObject, total_bytes: int) -> None:
-        self._remote, self._total_bytes = remote, total_bytes
-        self._start, self._block = 0, b""
+def _read_in_blocks(remote: source.RemoteObject, total_bytes: int) -> ReadAt:
+    start, block = 0, b""
 
-    def read(self, offset: int, count: int) -> bytes:
-        count = min(count, self._total_bytes - offset)
+    def read(offset: int, count: int) -> bytes:
+        nonlocal start, block
+        count = min(count, total_bytes - offset)
         if count <= 0:
             return b""
-        position = offset - self._start
-        if not (position >= 0 and position + count <= len(self._block)):
-            length = min(max(count, BLOCK_BYTES), self._total_bytes - offset)
-            self._start, self._block, position = offset, source.read_object(self._remote, offset, length), 0
-        return self._block[position : position + count]
+        if not start <= offset <= start + len(block) - count:
+            block = source.read_object(remote, offset, min(max(count, BLOCK_BYTES), total_bytes - offset))
+            start = offset
+        return block[offset - start : offset - start + count]
+
+    return read
 
 
 MAX_ANNOTATION_BYTES = 1 << 26
@@ -138,8 +123,8 @@ class ShardSamples:
     bad_boxes: list[int] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     """(kind, example)."""
-    unknown_layouts: list[str] = field(default_factory=list)
-    """Reasons of the first few samples whose annotations have a layout that is not known."""
+    unknown_layout: str | None = None
+    """The reason of the first sample whose annotations have a layout that is not known."""
 
     def add(self, name: str, read: ReadAt, start: int, length: int, annotations: Any) -> None:
         """A sample with decoded annotations. What is wrong with it becomes a problem."""
@@ -151,12 +136,13 @@ class ShardSamples:
             self.problems.append(("record-without-image", f"{place}: {error.cause or error.what}"))
             return
         except UnknownLayout as error:
-            self.unknown_layouts += [f"{place}: {error}"] if len(self.unknown_layouts) < 3 else []
+            self.unknown_layout = self.unknown_layout or f"{place}: {error}"
             self.problems.append(("unreadable-annotations", f"{place}: {error}"))
             return
         fields = annotations if isinstance(annotations, Mapping) else {}
         given = usable_size(fields.get("height"), fields.get("width"))
-        label = _annotated_name(fields) or name.rpartition("/")[2]
+        written = next((fields[key] for key in NAME_OF_FILE_KEYS if isinstance(fields.get(key), str)), "")
+        label = folders.base_name(written) or name.rpartition("/")[2]
         image_index, (height, width) = len(self.images), size if 0 in given else given
         self.images.append(ImageFile(self.path, label, self.split, (height, width)))
         self.byte_ranges.append((start, length))
@@ -192,24 +178,17 @@ def make_table(
         builder.bad_boxes += [first + image_index for image_index in shard.bad_boxes]
         for kind, example in shard.problems:
             problems.add(kind, example)
-    if not images and (reasons := [reason for shard in shards for reason in shard.unknown_layouts]):
-        place, cause = builder.location(), reasons[0]
-        raise make_error(DataError, "samples-unknown", place, choices=LAYOUTS, cause=cause, name=format_name)
     if not images:
+        if reasons := [shard.unknown_layout for shard in shards if shard.unknown_layout is not None]:
+            place, cause = builder.location(), reasons[0]
+            raise make_error(DataError, "samples-unknown", place, choices=LAYOUTS, cause=cause, name=format_name)
         cause = problems.describe() or "they are empty"
         raise make_error(DataError, "no-usable-sample", builder.location(), cause=cause, name=format_name)
     sizes = np.array([images[boxes[k].image_index].size for k in extents], np.float64)
-    if fraction := fraction_outside(sizes, np.array([boxes[k].xyxy for k in extents], np.float64)):
-        builder.notes.append(corners_note(fraction))
+    if (note := corners_note(sizes, np.array([boxes[k].xyxy for k in extents], np.float64))) is not None:
+        builder.notes.append(note)
         for k in extents:
             x1, y1, x2, y2 = boxes[k].xyxy
             boxes[k] = boxes[k]._replace(xyxy=(x1, y1, x2 - x1, y2 - y1))
     byte_ranges = np.array([byte_range for shard in shards for byte_range in shard.byte_ranges], np.int64)
     return replace(builder.build(class_names or None, read_headers=False), byte_range=byte_ranges.reshape(-1, 2))
-
-
-def _annotated_name(fields: Mapping[str, Any]) -> str:
-    """The name of the image file, without folders, that the annotations of a sample give; empty where they do not."""
-    text = next((fields[key] for key in NAME_OF_FILE_KEYS if isinstance(fields.get(key), str)), "")
-    name = text.replace("\\", "/").rpartition("/")[2].replace("\0", "")
-    return "" if name in (".", "..") else name

@@ -2,14 +2,15 @@
 
 The formats produce the first two, the index (`stoker/data/index.py`) uses them. A writer gets the classes of a data
 set, then its images one by one; boxes are those of the index, and reading a written data set must give their float32
-corners again. Not here: making a table from single images and boxes (`images.py`), recognizing folders by their names
-(`folders.py`).
+corners again. Functions make boxes and sizes of what annotations give. Not here: making a table from single images and
+boxes (`images.py`), recognizing folders by their names (`folders.py`).
 """
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 SPLITS = ("train", "val", "test")
 UNASSIGNED = -1
 """The split of an image whose data set names none."""
+XYXY = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +107,8 @@ class AnnotationTable:
         return np.flatnonzero(in_file == 0)
 
     def image_path(self, image_index: int) -> str:
-        return os.path.normpath(
-            os.path.join(self.folders[int(self.folder_index[image_index])], self.file_names[image_index])
-        )
+        folder = self.folders[int(self.folder_index[image_index])]
+        return os.path.normpath(os.path.join(folder, self.file_names[image_index]))
 
 
 class FolderTable:
@@ -181,6 +182,8 @@ class UnsupportedImage(Exception):
 class DatasetWriter(ABC):
     """Writes one format. Images come split by split, in the order of the index."""
 
+    image_dir: ClassVar[str | None] = None
+    """The folder of the image files, "{split}" stands for the split; None: `add` stores the images itself."""
     single_image_dir: ClassVar[bool] = False
     """All splits share one folder, so image names must be unique in the data set."""
     supports_crowd: ClassVar[bool] = True
@@ -195,10 +198,6 @@ class DatasetWriter(ABC):
         """Splits with at least one image; set by `convert`."""
         self.notes: Counter[str] = Counter()
         """Differences from the source: description → count. The description follows the count in messages."""
-
-    @abstractmethod
-    def image_path(self, image: AnnotatedImage) -> Path | None:
-        """The path of the image file; None if `add` stores the image itself."""
 
     @abstractmethod
     def add(self, image: AnnotatedImage) -> None:
@@ -231,6 +230,30 @@ def exact_extent(low: int | float, high: np.float32) -> int | float:
     if np.float32(low + rounded) != high:
         rounded = float(high) - low
     return int(rounded) if rounded.is_integer() else rounded
+
+
+def bound_points(points: Sequence[Sequence[float]]) -> XYXY:
+    """The box around points (x, y)."""
+    xs, ys = [point[0] for point in points], [point[1] for point in points]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def bound_rotated(center: tuple[float, float], size: tuple[float, float], degrees: float) -> XYXY:
+    """The box around a rectangle of width and height `size` that is rotated about its center."""
+    cos, sin = abs(math.cos(math.radians(degrees))), abs(math.sin(math.radians(degrees)))
+    half_width, half_height = (size[0] * cos + size[1] * sin) / 2, (size[0] * sin + size[1] * cos) / 2
+    x, y = center
+    return x - half_width, y - half_height, x + half_width, y + half_height
+
+
+def usable_size(height: object, width: object) -> tuple[int, int]:
+    """Height and width that annotations give; 0, unknown, if they are not both valid numbers."""
+    try:
+        sides = [float(side) for side in (height, width) if isinstance(side, int | float | str)]
+    except ValueError:
+        return 0, 0
+    is_valid = len(sides) == 2 and all(1 <= side < 2**31 for side in sides)
+    return (int(sides[0]), int(sides[1])) if is_valid else (0, 0)
 
 
 def apply_orientation(boxes: NDArray[np.float32], size: tuple[int, int], orientation: int) -> NDArray[np.float32]:

@@ -8,10 +8,11 @@ Every checksum is verified; damaged records are reported with their byte offset 
 table has the byte range of each in its file. Keys are those of object_detection/data_decoders/tf_example_decoder.py;
 image/object/difficult is an ordinary box, as in Pascal VOC; a box around a group (image/object/group_of) counts as
 COCO's crowd. As in the API, the text decides the class of a box if the label map has it, else the label; of several
-label maps, the one that agrees with the records is used. Not here: the bytes of records (`tfrecord_bytes.py`), the
-text of a label map (`tfrecord_bytes.py`).
+label maps, the one that agrees with the records is used. Not here: the bytes of records and label maps
+(`tfrecord_bytes.py`).
 """
 
+import contextlib
 import hashlib
 import math
 import mmap
@@ -22,13 +23,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.formats.folders import file_part, list_subdirs
+from stoker.data.formats import tfrecord_bytes
+from stoker.data.formats.folders import base_name, file_part, list_subdirs
 from stoker.data.formats.shards import find_shards, layout_of_shards
 from stoker.data.formats.tables import (
     AnnotatedImage,
@@ -39,23 +41,6 @@ from stoker.data.formats.tables import (
     SplitFiles,
     Target,
     UnsupportedImage,
-)
-from stoker.data.formats.tfrecord_bytes import (
-    BACKGROUND,
-    HEADER_BYTES,
-    Example,
-    Frame,
-    LabelMap,
-    MalformedExample,
-    Values,
-    encode_example,
-    is_record_header,
-    iter_frames,
-    label_map_text,
-    looks_like_label_map,
-    read_label_map,
-    unpack,
-    write_record,
 )
 from stoker.data.images.headers import parse_header
 from stoker.data.validation.problems import ProblemCollector
@@ -96,12 +81,11 @@ def from_glob(data: Path) -> DatasetLayout | None:
 
 
 def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
-    folders = list(dict.fromkeys(part.annotations.parent for part in parts))
     return replace(
         layout_of_shards("tfrecord", "TFRecord", root, parts, notes),
         # other programs use .record files too; if there is nothing else, reading them reports what is wrong
         is_certain=any(_has_tfrecord_header(part.annotations) for part in parts),
-        metadata_files=tuple(_find_label_maps(folders, root)),
+        metadata_files=tuple(_find_label_maps([part.annotations.parent for part in parts], root)),
     )
 
 
@@ -119,9 +103,8 @@ def _list_shards(folder: Path, notes: list[str]) -> list[Path]:
 def _is_shard(path: Path) -> bool:
     if path.name.startswith("."):
         return False
-    if _SUFFIX.search(path.name) is not None:
-        return True
-    return _SHARD_NAME.fullmatch(path.name) is not None and path.is_file() and _has_tfrecord_header(path)
+    is_numbered = _SHARD_NAME.fullmatch(path.name) is not None
+    return _SUFFIX.search(path.name) is not None or (is_numbered and _has_tfrecord_header(path))
 
 
 def _has_tfrecord_header(path: Path) -> bool:
@@ -129,8 +112,8 @@ def _has_tfrecord_header(path: Path) -> bool:
     if not path.is_file():
         return False
     with regular_files.open_file(path) as file:
-        head = file.read(HEADER_BYTES)
-    return not head or head.startswith(GZIP_MAGIC) or is_record_header(head)
+        head = file.read(tfrecord_bytes.HEADER_BYTES)
+    return not head or head.startswith(GZIP_MAGIC) or tfrecord_bytes.is_record_header(head)
 
 
 def describe_missing_shards(paths: Iterable[Path]) -> Iterator[str]:
@@ -154,15 +137,14 @@ def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
         (sibling_dirs, "*.pbtxt"),
     ):
         files = (path for directory in dict.fromkeys(directories) for path in sorted(directory.glob(pattern)))
-        if nearest := [path for path in files if path.is_file() and looks_like_label_map(path)]:
+        if nearest := [path for path in files if path.is_file() and tfrecord_bytes.looks_like_label_map(path)]:
             return nearest
     return []
 
 
 BOX_KEYS = (b"image/object/bbox/xmin", b"image/object/bbox/ymin", b"image/object/bbox/xmax", b"image/object/bbox/ymax")
-AREA_KEY = b"image/object/area"
 OBJECT_KEYS = {
-    **dict.fromkeys((*BOX_KEYS, AREA_KEY), "float_list"),
+    **dict.fromkeys((*BOX_KEYS, b"image/object/area"), "float_list"),
     b"image/object/class/label": "int64_list",
     b"image/object/class/text": "bytes_list",
     b"image/object/is_crowd": "int64_list",
@@ -188,16 +170,10 @@ class _RecordColumns:
     number_by_pair: dict[tuple[int, bytes], int] = field(default_factory=dict)
     crowd: "array[int]" = field(default_factory=partial(array, "b"))
     area: "array[float]" = field(default_factory=lambda: array("f"))
-    num_boxes: list[int] = field(default_factory=list)
-    """[R], boxes per image."""
-    byte_range: "array[int]" = field(default_factory=partial(array, "q"))
-    original_size: "array[int]" = field(default_factory=partial(array, "q"))
     file_names: list[str] = field(default_factory=list)
     source_id: list[bytes] = field(default_factory=list)
-    folder_index: list[int] = field(default_factory=list)
-    split: list[int] = field(default_factory=list)
-    record_number: list[int] = field(default_factory=list)
-    """[R], number of the record in its file."""
+    numbers: "array[int]" = field(default_factory=partial(array, "q"))
+    """[R, 8], folder index, split, number of the record in its file, boxes, first byte, bytes, height, width."""
     num_group_boxes: int = 0
     unpacked_bytes: dict[Path, int] = field(default_factory=dict)
     """Unpacked file of each compressed shard → its size."""
@@ -225,66 +201,60 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 def _read_shard(
     path: Path, split: int, columns: _RecordColumns, folders: FolderTable, problems: ProblemCollector
 ) -> None:
-    shard = path.name
     with regular_files.open_file(path) as file:
         head = file.read(len(GZIP_MAGIC))
-    if not head:
-        problems.add("empty-shard", str(path))
-        return
     data_path = path
     if head == GZIP_MAGIC:
         try:
-            data_path = unpack(path)
+            data_path = tfrecord_bytes.unpack(path)
         except DataError as error:
             problems.add("damaged-shard", f"{path}: {error.cause}; the whole compressed file is left out")
             return
         columns.unpacked_bytes[data_path] = data_path.stat().st_size
-        if columns.unpacked_bytes[data_path] == 0:
-            problems.add("empty-shard", str(path))
-            return
+    if not head or columns.unpacked_bytes.get(data_path) == 0:
+        problems.add("empty-shard", str(path))
+        return
     folder_index = folders.add(str(data_path))
     used_names: set[str] = set()
     num_before = len(columns.file_names)
     with regular_files.open_file(data_path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if hasattr(mmap, "MADV_SEQUENTIAL"):
             data.madvise(mmap.MADV_SEQUENTIAL)  # a longer read-ahead: every byte is read once
-        for frame in iter_frames(data, shard, problems):
+        for frame in tfrecord_bytes.iter_frames(data, path.name, problems):
             try:
-                name = _read_record(data, frame, data_path, columns, used_names)
+                _read_record(data, frame, (folder_index, split), columns, used_names)
             except _UnusableRecord as error:
                 kind, reason = error.args
-                problems.add(kind, f"{shard} @ byte {frame.offset:,}, record {frame.number}: {reason}")
-                continue
-            used_names.add(name)
-            columns.file_names.append(name)
-            columns.record_number.append(frame.number)
-            columns.folder_index.append(folder_index)
-            columns.split.append(split)
+                problems.add(kind, f"{path.name} @ byte {frame.offset:,}, record {frame.number}: {reason}")
     if data_path != path and len(columns.file_names) == num_before:
         del columns.unpacked_bytes[data_path]
         data_path.unlink()  # nothing in it can be used
 
 
-def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordColumns, used_names: set[str]) -> str:
-    """Adds the image and the boxes of a record; returns the image's name. Raises _UnusableRecord."""
+def _read_record(
+    data: mmap.mmap,
+    frame: tfrecord_bytes.Frame,
+    folder_and_split: tuple[int, int],
+    columns: _RecordColumns,
+    used_names: set[str],
+) -> None:
+    """Adds the image and the boxes of a record. Raises _UnusableRecord."""
     record = data[frame.start : frame.stop]
     try:
-        example = Example(record)
+        example = tfrecord_bytes.Example(record)
         *xyxy, area, labels, texts, crowd, group_of = (example.values(key, kind) for key, kind in OBJECT_KEYS.items())
         sides = [example.values(key, "int64_list") for key in (b"image/height", b"image/width")]
         encoded, filename, source_id = (
             next(iter(example.values(key, "bytes_list")), b"")
             for key in (b"image/encoded", b"image/filename", b"image/source_id")
         )
-    except MalformedExample as error:
+    except tfrecord_bytes.MalformedExample as error:
         raise _UnusableRecord("not-an-example", str(error)) from error
     num_boxes = len(xyxy[0])
-    counts = {
-        key: len(values) for key, values in zip(OBJECT_KEYS, (*xyxy, area, labels, texts, crowd, group_of), strict=True)
-    }
-    if any(count != num_boxes and (count or key in BOX_KEYS) for key, count in counts.items()):
-        listed = [f"{key.decode()} has {n}" for key, n in counts.items() if n or key in BOX_KEYS]
-        raise _UnusableRecord("unequal-lists", ", ".join(listed))
+    counts = zip(OBJECT_KEYS, map(len, (*xyxy, area, labels, texts, crowd, group_of)), strict=True)
+    needed = {key: count for key, count in counts if count or key in BOX_KEYS}
+    if set(needed.values()) - {num_boxes}:
+        raise _UnusableRecord("unequal-lists", ", ".join(f"{key.decode()} has {n}" for key, n in needed.items()))
     if not encoded:
         raise _UnusableRecord("record-without-image", "it has no image/encoded")
     start = record.find(encoded[:64])  # searching for all of it takes as long as all the rest
@@ -293,35 +263,29 @@ def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordCol
     height, width = (values[0] if len(values) == 1 and 0 < values[0] < 2**31 else 0 for values in sides)
     if not (height and width and encoded[:3] in MAGIC_BYTES):
         try:
-            header_size = parse_header(encoded, shard).size
+            header_size = parse_header(encoded, "image/encoded").size
         except DataError as error:
             raise _UnusableRecord("record-without-image", error.cause or error.what) from error
         height, width = (height, width) if height and width else header_size
     for column, values in zip(columns.xyxy, xyxy, strict=True):
         column.extend(values)
-    pairs, numbers = (
-        zip(labels or [NO_LABEL] * num_boxes, texts or [b""] * num_boxes, strict=True),
-        columns.number_by_pair,
-    )
+    numbers = columns.number_by_pair
+    pairs = zip(labels or [NO_LABEL] * num_boxes, texts or [b""] * num_boxes, strict=True)
     columns.pair.extend([numbers.setdefault(pair, len(numbers)) for pair in pairs])
-    is_crowd = list(map(bool, crowd)) or [False] * num_boxes
-    if any(group_of):
-        columns.num_group_boxes += sum(map(bool, group_of))
-        is_crowd = [bool(a or b) for a, b in zip(is_crowd, group_of, strict=True)]
-    columns.crowd.extend(is_crowd)
+    columns.num_group_boxes += sum(map(bool, group_of))
+    zeros = [0] * num_boxes
+    columns.crowd.extend([bool(a or b) for a, b in zip(crowd or zeros, group_of or zeros, strict=True)])
     columns.area.extend(area or [math.nan] * num_boxes)
-    columns.num_boxes.append(num_boxes)
-    columns.byte_range.extend((frame.start + start, len(encoded)))
-    columns.original_size.extend((height, width))
+    byte_range = frame.start + start, len(encoded)
+    columns.numbers.extend((*folder_and_split, frame.number, num_boxes, *byte_range, height, width))
     columns.source_id.append(source_id)
-    return _unique_name(filename, frame.number, used_names)
+    columns.file_names.append(_unique_name(filename, frame.number, used_names))
+    used_names.add(columns.file_names[-1])
 
 
 def _unique_name(filename: bytes, record_number: int, used_names: set[str]) -> str:
     """The file name without folders; with the record number if it is empty or already used in the shard."""
-    name = filename.decode(errors="backslashreplace").replace("\\", "/").rpartition("/")[2].replace("\0", "")
-    if name in ("", ".", ".."):
-        name = f"record {record_number}"
+    name = base_name(filename.decode(errors="backslashreplace")) or f"record {record_number}"
     while name in used_names:
         stem, suffix = os.path.splitext(name)
         name = f"{stem} (record {record_number}){suffix}"
@@ -331,38 +295,39 @@ def _unique_name(filename: bytes, record_number: int, used_names: set[str]) -> s
 def _make_table(
     columns: _RecordColumns, layout: DatasetLayout, folders: list[str], notes: list[str], problems: ProblemCollector
 ) -> AnnotationTable:
-    image_indices = np.repeat(np.arange(len(columns.file_names), dtype=np.int64), columns.num_boxes)
-    offsets = np.cumsum([0, *columns.num_boxes])
-    original_size = np.array(columns.original_size, np.int64).astype(np.int32).reshape(-1, 2)
+    numbers = np.array(columns.numbers, np.int64).reshape(-1, 8)
+    folder_index, split, record_number, num_boxes = numbers[:, :4].T
+    image_indices = np.repeat(np.arange(len(numbers)), num_boxes)
+    offsets = np.cumsum([0, *num_boxes])
+    original_size = numbers[:, 6:].astype(np.int32)
 
     def describe_box(box_index: int) -> str:
         image_index = int(image_indices[box_index])
-        shard = Path(folders[columns.folder_index[image_index]]).name
+        shard = Path(folders[folder_index[image_index]]).name
         number = box_index - int(offsets[image_index]) + 1
-        record = f"record {columns.record_number[image_index]} ({columns.file_names[image_index]})"
+        record = f"record {record_number[image_index]} ({columns.file_names[image_index]})"
         return f"{shard}, {record}, object {number}"
 
     pair_index = np.array(columns.pair, np.int64)
     _, first_boxes, counts = np.unique(pair_index, return_index=True, return_counts=True)
-    pairs = [
-        LabelTextPair(label, text.decode(errors="backslashreplace") or None) for label, text in columns.number_by_pair
-    ]
-    classes = _choose_classes(pairs, layout.metadata_files, layout.root)
-    for assignment, first_box, count in zip(classes.assignments, first_boxes.tolist(), counts.tolist(), strict=True):
+    decoded = ((label, text.decode(errors="backslashreplace")) for label, text in columns.number_by_pair)
+    pairs = [LabelTextPair(label, text or None) for label, text in decoded]
+    class_names, class_ids, assignments, class_notes = _choose_classes(pairs, layout.metadata_files, layout.root)
+    for assignment, first_box, count in zip(assignments, first_boxes.tolist(), counts.tolist(), strict=True):
         if assignment.problem_kind is not None:
             example = f"{describe_box(first_box)}: {assignment.description}"
             problems.add(assignment.problem_kind, example, count)
-    labels = np.array([assignment.label for assignment in classes.assignments], np.int32)[pair_index]
+    labels = np.array([assignment.label for assignment in assignments], np.int32)[pair_index]
     height, width = original_size[image_indices].T.astype(np.float64)
     x1, y1, x2, y2 = (np.array(column, np.float64) for column in columns.xyxy)
     keep = labels != NO_CLASS
     return AnnotationTable(
-        class_names=classes.names,
-        category_ids=classes.ids,
+        class_names=class_names,
+        category_ids=class_ids,
         folders=folders,
-        folder_index=np.array(columns.folder_index, np.int32),
+        folder_index=folder_index.astype(np.int32),
         file_names=columns.file_names,
-        split=np.array(columns.split, np.int8),
+        split=split.astype(np.int8),
         original_size=original_size,
         image_id=_image_ids(columns.source_id),
         image_index=image_indices[keep],
@@ -372,9 +337,9 @@ def _make_table(
         area=np.array(columns.area, np.float64)[keep],
         box_id=(np.arange(len(image_indices)) - offsets[image_indices] + 1)[keep],
         box_id_kind="object",
-        byte_range=np.array(columns.byte_range, np.int64).reshape(-1, 2),
-        num_bad_boxes=np.bincount(image_indices[~keep], minlength=len(columns.file_names)),
-        notes=[*notes, *classes.notes],
+        byte_range=np.ascontiguousarray(numbers[:, 4:6]),
+        num_bad_boxes=np.bincount(image_indices[~keep], minlength=len(numbers)),
+        notes=[*notes, *class_notes],
     )
 
 
@@ -400,28 +365,20 @@ class LabelTextPair(NamedTuple):
 
 
 class _Assignment(NamedTuple):
-    """The class of a pair."""
-
     label: int
     """Index into the class names, or NO_CLASS."""
     problem_kind: str | None = None
     description: str = ""
 
 
-class _Classes(NamedTuple):
-    names: list[str]
-    ids: list[int]
-    assignments: list[_Assignment]
-    """Of each pair."""
-    notes: list[str]
-
-
-def _choose_classes(pairs: list[LabelTextPair], label_maps: Sequence[Path], root: Path) -> _Classes:
-    """The classes of a data set, and of each pair. label_maps: those that may belong to the records below `root`.
-    Raises DataError if a label map cannot be read or if several fit."""
+def _choose_classes(
+    pairs: list[LabelTextPair], label_maps: Sequence[Path], root: Path
+) -> tuple[list[str], list[int], list[_Assignment], list[str]]:
+    """Names and ids of the classes of a data set, the class of each pair, and notes. label_maps: those that may belong
+    to the records below `root`. Raises DataError if a label map cannot be read or if several fit."""
     chosen, notes = _choose_label_map(pairs, label_maps, root)
     if chosen is not None:
-        return _Classes(chosen.names, chosen.ids, _assign_by_map(pairs, chosen), notes)
+        return chosen.names, chosen.ids, _assign_by_map(pairs, chosen), notes
     if names := sorted({pair.text for pair in pairs if pair.text is not None}):
         index_by_name = {name: class_index for class_index, name in enumerate(names)}
         index_by_label = _labels_of_texts(pairs, index_by_name)
@@ -430,41 +387,36 @@ def _choose_classes(pairs: list[LabelTextPair], label_maps: Sequence[Path], root
         is_one_to_one = len(index_by_label) == len(label_by_index) == len(names)
         ids = [label_by_index[k] if is_one_to_one else k + 1 for k in range(len(names))]
         notes.append("no label map: the classes are the texts in the records, sorted")
-        return _Classes(names, ids, assignments, notes)
-    ids = sorted({pair.label for pair in pairs if pair.label > BACKGROUND})
+        return names, ids, assignments, notes
+    ids = sorted({pair.label for pair in pairs if pair.label > tfrecord_bytes.BACKGROUND})
     assignments = _assign(pairs, {class_id: k for k, class_id in enumerate(ids)}, {}, "labels begin at 1")
     if ids:
         notes.append(
             "no label map and no texts in the records: the classes are named after their labels;"
             " a label_map.pbtxt next to the records sets their names"
         )
-    return _Classes([f"class {class_id}" for class_id in ids], ids, assignments, notes)
+    return [f"class {class_id}" for class_id in ids], ids, assignments, notes
 
 
 def _choose_label_map(
     pairs: list[LabelTextPair], paths: Sequence[Path], root: Path
-) -> tuple[LabelMap | None, list[str]]:
+) -> tuple[tfrecord_bytes.LabelMap | None, list[str]]:
     """The label map to use, or None, and notes about it."""
     # in a folder next to that of the records, it may belong to another data set
     is_sibling = bool(paths) and paths[0].parent != root.parent and not paths[0].is_relative_to(root)
-    distinct: dict[tuple[object, ...], LabelMap] = {}
+    distinct: dict[tuple[object, ...], tfrecord_bytes.LabelMap] = {}
     for path in paths:
-        try:
-            candidate = read_label_map(path)
-        except DataError:
-            if is_sibling:  # perhaps of another data set; a note tells which map is used
-                continue
-            raise
-        distinct.setdefault((*candidate.ids, *candidate.names, *candidate.index_by_name.items()), candidate)
+        with contextlib.suppress(DataError) if is_sibling else contextlib.nullcontext():  # a note tells which is used
+            candidate = tfrecord_bytes.read_label_map(path)
+            distinct.setdefault((*candidate.ids, *candidate.names, *candidate.index_by_name.items()), candidate)
     label_maps = list(distinct.values())
     fitting = [each for each in label_maps if not any(a.problem_kind for a in _assign_by_map(pairs, each))]
     if len(label_maps) == 1 and not is_sibling:
         fitting = label_maps
     if len(fitting) == 1:
         others = ", ".join(each.path.name for each in label_maps if each is not fitting[0])
-        return fitting[0], [
-            f"classes from {fitting[0].path}" + (f"; {others} do not fit the records" if others else "")
-        ]
+        note = f"classes from {fitting[0].path}" + (f"; {others} do not fit the records" if others else "")
+        return fitting[0], [note]
     if is_sibling or not label_maps:
         count = f"{len(fitting)} of {len(label_maps)}"
         note = f"label maps in folders next to the records are not used: {count} fit them"
@@ -473,7 +425,7 @@ def _choose_label_map(
     raise make_error(DataError, "several-label-maps", root, choices=choices, total=len(label_maps), fitting=fit)
 
 
-def _assign_by_map(pairs: list[LabelTextPair], label_map: LabelMap) -> list[_Assignment]:
+def _assign_by_map(pairs: list[LabelTextPair], label_map: tfrecord_bytes.LabelMap) -> list[_Assignment]:
     index_by_id = {class_id: class_index for class_index, class_id in enumerate(label_map.ids)}
     return _assign(pairs, index_by_id, label_map.index_by_name, f"not in {label_map.path.name}", label_map)
 
@@ -482,7 +434,7 @@ def _labels_of_texts(pairs: list[LabelTextPair], index_by_name: Mapping[str, int
     """Label → index of the name that all boxes with the label have as their text; None if they have several."""
     index_by_label: dict[int, int | None] = {}
     for pair in pairs:
-        if pair.text is not None and pair.label > BACKGROUND:
+        if pair.text is not None and pair.label > tfrecord_bytes.BACKGROUND:
             class_index = index_by_name[pair.text]
             if index_by_label.setdefault(pair.label, class_index) != class_index:
                 index_by_label[pair.label] = None
@@ -494,7 +446,7 @@ def _assign(
     index_by_label: Mapping[int, int | None],
     index_by_name: Mapping[str, int],
     reason: str,
-    label_map: LabelMap | None = None,
+    label_map: tfrecord_bytes.LabelMap | None = None,
 ) -> list[_Assignment]:
     """The class of each pair: that of its text if it has one, else that of its label. reason: why it has none.
     label_map: the source of both; a label and a text that do not belong together are then a problem."""
@@ -515,11 +467,10 @@ def _assign(
 
 
 def _unassigned(pair: LabelTextPair, reason: str) -> _Assignment:
-    """Boxes whose class cannot be determined."""
     text = "" if pair.text is None else f", text {pair.text!r}"
     if pair.label == NO_LABEL and not text:
         return _Assignment(NO_CLASS, "no-class", "neither a label nor a text")
-    if pair.label == BACKGROUND and not text:
+    if pair.label == tfrecord_bytes.BACKGROUND and not text:
         return _Assignment(NO_CLASS, "no-class", "label 0, which is TensorFlow's background")
     label = "no label" if pair.label == NO_LABEL else f"label {pair.label}"
     return _Assignment(NO_CLASS, "unknown-class", f"{label}{text}: {reason}")
@@ -543,17 +494,14 @@ class TfRecordWriter(DatasetWriter):
         self._target = target
         self._num_written = dict.fromkeys(target.max_images, 0)
         self._files: dict[str, list[Path]] = {split: [] for split in target.max_images}
-        self._open_shard: tuple[tuple[str, int], BinaryIO] | None = None
-
-    def image_path(self, _image: AnnotatedImage) -> None:
-        return None
+        self._shard: tuple[str, int] | None = None
 
     def add(self, image: AnnotatedImage) -> None:
         if image.image_format not in TF_IMAGE_FORMATS:
             raise UnsupportedImage(f"it is {image.image_format}, TensorFlow decodes {', '.join(TF_IMAGE_FORMATS)}")
         height, width = image.size
         xyxy = self.normalized_boxes(image).astype(np.float32).T
-        values: dict[str, Values] = {
+        values: dict[str, tfrecord_bytes.Values] = {
             "image/height": [height],
             "image/width": [width],
             "image/filename": [image.name.encode()],
@@ -568,29 +516,19 @@ class TfRecordWriter(DatasetWriter):
         }
         for name, column in zip(("xmin", "ymin", "xmax", "ymax"), xyxy, strict=True):
             values[f"image/object/bbox/{name}"] = column
-        write_record(self._shard_file(image.split), encode_example(values))
-        self._num_written[image.split] += 1
-
-    def _shard_file(self, split: str) -> BinaryIO:
-        """The shard of the next record of a split: images in order, in equal parts."""
-        shard = self._num_written[split] * self._target.shards // max(1, self._target.max_images[split])
-        if self._open_shard is None or self._open_shard[0] != (split, shard):
-            self._close_shard()
-            files = self._files[split]
-            path = self.folder / f"{split}.record-{len(files):05d}"
-            files.append(path)
-            self._open_shard = (split, shard), path.open("xb")
-        return self._open_shard[1]
-
-    def _close_shard(self) -> None:
-        if self._open_shard is not None:
-            self._open_shard[1].close()
-            self._open_shard = None
+        # images come in order, each split in equal parts
+        split, files = image.split, self._files[image.split]
+        shard = split, self._num_written[split] * self._target.shards // max(1, self._target.max_images[split])
+        if shard != self._shard:
+            self._shard = shard
+            files.append(self.folder / f"{split}.record-{len(files):05d}")
+        with files[-1].open("ab") as file:
+            tfrecord_bytes.write_record(file, tfrecord_bytes.encode_example(values))
+        self._num_written[split] += 1
 
     def finish(self) -> None:
-        self._close_shard()
         for split, files in self._files.items():
             for path in files:  # the number of shards is known only now, because images may have been left out
                 is_single = self._target.shards == 1
                 path.rename(self.folder / f"{split}.record" if is_single else Path(f"{path}-of-{len(files):05d}"))
-        (self.folder / "label_map.pbtxt").write_text(label_map_text(self.class_names), encoding="utf-8")
+        (self.folder / "label_map.pbtxt").write_text(tfrecord_bytes.label_map_text(self.class_names), encoding="utf-8")

@@ -36,23 +36,21 @@ from stoker.errors import DataError, StorageError, make_error, needs_package
 from stoker.storage.local_files import atomic_path, cache_folder
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
-_LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
+_CRC = struct.Struct("<I")
 _MASK_DELTA = 0xA282EAD8
 """tensorflow/core/lib/hash/crc32c.h: a stored CRC is rotated and shifted by this, so that the CRC of data that contains
 CRCs stays a good checksum."""
 
 
 class Frame(NamedTuple):
-    """A record with correct checksums."""
+    """A record with correct checksums. Its data are the bytes from `start` to `stop` of the file."""
 
     number: int
     """1 for the first record of the file; damaged ones count."""
     offset: int
     """The first byte of the record, which is the first of its length."""
     start: int
-    """The first byte of its data."""
     stop: int
-    """The byte after its data."""
 
 
 @functools.cache
@@ -76,15 +74,11 @@ def is_record_header(head: bytes) -> bool:
 
 def frame_length(head: bytes) -> int:
     """The number of bytes of data that a record's first 12 bytes give."""
-    length: int = _LENGTH.unpack_from(head)[0]
-    return length
+    return int.from_bytes(head[:8], "little")
 
 
 def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iterator[Frame]:
-    """The undamaged records of a mapped file, in order. Copies no data.
-
-    Damage is reported with byte offset and record number.
-    """
+    """The undamaged records of a mapped file, without a copy. Damage is reported with byte offset and record number."""
     offset, number, total = 0, 0, len(data)
     view = np.frombuffer(data, np.uint8)  # the CRC function takes no memoryview
     try:
@@ -97,9 +91,8 @@ def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iter
                 return
             if not is_record_header(head):
                 reason = "it does not begin like a TFRecord" if number == 1 else "the checksum of its length is wrong"
-                problems.add(
-                    "damaged-shard", f"{location}: {reason}; the {total - offset:,} bytes from here on are left out"
-                )
+                lost = f"the {total - offset:,} bytes from here on are left out"
+                problems.add("damaged-shard", f"{location}: {reason}; {lost}")
                 return
             start = offset + HEADER_BYTES
             stop = start + frame_length(head)
@@ -118,7 +111,7 @@ def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iter
 
 def write_record(file: BinaryIO, data: bytes) -> None:
     """Appends a record. Raises OSError."""
-    length = _LENGTH.pack(len(data))
+    length = len(data).to_bytes(8, "little")
     file.write(b"".join((length, _CRC.pack(masked_crc(length)), data, _CRC.pack(masked_crc(data)))))
 
 
@@ -158,12 +151,9 @@ def write_cached(target: Path, shard: Path) -> Iterator[Callable[[bytes | memory
 
 
 def unpack(shard: Path) -> Path:
-    """The unpacked file of a gzipped shard; unpacks it if it does not exist.
-
-    Nothing is unpacked beyond the first frame that cannot be one: the reader of the unpacked file reports it, and a
-    small file cannot fill the disk. Raises DataError if the gzip data are damaged, StorageError if the disk is full or
-    would be.
-    """
+    """The unpacked file of a gzipped shard, made if it does not exist, up to the first frame that cannot be one: the
+    reader reports it, and a small file cannot fill the disk. Raises DataError if the gzip data are damaged,
+    StorageError if the disk is full or would be."""
     target = unpacked_path(shard)
     if not target.exists():
         with write_cached(target, shard) as append, regular_files.open_file(shard) as raw, gzip.open(raw) as packed:
@@ -233,10 +223,8 @@ class Example:
 
 
 def encode_example(values: Mapping[str, Values]) -> bytes:
-    """The bytes of an Example with the given features: lists of byte strings or int64, or an array of float32.
-
-    An empty list is left out: this means the same, and cannot have a type that a reader does not expect.
-    """
+    """The bytes of an Example with these features: lists of byte strings or int64, or an array of float32. An empty
+    list is left out: this means the same, and cannot have a type that a reader does not expect."""
     example = message_class("Example")()
     for key, value in sorted(values.items()):
         if len(value):
@@ -276,7 +264,6 @@ def looks_like_label_map(path: Path) -> bool:
 
 
 def _item_lines(text: str) -> list[int]:
-    """The line of each item."""
     return [text.count("\n", 0, match.start()) + 1 for match in _ITEM.finditer(text) if match["item"]]
 
 
@@ -330,8 +317,6 @@ def label_map_text(class_names: Sequence[str]) -> str:
     """The text of a label map that numbers the classes from 1."""
     from google.protobuf import text_format
 
-    message = message_class("LabelMap")()
-    for class_id, name in enumerate(class_names, 1):
-        message.item.add(id=class_id, name=name)
-    text: str = text_format.MessageToString(message, as_utf8=True)
+    items = [{"id": class_id, "name": name} for class_id, name in enumerate(class_names, 1)]
+    text: str = text_format.MessageToString(message_class("LabelMap")(item=items), as_utf8=True)
     return text

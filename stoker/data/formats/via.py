@@ -17,17 +17,9 @@ import msgspec
 
 from stoker.data.formats.csv import COLUMNS, NO_CLASS_COLUMN, read_text
 from stoker.data.formats.folders import recognize_files
-from stoker.data.formats.images import (
-    XYXY,
-    ImageFile,
-    ImageLocator,
-    TableBuilder,
-    bound_points,
-    is_usable_name,
-    read_json,
-)
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, read_json
 from stoker.data.formats.openimages import iter_csv
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout
+from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
 
@@ -60,7 +52,13 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         builder.add_image(ImageFile(folder, name, locators[part].split_index(part.split, folder)), location)
         builder.counts["image without regions, used as background"] += not regions
         for number, region in enumerate(regions, 1):
-            _read_region(region, number, labels_of(region), f"{location}, region {number}", builder)
+            shape = region.get("shape_attributes") if isinstance(region, dict) else None
+            kind = str(shape.get("name")) if isinstance(shape, dict) else "no shape"
+            if kind == "point":
+                builder.skip_shape(kind)
+            else:
+                place = f"{location}, region {number}: {kind}"
+                builder.add_shape(labels_of(region), partial(_bound, kind, shape or {}), number, place)
     builder.notes += [note for locator in locators.values() for note in locator.notes()]
     builder.drop_ambiguous_images()
     return builder.build()
@@ -113,15 +111,6 @@ def _decode(text: str) -> Any:
         return None
 
 
-def _read_region(region: Any, number: int, labels: list[str], location: str, builder: TableBuilder) -> None:
-    shape = region.get("shape_attributes") if isinstance(region, dict) else None
-    kind = str(shape.get("name")) if isinstance(shape, dict) else "no shape"
-    if kind == "point":
-        builder.skip_shape(kind)
-    else:
-        builder.add_shape(labels, partial(_bound, kind, shape or {}), number, f"{location}: {kind}")
-
-
 def _bound(kind: str, shape: Mapping[str, Any]) -> tuple[XYXY, str]:
     """The box around a shape, in pixels, and what it is, if not a box. Raises KeyError, TypeError or ValueError."""
     if kind == "rect":
@@ -167,8 +156,6 @@ def _choose_class(regions: list[Any], builder: TableBuilder) -> Callable[[Any], 
     if named is None and len(with_value) > 1:
         raise make_error(DataError, "via-unclear-class", builder.location(), choices=with_value)
     key = named or with_value[0]
-    others = [name for name in names if name != key]
-    builder.notes.append(
-        f"the class is the region attribute {key!r}" + (f"; not used: {', '.join(others[:8])}" if others else "")
-    )
+    others = ", ".join([name for name in names if name != key][:8])
+    builder.notes.append(f"the class is the region attribute {key!r}" + (f"; not used: {others}" if others else ""))
     return lambda region: _values(_attributes(region).get(key))

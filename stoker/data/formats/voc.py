@@ -8,7 +8,7 @@ Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#S
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,27 +18,12 @@ from xml.etree.ElementTree import Element, SubElement
 import numpy as np
 
 from stoker import regular_files
+from stoker.data.formats import folders
 from stoker.data.formats.cvat import is_cvat
-from stoker.data.formats.folders import (
-    ANNOTATION_DIRS,
-    MAX_PROBES,
-    check_unannotated_splits,
-    file_part,
-    is_image_name,
-    iter_annotation_files,
-    iter_split_dirs,
-    iter_split_image_dirs,
-    list_dirs_below,
-    list_image_dirs,
-    list_split_pairs,
-    list_subdirs,
-    named_subdirs,
-    read_head,
-    split_lists,
-)
-from stoker.data.formats.images import XYXY, ImageFile, ImageLocator, TableBuilder, usable_size
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder
 from stoker.data.formats.tables import (
     SPLITS,
+    XYXY,
     AnnotatedImage,
     AnnotationTable,
     DatasetLayout,
@@ -46,6 +31,7 @@ from stoker.data.formats.tables import (
     SplitFiles,
     Target,
     shortest_decimal,
+    usable_size,
 )
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, make_error
@@ -67,65 +53,64 @@ def recognize(folder: Path) -> DatasetLayout | None:
         parts += others
     elif parts := list(_iter_split_folders(folder)):
         description = "Pascal VOC per split folder"
-        notes = check_unannotated_splits(folder, parts)
+        notes = folders.check_unannotated_splits(folder, parts)
     elif _has_xml(folder):
         description = "Pascal VOC, XML files in one folder"
-        parts = [SplitFiles(split=None, annotations=folder, image_dirs=list_image_dirs(folder))]
+        parts = [SplitFiles(split=None, annotations=folder, image_dirs=folders.list_image_dirs(folder))]
     else:
         return None
     return DatasetLayout(format="voc", description=description, root=folder, parts=tuple(parts), notes=tuple(notes))
 
 
 def _iter_split_folders(folder: Path) -> Iterator[SplitFiles]:
-    for split, path in iter_split_dirs(folder):
+    for split, path in folders.iter_split_dirs(folder):
         annotations = _find_annotation_dir(path) or (path if _has_xml(path) else None)
         if annotations is not None:
-            yield file_part(annotations, split, list_image_dirs(path))
-    for split, images, annotations in list_split_pairs(folder):
+            yield folders.file_part(annotations, split, folders.list_image_dirs(path))
+    for split, images, annotations in folders.list_split_pairs(folder):
         if _has_xml(annotations):
-            yield file_part(annotations, split, (images,))
+            yield folders.file_part(annotations, split, (images,))
 
 
-def _list_xml(folder: Path) -> list[Path]:
-    """The XML files in a folder of annotations."""
-    return [Path(file) for file in iter_annotation_files(folder, (".xml",))]
+def _iter_xml(folder: Path) -> Iterator[Path]:
+    return map(Path, folders.iter_annotation_files(folder, ".xml"))
 
 
 def _has_xml(folder: Path) -> bool:
-    return any(not is_cvat(read_head(Path(file))) for file in iter_annotation_files(folder, (".xml",)))
+    return any(not is_cvat(folders.read_head(file)) for file in _iter_xml(folder))
 
 
 def _find_annotation_dir(folder: Path) -> Path | None:
     """The subfolder that contains the XML files."""
-    directory = next(filter(_has_xml, named_subdirs(folder, ANNOTATION_DIRS)), None)
+    directory = next(filter(_has_xml, folders.named_subdirs(folder, folders.ANNOTATION_DIRS)), None)
     if directory is None:
         return None
-    inner = list_subdirs(directory).get("xmls")  # as in the Oxford-IIIT Pet data set
+    inner = folders.list_subdirs(directory).get("xmls")  # as in the Oxford-IIIT Pet data set
     return directory if inner is None or not _has_xml(inner) else inner
 
 
 def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
     """The parts if every XML file is in a subfolder named after its split; else none."""
-    split_dirs = [(split, path) for split, path in iter_split_dirs(annotations) if _has_xml(path)]
-    if not split_dirs or len(_list_xml(annotations)) > sum(len(_list_xml(path)) for _, path in split_dirs):
+    split_dirs = [(split, path) for split, path in folders.iter_split_dirs(annotations) if _has_xml(path)]
+    num_files = sum(len(list(_iter_xml(path))) for _, path in split_dirs)
+    if not split_dirs or len(list(_iter_xml(annotations))) > num_files:
         return []
-    image_dirs = list_image_dirs(folder)
-    return [file_part(path, split, [*iter_split_image_dirs(folder, split), *image_dirs]) for split, path in split_dirs]
+    image_dirs = {split: folders.iter_split_image_dirs(folder, split) for split, _ in split_dirs}
+    common_dirs = folders.list_image_dirs(folder)
+    return [folders.file_part(path, split, [*image_dirs[split], *common_dirs]) for split, path in split_dirs]
 
 
 def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles], list[str]]:
     """The splits of the lists in ImageSets/Main, ImageSets or the folder itself, and notes; without such lists one part
-    without a split.
-
-    Only train, val, trainval and test: a file such as aeroplane_train.txt lists the images with that class.
-    """
-    image_dirs = list_image_dirs(folder)
+    without a split. Only train, val, trainval and test: aeroplane_train.txt lists the images with that class."""
+    image_dirs = folders.list_image_dirs(folder)
     notes = []
-    lists = next(filter(None, map(split_lists, (folder / "ImageSets" / "Main", folder / "ImageSets"))), {})
-    if not lists and (lists := split_lists(folder)):
+    lists = next(filter(None, map(folders.split_lists, (folder / "ImageSets" / "Main", folder / "ImageSets"))), {})
+    if not lists and (lists := folders.split_lists(folder)):
         names = ", ".join(lists[split].name for split in (*SPLITS, "trainval") if split in lists)
         for_training = lists.get("train", lists.get("trainval"))
-        if for_training is None or not _lists_name_files(for_training, annotations):
+        entries = [] if for_training is None else _read_list(for_training)[:MAX_LIST_PROBES]
+        if not any(map(_make_finder(annotations), (entry for _, entry in entries))):
             notes.append(f"not read: {names}: no line names an annotated image for training")
             lists = {}
         else:
@@ -154,11 +139,11 @@ class _ImageLocator:
         self.notes: list[str] = []
         self._part, self._root = part, root
         self._locators: dict[Path, ImageLocator] = {}
-        probes = files[:MAX_PROBES]
+        probes = files[: folders.MAX_PROBES]
         if probes and not any(self._locator_for(file).find(file.stem) for file in probes):
             other_dirs = tuple(
                 directory
-                for directory in list_dirs_below(root)
+                for directory in folders.list_dirs_below(root)
                 if any(map(ImageLocator(root, replace(part, image_dirs=(directory,))).find, [f.stem for f in probes]))
             )
             if other_dirs:
@@ -173,7 +158,7 @@ class _ImageLocator:
         written_stem = os.path.splitext(written_name)[0]
         own_name = written_name if written_stem == file.stem else ""  # of several with the stem
         found = locator.find(own_name, file.stem, written_stem)
-        return found or locator.locate(written_name if is_image_name(written_name) else f"{file.stem}.jpg")
+        return found or locator.locate(written_name if folders.is_image_name(written_name) else f"{file.stem}.jpg")
 
     def _locator_for(self, file: Path) -> ImageLocator:
         subdir = file.parent.relative_to(self._part.annotations)
@@ -184,32 +169,26 @@ class _ImageLocator:
         return self._locators[subdir]
 
 
-def _match_list_entry(entry: str, known: Mapping[str, Path], by_stem: Mapping[str, Path]) -> Path | None:
-    """The XML file of a line of a list: a name with or without the image's suffix, perhaps followed by 1 or -1, or a
-    path, perhaps of another machine. known: by relative path without suffix; by_stem: by name without suffix."""
-    for text in (entry, os.path.splitext(entry)[0], entry.split()[0]):
-        if text in known:
-            return known[text]
-    for text in (entry, entry.split()[0]):
-        name = text.replace("\\", "/").rpartition("/")[2]
-        for stem in (os.path.splitext(name)[0], name):
-            if stem in by_stem:
-                return by_stem[stem]
-    return None
-
-
-def _index_xml(annotations: Path) -> tuple[dict[str, Path], dict[str, Path]]:
-    """The XML files of a folder by relative path without suffix, and by their stem where only one has it."""
-    paths = _list_xml(annotations)
+def _make_finder(annotations: Path) -> Callable[[str], Path | None]:
+    """Gives the XML file of a line of a list: a name with or without the image's suffix, perhaps followed by 1 or -1,
+    or a path, perhaps of another machine."""
+    paths = list(_iter_xml(annotations))
     known = {str(path.relative_to(annotations).with_suffix("")): path for path in paths}
     counts = Counter(path.stem for path in paths)
-    return known, {path.stem: path for path in paths if counts[path.stem] == 1}
+    by_stem = {path.stem: path for path in paths if counts[path.stem] == 1}
 
+    def find(entry: str) -> Path | None:
+        for text in (entry, os.path.splitext(entry)[0], entry.split()[0]):
+            if text in known:
+                return known[text]
+        for text in (entry, entry.split()[0]):
+            name = text.replace("\\", "/").rpartition("/")[2]
+            for stem in (os.path.splitext(name)[0], name):
+                if stem in by_stem:
+                    return by_stem[stem]
+        return None
 
-def _lists_name_files(image_list: Path, annotations: Path) -> bool:
-    known, by_stem = _index_xml(annotations)
-    entries = _read_list(image_list)[:MAX_LIST_PROBES]
-    return any(_match_list_entry(entry, known, by_stem) is not None for _, entry in entries)
+    return find
 
 
 def _read_list(image_list: Path) -> list[tuple[int, str]]:
@@ -219,8 +198,6 @@ def _read_list(image_list: Path) -> list[tuple[int, str]]:
 
 
 class _Annotation(NamedTuple):
-    """The content of a file."""
-
     filename: str
     size: tuple[int, int]
     """Height, width; 0 if the file does not give it."""
@@ -256,7 +233,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     builder.drop_ambiguous_images(by_stem=True)
     reported = set(parsed)
     for part in layout.parts:  # images that have an annotation file and are in no list of a split
-        for file in _list_xml(part.annotations):
+        for file in _iter_xml(part.annotations):
             if file not in reported:
                 reported.add(file)
                 folder, name = locators[part.annotations, part.image_dirs].locate(file, "")
@@ -267,15 +244,14 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: ProblemCollector) -> list[Path]:
     """The XML files of a split: those in its list, in that order, else all of the folder by name."""
     if part.image_list is None:
-        return _list_xml(part.annotations)
-    known, by_stem = _index_xml(part.annotations)
+        return list(_iter_xml(part.annotations))
+    find = _make_finder(part.annotations)
     selected: dict[Path, None] = {}
     absent: list[tuple[int, str]] = []
     entries = _read_list(part.image_list)
     location = os.path.relpath(part.image_list, root)
     for number, entry in entries:
-        file = _match_list_entry(entry, known, by_stem)
-        if file is None:
+        if (file := find(entry)) is None:
             absent.append((number, entry))
         elif file in selected:
             problems.add("copied-entry", f"{location}:{number}: {entry}")
@@ -298,16 +274,18 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
 
 def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annotation | None:
     """None, and a problem, for a file that cannot be read. location: its name in messages."""
+    root: Element | None = None
+    reason = ""
     try:
         root = ElementTree.fromstring(regular_files.read_bytes(file))
     except ElementTree.ParseError as error:
-        problems.add("unreadable-annotations", f"{location}:{error.position[0]}: not valid XML, {error}")
-        return None
+        reason = f":{error.position[0]}: not valid XML, {error}"
     except (ValueError, LookupError) as error:  # an encoding that Python's parser does not support
-        problems.add("unreadable-annotations", f"{location}:1: {error}; convert it to UTF-8")
-        return None
+        reason = f":1: {error}; convert it to UTF-8"
     except OSError as error:
-        problems.add("unreadable-annotations", f"{location}: {error.strerror or error}")
+        reason = f": {error.strerror or error}"
+    if root is None:
+        problems.add("unreadable-annotations", f"{location}{reason}")
         return None
     if root.tag != "annotation":
         problems.add("foreign-file", f"{location}: its root is <{root.tag}>, not <annotation>")
@@ -346,6 +324,7 @@ class VocWriter(DatasetWriter):
     """An XML file per image in `Annotations/`, images in `JPEGImages/`, splits in `ImageSets/Main/`. It has no order of
     classes, no class without a box and no crowd boxes. Corners are not shifted by one."""
 
+    image_dir = "JPEGImages"
     single_image_dir = True
     supports_crowd = False
 
@@ -359,27 +338,21 @@ class VocWriter(DatasetWriter):
         self._stems: dict[str, list[str]] = {split: [] for split in target.max_images}
         self._used_labels: set[int] = set()
 
-    def image_path(self, image: AnnotatedImage) -> Path:
-        return self.folder / "JPEGImages" / image.name
-
     def add(self, image: AnnotatedImage) -> None:
-        stem = os.path.splitext(image.name)[0]
+        def add_texts(parent: Element, **texts: object) -> None:
+            for tag, text in texts.items():
+                SubElement(parent, tag).text = str(text)
+
+        stem, (height, width) = os.path.splitext(image.name)[0], image.size
         root = Element("annotation")
-        SubElement(root, "folder").text = "JPEGImages"
-        SubElement(root, "filename").text = image.name
-        height, width = image.size
-        size = SubElement(root, "size")
-        for tag, value in (("width", width), ("height", height), ("depth", 3)):
-            SubElement(size, tag).text = str(value)
-        SubElement(root, "segmented").text = "0"
+        add_texts(root, folder="JPEGImages", filename=image.name)
+        add_texts(SubElement(root, "size"), width=width, height=height, depth=3)
+        add_texts(root, segmented=0)
         for box, label in zip(image.boxes, image.labels.tolist(), strict=True):
-            object_element = SubElement(root, "object")
-            SubElement(object_element, "name").text = self.class_names[label]
-            for tag, text in (("pose", "Unspecified"), ("truncated", "0"), ("difficult", "0")):
-                SubElement(object_element, tag).text = text
-            bndbox = SubElement(object_element, "bndbox")
-            for tag, coordinate in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True):
-                SubElement(bndbox, tag).text = str(shortest_decimal(coordinate))
+            item = SubElement(root, "object")
+            add_texts(item, name=self.class_names[label], pose="Unspecified", truncated=0, difficult=0)
+            corners = zip(("xmin", "ymin", "xmax", "ymax"), map(shortest_decimal, box), strict=True)
+            add_texts(SubElement(item, "bndbox"), **dict(corners))
             self._used_labels.add(label)
             if (box != np.rint(box)).any():
                 self.notes["boxes are not in whole pixels; some readers of Pascal VOC need whole numbers"] += 1

@@ -11,7 +11,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +59,9 @@ def recognize(path: Path) -> DatasetLayout | None:
     DataError for samples without boxes."""
     folder = path if path.is_dir() else path.parent
     if path.name == INDEX_FILE or (path == folder and (folder / INDEX_FILE).is_file()):
-        return _layout_of_index(folder)
+        parts = [file_part(folder / shard.name, shard.split) for shard in read_info(folder / INDEX_FILE).shards]
+        layout = layout_of_shards("webdataset", "packed WebDataset", folder, parts, ())
+        return replace(layout, parts=tuple(parts), metadata_files=(folder / INDEX_FILE,))
     if path == folder and (folder / PLAN_FILE).is_file():  # only a part of the data set would be read
         raise make_error(DataError, "packing-unfinished", folder)
     return recognize_shards(
@@ -106,8 +108,8 @@ def _read_shard(part: SplitFiles) -> ShardSamples:
                 for key, members in _iter_samples(iter_members(read, total_bytes)):
                     _read_sample(samples, key, members, read)
             except DamagedArchive as error:
-                kind = "truncated-shard" if isinstance(error, TruncatedArchive) else "damaged-shard"
-                samples.problems.append((kind, f"{path.name}: {error}"))
+                kind, reason = error.args
+                samples.problems.append((kind, f"{path.name}: {reason}"))
     except OSError as error:
         samples.problems.append(("damaged-shard", f"{path}: {error.strerror or error}"))
     return samples
@@ -135,22 +137,18 @@ def _read_sample(samples: ShardSamples, key: str, members: list[Member], read: R
 
 def _iter_samples(members: Iterator[Member]) -> Iterator[tuple[str, list[Member]]]:
     """(key, files) of each sample: its files follow each other. Raises DamagedArchive after the samples before it."""
-    key, files, damage = "", list[Member](), None
-    while True:
+    damage: list[DamagedArchive] = []
+
+    def iter_undamaged() -> Iterator[Member]:
         try:
-            member = next(members, None)
+            yield from members
         except DamagedArchive as error:
-            member, damage = None, error
-        next_key = None if member is None else _split_name(member.name)[0]
-        if files and next_key != key:
-            yield key, files
-            files = []
-        if damage is not None:
-            raise damage
-        if member is None or next_key is None:
-            return
-        key = next_key
-        files.append(member)
+            damage.append(error)
+
+    for key, files in groupby(iter_undamaged(), lambda member: _split_name(member.name)[0]):
+        yield key, list(files)
+    for error in damage:
+        raise error
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -177,11 +175,7 @@ MAX_NAME_BYTES = 1 << 16
 
 
 class DamagedArchive(Exception):
-    """The archive cannot be read from (byte) on; the message says why."""
-
-
-class TruncatedArchive(DamagedArchive):
-    """The archive ends within a file."""
+    """The archive cannot be read from here on: (kind of problem, reason)."""
 
 
 def iter_members(read: ReadAt, total_bytes: int) -> Iterator[Member]:
@@ -190,17 +184,17 @@ def iter_members(read: ReadAt, total_bytes: int) -> Iterator[Member]:
     while offset < total_bytes:
         block = read(offset, BLOCK)
         if len(block) < BLOCK:
-            raise TruncatedArchive(f"it ends at byte {total_bytes:,}, within a header")
+            raise DamagedArchive("truncated-shard", f"it ends at byte {total_bytes:,}, within a header")
         if not any(block):
             return
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
-            raise DamagedArchive(f"byte {offset:,}: {error}") from error
+            raise DamagedArchive("damaged-shard", f"byte {offset:,}: {error}") from error
         start, length = offset + BLOCK, header.size
         if header.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
             if not 0 <= length <= MAX_NAME_BYTES:
-                raise DamagedArchive(f"byte {offset:,}: a header of {length:,} bytes")
+                raise DamagedArchive("damaged-shard", f"byte {offset:,}: a header of {length:,} bytes")
             content = read(start, length)
             if header.type == tarfile.XHDTYPE:
                 pax = _parse_pax(content, offset)
@@ -210,11 +204,11 @@ def iter_members(read: ReadAt, total_bytes: int) -> Iterator[Member]:
             if re.fullmatch(r"[0-9]{1,18}", pax.get("size", "")):
                 length = int(pax["size"])
             if length < 0 or start + length > total_bytes:
-                raise TruncatedArchive(f"it ends at byte {total_bytes:,}, within {header.name}")
+                raise DamagedArchive("truncated-shard", f"it ends at byte {total_bytes:,}, within {header.name}")
             if header.isreg():
                 yield Member(pax.get("path") or long_name or header.name, start, length)
             elif header.type not in tarfile.SUPPORTED_TYPES:
-                raise DamagedArchive(f"byte {offset:,}: a file of the unknown type {header.type!r}")
+                raise DamagedArchive("damaged-shard", f"byte {offset:,}: a file of the unknown type {header.type!r}")
             else:
                 length = 0  # a folder or a link has no content
             pax, long_name = {}, ""
@@ -227,7 +221,7 @@ def _parse_pax(content: bytes, offset: int) -> dict[str, str]:
     while content:
         digits, _, _ = content.partition(b" ")
         if not digits.isdigit() or not len(digits) < int(digits) <= len(content):
-            raise DamagedArchive(f"byte {offset:,}: a pax header that cannot be read")
+            raise DamagedArchive("damaged-shard", f"byte {offset:,}: a pax header that cannot be read")
         key, _, value = content[len(digits) + 1 : int(digits) - 1].partition(b"=")
         values[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         content = content[int(digits) :]
@@ -303,22 +297,15 @@ def encode_index(info: PackedInfo, table: AnnotationTable) -> bytes:
     return bytes(index_cache.encode_columns(columns, SCHEMA.with_metadata({METADATA_KEY: msgspec.json.encode(info)})))
 
 
-def _layout_of_index(folder: Path) -> DatasetLayout:
-    """The data set of a folder with an index. Raises DataError for an index that cannot be read."""
-    parts = [file_part(folder / shard.name, shard.split) for shard in read_info(folder / INDEX_FILE).shards]
-    layout = layout_of_shards("webdataset", "packed WebDataset", folder, parts, ())
-    return replace(layout, parts=tuple(parts), metadata_files=(folder / INDEX_FILE,))
-
-
 def read_info(path: Path) -> PackedInfo:
     """The metadata of an index. Raises DataError."""
-    return parse_info(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)
+    return parse_index(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)[0]
 
 
 def _read_packed(layout: DatasetLayout) -> AnnotationTable:
     """The table of all images. Raises DataError for an index that is damaged, and for shards that are not as packed."""
     path = layout.metadata_files[0]
-    info, batch = _parse(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)
+    info, batch = parse_index(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)
     wrong = [f"{shard.name} {text}" for shard, text in lost_shards(path.parent, info.shards)]
     if wrong:  # a lost validation shard would otherwise be replaced by training images
         cause = "; ".join(wrong[:3]) + ("; …" if len(wrong) > 3 else "")
@@ -342,12 +329,8 @@ def lost_shards(folder: Path, shards: Sequence[Shard]) -> list[tuple[Shard, str]
     return wrong
 
 
-def parse_info(data: bytes, location: Path | str) -> PackedInfo:
-    """The metadata of an index that was read. Raises DataError."""
-    return _parse(data, location)[0]
-
-
-def _parse(data: bytes, path: Path | str) -> tuple[PackedInfo, pa.RecordBatch]:
+def parse_index(data: bytes, path: Path | str) -> tuple[PackedInfo, pa.RecordBatch]:
+    """Metadata and columns of an index that was read. Raises DataError."""
     try:
         with pa.ipc.open_file(data) as reader:  # only its end: a batch would be unpacked when it is read
             num_batches = reader.num_record_batches

@@ -1,6 +1,4 @@
-"""YOLO: a text file of boxes per image.
-
-A part is one folder of images with the folder of their labels.
+"""YOLO: a text file of boxes per image. A part is one folder of images with the folder of their labels.
 
 A row is `class x y width height`, normalized by width and height of the upright image; x and y are the center. Rows of
 a segmentation data set (`class x1 y1 x2 y2 x3 y3 …`) and of oriented boxes become the box around their points. A sixth
@@ -23,22 +21,7 @@ import msgspec
 import yaml
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    IMAGE_SUFFIXES,
-    MAX_PROBES,
-    SPLIT_BY_NAME,
-    check_unannotated_splits,
-    file_part,
-    is_image_name,
-    iter_split_dirs,
-    list_dirs_below,
-    list_names,
-    list_split_pairs,
-    list_subdirs,
-    read_head,
-    split_from_name,
-    unique,
-)
+from stoker.data.formats import folders
 from stoker.data.formats.images import ImageFile, TableBuilder, map_in_threads, resolve_names
 from stoker.data.formats.tables import (
     SPLITS,
@@ -83,7 +66,7 @@ class DatasetDefinition(msgspec.Struct):
             value: str | list[str] = getattr(self, name)
             entries = [entry.strip() for entry in ([value] if isinstance(value, str) else value)]
             if used := [entry for entry in entries if entry.lower() not in _NULL_VALUES]:
-                found.setdefault(SPLIT_BY_NAME[name], used)
+                found.setdefault(folders.SPLIT_BY_NAME[name], used)
         return found
 
     @property
@@ -102,8 +85,7 @@ MAX_WALKED_DIRS = 20_000
 def recognize(path: Path) -> DatasetLayout | None:
     """The YOLO data set of a data.yaml or obj.data, or of a folder (not in subfolders); None for a folder without.
     Raises DataError if its data.yaml is wrong, or if its images are absent."""
-    definition = path if path.is_file() else _find_definition(path)
-    if definition is not None:
+    if (definition := path if path.is_file() else _find_definition(path)) is not None:
         return _layout_of_definition(definition)
     for description, parts, notes in _iter_layouts(path):
         if parts and _has_rows(parts):
@@ -131,7 +113,7 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
             continue
         if path is None:
             cause = f"{entry!r}, also without its first folders, is not in {', '.join(map(str, base_dirs))}"
-            near = _find_split_folder(split, unique((base_dirs[0], file.parent)))
+            near = _find_split_folder(split, folders.unique((base_dirs[0], file.parent)))
             meant = f"did you mean {split}: {near}? Else " if near else ""
             location = f"{file}: {split}: {entry}"
             raise make_error(DataError, "yolo-split-not-found", location, cause=cause, split=split, meant=meant)
@@ -142,7 +124,7 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
         if not found and split == "test":
             notes.append(f"the test split is left out: {path} has no images")
         elif not found:
-            suffixes = ", ".join(IMAGE_SUFFIXES)
+            suffixes = ", ".join(folders.IMAGE_SUFFIXES)
             raise make_error(DataError, "yolo-split-without-images", path, split=split, file=file, suffixes=suffixes)
         parts += found
     if substitutions:
@@ -160,9 +142,9 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
 def _find_split_folder(split: str, base_dirs: Iterable[Path]) -> str | None:
     """A folder near a description that has images and the name of a split, as the description would name it."""
     for base in base_dirs:
-        for folder in list_dirs_below(base):
+        for folder in folders.list_dirs_below(base):
             parts = folder.relative_to(base).parts
-            if split in map(split_from_name, parts) and any(map(_is_visible_image, os.listdir(folder))):
+            if split in map(folders.split_from_name, parts) and any(map(_is_visible_image, os.listdir(folder))):
                 return "/".join(parts)
     return None
 
@@ -177,7 +159,7 @@ def _resolve_base_dirs(definition: DatasetDefinition, file: Path) -> tuple[tuple
     if base is None or not base.is_dir():
         return default_dirs, [f"path {definition.path!r} of {file.name} does not exist: {file_dir} is used"]
     notes = [f"path {definition.path!r} of {file.name} is {base}"] if base != file_dir else []
-    return unique((base, *default_dirs)), notes
+    return folders.unique((base, *default_dirs)), notes
 
 
 def _join(base: Path, text: str) -> Path:
@@ -185,45 +167,31 @@ def _join(base: Path, text: str) -> Path:
 
 
 def _resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) -> Path | None:
-    """The file or folder of a written path: as written, relative to a base; else without its first folders.
-
-    Exports contain the folders of another machine, and Roboflow's begin with a wrong `../`. At least `min_parts` parts
-    of a longer path must exist, or its last one must be named after a split.
-    """
+    """The file or folder of a written path: as written, relative to a base; else without its first folders, which may
+    be those of another machine, or Roboflow's wrong `../`. At least `min_parts` parts of a longer path must exist, or
+    its last one must be named after a split."""
     base_dirs = tuple(base_dirs)
-    for base in base_dirs:
-        if (candidate := _join(base, text)).exists():
-            return candidate
-    parts = [part for part in PurePosixPath(text.replace("\\", "/")).parts if part not in ("/", "..", ".")]
-    parts = [part for part in parts if not part.endswith(":")]
+    candidates = [_join(base, text) for base in base_dirs]
+    parts = PurePosixPath(text.replace("\\", "/")).parts
+    parts = tuple(part for part in parts if part not in ("/", "..", ".") and not part.endswith(":"))
     for start in range(len(parts)):
-        tail = parts[start:]
-        if len(tail) < min(min_parts, len(parts)) and split_from_name(tail[0]) is None:
+        if len(parts) - start < min(min_parts, len(parts)) and folders.split_from_name(parts[start]) is None:
             break
-        for base in base_dirs:
-            if (candidate := base.joinpath(*tail)).exists():
-                return candidate
-    return None
+        candidates += [base.joinpath(*parts[start:]) for base in base_dirs]
+    return next(filter(Path.exists, candidates), None)
 
 
 def _read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, list[str]]:
     """Folder → file names of the images in a list, in its order. A folder that does not exist is kept as written.
-
-    base_dirs: the folders to which paths may be relative, besides the folder of the list.
-    """
+    base_dirs: the folders to which paths may be relative, besides the folder of the list."""
     search_dirs = (image_list.parent, *base_dirs)
     lines = regular_files.read_text(image_list, encoding="utf-8-sig", errors="surrogateescape").splitlines()
     folder_by_head: dict[str, Path] = {}
     names_by_folder: dict[Path, dict[str, None]] = {}
-    for line in lines:
-        entry = line.strip().replace("\\", "/")
-        if not entry:
-            continue
+    for entry in filter(None, (line.strip().replace("\\", "/") for line in lines)):
         head, _, name = entry.rpartition("/")
-        folder = folder_by_head.get(head)
-        if folder is None:
-            path = _resolve_path(entry, search_dirs, min_parts=1)
-            if path is not None:
+        if (folder := folder_by_head.get(head)) is None:
+            if (path := _resolve_path(entry, search_dirs, min_parts=1)) is not None:
                 folder = folder_by_head[head] = path.parent
             else:  # not stored, because the next image may exist; the folder follows from its own name
                 folder = (_resolve_path(head, search_dirs) if head else None) or _join(search_dirs[0], head)
@@ -236,36 +204,33 @@ def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) ->
     if not names_by_folder and split != "test":
         raise make_error(DataError, "empty-list", image_list, split=split)
     for folder, names in names_by_folder.items():
-        yield replace(file_part(_find_labels_dir(folder, names), split, (folder,)), image_list=image_list)
+        yield replace(folders.file_part(_find_labels_dir(folder, names), split, (folder,)), image_list=image_list)
 
 
 def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
     """A part for every folder with images, at or below one."""
     visited: set[str] = set()
-    for dirpath, folders, files in os.walk(base, followlinks=True):
+    for dirpath, dirnames, files in os.walk(base, followlinks=True):
         real = os.path.realpath(dirpath)
         if real in visited:  # a link to a folder above
-            folders.clear()
+            dirnames.clear()
             continue
         visited.add(real)
         if len(visited) > MAX_WALKED_DIRS:
             raise make_error(DataError, "yolo-too-many-folders", base, max_walked_dirs=MAX_WALKED_DIRS)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        names = [name for name in files if _is_visible_image(name)]
-        if names:
+        dirnames[:] = sorted(name for name in dirnames if not name.startswith("."))
+        if names := [name for name in files if _is_visible_image(name)]:
             folder = Path(dirpath)
             yield SplitFiles(split=split, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
 
 
 def _is_visible_image(name: str) -> bool:
-    """Whether a file name is that of an image, and not hidden."""
-    return is_image_name(name) and not name.startswith(".")
+    return folders.is_image_name(name) and not name.startswith(".")
 
 
-def _find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
+def _find_labels_dir(folder: Path, names: list[str]) -> Path:
     """The folder of the label files of images: with `images` in its path replaced by `labels`, the folder itself, or a
     folder `labels` next to it or in it; the first that has a label of one of these images."""
-    names = list(names)
     candidates = [folder, folder.parent / "labels", folder / "labels", folder.parent / "labels" / folder.name]
     last = next((n for n in reversed(range(len(folder.parts))) if folder.parts[n].lower() in IMAGE_DIR_NAMES), None)
     if last is not None:
@@ -277,11 +242,11 @@ def _find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
 
 
 def _list_label_files(folder: Path) -> list[str]:
-    return list_names(folder, (".txt",))
+    return folders.list_names(folder, (".txt",))
 
 
 def _list_image_names(folder: Path) -> list[str]:
-    return list_names(folder, IMAGE_SUFFIXES)
+    return folders.list_names(folder, folders.IMAGE_SUFFIXES)
 
 
 def match_labels(image_names: Iterable[str], label_names: Iterable[str]) -> dict[str, str]:
@@ -309,7 +274,7 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
     """The possible layouts without a data.yaml: description, parts (perhaps none), notes."""
     pairs = [
         SplitFiles(split=split, annotations=labels, image_dirs=(images,))
-        for split, images, labels in list_split_pairs(folder)
+        for split, images, labels in folders.list_split_pairs(folder)
         if _list_label_files(labels)
     ]
     if any(part.split == "train" for part in pairs):
@@ -321,35 +286,31 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
 
 
 def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
-    subdirs = list_subdirs(folder)
-    lists = [(split, folder / f"{word}.txt") for word, split in SPLIT_BY_NAME.items()]
+    subdirs = folders.list_subdirs(folder)
+    lists = [(split, folder / f"{word}.txt") for word, split in folders.SPLIT_BY_NAME.items()]
     first_lines = (_read_first_line(path).decode(errors="replace") if path.is_file() else "" for _, path in lists)
-    lists = [pair for pair, line in zip(lists, first_lines, strict=True) if is_image_name(line)]
-    yield (
-        "YOLO with lists of images",
-        [part for split, path in lists for part in _parts_from_list(split, path, ())],
-        [],
-    )
+    lists = [pair for pair, line in zip(lists, first_lines, strict=True) if folders.is_image_name(line)]
+    parts = [part for split, path in lists for part in _parts_from_list(split, path, ())]
+    yield "YOLO with lists of images", parts, []
     images = next((subdirs[word] for word in IMAGE_DIR_NAMES if word in subdirs), None)
     if images is not None and ("labels" in subdirs or _list_label_files(images)):
-        image_subdirs = list_subdirs(images)
-        splits = [(split, path) for name, path in image_subdirs.items() if (split := split_from_name(name)) is not None]
-        if splits:
-            splits.sort(key=lambda item: SPLITS.index(item[0]))
-            others = [path.name for path in image_subdirs.values() if path not in [path for _, path in splits]]
+        split_of = {path: folders.split_from_name(name) for name, path in folders.list_subdirs(images).items()}
+        by_split = [(split, path) for split in SPLITS for path in split_of if split_of[path] == split]
+        if by_split:
+            others = [path.name for path, split in split_of.items() if split is None]
             if _list_image_names(images):
                 others.append("the images directly in it")
             notes = [f"of {images.name}/, left out: {', '.join(others)}, in no split"] if others else []
-            yield "YOLO in images/ and labels/", [p for s, path in splits for p in _iter_parts_below(s, path)], notes
+            yield "YOLO in images/ and labels/", [p for s, path in by_split for p in _iter_parts_below(s, path)], notes
         yield "YOLO in images/ and labels/", list(_iter_parts_below(None, images)), []
     parts = []
-    for split, path in iter_split_dirs(folder):
-        inner = list_subdirs(path)
+    for split, path in folders.iter_split_dirs(folder):
+        inner = folders.list_subdirs(path)
         if "labels" in inner or "labels" in subdirs or _list_label_files(path):
             base = next((inner[word] for word in IMAGE_DIR_NAMES if word in inner), path)
             parts += [part for part in _iter_parts_below(split, base) if _list_label_files(part.annotations)]
     if parts and _has_rows(parts):
-        yield "YOLO per split folder", parts, check_unannotated_splits(folder, parts)
+        yield "YOLO per split folder", parts, folders.check_unannotated_splits(folder, parts)
     if _list_label_files(folder) or "labels" in subdirs:
         names = _list_image_names(folder)
         part = SplitFiles(split=None, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
@@ -366,13 +327,13 @@ def _has_rows(parts: list[SplitFiles]) -> bool:
             if _looks_like_row(line):
                 return True
             num_checked += line != b""
-            if num_checked >= MAX_PROBES:
+            if num_checked >= folders.MAX_PROBES:
                 return False
     return False
 
 
 def _read_first_line(path: Path) -> bytes:
-    return read_head(path).partition(b"\n")[0].strip()
+    return folders.read_head(path).partition(b"\n")[0].strip()
 
 
 def _looks_like_row(line: bytes) -> bool:
@@ -392,7 +353,6 @@ _NULL_VALUES = ("", "~", "null", "none")
 
 
 def _is_definition_name(path: Path) -> bool:
-    """Whether a file has the suffix of a data.yaml or obj.data."""
     return path.suffix.lower() in (*YAML_SUFFIXES, ".data")
 
 
@@ -415,9 +375,8 @@ def _looks_like_definition(path: Path) -> bool:
         return False
     text = regular_files.read_text(path, encoding="utf-8-sig", errors="replace", max_bytes=MAX_BYTES)
     keys = {match.lower() for match in re.findall(r"^[\"']?(\w+)[\"']?\s*[:=]", text, re.MULTILINE)}
-    splits = keys & SPLIT_BY_NAME.keys()
-    has_usual_name = path.stem.lower() in ("data", "dataset")
-    return bool(splits) and ("names" in keys or "nc" in keys or has_usual_name)
+    has_classes = "names" in keys or "nc" in keys or path.stem.lower() in ("data", "dataset")
+    return has_classes and not keys.isdisjoint(folders.SPLIT_BY_NAME)
 
 
 def _read_definition(file: Path) -> DatasetDefinition:
@@ -427,11 +386,10 @@ def _read_definition(file: Path) -> DatasetDefinition:
         data = {k: v for k, v in data.items() if not (isinstance(v, str) and v.strip().lower() in _NULL_VALUES)}
     try:
         keys = msgspec.convert(data, type=DatasetDefinition, strict=False)
+        if not keys.splits:
+            raise msgspec.ValidationError("it names no images: there is no train, val or test")
     except msgspec.ValidationError as error:
         raise make_error(DataError, "yolo-unusable-description", file, cause=str(error)) from error
-    if not keys.splits:
-        cause = "it names no images: there is no train, val or test"
-        raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
     return keys
 
 
@@ -440,10 +398,9 @@ def _parse_yaml(file: Path) -> Any:
     try:
         return yaml.load(regular_files.read_text(file, encoding="utf-8-sig", max_bytes=MAX_BYTES), yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        is_deep = isinstance(error, RecursionError)
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         location = file if mark is None else f"{file}:{mark.line + 1}"
-        cause = "its lists are nested too deeply" if is_deep else str(getattr(error, "problem", None) or error)
+        cause = "its lists are nested too deeply" if isinstance(error, RecursionError) else str(problem or error)
         raise make_error(DataError, "yolo-invalid-yaml", location, cause=cause) from error
 
 
@@ -476,15 +433,15 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
 
 def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ...]:
     """The files of class names near the labels of a data set."""
-    labels = [part.annotations for part in parts][:MAX_PROBES]
-    folders = unique([root, root / "labels", *labels, *(path.parent for path in labels)])
-    candidates = unique(folder / name for folder in folders for name in NAMES_FILES)
+    labels = [part.annotations for part in parts][: folders.MAX_PROBES]
+    directories = folders.unique([root, root / "labels", *labels, *(path.parent for path in labels)])
+    candidates = folders.unique(folder / name for folder in directories for name in NAMES_FILES)
     existing = [path for path in candidates if path.is_file()]
     if not existing:  # Darknet's may have any name: coco.names
-        others = (path for folder in folders if folder.is_dir() for path in folder.glob("*.names"))
+        others = (path for folder in directories if folder.is_dir() for path in folder.glob("*.names"))
         existing = sorted(path for path in others if path.is_file() and not path.name.startswith("."))
     return tuple(
-        path for path in existing if path.suffix != ".json" or b'"categories"' in regular_files.read_bytes(path)
+        file for file in existing if file.suffix != ".json" or b'"categories"' in regular_files.read_bytes(file)
     )
 
 
@@ -536,9 +493,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             _read_rows(text, display_path(file, layout.root), row_format, builder)
     class_names = row_format.class_names
     if class_names is None:
-        builder.notes.append(
-            "the classes have no names: called class 0, class 1, …; a data.yaml with `names` sets them"
-        )
+        called = "called class 0, class 1, …; a data.yaml with `names` sets them"
+        builder.notes.append(f"the classes have no names: {called}")
     table = builder.build(class_names)
     table.notes += [f"{count:,} {description}" for description, count in row_format.other_row_kinds.items()]
     return table
@@ -554,13 +510,13 @@ def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
         class_names, num_classes = _choose_names(file, definition.names), definition.nc
         num_keypoint_values = definition.num_keypoint_values
     if class_names is None and metadata_files:
-        class_names = _read_names(metadata_files[0])
-        for other in metadata_files[1:]:
-            if _read_names(other) != class_names:
-                location = f"{metadata_files[0]} and {other}"
-                cause = f"{', '.join(class_names[:10])}; {', '.join(_read_names(other)[:10])}"
-                raise make_error(DataError, "yolo-names-differ", location, cause=cause)
-        notes.append(f"classes: {display_path(metadata_files[0], layout.root)}")
+        first, *others = metadata_files
+        class_names = _read_names(first)
+        for other in others:
+            if (other_names := _read_names(other)) != class_names:
+                cause = f"{', '.join(class_names[:10])}; {', '.join(other_names[:10])}"
+                raise make_error(DataError, "yolo-names-differ", f"{first} and {other}", cause=cause)
+        notes.append(f"classes: {display_path(first, layout.root)}")
     if class_names is None and num_classes:
         class_names = tuple(f"class {number}" for number in range(num_classes))
         notes.append(f"the {num_classes} classes have no names: called class 0, class 1, …")
@@ -571,50 +527,41 @@ def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
 
 def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[list[ImageFile], list[Path | None]]:
     """All images and their label files, in the order of the parts; within a part as listed, else by name."""
+    definitions = [path for path in layout.metadata_files[:1] if _is_definition_name(path)]
+    base_dirs = _resolve_base_dirs(_read_definition(definitions[0]), definitions[0])[0] if definitions else ()
     names_by_list: dict[Path, dict[Path, list[str]]] = {}
     label_names: dict[Path, list[str]] = {}
     used: set[Path] = set()
     images: list[ImageFile] = []
     label_files: list[Path | None] = []
     for part in layout.parts:
-        if part.image_list is not None and part.image_list not in names_by_list:
-            names_by_list[part.image_list] = _read_image_list(part.image_list, _read_base_dirs(layout))
         folder = part.image_dirs[0]
-        names = (
-            _list_image_names(folder)
-            if part.image_list is None
-            else _repair_listed_names(names_by_list[part.image_list][folder], folder, problems)
-        )
+        if part.image_list is None:
+            names = _list_image_names(folder)
+        else:
+            if part.image_list not in names_by_list:
+                names_by_list[part.image_list] = _read_image_list(part.image_list, base_dirs)
+            names = names_by_list[part.image_list][folder]
+            files = resolve_names(folder, names)  # headers are read before `repair_names` runs
+            for written_name, file in files.items():
+                problems.add("wrong-case-name", f"{written_name!r}: the file is {str(folder / file)!r}")
+            names = [files.get(name, name) for name in names]
         if part.annotations not in label_names:
             label_names[part.annotations] = _list_label_files(part.annotations)
         label_by_image = match_labels(names, label_names[part.annotations])
+        counts = Counter(label_by_image.values())
         for name in names:
             label_file = part.annotations / label_by_image[name] if name in label_by_image else None
             if label_file is None:
                 problems.add("no-label-file", display_path(folder / name, layout.root))
+            elif counts[label_file.name] > 1 and label_file not in used:
+                place = display_path(folder / name, layout.root)
+                problems.add("shared-label-file", f"{place}: {display_path(label_file, layout.root)}")
             images.append(ImageFile(folder, name, part.split_index))
             label_files.append(label_file)
-        shared = {label_file for label_file, count in Counter(label_by_image.values()).items() if count > 1}
-        for name in names if shared else ():
-            if label_by_image.get(name) in shared and part.annotations / label_by_image[name] not in used:
-                label_location = display_path(part.annotations / label_by_image[name], layout.root)
-                problems.add("shared-label-file", f"{display_path(folder / name, layout.root)}: {label_location}")
         used.update(part.annotations / label_name for label_name in label_by_image.values())
     _report_unmatched_labels(layout, label_names, used, problems)
     return images, label_files
-
-
-def _read_base_dirs(layout: DatasetLayout) -> tuple[Path, ...]:
-    definitions = [path for path in layout.metadata_files[:1] if _is_definition_name(path)]
-    return _resolve_base_dirs(_read_definition(definitions[0]), definitions[0])[0] if definitions else ()
-
-
-def _repair_listed_names(names: list[str], folder: Path, problems: ProblemCollector) -> list[str]:
-    """The listed names, corrected to the file names here, because headers are read before `names.repair_names` runs."""
-    files = resolve_names(folder, names)
-    for written_name, file in files.items():
-        problems.add("wrong-case-name", f"{written_name!r}: the file is {str(folder / file)!r}")
-    return [files.get(name, name) for name in names]
 
 
 def _report_unmatched_labels(
@@ -652,9 +599,8 @@ def _read_rows(text: bytes, location: str, row_format: _RowFormat, builder: Tabl
         elif not (label.is_integer() and label >= 0):
             builder.drop_box("malformed-row", f"{_quote(location, line, row_bytes)}, class {label:g}")
         elif (box := _parse_box(values, row_format)) is None:
-            builder.drop_box(
-                "malformed-row", f"{_quote(location, line, row_bytes)}, {len(values)} numbers after the class"
-            )
+            reason = f"{len(values)} numbers after the class"
+            builder.drop_box("malformed-row", f"{_quote(location, line, row_bytes)}, {reason}")
         elif label >= max_classes:
             hint = "" if class_names is None else f", the classes are 0 … {max_classes - 1}"
             builder.drop_box("unknown-class", f"{location}:{line}: class {label:g}{hint}")
@@ -702,11 +648,9 @@ class YoloWriter(DatasetWriter):
     x y width height`, normalized and within 0 … 1: Ultralytics drops an image with other values. It has no crowd
     boxes."""
 
+    image_dir = "images/{split}"
     box_orientation = "upright"
     supports_crowd = False
-
-    def image_path(self, image: AnnotatedImage) -> Path:
-        return self.folder / "images" / image.split / image.name
 
     def add(self, image: AnnotatedImage) -> None:
         lines = []
