@@ -31,7 +31,6 @@ from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.explain import open_records, resolve_price
 from stoker.report.findings_terminal import explain_line, finding_lines
 from stoker.report.sizing import (
-    CPU_SATURATED_FRACTION,
     INPUT_BOUND_HIGH,
     MIN_COMM_FRACTION,
     MIN_COMPUTE_FRACTION,
@@ -132,12 +131,9 @@ class Measured:
 
     @property
     def is_input_bound(self) -> bool:
-        """Whether the devices wait, and no setting of the loader helps: `input_wait` of at least 20 % (highly
-        input-bound, TensorFlow Profiler), and all cores busy or the storage slow."""
-        used, cores = self.usage.used_cores, self.usage.cores
-        are_cores_busy = used is not None and cores is not None and used >= CPU_SATURATED_FRACTION * cores
+        """Whether the devices wait, and no setting of the loader helps: all cores are busy or the storage is slow."""
         waits = self.usage.fraction("input_wait") >= INPUT_BOUND_HIGH
-        return waits and (are_cores_busy or self.storage_is_slow)
+        return waits and (self.usage.cores_are_busy or self.storage_is_slow)
 
     def is_in_time(self, img_per_s: float) -> bool:
         """Whether a training at this speed ends before the deadline, if there is one."""
@@ -172,10 +168,7 @@ class Measured:
 
 def advise(run: str | Path, *, by_s: float | None = None, price_per_device_hour: float | None = None) -> LaunchAdvice:
     """Reads a run. by_s: deadline, seconds from now; price_per_device_hour: None takes the setting of the run, else the
-    list price.
-
-    Raises UsageError if the run is too short.
-    """
+    list price. Raises UsageError if the run is too short."""
     m = _measure(open_records(run), by_s, price_per_device_hour)
     changes = [change for change in [_propose(m)] if change is not None]
     largest = sorted(m.usage.phase_fractions, key=lambda name: -m.usage.fraction(name))
@@ -317,10 +310,7 @@ def _command(m: Measured, flags: dict[str, str]) -> str:
 
 def apply(advice: LaunchAdvice) -> Job:
     """Ends the newest job of a run and submits it again, at its place, with the proposal. Everything is checked before
-    the old job is asked to end.
-
-    Raises UsageError, also if there is no proposal, or the place is not one of PLACES_TO_APPLY.
-    """
+    the old job is asked to end. Raises UsageError, also if there is no proposal, or for other places."""
     if not advice.changes:
         raise UsageError("There is nothing to apply.", location=advice.run, cause=advice.summary)
     old, change = last_job(advice.run), advice.changes[0]
