@@ -97,10 +97,8 @@ def read_architectures() -> dict[str, Architecture]:
 def make_architecture(
     row: dict[str, Any], groups: dict[str, Any], *, url: str = "", tuning: Mapping[str, Any] | None = None
 ) -> Architecture:
-    """The architecture of a row. groups: tables of defaults by name; tuning: by family.
-
-    Raises msgspec.ValidationError for a row of another form.
-    """
+    """The architecture of a row. groups: tables of defaults by name; tuning: by family. Raises msgspec.ValidationError
+    for a row of another form."""
     fields = dict(row)
     defaults, files = _inherit(fields.pop("defaults", {}), groups), fields.pop("weights", {})
     fields |= {

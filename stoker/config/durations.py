@@ -23,10 +23,8 @@ class Duration:
 
 
 def parse_duration(text: str, flag: str = "max-duration") -> Duration:
-    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes.
-
-    Raises ConfigError, which names the flag and the valid forms.
-    """
+    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes. Raises ConfigError, which names the flag
+    and the valid forms."""
     match = _DURATION.match(text)
     if match is None:
         raise ConfigError(f"--{flag} {text!r} is not a length of training.", choices=_VALID)
@@ -45,11 +43,8 @@ def parse_duration(text: str, flag: str = "max-duration") -> Duration:
 
 
 def join_length(fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings by name in which `epochs`, `steps` or `max_time`, of which at most one may be set, became
-    `max_duration`.
-
-    epochs: number; steps: number; max_time: text such as `30min`, or minutes. Raises ConfigError.
-    """
+    """Settings by name in which `epochs`, `steps` (numbers) or `max_time` (text such as `30min`, or minutes), of which
+    at most one may be set, became `max_duration`. Raises ConfigError."""
     rest = {name: value for name, value in fields.items() if name not in ("epochs", "steps", "max_time")}
     given = [name for name in ("epochs", "steps", "max_time") if fields.get(name) is not None]
     if not given:

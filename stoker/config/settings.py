@@ -39,23 +39,9 @@ class DataSettings:
     data: Annotated[str, Parameter(parse=False)] = AUTO
     """Folder or file of the data set, its URI, or `demo`; the argument of the command."""
     format: Literal[
-        "coco",
-        "voc",
-        "kitti",
-        "yolo",
-        "tfrecord",
-        "openimages",
-        "via",
-        "csv",
-        "cvat",
-        "labelme",
-        "label-studio",
-        "createml",
-        "jsonl",
-        "webdataset",
-        "mds",
-        "parquet",
-    ] = AUTO
+        "coco", "voc", "kitti", "yolo", "tfrecord", "openimages", "via", "csv", "cvat", "labelme", "label-studio",
+        "createml", "jsonl", "webdataset", "mds", "parquet",
+    ] = AUTO  # fmt: skip
     """Format of the annotations, where automatic detection is wrong."""
     classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = AUTO
     """Train only these classes, in this order. Boxes of other classes are dropped; their images stay as background."""
@@ -265,11 +251,8 @@ class Config:
 
 
 SECTIONS: dict[str, type[Section]] = {
-    "data": DataSettings,
-    "model": ModelSettings,
-    "optim": OptimSettings,
-    "run": RunSettings,
-}
+    "data": DataSettings, "model": ModelSettings, "optim": OptimSettings, "run": RunSettings,
+}  # fmt: skip
 SECTION_OF: dict[str, str] = {f.name: s for s, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
 """Section of every field, in the order of declaration."""
 
@@ -286,10 +269,7 @@ def _section_of(name: str) -> str:
 
 def from_fields(fields: dict[str, Any]) -> Config:
     """A Config from field names and values, whatever their sections; None leaves a field open, paths become text and
-    NumPy's numbers Python's.
-
-    Raises ConfigError for an unknown name or a value of the wrong kind.
-    """
+    NumPy's numbers Python's. Raises ConfigError for an unknown name or a value of the wrong kind."""
     tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in join_length(fields).items():
         if value is not None:
@@ -355,11 +335,8 @@ def setting_rows() -> dict[str, SettingRow]:
 
 @functools.cache
 def read_recipes() -> dict[str, Config]:
-    """Name in knowledge/recipes.toml → the settings that models of a kind are trained with, a partial config.
-
-    The row of a model in MODELS names its recipe. A setting of the user overrides it; `training/defaults/derive.py`
-    records the name of the recipe as the reason of each value.
-    """
+    """Name in knowledge/recipes.toml → the settings that models of a kind are trained with, a partial config. The row
+    of a model names its recipe; `training/defaults/derive.py` records it as the reason of each value."""
     return {name: from_fields(fields) for name, fields in read_toml("recipes.toml").items()}
 
 

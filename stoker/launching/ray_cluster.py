@@ -281,8 +281,7 @@ def _reserve(training: Training, stopping: threading.Event) -> Any:
 
 
 def _train(training: Training, nodes: list[Any], stopping: threading.Event) -> int:
-    """The exit code of an attempt: one that a restart cannot correct, else a lost node, else the first failure, else 75
-    or 0."""
+    """The exit code of an attempt: one that no restart corrects, else a lost node, else the first failure, else 75 or 0."""
     from stoker.training.supervisor import PASSED_ON
 
     host, port = ray.get(nodes[0].address.remote())
@@ -385,8 +384,7 @@ def _connect(address: str | None) -> None:
 
 
 def _absolute(settings: "DataSettings") -> "DataSettings":
-    """The settings for another working folder. An annotation file may be relative to the data set, which does not
-    depend on the working folder."""
+    """The settings for another working folder; annotation files relative to the data set do not depend on it."""
 
     def absolute(path: str) -> str:
         location = expand_variables(path)

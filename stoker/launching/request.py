@@ -67,10 +67,7 @@ def make_spec(
     batch: Mapping[str, Any] | None = None,
 ) -> LaunchSpec:
     """Decides everything. settings: other flags of `stoker train`, as typed; on_cpu: `--device cpu` is one of them;
-    batch: their values of `elastic.SETTINGS`.
-
-    Raises UsageError.
-    """
+    batch: their values of `elastic.SETTINGS`. Raises UsageError."""
     if (data is None) == (request.resume is None):
         raise UsageError("What should be trained on?", choices=["DATA", "--resume RUN"], fix="stoker launch local demo")
     if request.restarts < 0:
@@ -244,9 +241,7 @@ def _find_tpu(request: LaunchRequest, place: Place, *, on_cpu: bool) -> TpuSlice
 
 def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machine | None:
     """The row of the machine type in the table of `stoker plan`; None: no type is named, or any name is valid there.
-
-    Raises UsageError for a type that the cloud of the place does not have.
-    """
+    Raises UsageError for a type that the cloud of the place does not have."""
     if machine_type is None:
         return None
     if place.cloud is None:

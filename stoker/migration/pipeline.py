@@ -40,10 +40,8 @@ class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, ImportReport]:
-    """The settings and the report. data: where the records are, if not where the file says.
-
-    Raises ConfigError for a file that cannot be read or has no model that stoker knows.
-    """
+    """The settings and the report. data: where the records are, if not where the file says. Raises ConfigError for a
+    file that cannot be read or has no model that stoker knows."""
     pipeline = read_message(path)
     family, model, detector = choose_detector(pipeline.child("model"))
     account = FieldAccount(find_model(detector.model))

@@ -209,9 +209,8 @@ def _read_augmentation(account: FieldAccount, train: Message) -> None:
 
 
 def _scale_settings(name: str, step: Message) -> dict[str, Any] | None:
-    """Crop and zoom as a range of scales and its probability; None: the step does not crop or zoom.
-
-    A window with the fraction a of the image's area shows it at the scale 1/√a."""
+    """Crop and zoom as a range of scales and its probability; None: the step does not crop or zoom. A window with the
+    fraction a of the image's area shows it at the scale 1/√a."""
     if name in ("random_crop_image", "random_crop_pad_image"):
         low = 1 / math.sqrt(max(1e-4, step.number("max_area", 1.0)))
         high = 1 / math.sqrt(max(1e-4, step.number("min_area", 0.1)))

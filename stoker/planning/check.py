@@ -1,10 +1,9 @@
 """`stoker check`: asks every probe, each within its time, and puts what they found in order.
 
 A probe that hangs or raises becomes a finding `unknown`: the others are still asked. The probes are in
-`stoker/preflight/`, but for the largest batch of a training: whether it fits its device is tried for real, in a process
-of its own (`python -m stoker.planning.check config.toml`). Settings are derived as for a training, which tries the
-worst-case batch (`defaults/dry_run.py`). On an accelerator its speed is then measured; a CPU's memory is counted,
-and its speed estimated.
+`stoker/preflight/`, but for the worst-case batch of a training: it is tried as the training does it
+(`defaults/dry_run.py`), in a process of its own (`python -m stoker.planning.check config.toml`). On an accelerator its
+speed is then measured; a CPU's memory is counted, and its speed estimated.
 """
 
 import dataclasses

@@ -139,8 +139,7 @@ def _to_widest(inputs: Any) -> Any:
 
 
 class Autocast:
-    """A context of mixed precision on the fake device, with the cache of cast parameters that real devices have. It
-    can be entered again, once it was left."""
+    """Mixed precision on the fake device, with a cache of cast parameters as real devices have; can be entered again."""
 
     def __init__(self, precision: str) -> None:
         is_mixed = precision != "fp32"

@@ -1,9 +1,8 @@
 """The accelerators and machines that a training can be planned for: those of GCP and AWS, the user's, and this one.
 
 Peaks of GPUs are those of data sheets (`knowledge/gpus.toml`), of the present CPU they are measured. On-demand prices
-come from `hardware/prices.py`, the one list of them; `knowledge/machines.toml` has what is needed besides, and the
-range of spot prices on one day. Not here: what a step needs of an accelerator (`trace.py`), how much of its peak it
-reaches (`predict.py`), and how fast a machine trains (`duration.py`).
+come from `hardware/prices.py`; `knowledge/machines.toml` has what is needed besides. Not here: what a step needs
+(`trace.py`), how much of a peak it reaches (`predict.py`), and how fast a machine trains (`duration.py`).
 """
 
 import functools
@@ -96,11 +95,8 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return next((name for name in ("bf16", "fp16") if name in self.flops), "fp32")
 
     def peak_flops(self, precision: str, *, is_convolution: bool) -> float:
-        """Peak operations per second of convolutions or matrix products under autocast to a precision.
-
-        cuDNN computes fp32 convolutions in TF32 where the GPU has it, matrix products stay in fp32: torch's defaults
-        of `torch.backends.cudnn.allow_tf32` and `torch.backends.cuda.matmul.allow_tf32`.
-        """
+        """Peak operations per second of convolutions or matrix products under autocast to a precision. In fp32, cuDNN
+        convolves in TF32 where the GPU has it and matrix products stay in fp32, as torch's `allow_tf32` are set."""
         if precision != "fp32" and precision in self.flops:
             return self.flops[precision]
         return self.flops.get("tf32", self.flops["fp32"]) if is_convolution else self.flops["fp32"]
@@ -146,10 +142,8 @@ ROUNDS = 5
 
 
 def measure_cpu(*, clock: Callable[[], float] = time.perf_counter) -> Accelerator:
-    """The present CPU with the threads that torch uses now: a matrix product and a copy, in half a second.
-
-    clock: seconds; `time.process_time` for one thread on a busy machine.
-    """
+    """The present CPU with the threads that torch uses now: a matrix product and a copy, in half a second. clock:
+    seconds; `time.process_time` for one thread on a busy machine."""
     import torch  # the table is read where torch is absent
 
     from stoker.hardware.device import Device
@@ -273,11 +267,8 @@ def _listed(name: str, row: dict[str, Any], table: Mapping[str, Any]) -> Machine
 def choose_machines(
     names: Sequence[str], *, machines: Mapping[str, Machine], this: Machine | None = None
 ) -> list[Machine]:
-    """The machines of these names, each once; without names this one and all others.
-
-    machines: the table with the user's additions; this: the present machine, None if it cannot be planned for. Raises
-    UsageError, with the nearest names, for one that is not there.
-    """
+    """The machines of these names, each once; without names this one and all others. machines: the table with the
+    user's additions; this: the present machine, None if it cannot be planned for. Raises UsageError."""
     known = {**({THIS_MACHINE: this} if this is not None else {}), **machines}
     if not names:
         return list(known.values())
@@ -297,10 +288,8 @@ def choose_machines(
 
 
 def this_machine(device: "Device", price_per_device_hour: float | None = None) -> Machine | None:
-    """The present machine with `device`; None if its GPU is not in the table of accelerators.
-
-    price_per_device_hour: 0 and None are an unknown price.
-    """
+    """The present machine with `device`; None if its GPU is not in the table of accelerators. price_per_device_hour: 0
+    and None are an unknown price."""
     accelerator = None if device.is_cpu else identify(device.name)
     if not device.is_cpu and accelerator is None:
         return None
@@ -339,10 +328,8 @@ class _UserMachine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
 
 
 def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machine]:
-    """`machines` with the prices and the machines of the user's TOML file (docs/plan.md describes it).
-
-    Raises ConfigError, which names the file, the machine and the valid choices.
-    """
+    """`machines` with the prices and the machines of the user's TOML file (docs/plan.md describes it). Raises
+    ConfigError, which names the file, the machine and the valid choices."""
     try:
         tables = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_PRICES_BYTES))
     except FileNotFoundError as error:

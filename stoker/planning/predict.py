@@ -86,12 +86,10 @@ ERRORS = msgspec.convert(read_toml("plan_errors.toml"), dict[str, Errors])
 
 @functools.cache
 def learn_error(kind: str, *, without: int | None = None) -> float:
-    """The band of predictions of a kind, a key of ERRORS: their time multiplied or divided by 1 + this.
-
-    It contains the next one with the probability COVERAGE, if it is like the rows: the conformal quantile of their
-    errors (Vovk et al. 2005, "Algorithmic Learning in a Random World"), or the largest, where they are too few.
-    without: the number of a row that is left out.
-    """
+    """The band of predictions of a kind, a key of ERRORS: their time multiplied or divided by 1 + this. It contains the
+    next one with the probability COVERAGE, if it is like the rows: the conformal quantile of their errors (Vovk et al.
+    2005, "Algorithmic Learning in a Random World"), or the largest, where they are too few. without: the number of a
+    row that is left out."""
     rows = [row for k, row in enumerate(ERRORS[kind].rows) if k != without]
     off = sorted(abs(math.log(predicted_s / actual_s)) for _, predicted_s, actual_s in rows)
     return math.exp(off[min(len(off), math.ceil(COVERAGE * (len(off) + 1))) - 1]) - 1
@@ -163,11 +161,8 @@ ITERATIONS = 30
 
 
 def fit(samples: Sequence[Sample], start: Efficiency) -> Efficiency:
-    """The efficiency that explains measured steps, near `start` where they do not tell.
-
-    Least squares of relative errors (Gauss-Newton on logarithms), with `start` as a measurement of each fraction whose
-    relative standard deviation is PRIOR_SPREAD.
-    """
+    """The efficiency that explains measured steps, near `start` where they do not tell: least squares of relative
+    errors (Gauss-Newton on logarithms), with `start` as a measurement of the relative deviation PRIOR_SPREAD."""
     names = [name for name in FITTED if getattr(start, name) > 0]
     origin = np.log([getattr(start, name) for name in names])
     measured = np.log([sample.step_s for sample in samples])
@@ -249,10 +244,8 @@ def predict_steps(
     config: Config, index: Index, accelerators: Sequence[Accelerator], *, batch_size: int | Sequence[int]
 ) -> list[StepPrediction]:
     """A prediction for each accelerator, in their order. The training that follows finds it in the calibration file.
-
     batch_size: images per device and step, for all or for each. What does not fit is computed in micro-batches, as
-    training does it. One call is faster than several. Raises StokerError where a step cannot be traced.
-    """
+    training does it. One call is faster than several. Raises StokerError where a step cannot be traced."""
     sizes = [batch_size] * len(accelerators) if isinstance(batch_size, int) else batch_size
     jobs = [_make_job(config, index, accelerator, size) for accelerator, size in zip(accelerators, sizes, strict=True)]
     traces = Traces()
@@ -465,10 +458,8 @@ def measure_steps(config: Config, index: Index, device: Device) -> None:
 
 
 def loader_demand(config: Config, index: Index) -> LoaderDemand:
-    """Measures the decoding of a few images of the training split, at the size of the model's input.
-
-    Raises DataError where none can be decoded, StorageError where a bucket cannot be read.
-    """
+    """Measures the decoding of a few images of the training split, at the size of the model's input. Raises DataError
+    where none can be decoded, StorageError where a bucket cannot be read."""
     if not {"image_size", "resize"} <= config.set_fields().keys():
         device = Device(torch.device("cpu" if config.run.device == "cpu" else "cuda"))
         config, _ = derive_for_plan(config, index, device)

@@ -43,11 +43,8 @@ REFUSALS = msgspec.convert(read_toml("refusals.toml")["refusals"], list[_Refusal
 
 
 def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Reads from the data, writes into the run folder.
-
-    data: a path, a URI, "demo" (which has no files) or None. run_dir: a path, a URI or None: Vertex AI's folder for
-    checkpoints, which `env` names, else `runs/` in the current folder.
-    """
+    """Reads from the data, writes into the run folder. data: a path, a URI, "demo" (which has no files) or None.
+    run_dir: a path, a URI or None: Vertex AI's folder for checkpoints, which `env` names, else `runs/`."""
     folder = run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs"
     with ThreadPoolExecutor(max_workers=1) as pool:
         readable = pool.submit(check_readable, data) if data and data != "demo" else None
@@ -76,8 +73,7 @@ def _tried(id: str, location: str, place: str, attempt: Callable[[], Finding]) -
 
 
 def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> Finding:
-    """The finding for an error of the storage layer: what it says, and the fix, sharpened where the response tells more
-    than the status."""
+    """The finding for an error of the storage layer, with a sharper fix where the response tells more than the status."""
     cause, fix = error.cause or "", error.fix or ""
     kind = caused_by(error) if isinstance(error, StorageError) else None
     scheme, _, path = location.partition("://")
@@ -106,8 +102,7 @@ def _read(location: str) -> Finding:
         path = Path(text)
         if not path.exists() and not any(path.parent.glob(path.name)):
             raise StorageError("The data does not exist.", location=path, fix="correct the path, or mount its disk")
-        readable = os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)) or not path.exists()
-        if not readable:
+        if path.exists() and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
             raise StorageError(
                 "The data cannot be read.", location=path, cause=_owner(path), fix=f"chmod -R a+rX {path}"
             )

@@ -2,10 +2,8 @@
 `check_files.toml`, and programs that run for a limited time.
 
 A probe is a function that returns findings, worst or not. What it could not find out is a finding of severity
-`unknown`, with the reason: never an exception, never silence.
-
-A row has the severity and the texts of one finding, with {names} for what the probe has measured or read. Where an id
-has several texts, its rows are called id/variant. What is measured and when a finding is made is in the probes.
+`unknown`, with the reason: never an exception, never silence. A row has the severity and the texts of one finding, with
+{names} for what the probe has measured or read. Where an id has several texts, its rows are called id/variant.
 """
 
 import contextlib

@@ -182,8 +182,7 @@ def _read_amazon(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
 
 
 def _is_over(events: str) -> bool:
-    """Whether all scheduled events are completed or canceled: [{"Code": "system-reboot", "NotBefore": "21 Jan 2019
-    09:00:43 GMT", "State": "active"}]."""
+    """Whether all scheduled events are completed or canceled: [{"Code": "system-reboot", …, "State": "active"}]."""
     states = re.findall(r'"State"\s*:\s*"(\w+)"', events)
     return events == "[]" or (bool(states) and all(state in ("completed", "canceled") for state in states))
 

@@ -6,8 +6,7 @@ all-reduce between them:
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=node-0 MASTER_PORT=29500 python -m stoker.preflight.network SECONDS JOIN_SECONDS
 
 Where the processes do not meet, the reason is searched: a name that does not resolve, a port that nothing answers on,
-a wrong interface. The description of the job comes from the caller (`training/cluster.py`); a process alone has nothing
-to check.
+a wrong interface. The description of the job comes from the caller (`training/cluster.py`).
 """
 
 import datetime
@@ -147,8 +146,7 @@ def check_network(
 
 
 def judge_speed(measured: Measurement, interface: Interface | None, *, local: bool) -> list[Finding]:
-    """Bandwidth and latency against the floor of the link. interface: over which the other ranks are reached; local:
-    all are on this machine."""
+    """Bandwidth and latency against the floor of the link. interface: to the other ranks; local: all are here."""
     link, floor = link_floor(measured, interface, local=local)
     bus, latency_ms = measured.bus_bytes_per_s, measured.latency_s * 1e3
     limit_ms = 1e3 * (LINKS.max_latency_s.local if local else LINKS.max_latency_s.remote)
@@ -354,8 +352,7 @@ def measure(device: "Device", seconds: float) -> Measurement:
 
 
 def timed(device: "Device", size_bytes: int, count: int, *, half: bool = False) -> float:
-    """Seconds of `count` all-reduces of so many bytes, after one more; the same numbers on all ranks. half: of bf16
-    numbers instead of fp32."""
+    """Seconds of `count` all-reduces of so many bytes, after one more; the same on all ranks. half: bf16, not fp32."""
     import torch
     import torch.distributed as dist
 

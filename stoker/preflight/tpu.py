@@ -1,7 +1,6 @@
 """Whether the TPU of this machine can be used: its driver, the library, and whether another process has it.
 
-Notices of a preemption come from the metadata service, as on other machines of Google Cloud (`cloud.py`). It never ran
-on a TPU: docs/gpu-status.md.
+Notices of a preemption come from the metadata service (`cloud.py`). It never ran on a TPU: docs/gpu-status.md.
 """
 
 import importlib.util

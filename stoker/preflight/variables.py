@@ -1,10 +1,9 @@
-"""Environment variables that name data, output, credentials or a cluster: whether they exist, are well formed and point
-somewhere.
+"""Environment variables that name data, output, credentials or a cluster: whether they are well formed and what they
+name is there.
 
 They are set by platforms (Vertex AI, SageMaker, Slurm), by Dockerfiles and by hand, and a wrong one is noticed late: a
-path that does not exist, quotes that docker's --env-file kept, a name with a typing error, which is silently ignored.
-Values of variables whose name says that they are secret are never shown. Which variables is in
-`knowledge/variables.toml`; reads and writes of buckets are tried by `access.py`.
+path that does not exist, quotes that docker's --env-file kept, a name with a typing error. Secret values are never
+shown. Which variables is in `knowledge/variables.toml`; reads and writes of buckets are tried by `access.py`.
 """
 
 import json

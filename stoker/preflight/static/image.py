@@ -159,8 +159,7 @@ def read_instructions(text: str) -> Iterator[Instruction]:
 
 
 def read_stages(text: str) -> list[Stage]:
-    """The stages of a Dockerfile. A stage that begins with another one has what that one has: its variables, commands
-    and copies, in front of its own."""
+    """The stages of a Dockerfile. One that begins with another has that one's variables, commands and copies first."""
     stages: list[Stage] = []
     before: dict[str, str] = {}
     for instruction in read_instructions(text):
@@ -196,8 +195,7 @@ def _stage(instruction: Instruction, before: dict[str, str], stages: list[Stage]
 
 
 def _assignments(instruction: Instruction, variables: dict[str, str]) -> list[tuple[str, Word]]:
-    """The names and values of ARG and ENV. An ARG without a value has an empty one. `ENV NAME a value` is the
-    old form."""
+    """The names and values of ARG, empty where it has none, and of ENV, also in its old form `ENV NAME a value`."""
     words = instruction.words()
     if instruction.name == "ENV" and words and "=" not in words[0].text:
         value = " ".join(instruction.text.split(maxsplit=1)[1:]).strip().strip("\"'")
@@ -357,8 +355,7 @@ def read_image(path: Path, *, given: Path | None = None) -> Image:
 
 
 def _arguments(words: Sequence[Word], with_value: frozenset[str]) -> Iterator[tuple[str, Word]]:
-    """(option, its value) of each option of a command, and ("", argument) of the others. with_value: the options that
-    take the next word."""
+    """(option, value) of each option of a command, ("", argument) of the others. with_value: those that take a word."""
     rest = iter(words)
     for word in rest:
         option, equals, value = word.text.partition("=") if word.text.startswith("--") else (word.text, "", "")

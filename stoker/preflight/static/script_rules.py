@@ -1,13 +1,11 @@
 """What a training script does that wastes a GPU: tf.data pipelines, PyTorch's loaders and loops, devices, switches.
 
 Sources: tensorflow.org/guide/data_performance (parallel mapping, prefetching, vectorizing, caching),
-tensorflow.org/tutorials/distribute/input (global batch), PyTorch's performance tuning guide
-(pytorch.org/tutorials/recipes/recipes/tuning_guide.html), the API pages of the functions named. A map after `batch` is
-what TensorFlow's guide advises for cheap, vectorized work; only work that is done for one image at a time is reported
-there. A rule that needs the whole program speaks only of a script that imports nothing but known libraries. The script
-is never imported or executed: `Source` is its syntax tree, with what the rules ask of it. All walks are iterative, so a
-script that is nested too deeply for the parser is an error and one that is not costs linear time. The texts are in
-`knowledge/check_files.toml`, names and switches in `knowledge/source_names.toml`.
+tensorflow.org/tutorials/distribute/input (global batch), pytorch.org/tutorials/recipes/recipes/tuning_guide.html, the
+API pages of the functions named. After `batch`, only work that is done for one image at a time is reported: TensorFlow's
+guide advises cheap, vectorized work there. A rule that needs the whole program speaks only of a script that imports
+nothing but known libraries. The script is never executed: `Source` is its syntax tree. All walks are iterative, in
+linear time. The texts are in `knowledge/check_files.toml`, names and switches in `knowledge/source_names.toml`.
 """
 
 import ast
@@ -126,8 +124,7 @@ class Source:
 
     @property
     def is_self_contained(self) -> bool:
-        """Whether it imports only known libraries: no code of its own project, and none that may take over
-        the training."""
+        """Whether it imports only known libraries: no code of its own project, none that may take over the training."""
         return self.modules <= sys.stdlib_module_names | SCRIPTS.known_modules
 
     def dotted(self, node: ast.AST) -> str:
@@ -173,8 +170,7 @@ class Source:
         return found
 
     def runs_always(self, node: ast.AST) -> bool:
-        """Whether a statement is part of every run: under no `if`, and in the module or a function that every
-        run calls."""
+        """Whether every run executes a statement: under no `if`, in the module or a function that every run calls."""
         scope = self.scope(node)
         called = isinstance(scope, ast.Module) or getattr(scope, "name", "") in ("main", "train", "run")
         return called and not self.conditions(node)
@@ -547,8 +543,7 @@ def _is_sync(call: ast.Call) -> bool:
 
 
 def _values(*nodes: ast.AST) -> set[str]:
-    """The names in expressions, except those that are on the host already, and of which only the shape is asked, which
-    is known without the GPU."""
+    """The names in expressions, except of values that are on the host already, and where only the shape is asked."""
     found: set[str] = set()
     pending = list(nodes)
     while pending:

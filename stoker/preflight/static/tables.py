@@ -1,8 +1,7 @@
 """Which versions belong together, and by which names images, packages and calls are recognized. Facts, no rules.
 
-Versions of TensorFlow, PyTorch, CUDA, cuDNN, Python and drivers are in `knowledge/versions.toml`, with their sources; a
-release that is newer than these tables is reported as unknown, never as wrong. Names are in
-`knowledge/source_names.toml`.
+Versions are in `knowledge/versions.toml`, with their sources; a release that is newer than these tables is reported as
+unknown, never as wrong. Names are in `knowledge/source_names.toml`.
 """
 
 import re
