@@ -281,7 +281,7 @@ def _reserve(training: Training, stopping: threading.Event) -> Any:
 
 
 def _train(training: Training, nodes: list[Any], stopping: threading.Event) -> int:
-    """The exit code of an attempt: one that no restart corrects, else a lost node, else the first failure, else 75 or 0."""
+    """The exit code of an attempt: one that no restart corrects, else a lost node, the first failure, 75 or 0."""
     from stoker.training.supervisor import PASSED_ON
 
     host, port = ray.get(nodes[0].address.remote())

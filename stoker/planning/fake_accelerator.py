@@ -139,7 +139,7 @@ def _to_widest(inputs: Any) -> Any:
 
 
 class Autocast:
-    """Mixed precision on the fake device, with a cache of cast parameters as real devices have; can be entered again."""
+    """Mixed precision on the fake device, with a cache of cast parameters as real devices have; can be re-entered."""
 
     def __init__(self, precision: str) -> None:
         is_mixed = precision != "fp32"

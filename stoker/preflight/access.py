@@ -73,7 +73,7 @@ def _tried(id: str, location: str, place: str, attempt: Callable[[], Finding]) -
 
 
 def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> Finding:
-    """The finding for an error of the storage layer, with a sharper fix where the response tells more than the status."""
+    """The finding for an error of the storage layer; its fix is sharper where the response tells more than a status."""
     cause, fix = error.cause or "", error.fix or ""
     kind = caused_by(error) if isinstance(error, StorageError) else None
     scheme, _, path = location.partition("://")

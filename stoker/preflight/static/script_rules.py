@@ -2,7 +2,7 @@
 
 Sources: tensorflow.org/guide/data_performance (parallel mapping, prefetching, vectorizing, caching),
 tensorflow.org/tutorials/distribute/input (global batch), pytorch.org/tutorials/recipes/recipes/tuning_guide.html, the
-API pages of the functions named. After `batch`, only work that is done for one image at a time is reported: TensorFlow's
+API pages of the functions named. After `batch`, only work that is done for one image at a time is reported, as the
 guide advises cheap, vectorized work there. A rule that needs the whole program speaks only of a script that imports
 nothing but known libraries. The script is never executed: `Source` is its syntax tree. All walks are iterative, in
 linear time. The texts are in `knowledge/check_files.toml`, names and switches in `knowledge/source_names.toml`.
