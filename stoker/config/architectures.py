@@ -143,7 +143,7 @@ class EmberNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return f"ember-{self.block}-w{self.width}-d{depths}-n{channels}-b{self.num_blocks}-h{self.head_depth}"
 
 
-RECIPE_KEYS = tuple(msgspec.structs.fields(EmberNetwork)[n].name for n in range(7))
+RECIPE_KEYS = EmberNetwork.__struct_fields__
 NETWORK_NAME = re.compile(r"ember-(csp|inverted)-w(\d+)-d(\d{4})-n(\d+)\.(\d+)\.(\d+)-b(\d)-h(\d)")
 
 
@@ -173,10 +173,9 @@ def read_recipe(path: Path) -> EmberNetwork:
 
 def check_network(network: EmberNetwork, location: Path | None = None) -> EmberNetwork:
     """Raises ConfigError for numbers that no ember has."""
-    channels = (8, 1024)
     for name, values, count, (low, high) in (
         ("width", [network.width], 1, (4, 256)), ("depths", network.depths, 4, (1, 9)),
-        ("channels", network.channels, 3, channels), ("num_blocks", [network.num_blocks], 1, (1, 9)),
+        ("channels", network.channels, 3, (8, 1024)), ("num_blocks", [network.num_blocks], 1, (1, 9)),
         ("head_depth", [network.head_depth], 1, (1, 4)),
     ):  # fmt: skip
         if len(values) != count or any(not low <= value <= high for value in values):

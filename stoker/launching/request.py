@@ -79,17 +79,15 @@ def make_spec(
     tpu = None if request.tpu is None else _find_tpu(request, place, on_cpu=on_cpu)
     if tpu is not None:
         settings, on_cpu = (*settings, "--device", "tpu"), True
-    devices = request.devices
+    devices, cpus, memory_gib = request.devices, request.cpus, request.memory
     if devices is None:
         devices = 1 if machine is None or on_cpu else machine.gpus
     if devices < 1:
         raise UsageError(f"--devices {devices} is out of range.", choices=["1 or more"])
-    cpus = request.cpus
-    if cpus is None:
+    if cpus is None and machine is not None:
+        cpus = int(machine.vcpus)
+    elif cpus is None:
         cpus = devices if on_cpu and tpu is None else CPUS_PER_GPU * devices
-        if machine is not None:
-            cpus = int(machine.vcpus)
-    memory_gib = request.memory
     if memory_gib is None:
         memory_gib = GIB_PER_CPU * cpus if machine is None else SYSTEM_MEMORY_FRACTION * machine.memory_gib
     target = ("--run-dir" if request.resume is None else "--resume", run_dir)

@@ -172,8 +172,7 @@ def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:
     data, device = config.set_fields().get("data"), config.set_fields().get("device")
     # First: the ranks of a job ask together, and a process alone needs no time for it.
     prober.ask("network", 50.0, lambda: check_network(NETWORK_S, find_place=find_place, env=env))
-    is_tpu = concerns_tpu(device)
-    if is_tpu:
+    if concerns_tpu(device):
         prober.ask("tpu", 5.0, lambda: check_tpu(device=device))
     else:
         prober.ask("gpu", 35.0, lambda: check_gpu(device=device, env=env, deep=deep))

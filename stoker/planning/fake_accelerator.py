@@ -15,7 +15,7 @@ process, so it runs in one of its own. A torch version that breaks it makes `ins
 import contextlib
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -197,25 +197,20 @@ def to_fake(module: nn.Module, device_type: str = DEVICE) -> nn.Module:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     if id(tensor) not in made:
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        layout = _Layout(
-                            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, is_parameter
-                        )
-                        made[id(tensor)] = _make_fake(device_type, layout)
+                        made[id(tensor)] = _make_fake(tensor, device_type)()
                     tensors[name] = made[id(tensor)]  # type: ignore[assignment]
     return module
 
 
-class _Layout(NamedTuple):
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    is_parameter: bool
+def _make_fake(tensor: Tensor, device_type: str) -> Callable[[], Tensor]:
+    """Makes tensors like this one, without keeping it."""
+    layout, dtype = (tuple(tensor.shape), tensor.stride()), tensor.dtype
+    is_parameter, requires_grad = isinstance(tensor, nn.Parameter), tensor.requires_grad
 
+    def make() -> Tensor:
+        empty = torch.empty_strided(*layout, dtype=dtype, device=device_type)
+        fake: Tensor = nn.Parameter(empty, requires_grad=requires_grad) if is_parameter else empty
+        fake.__deepcopy__ = lambda _memo: make()  # type: ignore[method-assign]
+        return fake
 
-def _make_fake(device_type: str, layout: _Layout) -> Tensor:
-    empty = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device_type)
-    fake: Tensor = nn.Parameter(empty, requires_grad=layout.requires_grad) if layout.is_parameter else empty
-    fake.__deepcopy__ = lambda _memo: _make_fake(device_type, layout)  # type: ignore[method-assign]
-    return fake
+    return make

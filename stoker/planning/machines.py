@@ -354,22 +354,17 @@ def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machin
             ) from error
         if "link" in row and row["link"] not in links():
             raise ConfigError(f"[{name}] has no link {row['link']!r}.", location=path, choices=links())
-        missing = [key for key in _UserMachine.__struct_fields__[:5] if key not in row]
+        required = _UserMachine.__struct_fields__[:5]
+        missing = [key for key in required if key not in row]
         if name not in machines and missing:
             near = nearest(name, machines)
-            raise ConfigError(
-                f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}.",
-                location=path,
-                fix="add them, or correct the name" + (f": {near}?" if near else ""),
-            )
+            what = f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}."
+            raise ConfigError(what, location=path, fix="add them, or correct the name" + (f": {near}?" if near else ""))
         known = machines.get(name) or Machine(
             name=name,
             cloud="",
-            accelerator=row["accelerator"],
-            gpus=row["gpus"],
-            vcpus=row["vcpus"],
-            memory_gib=row["memory_gib"],
             link="none" if row["gpus"] == 1 else "pcie4",
+            **{key: row[key] for key in required},
         )
         spot = {"spot_price": exactly(row["spot_price"])} if "spot_price" in row else {}
         result[name] = msgspec.structs.replace(known, **row | spot, source=str(path))

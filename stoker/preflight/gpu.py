@@ -101,10 +101,11 @@ def _observe(
     state = worker.call(DRIVER_TIMEOUT_S)
     busiest = state
 
-    def watch() -> None:
+    def watch(_errors: str) -> bool:
         nonlocal busiest
         if state is not None and state.gpus and (now := worker.call(1.0)) is not None:
             busiest = max(busiest or now, now, key=lambda driver: sum(g.sample.utilization or 0.0 for g in driver.gpus))
+        return True
 
     trial = run_trial(command, timeout_s, watch)
     worker.stop()
@@ -117,15 +118,10 @@ def _observe(
     return msgspec.structs.replace(state, gpus=gpus), trial
 
 
-def run_trial(command: Sequence[str], timeout_s: float, watch: Callable[[], None]) -> Trial:
-    """Runs the trial program, and kills it after a time. watch: called several times a second meanwhile."""
-
-    def go_on(_errors: str) -> bool:
-        watch()
-        return True
-
+def run_trial(command: Sequence[str], timeout_s: float, watch: Callable[[str], bool]) -> Trial:
+    """Runs the trial program, and kills it after a time. watch: as for `run_program`."""
     try:
-        ended = run_program(command, timeout_s, watch=go_on)
+        ended = run_program(command, timeout_s, watch=watch)
     except subprocess.TimeoutExpired as expired:
         stage = _last_stage((expired.stderr or b"").decode(errors="replace"))
         return Trial(facts=None, stage=stage, error=f"was still {stage} after {timeout_s:.0f} s", timed_out=True)

@@ -15,17 +15,16 @@ from stoker.preflight.catalog import describe
 PACKAGES = ("torch_tpu", "libtpu")
 
 
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def concerns_tpu(device: str | None, root: Path = Path("/")) -> bool:
     """Whether to look at TPUs: one is asked for, or there."""
     return (device or "").partition(":")[0] == "tpu" or (device is None and bool(tpu.pci_chips(root)))
 
 
 def check_tpu(
-    *, device: str | None = None, root: Path = Path("/"), is_installed: Callable[[str], bool] = _is_installed
+    *,
+    device: str | None = None,
+    root: Path = Path("/"),
+    is_installed: Callable[[str], object] = importlib.util.find_spec,
 ) -> list[Finding]:
     """device: as `--device`; root: with /sys, /proc, /dev, /tmp."""
     chips = tpu.pci_chips(root)

@@ -26,14 +26,12 @@ from stoker.preflight.static.tables import SCRIPTS, THREAD_VARIABLES
 
 MAX_BYTES = 1 << 20
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_IFS = (ast.If, ast.IfExp)
 MAX_STEPS = 100
 """Methods of one pipeline that are followed back to its source."""
 _HEAVY = f"{SCRIPTS.one_image}|{SCRIPTS.heavy}"
 _TENSORFLOW = frozenset(("tensorflow", "keras", "tensorflow_datasets"))
 _SYNCS = frozenset(("item", "cpu", "numpy", "tolist"))
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_Loop = ast.For | ast.AsyncFor | ast.While
 _BUILT_IN = frozenset(("list", "tuple", "dict", "len", "enumerate", "zip", "map"))
 _SHAPES = frozenset(("shape", "ndim", "size", "numel", "dim", "dtype"))
 """Attributes that are known without the GPU."""
@@ -152,17 +150,17 @@ class Source:
 
     def scope(self, node: ast.AST) -> ast.AST:
         """The function, class or module that a node is in."""
-        scopes = (*_FUNCTIONS, ast.ClassDef)
-        return next((parent for parent, _ in self.ancestors(node) if isinstance(parent, scopes)), self.tree)
+        scopes = (parent for parent, _ in self.ancestors(node) if isinstance(parent, (Function, ast.ClassDef)))
+        return next(scopes, self.tree)
 
     def conditions(self, node: ast.AST, *, within: ast.AST | None = None) -> dict[ast.AST, bool]:
         """The `if`s, inside the function (or `within`), on which a node depends: node of the `if` → whether it is in
         its body. `if __name__ == "__main__"` is none."""
         found: dict[ast.AST, bool] = {}
         for parent, child in self.ancestors(node):
-            if parent is within or isinstance(parent, _FUNCTIONS):
+            if parent is within or isinstance(parent, Function):
                 break
-            if isinstance(parent, _IFS) and child is not parent.test:
+            if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
                 if not (isinstance(parent, ast.If) and _is_main(parent.test)):
                     found[parent] = child in parent.body if isinstance(parent, ast.If) else child is parent.body
             elif isinstance(parent, ast.ExceptHandler):
@@ -496,9 +494,8 @@ def _host_syncs(source: Source) -> Iterator[Finding]:
 
 def _loop_of(source: Source, node: ast.AST) -> ast.AST | None:
     """The innermost loop of the same function."""
-    stops = (*_LOOPS, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    parent = next((parent for parent, _ in source.ancestors(node) if isinstance(parent, stops)), None)
-    return parent if isinstance(parent, _LOOPS) else None
+    parent = next((parent for parent, _ in source.ancestors(node) if isinstance(parent, (_Loop, Function))), None)
+    return parent if isinstance(parent, _Loop) else None
 
 
 def _results(source: Source, loop: ast.AST, backwards: list[ast.Call]) -> set[str]:
