@@ -50,7 +50,9 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
     read_training(account, train, model)
     read_inputs(account, pipeline, data)
     account.rest(pipeline)
-    _warn_about_tpu(account, path, uses_bfloat16=train.flag("use_bfloat16", False))
+    tpu = _TPU.search(path.name) or _TPU.search(regular_files.read_text(path, encoding="utf-8-sig"))
+    if tpu or train.flag("use_bfloat16", False):
+        account.trap("tpu", None, sign=tpu[0] if tpu else "use_bfloat16")
     config = from_fields(account.settings)
     check(config)
     rows = sorted(account.rows.values(), key=lambda row: (row.line is None, row.line or 0))
@@ -63,12 +65,6 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
         traps=account.traps,
     )
     return config, report
-
-
-def _warn_about_tpu(account: FieldAccount, path: Path, *, uses_bfloat16: bool) -> None:
-    found = _TPU.search(path.name) or _TPU.search(regular_files.read_text(path, encoding="utf-8-sig"))
-    if found or uses_bfloat16:
-        account.trap("tpu", None, sign=found[0] if found else "use_bfloat16")
 
 
 def write_config(config: Config, report: ImportReport, out: Path) -> None:
@@ -102,7 +98,9 @@ def print_import(report: ImportReport, file: TextIO | None = None, *, width: int
         renderables += [Text(""), Text(f"{title}: {fmt.plural(len(rows), 'field')}", style=style), _table(rows)]
     if report.traps:
         renderables += [Text(""), Text(f"known traps: {len(report.traps)}", style="bold")]
-        renderables += [plain_text(f"  {trap.name}{_line(trap.line)}: {trap.text}") for trap in report.traps]
+    for trap in report.traps:
+        line = "" if trap.line is None else f" (line {trap.line})"
+        renderables.append(plain_text(f"  {trap.name}{line}: {trap.text}"))
     print_renderables(renderables, file, width=width)
 
 
@@ -113,7 +111,3 @@ def _table(rows: Sequence[FieldRow]) -> RenderableType:
         line = "" if row.line is None else str(row.line)
         rendered.add_row(line, row.field, row.value, settings, row.note)
     return rendered
-
-
-def _line(line: int | None) -> str:
-    return "" if line is None else f" (line {line})"

@@ -25,7 +25,7 @@ from stoker.errors import ConfigError, OutOfMemoryError, StokerError
 from stoker.findings.finding import Finding, worst_first
 from stoker.hardware.cuda_trial import gpu_evidence
 from stoker.preflight.access import check_access
-from stoker.preflight.catalog import make_finding, ok, run_program, unknown
+from stoker.preflight.catalog import make_finding, run_program, unknown
 from stoker.preflight.cloud import check_cloud
 from stoker.preflight.data_path import check_data_path
 from stoker.preflight.gpu import check_gpu, check_tensorflow
@@ -63,12 +63,6 @@ class CheckRequest:
     driver: str | None = None
     """Of the machine that will run the files."""
     env: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
-
-    @property
-    def only_sources(self) -> bool:
-        """Whether there is nothing but files to read, as in the CI of an image."""
-        has_files = any((self.dockerfile, self.requirements, self.script))
-        return has_files and "data" not in self.config.set_fields()
 
 
 class ProbeTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,12 +149,13 @@ def check(request: CheckRequest, *, on_probe: Callable[[str], None] | None = Non
     )
     if request.driver is not None and not re.fullmatch(r"\d{3}(\.\d{1,4}){0,2}", request.driver):
         raise ConfigError(f"--driver {request.driver!r} is not the version of a driver.", choices=["535", "535.104.05"])
-    if request.dockerfile or request.requirements or request.script:
+    has_files = any((request.dockerfile, request.requirements, request.script))
+    if has_files:
         prober.ask("files", 5.0, lambda: check_sources(
             dockerfile=request.dockerfile, requirements=request.requirements, script=request.script,
             driver=request.driver,
         ))  # fmt: skip
-    if not request.only_sources:
+    if not has_files or "data" in request.config.set_fields():  # else it is the CI of an image
         _check_machine_and_data(request, prober)
     return CheckReport(
         findings=worst_first(prober.findings), probes=prober.times, seconds=time.monotonic() - start_s
@@ -229,9 +224,8 @@ def _open_data(config: Config, opened: list[Index]) -> list[Finding]:
     sizes = {split: len(index.image_indices(split)) for split in REQUIRED_SPLITS}
     counts = ", ".join(f"{fmt.plural(size, 'image')} in {split}" for split, size in sizes.items())
     problems = sum(problem.count for problem in index.problems)
-    title = f"the data set opens: {counts}"
     evidence = f"{index.format}, {fmt.plural(problems, 'problem')} in the annotations"
-    return [ok("data", title, evidence, index.source)]
+    return [make_finding("data", "ok", f"the data set opens: {counts}", evidence, place=index.source)]
 
 
 def _describe_host(request: CheckRequest, num_gpus: int, fit: MemoryFit | None) -> Host:
@@ -336,8 +330,9 @@ def try_batch(user_config: Config) -> Answer:
         decode_core_s = None
     micro = "" if micro_batches == 1 else f" in {micro_batches} micro-batches"
     reason = reasons.get("batch_size") or reasons.get("grad_accum_steps") or ""
-    finding = ok(
+    finding = make_finding(
         "memory_fit",
+        "ok",
         f"a batch of {batch_size}{micro} fits the memory of {device.name}{used}",
         f"{model}, {width}x{height}, {config.run.precision}, worst case {tried}; {reason}{speed}",
     )

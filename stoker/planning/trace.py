@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from stoker.config.settings import Config
+from stoker.config.settings import Config, from_fields
 from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.errors import StokerError
@@ -57,12 +57,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def config(self) -> Config:
         """The settings as a config; lists of JSON are tuples again."""
-        fields = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in self.settings.items()
-            if value is not None
-        }
-        return Config().replace(**fields)
+        return from_fields(self.settings)
 
 
 OperatorKind = Literal["convolution", "grouped", "matmul", "other"]

@@ -50,10 +50,6 @@ def make_finding(id: str, severity: Severity, title: str, evidence: str, fix: st
     return Finding(id=id, severity=severity, title=title, evidence=items, fix=fix, place=place)
 
 
-def ok(id: str, title: str, evidence: str, place: str = "") -> Finding:
-    return make_finding(id, "ok", title, evidence, place=place)
-
-
 def unknown(id: str, title: str, evidence: str, fix: str = "") -> Finding:
     return make_finding(id, "unknown", title, evidence, fix)
 

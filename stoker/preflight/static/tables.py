@@ -148,14 +148,10 @@ class _Scripts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     switches: list[Switch]
 
 
-class _Names(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    images: _Images
-    packages: _Packages
-    scripts: _Scripts
-
-
-_NAMES = msgspec.convert(read_toml("source_names.toml"), _Names)
-IMAGES, PACKAGES, SCRIPTS = _NAMES.images, _NAMES.packages, _NAMES.scripts
+_NAMES = read_toml("source_names.toml")
+IMAGES = msgspec.convert(_NAMES["images"], _Images)
+PACKAGES = msgspec.convert(_NAMES["packages"], _Packages)
+SCRIPTS = msgspec.convert(_NAMES["scripts"], _Scripts)
 
 
 def driver_for(cuda: Minor) -> str | None:
