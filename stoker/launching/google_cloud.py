@@ -84,9 +84,8 @@ class GoogleCloud(Place):
         if found is None:
             return JobStatus(state="unknown", text=f"{self.title} has no such job: it was deleted")
         state, reason, exit_code = self.describe(found)
-        return JobStatus(
-            state=state_of(self.name, state), text=f"{state}: {reason}" if reason else state, exit_code=exit_code
-        )
+        text = f"{state}: {reason}" if reason else state
+        return JobStatus(state=state_of(self.name, state), text=text, exit_code=exit_code)
 
     def cancel(self, job: Job) -> None:
         """The cloud keeps the job, as cancelled. 400: it ended meanwhile."""

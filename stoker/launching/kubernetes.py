@@ -35,10 +35,7 @@ from stoker.launching.spec import (
 )
 from stoker.planning.machines import Machine, listed_machines
 
-KINDS = {
-    "job": ("batch", "v1", "jobs", "Job"),
-    "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet"),
-}
+KINDS = {"job": ("batch", "v1", "jobs", "Job"), "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet")}
 """Group, version, plural, kind of the API."""
 LABEL = "app.kubernetes.io/instance"
 """Of all that belongs to a job; its value is the name of the job."""
@@ -167,12 +164,8 @@ def _machine(spec: LaunchSpec) -> Machine | None:
 
 def _is_gke(spec: LaunchSpec) -> bool:
     """Whether the GPU or the machine is named as on Google's clusters."""
-    machine = _machine(spec)
-    return (
-        spec.tpu is not None
-        or (spec.gpu or "").startswith("nvidia-")
-        or (machine is not None and machine.cloud == "GCP")
-    )
+    machine, is_named = _machine(spec), spec.tpu is not None or (spec.gpu or "").startswith("nvidia-")
+    return is_named or (machine is not None and machine.cloud == "GCP")
 
 
 def _labels(spec: LaunchSpec) -> dict[str, Any]:
@@ -218,21 +211,14 @@ def _render(spec: LaunchSpec, kind: str) -> list[dict[str, Any]]:
     group, version, _, name = KINDS[kind]
     metadata = {"name": spec.job_name, "namespace": spec.options.namespace}
     queued = {**_labels(spec), "kueue.x-k8s.io/queue-name": spec.options.queue}
-    document = {
-        "apiVersion": f"{group}/{version}",
-        "kind": name,
-        "metadata": {**metadata, "labels": queued},
-        "spec": {"suspend": None if spec.options.queue is None else True, **fill(templates[kind], values)},
-    }
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {**metadata, "labels": _labels(spec)},
-        "spec": fill(templates["service"], values),
-    }
-    # A JobSet makes a Service of its own.
-    documents = [service, document] if kind == "job" and spec.max_nodes > 1 else [document]
-    return [fill(one, {}) for one in documents]
+    body = {"suspend": None if spec.options.queue is None else True, **fill(templates[kind], values)}
+    documents = [(f"{group}/{version}", name, queued, body)]
+    if kind == "job" and spec.max_nodes > 1:  # a JobSet makes a Service of its own
+        documents.insert(0, ("v1", "Service", _labels(spec), fill(templates["service"], values)))
+    return [
+        fill({"apiVersion": api, "kind": name, "metadata": {**metadata, "labels": labels}, "spec": body}, {})
+        for api, name, labels, body in documents
+    ]
 
 
 def _literal(text: str) -> str:

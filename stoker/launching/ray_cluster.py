@@ -32,6 +32,7 @@ from stoker.errors import DataError, PreflightError, UsageError, make_error, nee
 from stoker.launching.elastic import choose_nodes, describe_idle
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
 from stoker.storage.uri import expand_variables, is_uri
+from stoker.training.cluster import RankPlace
 
 with contextlib.suppress(ModuleNotFoundError):  # where it is needed, `needs_package` names it
     import ray
@@ -92,11 +93,8 @@ class Ray(Place):
             if "does not exist" in str(error):
                 return JobStatus(state="unknown", text="the cluster has no such job: it was started again since")
             raise PreflightError("Ray's job server does not answer as it should.", cause=str(error)) from error
-        return JobStatus(
-            state=state_of("ray", info.status.value),
-            text=f"{info.status.value}: {info.message}",
-            exit_code=info.driver_exit_code,
-        )
+        state, code = info.status.value, info.driver_exit_code
+        return JobStatus(state=state_of("ray", state), text=f"{state}: {info.message}", exit_code=code)
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
         server = _job_server(job.options.get("address"))
@@ -286,15 +284,10 @@ def _train(training: Training, nodes: list[Any], stopping: threading.Event) -> i
 
     host, port = ray.get(nodes[0].address.remote())
     for rank, node in enumerate(nodes):
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(nodes)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-        }
-        ray.get(node.start.remote(training.arguments, env if len(nodes) > 1 else {}))
+        place = RankPlace(
+            rank=rank, world_size=len(nodes), local_rank=0, local_world_size=1, host=host, port=port, source="Ray"
+        )
+        ray.get(node.start.remote(training.arguments, place.variables() if len(nodes) > 1 else {}))
     codes: list[int | None] = [None] * len(nodes)
     failed_s = asked_s = None
     while None in codes:
@@ -306,9 +299,8 @@ def _train(training: Training, nodes: list[Any], stopping: threading.Event) -> i
             _signal(nodes, signal.SIGTERM)
         if failed_s is None and any(code not in (None, 0, 75) for code in codes):
             failed_s = now_s
-        if (failed_s is not None and now_s - failed_s > END_GRACE_S) or (
-            asked_s is not None and now_s - asked_s > training.grace_s
-        ):
+        has_failed = failed_s is not None and now_s - failed_s > END_GRACE_S
+        if has_failed or (asked_s is not None and now_s - asked_s > training.grace_s):
             _signal(nodes, signal.SIGKILL)
     ended = [code for code in codes if code is not None]
     failures = [code for code in ended if code not in (0, 75)]

@@ -21,16 +21,7 @@ from stoker.errors import ConfigError, PreflightError, UsageError, make_error
 from stoker.hardware.tpu import TpuSlice, find_slice
 from stoker.knowledge import read_toml
 from stoker.launching.elastic import read_batch
-from stoker.launching.spec import (
-    LOG,
-    PLACES,
-    LaunchRequest,
-    LaunchSpec,
-    Mount,
-    Place,
-    PlaceOptions,
-    open_place,
-)
+from stoker.launching.spec import LOG, PLACES, LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions, open_place
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.environment import describe_storage
@@ -288,9 +279,8 @@ def _check_reach(spec: LaunchSpec, place: Place) -> None:
         if any(PurePosixPath(location).is_relative_to(mount.path) for mount in spec.mounts):
             continue
         if place.reach == "shared files":
-            storage = describe_storage(
-                next(folder for folder in (Path(location), *Path(location).parents) if folder.exists())
-            )
+            folders = (Path(location), *Path(location).parents)
+            storage = describe_storage(next(folder for folder in folders if folder.exists()))
             if storage["network"]:
                 continue
             cause = f"it is on a local file system of this machine ({storage['kind']})"
@@ -337,18 +327,14 @@ def _check_grace(spec: LaunchSpec, place: Place) -> list[str]:
     notice_s = place.spot_grace_s if spec.spot else None
     grace_s = min(spec.grace_s, notice_s or spec.grace_s)
     events = [] if is_uri(spec.run_dir) else read_lines(Path(spec.run_dir), EVENTS, Event)
-    save_s = max(
-        (float(event.data.get("write_s", 0)) for event in events if event.kind == "checkpoint_saved"), default=0
-    )
+    saves = (float(event.data.get("write_s", 0)) for event in events if event.kind == "checkpoint_saved")
+    save_s = max(saves, default=0)
     if save_s <= grace_s / 2:
         return []
     cause = f"a save of this run took {save_s:.3g} s to write; the step before it has to end, too"
     if save_s > grace_s:
-        fix = (
-            f"--grace {3 * save_s:.0f}s"
-            if notice_s is None or save_s <= notice_s
-            else "without --spot, or a smaller model"
-        )
+        is_possible = notice_s is None or save_s <= notice_s
+        fix = f"--grace {3 * save_s:.0f}s" if is_possible else "without --spot, or a smaller model"
         what = f"The grace period of {grace_s:g} s is shorter than a save."
         raise PreflightError(what, location=spec.run_dir, cause=cause, fix=fix)
     return [f"a grace period of {grace_s:g} s is short: {cause}"]
