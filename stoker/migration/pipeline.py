@@ -90,9 +90,8 @@ TITLES = {
 
 def print_import(report: ImportReport, file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints the fields by what became of them, and the traps."""
-    renderables: list[RenderableType] = [
-        plain_text(f"{report.source}: {report.architecture or 'no feature extractor'} becomes {report.model}")
-    ]
+    title = f"{report.source}: {report.architecture or 'no feature extractor'} becomes {report.model}"
+    renderables: list[RenderableType] = [plain_text(title)]
     for status, (title, style) in TITLES.items():
         rows = [row for row in report.fields if row.status == status]
         renderables += [Text(""), Text(f"{title}: {fmt.plural(len(rows), 'field')}", style=style), _table(rows)]

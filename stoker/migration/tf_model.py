@@ -42,9 +42,8 @@ def choose_detector(model: Message) -> tuple[str, Message, Detector]:
 
 def read_model(account: FieldAccount, family: str, message: Message, detector: Detector) -> None:
     """Rows and settings of what is computed from several fields of `model.<family>`."""
-    account.carry(
-        message.child("feature_extractor"), "type", "substitute", {"model": account.model.name}, detector.note
-    )
+    settings = {"model": account.model.name}
+    account.carry(message.child("feature_extractor"), "type", "substitute", settings, detector.note)
     _read_image_size(account, message.child("image_resizer"))
     anchors = message.child("first_stage_anchor_generator" if family == "faster_rcnn" else "anchor_generator")
     grid = anchors.child(anchors.kind() or "")

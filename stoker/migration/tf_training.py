@@ -119,9 +119,8 @@ def _read_cosine(account: FieldAccount, chosen: Message, steps: int) -> None:
     else:
         account.carry(chosen, "warmup_steps", "exact", {"warmup_steps": warmup}, "")
     if warmup:
-        account.carry(
-            chosen, "warmup_learning_rate", "substitute", {}, "the warm-up begins at a thousandth of the peak"
-        )
+        note = "the warm-up begins at a thousandth of the peak"
+        account.carry(chosen, "warmup_learning_rate", "substitute", {}, note)
 
 
 def _read_exponential(account: FieldAccount, chosen: Message, steps: int) -> None:

@@ -123,9 +123,7 @@ class Prober:
         left_s, start_s = self.left_s(limit_s), time.monotonic()
         id = name.replace(" ", "_")
         if left_s <= 0:
-            self.findings.append(
-                unknown(id, f"{name}: was not asked: the time was over", "", "`--deep` takes the time")
-            )
+            self.findings += [unknown(id, f"{name}: was not asked: the time was over", "", "`--deep` takes the time")]
             return
         worker, is_complete = TimeoutWorker(probe, name=f"check: {name}"), True
         try:
@@ -144,9 +142,8 @@ class Prober:
 def check(request: CheckRequest, *, on_probe: Callable[[str], None] | None = None) -> CheckReport:
     """Asks all probes that apply. on_probe: called with the name of each one before it is asked."""
     start_s = time.monotonic()
-    prober = Prober(
-        DEEP_TOTAL_S if request.deep else TOTAL_S, factor=DEEP_FACTOR if request.deep else 1, on_probe=on_probe
-    )
+    total_s, factor = (DEEP_TOTAL_S, DEEP_FACTOR) if request.deep else (TOTAL_S, 1)
+    prober = Prober(total_s, factor=factor, on_probe=on_probe)
     if request.driver is not None and not re.fullmatch(r"\d{3}(\.\d{1,4}){0,2}", request.driver):
         raise ConfigError(f"--driver {request.driver!r} is not the version of a driver.", choices=["535", "535.104.05"])
     has_files = any((request.dockerfile, request.requirements, request.script))
@@ -157,9 +154,8 @@ def check(request: CheckRequest, *, on_probe: Callable[[str], None] | None = Non
         ))  # fmt: skip
     if not has_files or "data" in request.config.set_fields():  # else it is the CI of an image
         _check_machine_and_data(request, prober)
-    return CheckReport(
-        findings=worst_first(prober.findings), probes=prober.times, seconds=time.monotonic() - start_s
-    )  # fmt: skip
+    seconds = time.monotonic() - start_s
+    return CheckReport(findings=worst_first(prober.findings), probes=prober.times, seconds=seconds)
 
 
 def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:

@@ -67,8 +67,11 @@ def install() -> None:
                 _autocast(operators, name, cast)
         others = torch.library.Library("_", "IMPL")
         others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-        _libraries.extend((operators, others))
-        _libraries.append(_fused_optimizers_without_values())
+        shapes = torch.library.Library("aten", "IMPL", "Meta")
+        for name in FUSED_OPTIMIZERS:  # where torch has no shapes for them: they return nothing and change none
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+                shapes.impl(name, lambda *_args, **_kwargs: None)
+        _libraries.extend((operators, others, shapes))
         set_memory(MEMORY_BYTES)
     except Exception as error:
         raise FakeAcceleratorBroken(
@@ -82,15 +85,6 @@ def set_memory(total_bytes: int) -> None:
     """What the fake device says it has from now on."""
     torch.accelerator.get_memory_info = lambda _device=None, /: (total_bytes, total_bytes)
     device._block_sizes.clear()
-
-
-def _fused_optimizers_without_values() -> torch.library.Library:
-    """The shapes of the fused optimizers where torch has none: they return nothing and change no shape."""
-    library = torch.library.Library("aten", "IMPL", "Meta")
-    for name in FUSED_OPTIMIZERS:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
-            library.impl(name, lambda *_args, **_kwargs: None)
-    return library
 
 
 def _autocast(library: torch.library.Library, name: str, cast: Callable[[Any], Any]) -> None:

@@ -257,10 +257,7 @@ def _listed(name: str, row: dict[str, Any], table: Mapping[str, Any]) -> Machine
     base, _, added = name.partition("+")
     gpu = re.sub(r"^\d+x", "", added).upper() or None
     price = machine_price(base, gpu, row["gpus"])
-    changes = {
-        "price": None if price is None else price.low * row["gpus"],
-        "source": table["sources"][row["source"]],
-    }
+    changes = {"price": None if price is None else price.low * row["gpus"], "source": table["sources"][row["source"]]}
     return Machine(name=name, cloud="AWS" if "." in base else "GCP", **row | changes)
 
 
@@ -361,10 +358,7 @@ def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machin
             what = f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}."
             raise ConfigError(what, location=path, fix="add them, or correct the name" + (f": {near}?" if near else ""))
         known = machines.get(name) or Machine(
-            name=name,
-            cloud="",
-            link="none" if row["gpus"] == 1 else "pcie4",
-            **{key: row[key] for key in required},
+            name=name, cloud="", link="none" if row["gpus"] == 1 else "pcie4", **{key: row[key] for key in required}
         )
         spot = {"spot_price": exactly(row["spot_price"])} if "spot_price" in row else {}
         result[name] = msgspec.structs.replace(known, **row | spot, source=str(path))

@@ -120,9 +120,7 @@ def make_plan(
             "TPUs: times are not predicted, and none was measured; one chip of a slice trains (docs/gpu-status.md)"
         )
     if this is not None and this.accelerator == "cpu" and has_gpu and "model" in reasons:
-        notes.append(
-            "the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: `--on this` plans it"
-        )
+        notes += ["the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: `--on this` plans it"]
     return Plan(
         data=str(user_config.data.data),
         model=config.model.model,
@@ -161,15 +159,11 @@ def _job(config: Config, index: Index) -> TrainingJob:
     counted = every.unit != "minutes" and interval > 0
     data = config.data
     images_seen = steps * batch_size
-    inputs = pixel_cache.collect_cache_inputs(
-        index,
-        train_indices,
-        CachedImageSpec.for_augmentation(
-            data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
-        ),
-        max_scale=data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0,
-        epochs=images_seen / len(train_indices),
+    image_spec = CachedImageSpec.for_augmentation(
+        data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
     )
+    max_scale, epochs = data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0, images_seen / len(train_indices)
+    inputs = pixel_cache.collect_cache_inputs(index, train_indices, image_spec, max_scale=max_scale, epochs=epochs)
     return TrainingJob(
         num_images=len(train_indices),
         num_val_images=num_val_images,
@@ -208,9 +202,7 @@ def _placements(
 
 def _predict(placements: Sequence[Placement], config: Config, index: Index, job: TrainingJob) -> list[MachinePlan]:
     """One row for each placement. The batch size is that of all GPUs together, rounded up, as in `stoker train`."""
-    wanted = [
-        (placement.machine.accelerator, math.ceil(config.run.batch_size / placement.gpus)) for placement in placements
-    ]
+    wanted = [(row.machine.accelerator, math.ceil(config.run.batch_size / row.gpus)) for row in placements]
     distinct = list(dict.fromkeys(wanted))
     accelerators = {key: find_accelerator(key) for key in dict.fromkeys(key for key, _ in distinct)}
     predictions = predict_steps(

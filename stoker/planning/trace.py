@@ -285,9 +285,8 @@ def _moved_bytes(func: Any, packet: Any, args: Any, kwargs: Any, result: Any) ->
     written_bytes = sum(_touched_bytes(tensor) for tensor in written.values())
     is_sparse = packet in _SPARSE_READS
     sources = args[1:] if is_sparse or packet in _WRITE_ONLY else args
-    read_bytes = sum(
-        _touched_bytes(tensor) for tensor in _pytree.tree_leaves((sources, kwargs)) if isinstance(tensor, Tensor)
-    )
+    leaves = _pytree.tree_leaves((sources, kwargs))
+    read_bytes = sum(_touched_bytes(tensor) for tensor in leaves if isinstance(tensor, Tensor))
     return written_bytes + read_bytes + (written_bytes if is_sparse else 0.0)
 
 

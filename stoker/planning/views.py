@@ -73,10 +73,8 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
 
 def _table(plan: Plan, shown: Sequence[int]) -> RenderableType:
     columns = ("", "machine", "$/h", "memory", "a step", "img/s", "busy", "limited by", "vCPUs needed", "MB/s", "time")
-    numbers = [
-        n for n, name in enumerate(columns) if name in ("$/h", "memory", "img/s", "busy", "vCPUs needed", "MB/s")
-    ]
-    rendered = console.table(*columns, "cost", right=numbers)
+    numbers = map(columns.index, ("$/h", "memory", "img/s", "busy", "vCPUs needed", "MB/s"))
+    rendered = console.table(*columns, "cost", right=tuple(numbers))
     for k in shown:
         row = plan.rows[k]
         gpus = f", {row.gpus} GPUs" if row.gpus > 1 else ""
@@ -180,9 +178,8 @@ def _drawing(plan: Plan) -> Markup:
     line = {"type": "line", "line": {"color": "#c2410c", "dash": "dash"}}
     shapes = []
     if plan.limits.by_s is not None:
-        shapes.append(
-            line | {"x0": plan.limits.by_s / 3600, "x1": plan.limits.by_s / 3600, "yref": "paper", "y0": 0, "y1": 1}
-        )
+        limit_h = plan.limits.by_s / 3600
+        shapes.append(line | {"x0": limit_h, "x1": limit_h, "yref": "paper", "y0": 0, "y1": 1})
     if plan.limits.budget is not None:
         shapes.append(line | {"y0": plan.limits.budget, "y1": plan.limits.budget, "xref": "paper", "x0": 0, "x1": 1})
     axes = {"xaxis": {"type": "log", "title": "hours"}, "yaxis": {"type": "log", "title": "cost, US dollars"}}

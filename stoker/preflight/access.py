@@ -27,7 +27,6 @@ from stoker.storage.uri import WRITABLE_SCHEMES, StorageUri, expand_variables, i
 TIMEOUT_S = 4.0
 """Of a request with its retries; a store that never responded is given up after a sixth of it."""
 PROBE_NAME = ".stoker-check-"
-"""Start of the name of what is written."""
 
 
 class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,9 +82,8 @@ def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> F
     profile = os.environ.get("AWS_PROFILE")
     login = f"aws sso login --profile {profile}" if profile else "aws sso login, or fetch new temporary keys"
     for row in REFUSALS:
-        is_case = all(
-            wanted in ("", found) for wanted, found in ((row.scheme, scheme), (row.kind, kind), (row.id, id))
-        ) and not (row.unless and row.unless in os.environ)
+        facts = ((row.scheme, scheme), (row.kind, kind), (row.id, id))
+        is_case = all(wanted in ("", found) for wanted, found in facts) and row.unless not in os.environ
         if is_case and re.search(row.pattern, f"{error.what} {cause}", re.IGNORECASE):
             fix = row.fix.format(fix=fix, login=login, bucket=path.partition("/")[0])
             break

@@ -26,7 +26,6 @@ DRIVER_TIMEOUT_S = 5.0
 MAX_USED_FRACTION = 0.05
 """Fraction of a GPU's memory that may be in use before a training starts (heuristic: a desktop takes 1 to 4 %)."""
 MAX_XIDS = 5
-"""Errors of the kernel's log that are named."""
 SLOWDOWNS = {"throttled_heat": 0x08 | 0x20 | 0x40, "throttled_power": 0x80, "clocks_set": 0x02}
 """Finding → bits of NVML's clocks event reasons. The software power cap (0x04) is how large GPUs work."""
 

@@ -3,9 +3,9 @@
 Notices of a preemption come from the metadata service (`cloud.py`). It never ran on a TPU: docs/gpu-status.md.
 """
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from stoker.findings.finding import Finding
@@ -21,10 +21,7 @@ def concerns_tpu(device: str | None, root: Path = Path("/")) -> bool:
 
 
 def check_tpu(
-    *,
-    device: str | None = None,
-    root: Path = Path("/"),
-    is_installed: Callable[[str], object] = importlib.util.find_spec,
+    *, device: str | None = None, root: Path = Path("/"), is_installed: Callable[[str], object] = find_spec
 ) -> list[Finding]:
     """device: as `--device`; root: with /sys, /proc, /dev, /tmp."""
     chips = tpu.pci_chips(root)

@@ -185,12 +185,10 @@ def _check_location(name: str, value: str, *, contact: bool) -> Finding:
         try:
             uri = parse_uri(value)
         except ConfigError as error:
-            texts: dict[str, Any] = {
-                "problem": error.what.removesuffix("."),
-                "value": _shown(value),
-                "fix": error.fix or "",
-            }
-            return describe("variable_uri", name, severity=worst, name=name, **texts)
+            problem, fix = error.what.removesuffix("."), error.fix or ""
+            return describe(
+                "variable_uri", name, severity=worst, name=name, problem=problem, value=_shown(value), fix=fix
+            )
         if not contact or uri.scheme not in WRITABLE_SCHEMES:
             return _fine(name, "is a well-formed URI", f"{_shown(value)}; it was not requested")
     is_output = re.fullmatch(TABLE.output, name) is not None

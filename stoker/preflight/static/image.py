@@ -395,9 +395,8 @@ class _Reader:
         mentioned = " ".join(words).lower().replace("and-cuda", "")
         image.without_cuda = image.without_cuda and "cuda" not in mentioned
         image.without_cudnn = image.without_cudnn and "cudnn" not in mentioned
-        image.sets_library_path = "LD_LIBRARY_PATH" in image.environment or bool(
-            re.search("ld_library_path|ldconfig", mentioned)
-        )
+        sets_path = re.search("ld_library_path|ldconfig", mentioned) is not None
+        image.sets_library_path = sets_path or "LD_LIBRARY_PATH" in image.environment
         return image
 
     def place(self, word: Word) -> str:
@@ -532,9 +531,8 @@ class _Reader:
         names += ["/".join(parts[first:]) for first in range(len(parts))]
         roots = list(self.path.resolve().parents)[:MAX_CONTEXT_LEVELS]
         candidates = ((root / candidate).resolve() for root in roots for candidate in names)
-        return next(
-            (path for path in candidates if path.is_file() and any(path.is_relative_to(root) for root in roots)), None
-        )
+        found = (path for path in candidates if path.is_file() and any(path.is_relative_to(root) for root in roots))
+        return next(found, None)
 
 
 def _read_base(image: Image) -> None:

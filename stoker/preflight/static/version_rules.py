@@ -174,13 +174,9 @@ def _replaced(image: Image) -> Iterator[Finding]:
         models = image.get("tf-models-official") if name == "tensorflow" else None
         if models and models.minor != base.minor and not models.options.no_deps:
             severity: Severity = "blocker" if base.minor and not models.specifier else "warning"
-            texts: dict[str, Any] = {
-                "has": has,
-                "text": models.text,
-                "base": image.base,
-                "version": f"{base.minor or 'X.Y'}.0",
-            }
-            yield describe("framework_replaced/models", models.place, severity=severity, **texts)
+            texts: dict[str, Any] = {"has": has, "text": models.text, "base": image.base}
+            version = f"{base.minor or 'X.Y'}.0"
+            yield describe("framework_replaced/models", models.place, severity=severity, version=version, **texts)
 
 
 def _tensorflow_gpu(image: Image) -> Iterator[Finding]:
@@ -298,12 +294,8 @@ def _opencv(image: Image) -> Iterator[Finding]:
         yield describe("two_opencvs", max(found, key=image.packages.index).place, names=names)
     gui = image.get(*PACKAGES.opencv_gui)
     is_headless = any("headless" in package.name for package in found)
-    if (
-        gui
-        and gui.source != "conda"
-        and not (is_headless or image.has_gl)
-        and re.search(PACKAGES.without_gl, image.base)
-    ):
+    lacks_gl = not (is_headless or image.has_gl) and re.search(PACKAGES.without_gl, image.base)
+    if gui and gui.source != "conda" and lacks_gl:
         yield describe("opencv_without_gl", gui.place, name=gui.name, base=image.base)
 
 
