@@ -53,19 +53,17 @@ class Message:
         return name in self.scalars
 
     def number(self, name: str, default: float) -> float:
-        """Raises ConfigError unless it is a number."""
-        value = self.scalars.get(name, [default])[-1]
-        if isinstance(value, bool | str):
-            raise self._wrong_kind(name, value, "a number")
-        return value
+        """The last value. Raises ConfigError unless it is a number."""
+        return self._number(name, self.scalars.get(name, [default])[-1])
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """All values. Raises ConfigError unless they are numbers."""
-        values = self.scalars.get(name, [])
-        for value in values:
-            if isinstance(value, bool | str):
-                raise self._wrong_kind(name, value, "a number")
-        return tuple(float(value) for value in values)
+        return tuple(float(self._number(name, value)) for value in self.scalars.get(name, []))
+
+    def _number(self, name: str, value: Scalar) -> float:
+        if isinstance(value, bool | str):
+            raise self._wrong_kind(name, value, "a number")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         """Raises ConfigError unless it is true or false, or 1 or 0."""

@@ -46,17 +46,6 @@ class TorchBuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """cu118, cu121, …: the indices that have it."""
 
 
-class Since(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Releases from which on something is different."""
-
-    tensorflow_gpu_removed: Minor
-    tensorflow_and_cuda: Minor
-    tensorflow_keras_3: Minor
-    tensorflow_numpy_2: Minor
-    torch_numpy_2: Minor
-    torchvision_free: Minor
-
-
 class UbuntuRelease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     python: Minor
@@ -66,7 +55,8 @@ class UbuntuRelease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     as_of: str
-    since: Since
+    since: dict[str, Minor]
+    """Releases from which on something is different."""
     tensorflow_without_own_cuda: str
     tensorflow_numpy_open: tuple[Minor, Minor]
     tensorflow_protobuf_capped: dict[str, int]
