@@ -74,7 +74,6 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     defaults: Mapping[str, Any]
     """Values of the ModelSettings fields that the architecture uses; it has no others."""
     reasons: Mapping[str, str]
-    """The reason for each field of `defaults`."""
     urls: Mapping[str, str]
     """A name of PRETRAINED_NAMES → URL of pretrained weights; empty if there are none."""
     pretrained_norm_eps: float | None = None

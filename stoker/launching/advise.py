@@ -113,7 +113,6 @@ class Measured:
     """Deadline of the user, seconds from now."""
     data: str
     job: Job | None
-    """The newest."""
     is_finished: bool
 
     @property

@@ -3,8 +3,7 @@
 Both take the JSON that was rendered, over HTTP, with the credentials of gcloud, and refuse unknown fields. Vertex AI
 gives each node its place in `CLUSTER_SPEC` (`training/cluster.py`) and starts a worker that ended with an error again
 on the same machine, so that exit code 75 continues the run. Batch starts a task again unless its exit code is one that
-would come again; a preempted VM is exit code 50001, and counts as a failure. Never executed here: the requests are
-tested.
+would come again; a preempted VM is exit code 50001, and counts as a failure. Never executed here: requests are tested.
 """
 
 import functools

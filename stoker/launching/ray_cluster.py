@@ -54,7 +54,6 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     """Of each node."""
     batch: dict[str, Any]
-    """`LaunchSpec.batch`."""
     resources: dict[str, float]
     """Of Ray, for each node."""
     grace_s: int
@@ -391,25 +390,20 @@ def _write_shard(settings: "DataSettings", plan: "Plan", shard: "PlannedShard", 
     """On a node: makes and writes a shard; its record as JSON."""
     from stoker.data.packing import open_destination, write_shard
 
-    index = _open_index(settings)
-    if _plan_id(settings, plan.options) != plan.id:
+    index, own_id = _open(settings, plan.options)
+    if own_id != plan.id:
         raise make_error(DataError, "ray-node-other-data", index.source)
     return msgspec.json.encode(write_shard(index, plan, shard, open_destination(destination)))
 
 
 @functools.cache
-def _open_index(settings: "DataSettings") -> "Index":
-    """Once per worker process."""
+def _open(settings: "DataSettings", options: "PackOptions") -> "tuple[Index, str]":
+    """The data and the id of its plan, once per worker process."""
     from stoker.data.index import open_index_of
-
-    return open_index_of(settings)
-
-
-@functools.cache
-def _plan_id(settings: "DataSettings", options: "PackOptions") -> str:
     from stoker.data.packing import plan_id
 
-    return plan_id(_open_index(settings), options)
+    index = open_index_of(settings)
+    return index, plan_id(index, options)
 
 
 if __name__ == "__main__":

@@ -220,9 +220,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request: dict[str, Any] = {}
     """`LaunchRequest.kept_fields()`."""
     log: str = ""
-    """`LaunchSpec.log`."""
     attempt: int = 1
-    """`LaunchSpec.attempt`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

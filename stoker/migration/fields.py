@@ -59,7 +59,6 @@ class Detector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Knowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: tuple[_Rule, ...]
     detectors: dict[str, tuple[Detector, ...]]
-    """By family."""
     colors: dict[str, dict[str, tuple[float, float, dict[str, float]]]]
     """Augmentation → setting → (center, limit, its fields and their defaults): the setting is their largest distance
     from the center, up to the limit."""
@@ -89,7 +88,6 @@ class FieldRow(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     """What differs (a substitute), or why it has no counterpart (not carried)."""
     is_unknown: bool = False
-    """No rule knows the field."""
 
 
 class Trap(msgspec.Struct, frozen=True, kw_only=True):

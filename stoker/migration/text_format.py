@@ -27,7 +27,6 @@ class Message:
     """A message: its fields in the order of the file. One that is not in the file has no line and no fields."""
 
     location: Path
-    """The file."""
     path: str
     """`train_config.data_augmentation_options[1]` is the second of this name; the file itself is an empty path."""
     line: int | None = None

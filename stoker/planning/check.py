@@ -95,7 +95,6 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     """retinanet_resnet50_fpn on NVIDIA L4 takes."""
     is_cpu: bool
     image_side: int
-    """The longer one."""
     images_per_s: float
     """Measured, except on a CPU."""
     checkpoint_bytes: int

@@ -52,7 +52,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Of one device, with `batch_size` images each."""
     batch_size: int
     job: list[str]
-    """What is planned, in sentences."""
     limits: Limits
     rows: list[MachinePlan]
     tpus: list[TpuSlice]

@@ -196,7 +196,6 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step on one device."""
 
     accelerator: str
-    """Its key."""
     model: str
     image_size: tuple[int, int]
     """Height, width."""
@@ -210,7 +209,6 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
     peak_error: float
     """Relative half-width of its band."""
     memory_bytes: int
-    """That the device has."""
     fits: bool
     """Whether the step fits the memory that `--auto-batch` would let it use."""
     step_s: float
@@ -235,9 +233,7 @@ class LoaderDemand(msgspec.Struct, frozen=True, kw_only=True):
     decode_core_s: float
     """Core-seconds to decode and resize an image; measured on this machine."""
     bytes_per_image: float
-    """Bytes to read."""
     images: int
-    """That were measured."""
 
 
 def predict_steps(

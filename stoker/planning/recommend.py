@@ -53,7 +53,6 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     """Position of the row; None: none meets the limits."""
     summary: str
     reasons: list[str]
-    """Sentences about the choice."""
     verdicts: list[Suitability]
     """One for each row, in their order."""
     changes: list[str]

@@ -2,8 +2,7 @@
 
 A few seconds of the loader's own reads, with as many at once as the loader would come to use: threads that read local
 files (whose pages are dropped from the page cache before), or requests of the fetcher to a bucket. Decoding is measured
-on the images that were read. The result names the limit (reading or decoding) and what to do about it. Files
-and objects are only read. Each image is read once, in an order that differs from check to check, so that the second
+on the images that were read. Each image is read once, in an order that differs from check to check, so that the second
 check does not measure the caches that the first one filled.
 """
 
@@ -155,8 +154,7 @@ def judge(
 
 def _describe_place(index: Index) -> tuple[str, str]:
     """(kind, label) of where the images are. Kind: remote, bucket (shown as a folder by a program), mount (another
-    network file system), disk. Label: the subject of the finding; not "hard disk", as virtual disks say that they are
-    one."""
+    network file system), disk. Label: the subject of the finding."""
     remote = index.remote_object(int(index.image_indices(index.splits[0])[0]))
     if remote is not None:
         return "remote", "web server" if remote[0].uri.scheme in ("https", "http") else "bucket"

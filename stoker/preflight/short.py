@@ -15,7 +15,6 @@ from stoker.hardware.device import Device
 from stoker.preflight import host
 
 QUICK_HOST_RULES = (host.cores, host.cpu_quota, host.threads, host.memory, host.file_handles, host.disk)
-"""They read some small files."""
 
 
 def require_meant_device(

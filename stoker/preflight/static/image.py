@@ -72,7 +72,6 @@ class Instruction:
     starts: tuple[int, ...]
     """Offsets in `text` at which a line of the file begins."""
     lines: tuple[int, ...]
-    """The numbers of these lines."""
 
     @property
     def line(self) -> int:

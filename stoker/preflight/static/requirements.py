@@ -68,7 +68,6 @@ class Package:
     source: str = "pip"
     """pip, conda, or image: it was there before."""
     build: str = ""
-    """Conda's build string."""
     options: Options = Options()
 
     @property

@@ -161,4 +161,3 @@ def cuda_of_tag(tag: str) -> Minor | None:
 
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""Variables with the number of threads of a process."""
