@@ -260,10 +260,8 @@ SECTION_OF: dict[str, str] = {f.name: s for s, kind in SECTIONS.items() for f in
 def _section_of(name: str) -> str:
     if name not in SECTION_OF:
         near = nearest(name, SECTION_OF)
-        raise ConfigError(
-            f"There is no setting called {name!r}" + (f"; did you mean {near!r}?" if near else "."),
-            choices=sorted(SECTION_OF),
-        )
+        what = f"There is no setting called {name!r}" + (f"; did you mean {near!r}?" if near else ".")
+        raise ConfigError(what, choices=sorted(SECTION_OF))
     return SECTION_OF[name]
 
 
@@ -357,13 +355,10 @@ def _convert(tables: dict[str, dict[str, Any]], location: Path | None) -> Config
         cause, _, path = str(error).partition(" - at `$.")
         section, _, name = path.partition("[")[0].rstrip("`").partition(".")
         kind = get_type_hints(SECTIONS[section]).get(name) if section in SECTIONS else None
+        setting = f"--{_flag(name)} {tables[section][name]!r}" if kind else "A setting"
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
         raise ConfigError(
-            f"--{_flag(name)} {tables[section][name]!r} is of the wrong kind."
-            if kind
-            else "A setting is of the wrong kind.",
-            location=location,
-            cause=cause,
-            choices=get_args(kind) if get_origin(kind) is Literal else (),
+            f"{setting} is of the wrong kind.", location=location, cause=cause, choices=choices
         ) from error
 
 
@@ -379,9 +374,8 @@ def check(config: Config) -> None:
     if data.image_size is not None and min(data.image_size) < 32:  # of what else it must be a multiple, its model says
         raise ConfigError(f"--image-size {data.image_size[0]} {data.image_size[1]}: both sides must be at least 32.")
     if data.scale_range is not None and not 0.05 <= data.scale_range[0] <= data.scale_range[1] <= 20:
-        raise ConfigError(
-            f"--scale-range {data.scale_range[0]} {data.scale_range[1]}: wanted 0.05 <= smallest <= largest <= 20."
-        )
+        low, high = data.scale_range
+        raise ConfigError(f"--scale-range {low} {high}: wanted 0.05 <= smallest <= largest <= 20.")
     if data.mosaic is not None and data.mosaic > 0 and run.batch_size is not None and run.batch_size % 4:
         raise ConfigError(
             f"--mosaic {data.mosaic:g} needs a batch that is a multiple of 4, not {run.batch_size}.",

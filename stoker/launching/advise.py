@@ -201,12 +201,9 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
     training_s = sum(phases.values())
     wall_s = training_s / max(1, totals.devices)
     if wall_s < MIN_TRAINING_S or totals.num_images == 0:
-        raise UsageError(
-            "The run is too short for advice on its devices.",
-            location=path,
-            cause=f"{fmt.duration(wall_s)} of training are recorded, {fmt.count(totals.num_images)} images",
-            fix=f"let it train for {fmt.duration(MIN_TRAINING_S)}; `stoker plan DATA` needs no run",
-        )
+        cause = f"{fmt.duration(wall_s)} of training are recorded, {fmt.count(totals.num_images)} images"
+        fix = f"let it train for {fmt.duration(MIN_TRAINING_S)}; `stoker plan DATA` needs no run"
+        raise UsageError("The run is too short for advice on its devices.", location=path, cause=cause, fix=fix)
     price = resolve_price(run.recorded_price, price_per_device_hour, environment)
     run_settings = settings.get("run", {})
     epoch_images, images_left = run.facts.get("num_images"), None
@@ -314,9 +311,8 @@ def apply(advice: LaunchAdvice) -> Job:
         raise UsageError("There is nothing to apply.", location=advice.run, cause=advice.summary)
     old, change = last_job(advice.run), advice.changes[0]
     if old.place not in PLACES_TO_APPLY:
-        raise UsageError(
-            f"--apply is not possible at {old.place}.", location=advice.run, choices=PLACES_TO_APPLY, fix=change.command
-        )
+        what = f"--apply is not possible at {old.place}."
+        raise UsageError(what, location=advice.run, choices=PLACES_TO_APPLY, fix=change.command)
     if names := old.request.get("env"):
         raise make_error(UsageError, "env-values-not-kept", run=old.run, names=", ".join(names), command=change.command)
     kept = {name: value for name, value in old.request.items() if name != "run_dir"}
@@ -327,12 +323,9 @@ def apply(advice: LaunchAdvice) -> Job:
     spec = dataclasses.replace(spec, name=old.name, log=old.log or spec.log)
     check_launch(spec, place)
     if (state := cancel(old)).is_live:
-        raise UsageError(
-            f"The {old.place} job {old.id} has not ended within {CANCEL_WAIT_S:.0f} s.",
-            location=old.run,
-            cause=state.text,
-            fix=f"`stoker launch status {old.run}`; when it has ended: {change.command}",
-        )
+        what = f"The {old.place} job {old.id} has not ended within {CANCEL_WAIT_S:.0f} s."
+        fix = f"`stoker launch status {old.run}`; when it has ended: {change.command}"
+        raise UsageError(what, location=old.run, cause=state.text, fix=fix)
     return submit(spec, place, request)
 
 

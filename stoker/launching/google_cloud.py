@@ -65,10 +65,8 @@ class GoogleCloud(Place):
         _, _, gpus = self.find_machine(spec)
         for mount in spec.mounts:
             if mount.nfs is None and not re.fullmatch(r"gs://[a-z0-9][a-z0-9._/-]+", mount.source or ""):
-                raise ConfigError(
-                    f"--mount {mount.source or mount.path}: {self.title} cannot mount that.",
-                    choices=["SERVER:/export:/path", self.buckets],
-                )
+                what = f"--mount {mount.source or mount.path}: {self.title} cannot mount that."
+                raise ConfigError(what, choices=["SERVER:/export:/path", self.buckets])
         if spec.gpus and spec.gpus < gpus:
             return [f"{gpus - spec.gpus} of the {gpus} GPUs of a {spec.machine_type} are paid and not used"]
         return []
@@ -226,9 +224,8 @@ class GcpBatch(GoogleCloud):
         warnings = super().check(spec)
         if (driver := spec.options.gpu_driver) is not None:
             if not re.fullmatch(r"\d{3,4}\.\d{1,3}(\.\d{1,3})?", driver):
-                raise ConfigError(
-                    f"--gpu-driver {driver} is not the version of a driver.", fix="550.90.07, for example"
-                )
+                what = f"--gpu-driver {driver} is not the version of a driver."
+                raise ConfigError(what, fix="550.90.07, for example")
             if self.find_machine(spec)[1] is None:
                 raise ConfigError(f"--gpu-driver {driver}: the machine {spec.machine_type} has no GPU.")
         if spec.restarts > MAX_RETRIES:

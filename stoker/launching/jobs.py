@@ -36,12 +36,9 @@ def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
     for newest in jobs[-1:]:
         state = open_place(newest.place).status(newest)
         if state.is_live:
-            raise UsageError(
-                f"The run has a job already: {newest.place} job {newest.id} is {state.state}.",
-                location=spec.run_dir,
-                cause=state.text,
-                fix=f"`stoker launch cancel {spec.run_dir}`, then launch it again",
-            )
+            what = f"The run has a job already: {newest.place} job {newest.id} is {state.state}."
+            fix = f"`stoker launch cancel {spec.run_dir}`, then launch it again"
+            raise UsageError(what, location=spec.run_dir, cause=state.text, fix=fix)
     spec = dataclasses.replace(spec, attempt=1 + max([len(jobs), *(job.attempt for job in jobs)]))
     started_s = time.time()
     job = Job(
@@ -85,10 +82,9 @@ def read_jobs(run: str) -> list[Job]:
     except (FileNotFoundError, NotADirectoryError, ObjectMissing):
         return []
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        what = "The list of launched jobs cannot be read."
         fix = "correct or delete it; the jobs themselves are not affected"
-        raise UsageError(
-            "The list of launched jobs cannot be read.", location=location, cause=str(error), fix=fix
-        ) from error
+        raise UsageError(what, location=location, cause=str(error), fix=fix) from error
     return jobs
 
 

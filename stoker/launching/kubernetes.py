@@ -340,10 +340,8 @@ def _volume(mount: Mount, number: int) -> dict[str, Any]:
         return {"name": name, "nfs": {"server": mount.nfs[0], "path": mount.nfs[1]}}
     if re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", source):
         return {"name": name, "persistentVolumeClaim": {"claimName": source}}
-    raise ConfigError(
-        f"--mount {source or mount.path}: a pod cannot mount that.",
-        choices=["CLAIM:/path", "SERVER:/export:/path", "gs://BUCKET:/path (GKE)"],
-    )
+    choices = ["CLAIM:/path", "SERVER:/export:/path", "gs://BUCKET:/path (GKE)"]
+    raise ConfigError(f"--mount {source or mount.path}: a pod cannot mount that.", choices=choices)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -377,10 +375,8 @@ class Cluster:
                 _, active = kubernetes.config.list_kube_config_contexts(config_file=file)
                 self.namespace = namespace or active["context"].get("namespace") or "default"
         except kubernetes.config.ConfigException as error:
-            fix = "set KUBECONFIG, or kubectl config use-context NAME"
-            raise PreflightError(
-                "No Kubernetes cluster is configured.", location=file or "~/.kube/config", cause=str(error), fix=fix
-            ) from error
+            what, fix = "No Kubernetes cluster is configured.", "set KUBECONFIG, or kubectl config use-context NAME"
+            raise PreflightError(what, location=file or "~/.kube/config", cause=str(error), fix=fix) from error
         self._objects: Any = kubernetes.client.CustomObjectsApi()
         self._core: Any = kubernetes.client.CoreV1Api()
         group, version, plural, _ = KINDS[kind]

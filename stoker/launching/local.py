@@ -39,9 +39,8 @@ class Local(Place):
             raise UsageError(f"local has 1 node, --nodes asks for {spec.max_nodes}.", fix=fix)
         for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type), ("--gpu", spec.gpu)):
             if value is not None:
-                raise UsageError(
-                    f"local has no {flag}: the training runs on this machine as it is.", fix=f"without {flag}"
-                )
+                what = f"local has no {flag}: the training runs on this machine as it is."
+                raise UsageError(what, fix=f"without {flag}")
         return []
 
     def render(self, spec: LaunchSpec) -> str:

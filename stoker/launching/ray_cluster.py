@@ -74,9 +74,8 @@ class Ray(Place):
             if value is not None:
                 raise UsageError(f"ray has no {flag} {value}: the cluster's own nodes are used.", fix=f"without {flag}")
         if spec.time_limit_s is not None:
-            raise UsageError(
-                "A job of Ray has no time limit.", fix="without --time-limit; `--max-time` is of the training"
-            )
+            fix = "without --time-limit; `--max-time` is of the training"
+            raise UsageError("A job of Ray has no time limit.", fix=fix)
         return []
 
     def render(self, spec: LaunchSpec) -> str:

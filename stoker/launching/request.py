@@ -153,9 +153,8 @@ def _run_dir(request: LaunchRequest, data: str | None) -> str:
         return str(parse_uri(text))
     path = Path(text).absolute()
     if is_finished(path):
-        raise UsageError(
-            "The run is finished.", location=path, fix="another --run-dir, or none: that makes a new folder"
-        )
+        fix = "another --run-dir, or none: that makes a new folder"
+        raise UsageError("The run is finished.", location=path, fix=fix)
     return str(path)
 
 
@@ -170,9 +169,8 @@ def _slug(text: str) -> str:
 def _parse_mount(text: str) -> Mount:
     source, colon, path = text.rpartition(":")
     if not path.startswith("/"):
-        raise UsageError(
-            f"--mount {text!r} is not an absolute path.", choices=["/data", "CLAIM:/data", "server:/export:/data"]
-        )
+        choices = ["/data", "CLAIM:/data", "server:/export:/data"]
+        raise UsageError(f"--mount {text!r} is not an absolute path.", choices=choices)
     return Mount(path=path.rstrip("/") or "/", source=source if colon else None)
 
 
@@ -186,11 +184,8 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
             flags = [_flag(field) for field in PlaceOptions.__dataclass_fields__ if field in place.options]
             raise UsageError(f"{place.name} has no {_flag(name)}.", choices=flags or ["no such flag"])
     if not re.fullmatch(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", spec.name):
-        raise UsageError(
-            f"{spec.name!r} is not a name for a job.",
-            choices=["lower-case letters, digits and -, at most 40"],
-            fix="--name",
-        )
+        choices = ["lower-case letters, digits and -, at most 40"]
+        raise UsageError(f"{spec.name!r} is not a name for a job.", choices=choices, fix="--name")
     if spec.secrets and not place.has_secrets:
         with_secrets = [name for name in PLACES if open_place(name).has_secrets]
         fix = "the trainer's own environment or files there, or --env, whose values are in the job"
@@ -200,9 +195,8 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
     if spec.gpu is not None and spec.gpus == 0:
         raise UsageError(f"--gpu {spec.gpu} and --device cpu contradict each other.", fix="leave one of them out")
     if place.reach == "containers" and spec.image is None:
-        raise UsageError(
-            f"{place.name} runs containers: which image?", fix="--image REGISTRY/IMAGE:TAG (docs/launch.md)"
-        )
+        fix = "--image REGISTRY/IMAGE:TAG (docs/launch.md)"
+        raise UsageError(f"{place.name} runs containers: which image?", fix=fix)
     _check_batch(spec)
     _check_reach(spec, place)
     unused = [] if spec.tpu is None or spec.tpu.chips == 1 else [_UNUSED_CHIPS.format(spec.tpu)]
@@ -220,11 +214,8 @@ def _find_tpu(request: LaunchRequest, place: Place, *, on_cpu: bool) -> TpuSlice
     ]  # fmt: skip
     for flag, is_set in others:
         if is_set:
-            raise UsageError(
-                f"--tpu and {flag} contradict each other.",
-                cause="one chip of one host trains; the slice decides the machine",
-                fix=f"leave out {flag}",
-            )
+            cause = "one chip of one host trains; the slice decides the machine"
+            raise UsageError(f"--tpu and {flag} contradict each other.", cause=cause, fix=f"leave out {flag}")
     return find_slice(request.tpu or "")
 
 
@@ -249,18 +240,15 @@ def _check_batch(spec: LaunchSpec) -> None:
     network. Raises UsageError."""
     batch = (None if is_uri(spec.run_dir) else read_batch(Path(spec.run_dir))) or spec.batch
     if spec.is_elastic and not batch and spec.data is not None:
-        raise UsageError(
-            f"--nodes {spec.min_nodes}:{spec.max_nodes} needs a --batch-size.",
-            cause="the run keeps its batch on any number of nodes; one that is chosen for all need not fit fewer",
-            fix=f"--batch-size {spec.devices * math.lcm(spec.min_nodes, spec.max_nodes)}, or another multiple",
-        )
+        cause = "the run keeps its batch on any number of nodes; one that is chosen for all need not fit fewer"
+        fix = f"--batch-size {spec.devices * math.lcm(spec.min_nodes, spec.max_nodes)}, or another multiple"
+        raise UsageError(f"--nodes {spec.min_nodes}:{spec.max_nodes} needs a --batch-size.", cause=cause, fix=fix)
     counts = [nodes * spec.devices for nodes in range(spec.min_nodes, spec.max_nodes + 1)]
     if not any(can_divide(batch, count) for count in counts):
         among = f"{counts[0]} devices" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} devices"
         if (batch.get("stages") or 1) > 1:
-            raise UsageError(
-                f"--stages {batch['stages']} needs as many devices, not {among}.", fix="--nodes, --devices"
-            )
+            what = f"--stages {batch['stages']} needs as many devices, not {among}."
+            raise UsageError(what, fix="--nodes, --devices")
         unit = counts[0] * (4 if batch.get("mosaic") else 1)
         raise UsageError(
             f"--batch-size {batch['batch_size']} is the total, and cannot be divided equally among {among}.",
@@ -343,15 +331,12 @@ def _check_grace(spec: LaunchSpec, place: Place) -> list[str]:
 def check_container(spec: LaunchSpec, place: str) -> None:
     """Raises UsageError for what no place with containers takes."""
     if spec.image is not None and not _IMAGE.fullmatch(spec.image):
-        raise ConfigError(
-            f"--image {spec.image!r} is not the name of a container image.",
-            cause="REGISTRY/NAME:TAG; the name is in lower case",
-            choices=["europe-docker.pkg.dev/PROJECT/REPOSITORY/stoker:1"],
-        )
+        what = f"--image {spec.image!r} is not the name of a container image."
+        choices = ["europe-docker.pkg.dev/PROJECT/REPOSITORY/stoker:1"]
+        raise ConfigError(what, cause="REGISTRY/NAME:TAG; the name is in lower case", choices=choices)
     if reserved := RANK_VARIABLES & {*spec.env, *spec.secrets}:
-        raise ConfigError(
-            f"--env {min(reserved)}: {place} gives each node its own.", fix="leave it out; --nodes and --devices decide"
-        )
+        fix = "leave it out; --nodes and --devices decide"
+        raise ConfigError(f"--env {min(reserved)}: {place} gives each node its own.", fix=fix)
     if twice := spec.env.keys() & spec.secrets:
         raise ConfigError(f"{min(twice)} is a variable of --env and of --secret.", fix="leave one of them out")
     if spec.is_elastic:
@@ -366,9 +351,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", text.strip())
     low, high = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
     if not 1 <= low <= high:
-        raise ConfigError(
-            f"--nodes {text!r} is not a number of machines.", choices=["1 …", "2:8 (at least 2, at most 8)"]
-        )
+        choices = ["1 …", "2:8 (at least 2, at most 8)"]
+        raise ConfigError(f"--nodes {text!r} is not a number of machines.", choices=choices)
     return low, high
 
 

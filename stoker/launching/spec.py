@@ -289,9 +289,8 @@ def open_place(name: str) -> Place:
     key = ALIASES.get(name.lower(), name.lower())
     if key not in PLACES:
         near = nearest(key, [*PLACES, *ALIASES])
-        raise UsageError(
-            f"There is no place {name!r} to launch at" + (f"; did you mean {near!r}?" if near else "."), choices=PLACES
-        )
+        what = f"There is no place {name!r} to launch at" + (f"; did you mean {near!r}?" if near else ".")
+        raise UsageError(what, choices=PLACES)
     module, _, kind = PLACES[key].partition(":")
     place: Place = getattr(importlib.import_module(module), kind)()
     return place

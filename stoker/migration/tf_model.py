@@ -21,12 +21,9 @@ def choose_detector(model: Message) -> tuple[str, Message, Detector]:
     """(family, its message, what it becomes). Raises ConfigError for a file without one of FAMILIES."""
     family = model.kind()
     if family not in FAMILIES:
-        raise ConfigError(
-            "The file has no model that stoker knows." if family is None else f"The model is {family!r}.",
-            location=f"{model.location}:{model.line or 1}",
-            choices=FAMILIES,
-            fix="give the pipeline.config of a training: a label map or a graph has no model",
-        )
+        what = "The file has no model that stoker knows." if family is None else f"The model is {family!r}."
+        fix = "give the pipeline.config of a training: a label map or a graph has no model"
+        raise ConfigError(what, location=f"{model.location}:{model.line or 1}", choices=FAMILIES, fix=fix)
     message = model.child(family)
     kind = message.child("feature_extractor").text("type")
     is_lite = family == "ssd" and message.child("feature_extractor").flag("use_depthwise", False)

@@ -74,11 +74,9 @@ def install() -> None:
         _libraries.extend((operators, others, shapes))
         set_memory(MEMORY_BYTES)
     except Exception as error:
-        raise FakeAcceleratorBroken(
-            f"torch {torch.__version__} cannot trace a training step without an accelerator.",
-            cause=repr(error),
-            fix="a torch version that this version of stoker was tested with",
-        ) from error
+        what = f"torch {torch.__version__} cannot trace a training step without an accelerator."
+        fix = "a torch version that this version of stoker was tested with"
+        raise FakeAcceleratorBroken(what, cause=repr(error), fix=fix) from error
 
 
 def set_memory(total_bytes: int) -> None:

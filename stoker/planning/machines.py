@@ -342,13 +342,9 @@ def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machin
         try:
             msgspec.convert(row, _UserMachine)
         except msgspec.ValidationError as error:
-            raise ConfigError(
-                f"[{name}] is not a machine.",
-                location=path,
-                cause=str(error),
-                choices=[*_UserMachine.__struct_fields__, "accelerator = …", *GPUS],
-                fix='a name with a dot is in quotes: ["g5.xlarge"]',
-            ) from error
+            what, fix = f"[{name}] is not a machine.", 'a name with a dot is in quotes: ["g5.xlarge"]'
+            choices = [*_UserMachine.__struct_fields__, "accelerator = …", *GPUS]
+            raise ConfigError(what, location=path, cause=str(error), choices=choices, fix=fix) from error
         if "link" in row and row["link"] not in links():
             raise ConfigError(f"[{name}] has no link {row['link']!r}.", location=path, choices=links())
         required = _UserMachine.__struct_fields__[:5]

@@ -98,11 +98,9 @@ def make_plan(
     job = _job(config, index)
     placements, notes = _placements(machines, gpus, spot=spot, is_named=bool(on))
     if not placements:
-        raise UsageError(
-            f"--gpus {' '.join(map(str, gpus))} does not fit the machines.",
-            choices=sorted({machine.gpus for machine in machines}),
-            fix="the GPUs of a machine, or a multiple of them for several machines",
-        )
+        choices = sorted({machine.gpus for machine in machines})
+        fix = "the GPUs of a machine, or a multiple of them for several machines"
+        raise UsageError(f"--gpus {' '.join(map(str, gpus))} does not fit the machines.", choices=choices, fix=fix)
     rows = _predict(placements, config, index, job)
     for source in dict.fromkeys(row.step_source for row in rows):
         accelerators = dict.fromkeys(row.accelerator for row in rows if row.step_source == source)

@@ -101,9 +101,8 @@ def _read(location: str) -> Finding:
         if not path.exists() and not any(path.parent.glob(path.name)):
             raise StorageError("The data does not exist.", location=path, fix="correct the path, or mount its disk")
         if path.exists() and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-            raise StorageError(
-                "The data cannot be read.", location=path, cause=_owner(path), fix=f"chmod -R a+rX {path}"
-            )
+            fix = f"chmod -R a+rX {path}"
+            raise StorageError("The data cannot be read.", location=path, cause=_owner(path), fix=fix)
         return describe("data_access", location, evidence=f"{'folder' if path.is_dir() else 'file'} on this machine")
     uri = parse_uri(text)
     store = Store(uri, timeouts=Timeouts(TIMEOUT_S))
@@ -143,12 +142,9 @@ def _write_file(location: str, folder: Path) -> Finding:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise StorageError(
-            "The run folder cannot be written.",
-            location=existing,
-            cause=f"{error.strerror or error}; {_owner(existing)}",
-            fix=f"name another --run-dir, or: sudo chown $(id -u) {existing}",
-        ) from error
+        cause = f"{error.strerror or error}; {_owner(existing)}"
+        fix = f"name another --run-dir, or: sudo chown $(id -u) {existing}"
+        raise StorageError("The run folder cannot be written.", location=existing, cause=cause, fix=fix) from error
     return describe("run_access", location, evidence=f"wrote and deleted a file in {existing}")
 
 
