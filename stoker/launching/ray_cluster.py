@@ -195,9 +195,8 @@ class Node:
 
 def drive(training: Training) -> int:
     """Runs attempts until one ends the job; returns its exit code. An attempt has a placement group of one bundle per
-    node, and an actor in each that starts `stoker train` with torchrun's variables. If a node is lost, the others are
-    ended, and the next attempt takes the nodes that there are then, within from:to. A new group for each attempt: an
-    old one would wait for the lost node."""
+    node, and an actor in each that starts `stoker train`. If a node is lost, the others are ended, and the next attempt
+    takes the nodes that there are then, in a new group: an old one would wait for the lost node."""
     from stoker.training.supervisor import PASSED_ON, delay_s
 
     stopping = threading.Event()

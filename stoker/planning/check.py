@@ -145,13 +145,10 @@ def check(request: CheckRequest, *, on_probe: Callable[[str], None] | None = Non
     prober = Prober(total_s, factor=factor, on_probe=on_probe)
     if request.driver is not None and not re.fullmatch(r"\d{3}(\.\d{1,4}){0,2}", request.driver):
         raise ConfigError(f"--driver {request.driver!r} is not the version of a driver.", choices=["535", "535.104.05"])
-    has_files = any((request.dockerfile, request.requirements, request.script))
-    if has_files:
-        prober.ask("files", 5.0, lambda: check_sources(
-            dockerfile=request.dockerfile, requirements=request.requirements, script=request.script,
-            driver=request.driver,
-        ))  # fmt: skip
-    if not has_files or "data" in request.config.set_fields():  # else it is the CI of an image
+    files = {name: getattr(request, name) for name in ("dockerfile", "requirements", "script")}
+    if any(files.values()):
+        prober.ask("files", 5.0, lambda: check_sources(**files, driver=request.driver))
+    if not any(files.values()) or "data" in request.config.set_fields():  # else it is the CI of an image
         _check_machine_and_data(request, prober)
     seconds = time.monotonic() - start_s
     return CheckReport(findings=worst_first(prober.findings), probes=prober.times, seconds=seconds)

@@ -14,7 +14,6 @@ process, so it runs in one of its own. A torch version that breaks it makes `ins
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -130,23 +129,21 @@ def _to_widest(inputs: Any) -> Any:
     return _to_full(inputs) if any(tensor.dtype == torch.float32 for tensor in tensors) else inputs
 
 
-class Autocast:
+class Autocast(torch.autocast):
     """Mixed precision on the fake device, with a cache of cast parameters as real devices have; can be re-entered."""
 
     def __init__(self, precision: str) -> None:
         is_mixed = precision != "fp32"
-        self._autocast = torch.autocast(DEVICE, DTYPES[precision if is_mixed else "bf16"], enabled=is_mixed)
+        super().__init__(DEVICE, DTYPES[precision if is_mixed else "bf16"], enabled=is_mixed)
 
     def __enter__(self) -> None:
-        self._autocast.__enter__()
+        super().__enter__()
         _in_forward.append(True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         _in_forward.pop()
         _autocast_cache.clear()
-        self._autocast.__exit__(kind, error, trace)
+        super().__exit__(*error)
 
 
 @contextlib.contextmanager

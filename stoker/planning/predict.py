@@ -360,9 +360,8 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
         tensor_bytes += (micro_batches - 1) * trace.batch_size * trace.image_bytes + trace.gradient_bytes
     peak_bytes = tensor_bytes
     if not accelerator.is_cpu:
-        peak_bytes = int((1 + ASSUMED.fragmentation) * tensor_bytes) + MIB * (
-            ASSUMED.context_mib + ASSUMED.workspace_mib
-        )
+        own_mib = ASSUMED.context_mib + ASSUMED.workspace_mib
+        peak_bytes = int((1 + ASSUMED.fragmentation) * tensor_bytes) + MIB * own_mib
     seconds = step_time(trace, accelerator, efficiency, precision=precision, micro_batches=micro_batches)
     return StepPrediction(
         accelerator=accelerator.key,

@@ -613,10 +613,10 @@ def _thread_settings(source: Source) -> Iterator[tuple[ast.AST, int]]:
         elif name in ("os.environ.setdefault", "os.putenv") and len(call.args) == 2 and _names_threads(call.args[0]):
             yield call, _number(call.args[1])
     for node in source.nodes:
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        is_variable = isinstance(target, ast.Subscript) and source.dotted(target.value) == "os.environ"
-        if is_variable and _names_threads(target.slice):  # type: ignore[union-attr]
-            yield node, _number(node.value)  # type: ignore[attr-defined]
+        match node:
+            case ast.Assign(targets=[ast.Subscript(value=mapping, slice=key), *_], value=value):
+                if source.dotted(mapping) == "os.environ" and _names_threads(key):
+                    yield node, _number(value)
 
 
 def _names_threads(node: ast.AST) -> bool:
