@@ -21,7 +21,7 @@ from typing import NamedTuple
 from stoker.findings.finding import Finding
 from stoker.preflight.catalog import describe
 from stoker.preflight.static import requirements
-from stoker.preflight.static.requirements import Options, Package, read_package, read_text
+from stoker.preflight.static.requirements import Options, Package, Requested, read_package, read_text
 from stoker.preflight.static.tables import IMAGES, PACKAGES, TENSORFLOW, UBUNTU, Minor, cuda_of_tag, minor
 
 MAX_BYTES = 1 << 18
@@ -322,7 +322,8 @@ class Image:
     def add_requested(self, path: Path, *, name: str, options: Options) -> None:
         """What a file of requirements asks for. Raises OSError, ValueError. name: how its places call it."""
         self.read_files.add(path.resolve())
-        requested = requirements.read_requested(path, options=options, name=name)
+        requested = Requested()
+        requested.read(path, name, options)
         for package in requested.packages:
             self.add(package)
         self.python = self.python or requested.python
