@@ -18,18 +18,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import psutil
+import torch
+import torch.distributed as dist
 
 from stoker.errors import StokerError
 from stoker.findings.finding import Finding, Severity
+from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe, run_program
-
-if TYPE_CHECKING:
-    from stoker.hardware.device import Device
 
 JOIN_S = 15.0
 """For the other ranks to come: they are started by the same launcher, some seconds apart."""
@@ -299,11 +299,6 @@ def main(seconds: float, join_s: float) -> None:
     """Prints one line of JSON, a `Measurement`: with NCCL where every rank has a GPU of its own (untested on GPU), else
     with gloo on tensors of the CPU. In a process of its own, because a process group that does not form cannot be given
     up from inside, and because it leaves no state of torch.distributed in the caller."""
-    import torch
-    import torch.distributed as dist
-
-    from stoker.hardware.device import Device
-
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if accelerator is not None and torch.accelerator.device_count() >= local_size:
@@ -319,10 +314,8 @@ def main(seconds: float, join_s: float) -> None:
     print(msgspec.json.encode(measurement).decode(), flush=True)
 
 
-def measure(device: "Device", seconds: float) -> Measurement:
+def measure(device: Device, seconds: float) -> Measurement:
     """What this rank measures in about so many seconds, in the process group that it is in; all ranks call it."""
-    import torch
-    import torch.distributed as dist
 
     def agreed(value: float) -> int:
         """The value of rank 0."""
@@ -346,11 +339,8 @@ def measure(device: "Device", seconds: float) -> Measurement:
     )
 
 
-def timed(device: "Device", size_bytes: int, count: int, *, half: bool = False) -> float:
+def timed(device: Device, size_bytes: int, count: int, *, half: bool = False) -> float:
     """Seconds of `count` all-reduces of so many bytes, after one more; the same on all ranks. half: bf16, not fp32."""
-    import torch
-    import torch.distributed as dist
-
     dtype = torch.bfloat16 if half else torch.float32
     tensor = torch.zeros(max(1, size_bytes // dtype.itemsize), dtype=dtype, device=device.torch_device)
     dist.all_reduce(tensor)
