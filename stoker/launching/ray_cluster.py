@@ -33,6 +33,7 @@ from stoker.launching.elastic import choose_nodes, describe_idle
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
 from stoker.storage.uri import expand_variables, is_uri
 from stoker.training.cluster import RankPlace
+from stoker.training.supervisor import PASSED_ON, delay_s, die_with_parent
 
 with contextlib.suppress(ModuleNotFoundError):  # where it is needed, `needs_package` names it
     import ray
@@ -172,8 +173,6 @@ class Node:
             return ray.util.get_node_ip_address(), listener.getsockname()[1]
 
     def start(self, arguments: tuple[str, ...], env: dict[str, str]) -> None:
-        from stoker.training.supervisor import die_with_parent
-
         self._process = subprocess.Popen(
             [sys.executable, "-m", "stoker", *arguments],
             env={**os.environ, **env},
@@ -197,8 +196,6 @@ def drive(training: Training) -> int:
     """Runs attempts until one ends the job; returns its exit code. An attempt has a placement group of one bundle per
     node, and an actor in each that starts `stoker train`. If a node is lost, the others are ended, and the next attempt
     takes the nodes that there are then, in a new group: an old one would wait for the lost node."""
-    from stoker.training.supervisor import PASSED_ON, delay_s
-
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     failures = 0
@@ -277,8 +274,6 @@ def _reserve(training: Training, stopping: threading.Event) -> Any:
 
 def _train(training: Training, nodes: list[Any], stopping: threading.Event) -> int:
     """The exit code of an attempt: one that no restart corrects, else a lost node, the first failure, 75 or 0."""
-    from stoker.training.supervisor import PASSED_ON
-
     host, port = ray.get(nodes[0].address.remote())
     for rank, node in enumerate(nodes):
         place = RankPlace(
