@@ -106,9 +106,8 @@ def _to_lower(inputs: Any) -> Any:
     def cast(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             return value
-        if not (value.is_leaf and value.requires_grad):
-            return value.to(wanted)
-        if not _in_forward:  # what is computed again in the backward pass has a context of its own
+        # What is computed again in the backward pass has a context of its own.
+        if not (_in_forward and value.is_leaf and value.requires_grad):
             return value.to(wanted)
         if id(value) not in _autocast_cache:  # a parameter's copy serves the whole forward pass
             _autocast_cache[id(value)] = value.to(wanted)

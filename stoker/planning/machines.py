@@ -226,11 +226,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return self.name == THIS_MACHINE
 
 
-@functools.cache
-def _table() -> dict[str, Any]:
-    return read_toml("machines.toml")
-
-
 def describe_prices() -> str:
     """Where and of when the prices of the table are, a clause."""
     regions = " and ".join(f"{cloud} {region}" for cloud, region in REGIONS.items())
@@ -240,7 +235,7 @@ def describe_prices() -> str:
 @functools.cache
 def links() -> dict[str, Link]:
     """The links between GPUs, by key."""
-    rows = _table()["links"]
+    rows = read_toml("machines.toml")["links"]
     bands = {name: {key: Estimate(*row[key]) for key in ("gb_per_s", "latency_us")} for name, row in rows.items()}
     return {name: Link(**row | bands[name]) for name, row in rows.items()}
 
@@ -248,7 +243,7 @@ def links() -> dict[str, Link]:
 @functools.cache
 def listed_machines() -> dict[str, Machine]:
     """All machines of the table, by name."""
-    table = _table()
+    table = read_toml("machines.toml")
     columns = table["columns"]
     return {name: _listed(name, dict(zip(columns, row, strict=True)), table) for name, row in table["machines"].items()}
 
