@@ -181,12 +181,9 @@ def _read_scalar(tokens: Any) -> Scalar:
     token = tokens.token
     if token[:1] in ("'", '"'):
         return str(tokens.ConsumeString())
-    if tokens.TryConsume("true") or tokens.TryConsume("True"):
-        return True
-    if tokens.TryConsume("false") or tokens.TryConsume("False"):
-        return False
     if token[:1].isalpha() or token[:1] == "_":
-        return str(tokens.ConsumeIdentifier())
+        name = str(tokens.ConsumeIdentifier())
+        return {"true": True, "True": True, "false": False, "False": False}.get(name, name)
     try:
         number: int | float = int(token, 0)
         tokens.NextToken()
