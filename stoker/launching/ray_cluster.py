@@ -119,17 +119,9 @@ def _request(spec: LaunchSpec) -> dict[str, Any]:
         resources["GPU"] = spec.gpus
     if spec.gpu is not None:
         resources[f"accelerator_type:{spec.gpu}"] = 0.001  # Ray's way to ask for a type
-    training = Training(
-        arguments=spec.arguments,
-        min_nodes=spec.min_nodes,
-        max_nodes=spec.max_nodes,
-        run=spec.run_dir,
-        devices=spec.devices,
-        batch=dict(spec.batch),
-        resources=resources,
-        grace_s=spec.grace_s,
-        restarts=spec.restarts,
-    )
+    names = ("arguments", "min_nodes", "max_nodes", "devices", "grace_s", "restarts")
+    same = {name: getattr(spec, name) for name in names}
+    training = Training(run=spec.run_dir, batch=dict(spec.batch), resources=resources, **same)
     command = ["python", "-m", "stoker.launching.ray_cluster", msgspec.json.encode(training).decode()]
     return {
         "entrypoint": shlex.join(command),

@@ -90,7 +90,6 @@ def make_spec(
         data=data,
         devices=devices,
         gpus=0 if on_cpu else devices,
-        gpu=request.gpu,
         tpu=tpu,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -98,17 +97,14 @@ def make_spec(
         cpus=cpus,
         memory_gib=memory_gib,
         shm_gib=request.shm if request.shm is not None else min(float(devices), memory_gib / 4),
-        machine_type=request.machine_type,
-        image=request.image,
-        spot=request.spot,
         grace_s=place.default_grace_s if request.grace is None else parse_time_s(request.grace, "--grace"),
         time_limit_s=None if request.time_limit is None else parse_time_s(request.time_limit, "--time-limit"),
-        restarts=request.restarts,
         env=check_env(request.env),
         secrets=_parse_secrets(request.secret),
         mounts=tuple(map(_parse_mount, request.mount)),
         options=options,
         log=str(Path.cwd() / f"{_job_name(run_dir)}.log" if is_uri(run_dir) else Path(run_dir) / LOG),
+        **{name: getattr(request, name) for name in ("gpu", "machine_type", "image", "spot", "restarts")},
     )
 
 

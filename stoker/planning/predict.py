@@ -386,18 +386,12 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
 
 def _remember(predictions: Sequence[StepPrediction], accelerators: Sequence[Accelerator]) -> None:
     """For the training that follows, which says at its end how far they were off."""
+    shared = [name for name in PredictedStep.__struct_fields__ if name in StepPrediction.__struct_fields__]
     lines = [
         PredictedStep(
             t=time.time(),
-            model=prediction.model,
-            image_size=prediction.image_size,
-            batch_size=prediction.batch_size,
-            precision=prediction.precision,
-            accelerator=prediction.accelerator,
             device_pattern=accelerator.pattern or re.escape(accelerator.name),
-            step_s=prediction.step_s,
-            step_error=prediction.step_error,
-            peak_bytes=prediction.peak_bytes,
+            **{name: getattr(prediction, name) for name in shared},
         )
         for prediction, accelerator in zip(predictions, accelerators, strict=True)
     ]

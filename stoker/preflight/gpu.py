@@ -83,7 +83,8 @@ def check_gpu(
         return [describe("device", text=text, evidence=evidence)]
     seconds = DEEP_TRIAL_SECONDS if deep else TRIAL_SECONDS
     command = [*trial_command, str(seconds), *([device] if device else [])]
-    driver, trial = _observe(command, timeout_s + (10 * DEEP_TRIAL_SECONDS if deep else 0.0), env, read_state)
+    limit_s = timeout_s + (10 * DEEP_TRIAL_SECONDS if deep else 0.0)
+    driver, trial = _observe(command, limit_s, TimeoutWorker(lambda: read_state(env), name="driver"))
     lines = None if driver is None or not driver.num_gpus else read_kernel_lines(log=kernel_log)
     facts = GpuFacts(device=device, env=env, root=root, driver=driver, trial=trial, kernel_lines=lines)
     rules = (device_findings, version_findings, gpu_findings, xid_findings)
@@ -91,13 +92,9 @@ def check_gpu(
 
 
 def _observe(
-    command: Sequence[str],
-    timeout_s: float,
-    env: Mapping[str, str],
-    read_state: Callable[[Mapping[str, str]], DriverState],
+    command: Sequence[str], timeout_s: float, worker: TimeoutWorker[DriverState]
 ) -> tuple[DriverState | None, Trial]:
     """The driver before the trial, with clocks and links as they were while the GPU was busiest, and the trial."""
-    worker = TimeoutWorker(lambda: read_state(env), name="driver")
     state = worker.call(DRIVER_TIMEOUT_S)
     busiest = state
 
