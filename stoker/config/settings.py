@@ -2,9 +2,8 @@
 
 A field that is not set is `AUTO` (None) until `training/defaults/derive.py` fills it and records the reason. After that
 no field that the model has is None, as the types say. `config.toml` of a run folder holds these values, and under
-`[reasons]` the reason of each value that stoker chose; a value without a reason was set by the user. Field names are
-unique over all sections: they are the flags (`--lr`), the TOML keys and the keyword arguments of `stoker.train`.
-`keywords.py` is generated from this file.
+`[reasons]` why stoker chose them; a value without a reason was set by the user. Field names are unique over all
+sections: they are flags (`--lr`), TOML keys and keyword arguments. `keywords.py` is generated from this file.
 """
 
 import dataclasses

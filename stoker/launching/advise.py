@@ -1,13 +1,12 @@
 """Advice on the number of devices of a run: fewer or more, with the figures from its records.
 
-`advise` reads a run folder and proposes at most one change. All figures are of training time: without startup,
-compilation, evaluation and checkpoints. Not here: why time is lost (`stoker/diagnosis/`), advice without figures after
-any run, also on other GPUs and parts of one (`report/sizing.py`, whose thresholds hold here, too), and other machines
-(`planning/plan.py`). Each proposal has its command; `apply` does it.
+`advise` reads a run folder and proposes at most one change, with its command; `apply` does it. All figures are of
+training time: without startup, compilation, evaluation and checkpoints. Not here: why time is lost
+(`stoker/diagnosis/`), advice without figures (`report/sizing.py`, whose thresholds hold here, too), and other machines
+(`planning/plan.py`).
 
-Assumed of a change: a device works as long on each image, and the loader delivers as before. The batch size is that of
-all devices together; gradients are exchanged once a step, which takes as long whatever the number of devices, and no
-time on one.
+Assumed of a change: a device works as long on each image, and the loader delivers as before. Gradients are exchanged
+once a step, which takes as long whatever the number of devices, and no time on one.
 """
 
 import dataclasses

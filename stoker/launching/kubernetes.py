@@ -3,8 +3,7 @@
 The index of a pod is its rank; the first one has a name in the cluster's DNS, where the others meet. Exit codes decide
 whether a pod is started again: not after those that would come again, uncounted after 75 and after a disruption (a
 spot node, a drain, a higher priority). The image's own entry point starts `stoker`: a `command` would take the place of
-its init, and a process 1 without one ignores SIGTERM. What has no flag is merged into the pods (`--patch`). Rendering
-needs no client; submitting sends exactly the YAML that was rendered.
+its init, and a process 1 without one ignores SIGTERM. What has no flag is merged into the pods (`--patch`).
 """
 
 import contextlib

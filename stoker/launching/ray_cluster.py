@@ -3,11 +3,8 @@
 A launched training is a job of Ray's job server, whose entry point is `python -m stoker.launching.ray_cluster TRAINING`
 on the cluster: a driver that reserves the nodes, runs `stoker train` on each, and starts it again. The cluster has to
 have stoker, Ray and, at the same paths, the data and the run folder. `cancel` lets the training save: the job server
-waits for the driver as long as the grace period.
-
-Each shard that is packed is one task, so a lost node repeats only its own shards. A shard has the same bytes wherever
-it is made (`data/packing.py`), and its record is written after it, so a start that was stopped is continued
-with or without Ray.
+waits for the driver as long as the grace period. Each shard that is packed is one task, so a lost node repeats only its
+own shards, and a start that was stopped is continued with or without Ray (`data/packing.py`).
 """
 
 import asyncio

@@ -2,11 +2,9 @@
 
 The step is the loop's own: augmentation, forward, losses, backward, optimizer, EMA, the sums for the log. It runs on
 tensors without memory, on the fake accelerator or as those of a CPU, while a dispatch mode counts. That changes the
-whole process, so it is one of its own (`main`), which `Traces` starts. `CountedStep` also counts a step on real
-tensors: `benchmarks/diagnosis/plan.py` compares both. `predict.py` computes from the counts how long a step takes.
-
-Traces are remembered in the cache folder. A trace is a fact about the code, not about the machine: its key holds the
-step, stoker's newest file and torch's version. What is damaged is traced again, and all may be deleted at any time.
+whole process, so it is one of its own (`main`), which `Traces` starts. `predict.py` computes from the counts how long a
+step takes. Traces are remembered in the cache folder, by the step, stoker's newest file and torch's version. What is
+damaged is traced again, and all may be deleted at any time.
 """
 
 import concurrent.futures
