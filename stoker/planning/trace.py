@@ -373,8 +373,8 @@ class Traces:
         with concurrent.futures.ThreadPoolExecutor(count) as threads:
             done = threads.map(lambda keys: trace_steps([missing[key] for key in keys]), parts)
             for keys, answers in zip(parts, done, strict=True):
-                self._found |= zip(keys, answers, strict=True)
                 for key, answer in zip(keys, answers, strict=True):
+                    self._found[key] = answer
                     if answer.trace is not None:
                         write(key, answer.trace)
 
