@@ -1,5 +1,4 @@
-"""Lengths of training: `12ep`, `5000` steps, `30min`; and times on the clock. What ends a run at its length is
-`training/loop.py`."""
+"""Lengths of training: `12ep`, `5000` steps, `30min`; and times on the clock."""
 
 import dataclasses
 import re
@@ -25,8 +24,7 @@ class Duration:
 
 
 def parse_duration(text: str, flag: str = "max-duration") -> Duration:
-    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes. Raises ConfigError, which names the flag
-    and the valid forms."""
+    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes. Raises ConfigError."""
     match = _DURATION.match(text)
     if match is None:
         raise ConfigError(f"--{flag} {text!r} is not a length of training.", choices=_VALID)

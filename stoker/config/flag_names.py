@@ -1,8 +1,7 @@
 """Commands, flags and values that users of other tools type: translated, or answered with the right one.
 
 `translate` runs on the arguments before they are parsed, `translate_keywords` on those of `stoker.train` and its
-siblings. What they change is a note, so that a user notices when a setting means something else. The table is
-`knowledge/flags.toml`.
+siblings. What they change is a note, as a setting may mean something else. The table is `knowledge/flags.toml`.
 """
 
 import contextlib

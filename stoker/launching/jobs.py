@@ -1,8 +1,7 @@
 """The jobs of a run, whatever the place: submits and cancels them, keeps them in launch.json, so that `status`, `logs`
 and `cancel` need only the run folder, and reads what the run folder and the log file say about them.
 
-launch.json is in the run folder, in a bucket where the run is, and names places, never credentials. The places
-themselves are in files of their own (`spec.PLACES`).
+launch.json is in the run folder, also in a bucket, and names places (`spec.PLACES`), never credentials.
 """
 
 import dataclasses
@@ -67,8 +66,7 @@ def cancel(job: Job) -> JobStatus:
 
 
 def read_jobs(run: str) -> list[Job]:
-    """The jobs of a run, oldest first; empty if none was launched. run: a folder or a URI. Raises UsageError for a
-    file that is not a list of jobs, StorageError."""
+    """The jobs of a run, a folder or a URI, oldest first. Raises UsageError for another file, StorageError."""
     uri = to_run_uri(run)
     location = f"{run if uri is None else uri}/{LAUNCH}"
     try:

@@ -18,8 +18,7 @@ from stoker.knowledge import read_toml
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """Of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""
 Reach = Literal["this machine", "shared files", "containers"]
-"""What a job of a place sees of the files of this machine: all; those of shared file systems, at the same paths;
-nothing but what is mounted."""
+"""What a job sees of the files of this machine: all; those of shared file systems; nothing but what is mounted."""
 PLACES = {
     "local": "stoker.launching.local:Local",
     "slurm": "stoker.launching.slurm:Slurm",
@@ -144,8 +143,7 @@ class PlaceOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """A training, and the machines for it. Everything is decided: a place only writes it in its own words. What is not
-    explained here is as in `LaunchRequest`."""
+    """A training, and the machines for it, all decided. What is not explained here is as in `LaunchRequest`."""
 
     arguments: tuple[str, ...]
     """Of `stoker` on each node: train, DATA, --run-dir …, --devices …; the program is the place's."""

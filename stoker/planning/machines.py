@@ -142,8 +142,7 @@ ROUNDS = 5
 
 
 def measure_cpu(*, clock: Callable[[], float] = time.perf_counter) -> Accelerator:
-    """The present CPU with the threads that torch uses now: a matrix product and a copy, in half a second. clock:
-    seconds; `time.process_time` for one thread on a busy machine."""
+    """The present CPU, with the threads that torch uses now: a matrix product and a copy, in half a second."""
     import torch  # the table is read where torch is absent
 
     from stoker.hardware.device import Device
@@ -280,8 +279,7 @@ def choose_machines(
 
 
 def this_machine(device: "Device", price_per_device_hour: float | None = None) -> Machine | None:
-    """The present machine with `device`; None if its GPU is not in the table of accelerators. price_per_device_hour: 0
-    and None are an unknown price."""
+    """The present machine with `device`; None if its GPU is not in the table. A price of 0 or None is unknown."""
     accelerator = None if device.is_cpu else identify(device.name)
     if not device.is_cpu and accelerator is None:
         return None

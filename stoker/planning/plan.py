@@ -74,8 +74,7 @@ def make_plan(
     measure: bool = False,
 ) -> Plan:
     """The plan of a training. on: names of machines, `this` for the present one; none: this one and the table. gpus:
-    numbers of GPUs; none: those of the named machines, else one. prices: the user's file. measure: time 50 steps on
-    this machine first. Raises StokerError."""
+    numbers; none: those of the named machines, else one. measure: time 50 steps here first. Raises StokerError."""
     check(user_config)
     if any(not 1 <= count <= MAX_NAMED_GPUS for count in gpus):
         raise UsageError(f"--gpus {min(gpus)}: wanted 1 … {MAX_NAMED_GPUS}.")

@@ -88,8 +88,7 @@ ERRORS = msgspec.convert(read_toml("plan_errors.toml"), dict[str, Errors])
 def learn_error(kind: str, *, without: int | None = None) -> float:
     """The band of predictions of a kind, a key of ERRORS: their time multiplied or divided by 1 + this. It contains the
     next one with the probability COVERAGE, if it is like the rows: the conformal quantile of their errors (Vovk et al.
-    2005, "Algorithmic Learning in a Random World"), or the largest, where they are too few. without: the number of a
-    row that is left out."""
+    2005, "Algorithmic Learning in a Random World"), or the largest of few. without: the number of a row left out."""
     rows = [row for k, row in enumerate(ERRORS[kind].rows) if k != without]
     off = sorted(abs(math.log(predicted_s / actual_s)) for _, predicted_s, actual_s in rows)
     return math.exp(off[min(len(off), math.ceil(COVERAGE * (len(off) + 1))) - 1]) - 1
@@ -400,8 +399,7 @@ def _remember(predictions: Sequence[StepPrediction], accelerators: Sequence[Acce
 
 
 MEASURED_STEPS, GPU_STEPS, MAX_MEASURED_S = 50, 5, 60.0
-"""Steps that `--measure` times, those of a GPU without waiting for it in between, as the host runs ahead; and for how
-long at most."""
+"""Steps that `--measure` times, on a GPU some without a wait, as the host runs ahead; and for how long at most."""
 
 
 def measure_steps(config: Config, index: Index, device: Device) -> None:

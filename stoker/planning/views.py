@@ -34,8 +34,7 @@ def print_plan(plan: Plan, file: TextIO | None = None, *, width: int | None = No
 
 
 def choose_rows(plan: Plan) -> list[int]:
-    """The rows that are printed, in order of cost: the choice, this machine, those that no other beats in time and
-    cost, and the cheapest others."""
+    """The rows that are printed, by cost: the choice, this machine, those that no other beats, the cheapest others."""
     rows = plan.rows
     order = sorted(range(len(rows)), key=lambda k: (bool(rows[k].problem), getattr(rows[k].cost, "expected", math.inf)))
     first = [k for k in order if k == plan.recommendation.choice or rows[k].machine == THIS_MACHINE]

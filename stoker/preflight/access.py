@@ -1,8 +1,7 @@
 """Whether the data can be read and the run folder written, tried with the credentials that training will use.
 
 Reading: one listing and one byte of one object. Writing: a tiny object of its own name, which is read back and deleted;
-nothing else is written or deleted, and nothing at all into the data. The message of a refused request is that of
-`storage/failures.py`, so that it is the same here and in training.
+nothing else is written, and nothing at all into the data. Messages of refused requests are those of training.
 """
 
 import os

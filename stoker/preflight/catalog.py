@@ -80,8 +80,7 @@ def run_program(
     watch: Callable[[str], bool] = lambda _: True,
 ) -> Ended:
     """Waits for the end, in a process group of its own. watch: called ten times a second with the errors so far; False
-    ends the program. Raises subprocess.TimeoutExpired, with the errors as `stderr`, after it has killed the program and
-    what it started. A process that hangs in a driver is left behind."""
+    ends the program. Raises subprocess.TimeoutExpired, with the errors as `stderr`, after it has killed the group."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # pipes would wait for grandchildren
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=env, start_new_session=True

@@ -253,8 +253,7 @@ def check_region(
 
 
 def _google_location(bucket: str, env: Mapping[str, str]) -> str | None:
-    """The location of a bucket by the JSON API's storageLayout, which who may list the bucket may read. The token is
-    the machine's service account's; other credentials are not tried here."""
+    """The location of a bucket by the JSON API's storageLayout, with the token of the machine's service account."""
     endpoint = find_endpoint("gs")
     headers: dict[str, str] = {}
     if endpoint is None:

@@ -2,8 +2,7 @@
 
 Three sources are compared: what shows that a GPU is there, what the driver says (`telemetry/gpu.py`), and a trial in a
 process of its own, which really multiplies and convolves (`hardware/cuda_trial.py`). `check_gpu` collects them as
-`GpuFacts`, from which each rule makes its findings; those about versions and about each GPU are in `gpu_rules.py`.
-Whether the model fits the memory is tried in `planning/check.py`.
+`GpuFacts`; the rules about versions and each GPU are in `gpu_rules.py`. Not here: memory (`planning/check.py`).
 """
 
 import os
@@ -268,8 +267,7 @@ def quick_gpu_findings(device: Device, env: Mapping[str, str], root: Path) -> li
 
 
 def without_own(driver: DriverState, index: int) -> DriverState:
-    """Only the GPU of the training, with the processes that are not part of it. In a container with PIDs of its own,
-    they cannot be told apart: none is kept."""
+    """Only the GPU of the training, with the processes of others; none in a container with PIDs of its own."""
     own = set(list_process_tree(os.getpid())) if in_host_pid_namespace() else None
     gpus = []
     for state in driver.gpus[index : index + 1]:

@@ -23,8 +23,7 @@ from stoker.profiling.telemetry import machine
 from stoker.report import format as fmt
 
 CORES_PER_GPU = 4
-"""Where the loader's need is not known: fewer than the smallest GPU machines of the clouds have (AWS g4dn.xlarge: 4,
-GCP g2-standard-4: 4)."""
+"""Where the loader's need is not known: as the smallest GPU machines of AWS (g4dn.xlarge) and GCP (g2-standard-4)."""
 MIN_FREE_MEMORY_BYTES = 2 * 2**30
 """torch with CUDA takes 1 GiB and more of a process; the rest is for images (heuristic)."""
 MIN_FILES = 1024

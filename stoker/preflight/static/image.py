@@ -78,8 +78,7 @@ class Instruction:
 
     def words(self, *, shell: bool = False) -> list[Word]:
         """The words of the first line, or of the exec form `["pip", "install"]`, without their quotes. shell: those
-        that a shell sees, without comments and redirections, with the word "\n" at each end of a command; of heredocs
-        only those that a shell runs."""
+        that a shell sees, also in its heredocs, without comments and redirections, with "\n" after each command."""
         head, _, body = self.text.partition("\n")
         end = len(self.text) if shell and body and _SHELL_HEREDOC.match(head) else len(head)
         pattern = _SHELL_TOKEN if shell else _WORD
@@ -290,8 +289,7 @@ class Image:
     read_files: set[Path] = field(default_factory=set)
 
     def get(self, *names: str) -> Package | None:
-        """Of the first of these packages that is there, the request that decides its version: the last one that the
-        version before it does not meet."""
+        """Of the first of these packages that is there, the last request that the version before it does not meet."""
         for name in names:
             current: Package | None = None
             for package in self.packages:
@@ -345,8 +343,7 @@ def _keeps(current: Package, later: Package) -> bool:
 
 
 def read_image(path: Path, *, given: Path | None = None) -> Image:
-    """The image of a Dockerfile. given: a requirements file that is passed besides, so that `-r` of this name is found.
-    Raises OSError, ValueError."""
+    """The image of a Dockerfile. given: a requirements file that `-r` of its name means. Raises OSError, ValueError."""
     stages = read_stages(read_text(path, MAX_BYTES))
     if not stages:
         raise ValueError("has no FROM: is it a Dockerfile?")

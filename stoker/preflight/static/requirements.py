@@ -114,8 +114,7 @@ class Requested:
     read_files: set[Path] = dataclasses.field(default_factory=set)
 
     def read(self, path: Path, name: str, options: Options) -> None:
-        """Adds what a file asks for. name: how its places call it. Raises OSError, and ValueError with the reason where
-        it cannot be understood."""
+        """Adds what a file asks for. name: how its places call it. Raises OSError, and ValueError with the reason."""
         if path.suffix.lower() in (".yml", ".yaml"):
             self._read_environment(path, name)
         elif path.suffix.lower() == ".toml":
