@@ -319,9 +319,7 @@ class _Model:
         if case == "low":
             total_s = work_s * (1 + restart_s / mean_s)
         count = total_s / (mean_s + restart_s)
-        return {
-            "rework": total_s - work_s, "wait": count * UNCERTAIN["spot_wait_s"].time(case), "preemptions": count,
-        }  # fmt: skip
+        return {"rework": total_s - work_s, "wait": count * UNCERTAIN["spot_wait_s"].time(case), "preemptions": count}
 
     # Loading
 

@@ -130,9 +130,8 @@ def _write(location: str) -> Finding:
 
 
 def _write_file(location: str, folder: Path) -> Finding:
-    existing = folder.absolute()
-    while not existing.exists() and existing.parent != existing:
-        existing = existing.parent
+    absolute = folder.absolute()
+    existing = next(path for path in (absolute, *absolute.parents) if path.exists())
     if not existing.is_dir():
         raise StorageError("The run folder is not a folder.", location=existing, fix="name another --run-dir")
     try:
