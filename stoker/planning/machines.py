@@ -9,6 +9,7 @@ import functools
 import re
 import statistics
 import time
+import timeit
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -174,12 +175,7 @@ def measure_cpu(*, clock: Callable[[], float] = time.perf_counter) -> Accelerato
 def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
     """Median of some runs, after one that warms up."""
     work()
-    taken = []
-    for _ in range(ROUNDS):
-        start_s = clock()
-        work()
-        taken.append(clock() - start_s)
-    return statistics.median(taken)
+    return statistics.median(timeit.repeat(work, timer=clock, number=1, repeat=ROUNDS))
 
 
 # Machines
