@@ -295,15 +295,11 @@ def open_place(name: str) -> Place:
 
 
 @functools.cache
-def _states(place: str) -> dict[str, State]:
-    words = msgspec.convert(read_toml("launch.toml")[place], dict[Literal[State, "default"], str])
-    default = msgspec.convert(words.pop("default", "unknown"), State)
-    return {"": default} | {word: state for state, text in words.items() for word in text.split()}
-
-
 def state_of(place: str, word: str) -> State:
     """The state that a place calls so (`knowledge/launch.toml`)."""
-    return _states(place).get(word, _states(place)[""])
+    words = msgspec.convert(read_toml("launch.toml")[place], dict[Literal[State, "default"], str])
+    default = msgspec.convert(words.pop("default", "unknown"), State)
+    return next((state for state, text in words.items() if word in text.split()), default)
 
 
 def read_template(name: str) -> Any:
