@@ -284,13 +284,10 @@ def _check_resources(spec: LaunchSpec, machine: Machine | None) -> list[str]:
             raise UsageError(f"{flag} {value:g}{why}", fix=f"{flag} {fix}")
 
     if machine is not None:
-        for flag, wanted, available in (
-            ("--cpus", cpus, machine.vcpus),
-            ("--memory", memory, machine.memory_gib),
-            ("--devices", spec.gpus, machine.gpus),
-        ):
-            why = f": a {spec.machine_type} has {available:g}."
-            refuse(wanted > available, flag, wanted, why, f"{available:g}, or less")
+        wanted = (("--cpus", cpus), ("--memory", memory), ("--devices", spec.gpus))
+        available = (machine.vcpus, machine.memory_gib, machine.gpus)
+        for (flag, value), most in zip(wanted, available, strict=True):
+            refuse(value > most, flag, value, f": a {spec.machine_type} has {most:g}.", f"{most:g}, or less")
     refuse(cpus < devices, "--cpus", cpus, f": fewer than the {devices} processes of a node.", f"{devices}")
     minimum_gib = devices * MIN_FREE_MEMORY_BYTES / GIB
     why = f": {devices} processes that train need {minimum_gib:g} GiB of memory."
