@@ -298,8 +298,10 @@ def open_place(name: str) -> Place:
 def state_of(place: str, word: str) -> State:
     """The state that a place calls so (`knowledge/launch.toml`)."""
     words = msgspec.convert(read_toml("launch.toml")[place], dict[Literal[State, "default"], str])
-    default = msgspec.convert(words.pop("default", "unknown"), State)
-    return next((state for state, text in words.items() if word in text.split()), default)
+    default = words.pop("default", "unknown")
+    found = next((state for state, text in words.items() if word in text.split()), default)
+    state: State = msgspec.convert(found, State)
+    return state
 
 
 def read_template(name: str) -> Any:
