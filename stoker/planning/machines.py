@@ -97,7 +97,7 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def peak_flops(self, precision: str, *, is_convolution: bool) -> float:
         """Peak operations per second of convolutions or matrix products under autocast to a precision. In fp32, cuDNN
-        convolves in TF32 where the GPU has it and matrix products stay in fp32, as torch's `allow_tf32` are set."""
+        convolves in TF32 where the GPU has it; matrix products do not: torch's defaults of `allow_tf32`."""
         if precision != "fp32" and precision in self.flops:
             return self.flops[precision]
         return self.flops.get("tf32", self.flops["fp32"]) if is_convolution else self.flops["fp32"]
