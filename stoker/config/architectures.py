@@ -74,7 +74,6 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     defaults: Mapping[str, Any]
     """Values of the ModelSettings fields that the architecture uses; it has no others."""
     reasons: Mapping[str, str]
-    """The reason for each field of `defaults`."""
     urls: Mapping[str, str]
     """A name of PRETRAINED_NAMES → URL of pretrained weights; empty if there are none."""
     pretrained_norm_eps: float | None = None
@@ -97,10 +96,8 @@ def read_architectures() -> dict[str, Architecture]:
 def make_architecture(
     row: dict[str, Any], groups: dict[str, Any], *, url: str = "", tuning: Mapping[str, Any] | None = None
 ) -> Architecture:
-    """The architecture of a row. groups: tables of defaults by name; tuning: by family.
-
-    Raises msgspec.ValidationError for a row of another form.
-    """
+    """The architecture of a row. groups: tables of defaults by name; tuning: by family. Raises msgspec.ValidationError
+    for a row of another form."""
     fields = dict(row)
     defaults, files = _inherit(fields.pop("defaults", {}), groups), fields.pop("weights", {})
     fields |= {
@@ -145,7 +142,7 @@ class EmberNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return f"ember-{self.block}-w{self.width}-d{depths}-n{channels}-b{self.num_blocks}-h{self.head_depth}"
 
 
-RECIPE_KEYS = tuple(msgspec.structs.fields(EmberNetwork)[n].name for n in range(7))
+RECIPE_KEYS = EmberNetwork.__struct_fields__
 NETWORK_NAME = re.compile(r"ember-(csp|inverted)-w(\d+)-d(\d{4})-n(\d+)\.(\d+)\.(\d+)-b(\d)-h(\d)")
 
 
@@ -175,10 +172,9 @@ def read_recipe(path: Path) -> EmberNetwork:
 
 def check_network(network: EmberNetwork, location: Path | None = None) -> EmberNetwork:
     """Raises ConfigError for numbers that no ember has."""
-    channels = (8, 1024)
     for name, values, count, (low, high) in (
         ("width", [network.width], 1, (4, 256)), ("depths", network.depths, 4, (1, 9)),
-        ("channels", network.channels, 3, channels), ("num_blocks", [network.num_blocks], 1, (1, 9)),
+        ("channels", network.channels, 3, (8, 1024)), ("num_blocks", [network.num_blocks], 1, (1, 9)),
         ("head_depth", [network.head_depth], 1, (1, 4)),
     ):  # fmt: skip
         if len(values) != count or any(not low <= value <= high for value in values):

@@ -1,5 +1,4 @@
-"""Lengths of training: `12ep`, `5000` steps, `30min`; and times on the clock. What ends a run at its length is
-`training/loop.py`."""
+"""Lengths of training: `12ep`, `5000` steps, `30min`; and times on the clock."""
 
 import dataclasses
 import re
@@ -9,6 +8,8 @@ from stoker.errors import ConfigError
 
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ep|epochs?|min|minutes?|h|hours?|s|steps?)?\s*$")
 _VALID = ("12ep (epochs)", "5000 (steps)", "30min", "2h")
+Unit = Literal["steps", "epochs", "minutes"]
+_UNITS: dict[str, tuple[Unit, int]] = {"s": ("steps", 1), "e": ("epochs", 1), "m": ("minutes", 1), "h": ("minutes", 60)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,40 +17,29 @@ class Duration:
     """A length of training in one of three units."""
 
     value: float
-    unit: Literal["steps", "epochs", "minutes"]
+    unit: Unit
 
     def __str__(self) -> str:
         return f"{self.value:g}" + {"steps": "", "epochs": "ep", "minutes": "min"}[self.unit]
 
 
 def parse_duration(text: str, flag: str = "max-duration") -> Duration:
-    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes.
-
-    Raises ConfigError, which names the flag and the valid forms.
-    """
+    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes. Raises ConfigError."""
     match = _DURATION.match(text)
     if match is None:
         raise ConfigError(f"--{flag} {text!r} is not a length of training.", choices=_VALID)
-    value, unit = float(match[1]), match[2] or "steps"
-    if unit.startswith("ep"):
-        return Duration(value, "epochs")
-    if unit.startswith("min"):
-        return Duration(value, "minutes")
-    if unit.startswith("h"):
-        return Duration(value * 60, "minutes")
-    if unit == "s":
+    value, written = float(match[1]), match[2] or "steps"
+    if written == "s":
         raise ConfigError(f"--{flag} {text!r} could mean steps or seconds.", choices=_VALID)
-    if value != int(value):
+    unit, factor = _UNITS[written[0]]
+    if unit == "steps" and value != int(value):
         raise ConfigError(f"--{flag} {text!r}: the number of steps must be whole.", choices=_VALID)
-    return Duration(value, "steps")
+    return Duration(value * factor, unit)
 
 
 def join_length(fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings by name in which `epochs`, `steps` or `max_time`, of which at most one may be set, became
-    `max_duration`.
-
-    epochs: number; steps: number; max_time: text such as `30min`, or minutes. Raises ConfigError.
-    """
+    """Settings by name in which `epochs`, `steps` (numbers) or `max_time` (text such as `30min`, or minutes), of which
+    at most one may be set, became `max_duration`. Raises ConfigError."""
     rest = {name: value for name, value in fields.items() if name not in ("epochs", "steps", "max_time")}
     given = [name for name in ("epochs", "steps", "max_time") if fields.get(name) is not None]
     if not given:

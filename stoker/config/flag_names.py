@@ -1,8 +1,7 @@
 """Commands, flags and values that users of other tools type: translated, or answered with the right one.
 
 `translate` runs on the arguments before they are parsed, `translate_keywords` on those of `stoker.train` and its
-siblings. What they change is a note, so that a user notices when a setting means something else. The table is
-`knowledge/flags.toml`.
+siblings. What they change is a note, as a setting may mean something else. The table is `knowledge/flags.toml`.
 """
 
 import contextlib
@@ -78,12 +77,10 @@ def _meaning_of_value(flag: str, value: str | None) -> _Meaning | None:
 def translate(
     arguments: Sequence[str], flags_of: Callable[[list[str]], Mapping[str, bool] | None]
 ) -> tuple[list[str], list[str]]:
-    """(the arguments with the commands and flags of stoker, a note for each that was changed).
-
-    `name=value` behind `stoker train` becomes `--name value`, underscores in flags become dashes. flags_of: the flags
-    of the command that these arguments name, without `--`, and whether each is a switch; None: they are not translated.
-    Raises UsageError that names all flags and values without a counterpart, and what to do instead.
-    """
+    """(the arguments with the commands and flags of stoker, a note for each that was changed). `name=value` behind
+    `stoker train` becomes `--name value`, underscores in flags become dashes. flags_of: the flags of the command that
+    these arguments name, without `--`, and whether each is a switch; None: they are not translated. Raises UsageError
+    that names all flags and values without a counterpart, and what to do instead."""
     arguments, notes = _find_command(list(arguments))
     is_plain = not any(re.match(f"-|.*=|{_DOTTED}", argument) for argument in arguments)
     own = None if is_plain or {"--help", "-h"} & set(arguments) else flags_of(arguments)
@@ -213,10 +210,7 @@ class _Flags:
 
 def translate_keywords(command: str, settings: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     """The keywords of the function `stoker.COMMAND`, those of other tools translated as on the command line, with notes
-    on stderr.
-
-    settings: what stands for settings, by name; own: parameters of the function itself. Raises UsageError.
-    """
+    on stderr. settings: those that are settings, by name; own: parameters of the function itself. Raises UsageError."""
     kinds: dict[str, Any] = get_type_hints(Settings) | dict.fromkeys(own, str) | {"devices": int}
     fields: dict[str, Any] = {}
     typed: list[str] = []

@@ -2,9 +2,8 @@
 
 A field that is not set is `AUTO` (None) until `training/defaults/derive.py` fills it and records the reason. After that
 no field that the model has is None, as the types say. `config.toml` of a run folder holds these values, and under
-`[reasons]` the reason of each value that stoker chose; a value without a reason was set by the user. Field names are
-unique over all sections: they are the flags (`--lr`), the TOML keys and the keyword arguments of `stoker.train`.
-`keywords.py` is generated from this file.
+`[reasons]` why stoker chose them; a value without a reason was set by the user. Field names are unique over all
+sections: they are flags (`--lr`), TOML keys and keyword arguments. `keywords.py` is generated from this file.
 """
 
 import dataclasses
@@ -39,23 +38,9 @@ class DataSettings:
     data: Annotated[str, Parameter(parse=False)] = AUTO
     """Folder or file of the data set, its URI, or `demo`; the argument of the command."""
     format: Literal[
-        "coco",
-        "voc",
-        "kitti",
-        "yolo",
-        "tfrecord",
-        "openimages",
-        "via",
-        "csv",
-        "cvat",
-        "labelme",
-        "label-studio",
-        "createml",
-        "jsonl",
-        "webdataset",
-        "mds",
-        "parquet",
-    ] = AUTO
+        "coco", "voc", "kitti", "yolo", "tfrecord", "openimages", "via", "csv", "cvat", "labelme", "label-studio",
+        "createml", "jsonl", "webdataset", "mds", "parquet",
+    ] = AUTO  # fmt: skip
     """Format of the annotations, where automatic detection is wrong."""
     classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = AUTO
     """Train only these classes, in this order. Boxes of other classes are dropped; their images stay as background."""
@@ -265,11 +250,8 @@ class Config:
 
 
 SECTIONS: dict[str, type[Section]] = {
-    "data": DataSettings,
-    "model": ModelSettings,
-    "optim": OptimSettings,
-    "run": RunSettings,
-}
+    "data": DataSettings, "model": ModelSettings, "optim": OptimSettings, "run": RunSettings,
+}  # fmt: skip
 SECTION_OF: dict[str, str] = {f.name: s for s, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
 """Section of every field, in the order of declaration."""
 
@@ -277,19 +259,14 @@ SECTION_OF: dict[str, str] = {f.name: s for s, kind in SECTIONS.items() for f in
 def _section_of(name: str) -> str:
     if name not in SECTION_OF:
         near = nearest(name, SECTION_OF)
-        raise ConfigError(
-            f"There is no setting called {name!r}" + (f"; did you mean {near!r}?" if near else "."),
-            choices=sorted(SECTION_OF),
-        )
+        what = f"There is no setting called {name!r}" + (f"; did you mean {near!r}?" if near else ".")
+        raise ConfigError(what, choices=sorted(SECTION_OF))
     return SECTION_OF[name]
 
 
 def from_fields(fields: dict[str, Any]) -> Config:
     """A Config from field names and values, whatever their sections; None leaves a field open, paths become text and
-    NumPy's numbers Python's.
-
-    Raises ConfigError for an unknown name or a value of the wrong kind.
-    """
+    NumPy's numbers Python's. Raises ConfigError for an unknown name or a value of the wrong kind."""
     tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in join_length(fields).items():
         if value is not None:
@@ -355,11 +332,8 @@ def setting_rows() -> dict[str, SettingRow]:
 
 @functools.cache
 def read_recipes() -> dict[str, Config]:
-    """Name in knowledge/recipes.toml → the settings that models of a kind are trained with, a partial config.
-
-    The row of a model in MODELS names its recipe. A setting of the user overrides it; `training/defaults/derive.py`
-    records the name of the recipe as the reason of each value.
-    """
+    """Name in knowledge/recipes.toml → the settings that models of a kind are trained with, a partial config. The row
+    of a model names its recipe; `training/defaults/derive.py` records it as the reason of each value."""
     return {name: from_fields(fields) for name, fields in read_toml("recipes.toml").items()}
 
 
@@ -380,13 +354,10 @@ def _convert(tables: dict[str, dict[str, Any]], location: Path | None) -> Config
         cause, _, path = str(error).partition(" - at `$.")
         section, _, name = path.partition("[")[0].rstrip("`").partition(".")
         kind = get_type_hints(SECTIONS[section]).get(name) if section in SECTIONS else None
+        setting = f"--{_flag(name)} {tables[section][name]!r}" if kind else "A setting"
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
         raise ConfigError(
-            f"--{_flag(name)} {tables[section][name]!r} is of the wrong kind."
-            if kind
-            else "A setting is of the wrong kind.",
-            location=location,
-            cause=cause,
-            choices=get_args(kind) if get_origin(kind) is Literal else (),
+            f"{setting} is of the wrong kind.", location=location, cause=cause, choices=choices
         ) from error
 
 
@@ -402,9 +373,8 @@ def check(config: Config) -> None:
     if data.image_size is not None and min(data.image_size) < 32:  # of what else it must be a multiple, its model says
         raise ConfigError(f"--image-size {data.image_size[0]} {data.image_size[1]}: both sides must be at least 32.")
     if data.scale_range is not None and not 0.05 <= data.scale_range[0] <= data.scale_range[1] <= 20:
-        raise ConfigError(
-            f"--scale-range {data.scale_range[0]} {data.scale_range[1]}: wanted 0.05 <= smallest <= largest <= 20."
-        )
+        low, high = data.scale_range
+        raise ConfigError(f"--scale-range {low} {high}: wanted 0.05 <= smallest <= largest <= 20.")
     if data.mosaic is not None and data.mosaic > 0 and run.batch_size is not None and run.batch_size % 4:
         raise ConfigError(
             f"--mosaic {data.mosaic:g} needs a batch that is a multiple of 4, not {run.batch_size}.",

@@ -1,6 +1,5 @@
-"""How several devices keep one model: the values of `--sync`. What they do is in `training/ddp.py`; what
-they cost in `hardware/exchange_cost.py`.
-"""
+"""How several devices keep one model: the values of `--sync`. What they do: `training/ddp.py`; what they cost:
+`hardware/exchange_cost.py`."""
 
 import dataclasses
 import re

@@ -1,13 +1,12 @@
 """Advice on the number of devices of a run: fewer or more, with the figures from its records.
 
-`advise` reads a run folder and proposes at most one change. All figures are of training time: without startup,
-compilation, evaluation and checkpoints. Not here: why time is lost (`stoker/diagnosis/`), advice without figures after
-any run, also on other GPUs and parts of one (`report/sizing.py`, whose thresholds hold here, too), and other machines
-(`planning/plan.py`). Each proposal has its command; `apply` does it.
+`advise` reads a run folder and proposes at most one change, with its command; `apply` does it. All figures are of
+training time: without startup, compilation, evaluation and checkpoints. Not here: why time is lost
+(`stoker/diagnosis/`), advice without figures (`report/sizing.py`, whose thresholds hold here, too), and other machines
+(`planning/plan.py`).
 
-Assumed of a change: a device works as long on each image, and the loader delivers as before. The batch size is that of
-all devices together; gradients are exchanged once a step, which takes as long whatever the number of devices, and no
-time on one.
+Assumed of a change: a device works as long on each image, and the loader delivers as before. Gradients are exchanged
+once a step, which takes as long whatever the number of devices, and no time on one.
 """
 
 import dataclasses
@@ -31,7 +30,6 @@ from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.explain import open_records, resolve_price
 from stoker.report.findings_terminal import explain_line, finding_lines
 from stoker.report.sizing import (
-    CPU_SATURATED_FRACTION,
     INPUT_BOUND_HIGH,
     MIN_COMM_FRACTION,
     MIN_COMPUTE_FRACTION,
@@ -44,8 +42,7 @@ from stoker.report.sizing import (
 from stoker.training.cluster import can_divide
 
 MIN_TRAINING_S = 60.0
-"""Training time below which nothing is advised: a minute, in which the loader has tuned itself and the GPU is warm.
-Heuristic."""
+"""Training time below which nothing is advised: by then the loader has tuned itself and the GPU is warm. Heuristic."""
 MIN_SAVING = 0.05
 """A change is worth a restart if an image becomes cheaper, or training faster, by more than this. Heuristic."""
 DEVICES_PER_NODE = 8
@@ -114,7 +111,6 @@ class Measured:
     """Deadline of the user, seconds from now."""
     data: str
     job: Job | None
-    """The newest."""
     is_finished: bool
 
     @property
@@ -132,12 +128,9 @@ class Measured:
 
     @property
     def is_input_bound(self) -> bool:
-        """Whether the devices wait, and no setting of the loader helps: `input_wait` of at least 20 % (highly
-        input-bound, TensorFlow Profiler), and all cores busy or the storage slow."""
-        used, cores = self.usage.used_cores, self.usage.cores
-        are_cores_busy = used is not None and cores is not None and used >= CPU_SATURATED_FRACTION * cores
+        """Whether the devices wait, and no setting of the loader helps: all cores are busy or the storage is slow."""
         waits = self.usage.fraction("input_wait") >= INPUT_BOUND_HIGH
-        return waits and (are_cores_busy or self.storage_is_slow)
+        return waits and (self.usage.cores_are_busy or self.storage_is_slow)
 
     def is_in_time(self, img_per_s: float) -> bool:
         """Whether a training at this speed ends before the deadline, if there is one."""
@@ -172,10 +165,7 @@ class Measured:
 
 def advise(run: str | Path, *, by_s: float | None = None, price_per_device_hour: float | None = None) -> LaunchAdvice:
     """Reads a run. by_s: deadline, seconds from now; price_per_device_hour: None takes the setting of the run, else the
-    list price.
-
-    Raises UsageError if the run is too short.
-    """
+    list price. Raises UsageError if the run is too short."""
     m = _measure(open_records(run), by_s, price_per_device_hour)
     changes = [change for change in [_propose(m)] if change is not None]
     largest = sorted(m.usage.phase_fractions, key=lambda name: -m.usage.fraction(name))
@@ -209,12 +199,9 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
     training_s = sum(phases.values())
     wall_s = training_s / max(1, totals.devices)
     if wall_s < MIN_TRAINING_S or totals.num_images == 0:
-        raise UsageError(
-            "The run is too short for advice on its devices.",
-            location=path,
-            cause=f"{fmt.duration(wall_s)} of training are recorded, {fmt.count(totals.num_images)} images",
-            fix=f"let it train for {fmt.duration(MIN_TRAINING_S)}; `stoker plan DATA` needs no run",
-        )
+        cause = f"{fmt.duration(wall_s)} of training are recorded, {fmt.count(totals.num_images)} images"
+        fix = f"let it train for {fmt.duration(MIN_TRAINING_S)}; `stoker plan DATA` needs no run"
+        raise UsageError("The run is too short for advice on its devices.", location=path, cause=cause, fix=fix)
     price = resolve_price(run.recorded_price, price_per_device_hour, environment)
     run_settings = settings.get("run", {})
     epoch_images, images_left = run.facts.get("num_images"), None
@@ -300,8 +287,7 @@ def _at_least(m: Measured, count: int) -> tuple[int, dict[str, str]]:
 
 
 def _command(m: Measured, flags: dict[str, str]) -> str:
-    """Continues the run with another number of devices, at its place. The values of --env are the user's to repeat:
-    launch.json does not keep them."""
+    """Continues the run with other devices, at its place; --env is the user's to repeat: no file keeps its values."""
     options: dict[str, Any] = {}
     if m.job is not None:
         asked = {name: value for name, value in m.job.request.items() if name not in ("run_dir", "resume", "env")}
@@ -317,17 +303,13 @@ def _command(m: Measured, flags: dict[str, str]) -> str:
 
 def apply(advice: LaunchAdvice) -> Job:
     """Ends the newest job of a run and submits it again, at its place, with the proposal. Everything is checked before
-    the old job is asked to end.
-
-    Raises UsageError, also if there is no proposal, or the place is not one of PLACES_TO_APPLY.
-    """
+    the old job is asked to end. Raises UsageError, also if there is no proposal, or for other places."""
     if not advice.changes:
         raise UsageError("There is nothing to apply.", location=advice.run, cause=advice.summary)
     old, change = last_job(advice.run), advice.changes[0]
     if old.place not in PLACES_TO_APPLY:
-        raise UsageError(
-            f"--apply is not possible at {old.place}.", location=advice.run, choices=PLACES_TO_APPLY, fix=change.command
-        )
+        what = f"--apply is not possible at {old.place}."
+        raise UsageError(what, location=advice.run, choices=PLACES_TO_APPLY, fix=change.command)
     if names := old.request.get("env"):
         raise make_error(UsageError, "env-values-not-kept", run=old.run, names=", ".join(names), command=change.command)
     kept = {name: value for name, value in old.request.items() if name != "run_dir"}
@@ -338,12 +320,9 @@ def apply(advice: LaunchAdvice) -> Job:
     spec = dataclasses.replace(spec, name=old.name, log=old.log or spec.log)
     check_launch(spec, place)
     if (state := cancel(old)).is_live:
-        raise UsageError(
-            f"The {old.place} job {old.id} has not ended within {CANCEL_WAIT_S:.0f} s.",
-            location=old.run,
-            cause=state.text,
-            fix=f"`stoker launch status {old.run}`; when it has ended: {change.command}",
-        )
+        what = f"The {old.place} job {old.id} has not ended within {CANCEL_WAIT_S:.0f} s."
+        fix = f"`stoker launch status {old.run}`; when it has ended: {change.command}"
+        raise UsageError(what, location=old.run, cause=state.text, fix=fix)
     return submit(spec, place, request)
 
 

@@ -3,8 +3,7 @@
 Both take the JSON that was rendered, over HTTP, with the credentials of gcloud, and refuse unknown fields. Vertex AI
 gives each node its place in `CLUSTER_SPEC` (`training/cluster.py`) and starts a worker that ended with an error again
 on the same machine, so that exit code 75 continues the run. Batch starts a task again unless its exit code is one that
-would come again; a preempted VM is exit code 50001, and counts as a failure. Never executed here: the requests are
-tested.
+would come again; a preempted VM is exit code 50001, and counts as a failure. Never executed here: requests are tested.
 """
 
 import functools
@@ -66,10 +65,8 @@ class GoogleCloud(Place):
         _, _, gpus = self.find_machine(spec)
         for mount in spec.mounts:
             if mount.nfs is None and not re.fullmatch(r"gs://[a-z0-9][a-z0-9._/-]+", mount.source or ""):
-                raise ConfigError(
-                    f"--mount {mount.source or mount.path}: {self.title} cannot mount that.",
-                    choices=["SERVER:/export:/path", self.buckets],
-                )
+                what = f"--mount {mount.source or mount.path}: {self.title} cannot mount that."
+                raise ConfigError(what, choices=["SERVER:/export:/path", self.buckets])
         if spec.gpus and spec.gpus < gpus:
             return [f"{gpus - spec.gpus} of the {gpus} GPUs of a {spec.machine_type} are paid and not used"]
         return []
@@ -84,9 +81,8 @@ class GoogleCloud(Place):
         if found is None:
             return JobStatus(state="unknown", text=f"{self.title} has no such job: it was deleted")
         state, reason, exit_code = self.describe(found)
-        return JobStatus(
-            state=state_of(self.name, state), text=f"{state}: {reason}" if reason else state, exit_code=exit_code
-        )
+        text = f"{state}: {reason}" if reason else state
+        return JobStatus(state=state_of(self.name, state), text=text, exit_code=exit_code)
 
     def cancel(self, job: Job) -> None:
         """The cloud keeps the job, as cancelled. 400: it ended meanwhile."""
@@ -228,9 +224,8 @@ class GcpBatch(GoogleCloud):
         warnings = super().check(spec)
         if (driver := spec.options.gpu_driver) is not None:
             if not re.fullmatch(r"\d{3,4}\.\d{1,3}(\.\d{1,3})?", driver):
-                raise ConfigError(
-                    f"--gpu-driver {driver} is not the version of a driver.", fix="550.90.07, for example"
-                )
+                what = f"--gpu-driver {driver} is not the version of a driver."
+                raise ConfigError(what, fix="550.90.07, for example")
             if self.find_machine(spec)[1] is None:
                 raise ConfigError(f"--gpu-driver {driver}: the machine {spec.machine_type} has no GPU.")
         if spec.restarts > MAX_RETRIES:

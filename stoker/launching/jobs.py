@@ -1,8 +1,7 @@
 """The jobs of a run, whatever the place: submits and cancels them, keeps them in launch.json, so that `status`, `logs`
 and `cancel` need only the run folder, and reads what the run folder and the log file say about them.
 
-launch.json is in the run folder, in a bucket where the run is, and names places, never credentials. The places
-themselves are in files of their own (`spec.PLACES`).
+launch.json is in the run folder, also in a bucket, and names places (`spec.PLACES`), never credentials.
 """
 
 import dataclasses
@@ -36,12 +35,9 @@ def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
     for newest in jobs[-1:]:
         state = open_place(newest.place).status(newest)
         if state.is_live:
-            raise UsageError(
-                f"The run has a job already: {newest.place} job {newest.id} is {state.state}.",
-                location=spec.run_dir,
-                cause=state.text,
-                fix=f"`stoker launch cancel {spec.run_dir}`, then launch it again",
-            )
+            what = f"The run has a job already: {newest.place} job {newest.id} is {state.state}."
+            fix = f"`stoker launch cancel {spec.run_dir}`, then launch it again"
+            raise UsageError(what, location=spec.run_dir, cause=state.text, fix=fix)
     spec = dataclasses.replace(spec, attempt=1 + max([len(jobs), *(job.attempt for job in jobs)]))
     started_s = time.time()
     job = Job(
@@ -70,8 +66,7 @@ def cancel(job: Job) -> JobStatus:
 
 
 def read_jobs(run: str) -> list[Job]:
-    """The jobs of a run, oldest first; empty if none was launched. run: a folder or a URI. Raises UsageError for a
-    file that is not a list of jobs, StorageError."""
+    """The jobs of a run, a folder or a URI, oldest first. Raises UsageError for another file, StorageError."""
     uri = to_run_uri(run)
     location = f"{run if uri is None else uri}/{LAUNCH}"
     try:
@@ -85,10 +80,9 @@ def read_jobs(run: str) -> list[Job]:
     except (FileNotFoundError, NotADirectoryError, ObjectMissing):
         return []
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        what = "The list of launched jobs cannot be read."
         fix = "correct or delete it; the jobs themselves are not affected"
-        raise UsageError(
-            "The list of launched jobs cannot be read.", location=location, cause=str(error), fix=fix
-        ) from error
+        raise UsageError(what, location=location, cause=str(error), fix=fix) from error
     return jobs
 
 

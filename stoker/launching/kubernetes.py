@@ -3,8 +3,7 @@
 The index of a pod is its rank; the first one has a name in the cluster's DNS, where the others meet. Exit codes decide
 whether a pod is started again: not after those that would come again, uncounted after 75 and after a disruption (a
 spot node, a drain, a higher priority). The image's own entry point starts `stoker`: a `command` would take the place of
-its init, and a process 1 without one ignores SIGTERM. What has no flag is merged into the pods (`--patch`). Rendering
-needs no client; submitting sends exactly the YAML that was rendered.
+its init, and a process 1 without one ignores SIGTERM. What has no flag is merged into the pods (`--patch`).
 """
 
 import contextlib
@@ -35,10 +34,7 @@ from stoker.launching.spec import (
 )
 from stoker.planning.machines import Machine, listed_machines
 
-KINDS = {
-    "job": ("batch", "v1", "jobs", "Job"),
-    "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet"),
-}
+KINDS = {"job": ("batch", "v1", "jobs", "Job"), "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet")}
 """Group, version, plural, kind of the API."""
 LABEL = "app.kubernetes.io/instance"
 """Of all that belongs to a job; its value is the name of the job."""
@@ -167,12 +163,8 @@ def _machine(spec: LaunchSpec) -> Machine | None:
 
 def _is_gke(spec: LaunchSpec) -> bool:
     """Whether the GPU or the machine is named as on Google's clusters."""
-    machine = _machine(spec)
-    return (
-        spec.tpu is not None
-        or (spec.gpu or "").startswith("nvidia-")
-        or (machine is not None and machine.cloud == "GCP")
-    )
+    machine, is_named = _machine(spec), spec.tpu is not None or (spec.gpu or "").startswith("nvidia-")
+    return is_named or (machine is not None and machine.cloud == "GCP")
 
 
 def _labels(spec: LaunchSpec) -> dict[str, Any]:
@@ -218,21 +210,14 @@ def _render(spec: LaunchSpec, kind: str) -> list[dict[str, Any]]:
     group, version, _, name = KINDS[kind]
     metadata = {"name": spec.job_name, "namespace": spec.options.namespace}
     queued = {**_labels(spec), "kueue.x-k8s.io/queue-name": spec.options.queue}
-    document = {
-        "apiVersion": f"{group}/{version}",
-        "kind": name,
-        "metadata": {**metadata, "labels": queued},
-        "spec": {"suspend": None if spec.options.queue is None else True, **fill(templates[kind], values)},
-    }
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {**metadata, "labels": _labels(spec)},
-        "spec": fill(templates["service"], values),
-    }
-    # A JobSet makes a Service of its own.
-    documents = [service, document] if kind == "job" and spec.max_nodes > 1 else [document]
-    return [fill(one, {}) for one in documents]
+    body = {"suspend": None if spec.options.queue is None else True, **fill(templates[kind], values)}
+    documents = [(f"{group}/{version}", name, queued, body)]
+    if kind == "job" and spec.max_nodes > 1:  # a JobSet makes a Service of its own
+        documents.insert(0, ("v1", "Service", _labels(spec), fill(templates["service"], values)))
+    return [
+        fill({"apiVersion": api, "kind": name, "metadata": {**metadata, "labels": labels}, "spec": body}, {})
+        for api, name, labels, body in documents
+    ]
 
 
 def _literal(text: str) -> str:
@@ -354,15 +339,12 @@ def _volume(mount: Mount, number: int) -> dict[str, Any]:
         return {"name": name, "nfs": {"server": mount.nfs[0], "path": mount.nfs[1]}}
     if re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", source):
         return {"name": name, "persistentVolumeClaim": {"claimName": source}}
-    raise ConfigError(
-        f"--mount {source or mount.path}: a pod cannot mount that.",
-        choices=["CLAIM:/path", "SERVER:/export:/path", "gs://BUCKET:/path (GKE)"],
-    )
+    choices = ["CLAIM:/path", "SERVER:/export:/path", "gs://BUCKET:/path (GKE)"]
+    raise ConfigError(f"--mount {source or mount.path}: a pod cannot mount that.", choices=choices)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that another reader of YAML takes for numbers or booleans: PyYAML writes `--lr 1e-3` as 1e-3,
-    which kubectl reads as a number."""
+    """Quotes strings that other readers take for numbers or booleans: kubectl does so with PyYAML's 1e-3."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -391,10 +373,8 @@ class Cluster:
                 _, active = kubernetes.config.list_kube_config_contexts(config_file=file)
                 self.namespace = namespace or active["context"].get("namespace") or "default"
         except kubernetes.config.ConfigException as error:
-            fix = "set KUBECONFIG, or kubectl config use-context NAME"
-            raise PreflightError(
-                "No Kubernetes cluster is configured.", location=file or "~/.kube/config", cause=str(error), fix=fix
-            ) from error
+            what, fix = "No Kubernetes cluster is configured.", "set KUBECONFIG, or kubectl config use-context NAME"
+            raise PreflightError(what, location=file or "~/.kube/config", cause=str(error), fix=fix) from error
         self._objects: Any = kubernetes.client.CustomObjectsApi()
         self._core: Any = kubernetes.client.CoreV1Api()
         group, version, plural, _ = KINDS[kind]

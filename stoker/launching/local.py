@@ -1,7 +1,6 @@
 """`stoker launch local`: the training in the background of this machine, under the supervisor of `--restarts`.
 
-The process is detached from the terminal; its output goes to launch.log in the run folder. What it leaves when it has
-ended is read from the run's events.
+The process is detached from the terminal; its output goes to launch.log in the run folder.
 """
 
 import os
@@ -39,9 +38,8 @@ class Local(Place):
             raise UsageError(f"local has 1 node, --nodes asks for {spec.max_nodes}.", fix=fix)
         for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type), ("--gpu", spec.gpu)):
             if value is not None:
-                raise UsageError(
-                    f"local has no {flag}: the training runs on this machine as it is.", fix=f"without {flag}"
-                )
+                what = f"local has no {flag}: the training runs on this machine as it is."
+                raise UsageError(what, fix=f"without {flag}")
         return []
 
     def render(self, spec: LaunchSpec) -> str:
@@ -87,8 +85,7 @@ def _is_run(word: str, run: str) -> bool:
 
 
 def _find(job: Job) -> psutil.Process | None:
-    """The process of a job; None: it has ended, also where another process has its number now: one whose command does
-    not name the run is never signalled."""
+    """The process of a job; None: it has ended. Another one that has its number does not name the run."""
     pid, _, started_s = job.id.partition("@")
     try:
         process = psutil.Process(int(pid))

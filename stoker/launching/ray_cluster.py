@@ -3,11 +3,8 @@
 A launched training is a job of Ray's job server, whose entry point is `python -m stoker.launching.ray_cluster TRAINING`
 on the cluster: a driver that reserves the nodes, runs `stoker train` on each, and starts it again. The cluster has to
 have stoker, Ray and, at the same paths, the data and the run folder. `cancel` lets the training save: the job server
-waits for the driver as long as the grace period.
-
-Each shard that is packed is one task, so a lost node repeats only its own shards. A shard has the same bytes wherever
-it is made (`data/packing.py`), and its record is written after it, so a start that was stopped is continued
-with or without Ray.
+waits for the driver as long as the grace period. Each shard that is packed is one task, so a lost node repeats only its
+own shards, and a start that was stopped is continued with or without Ray (`data/packing.py`).
 """
 
 import asyncio
@@ -32,6 +29,8 @@ from stoker.errors import DataError, PreflightError, UsageError, make_error, nee
 from stoker.launching.elastic import choose_nodes, describe_idle
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
 from stoker.storage.uri import expand_variables, is_uri
+from stoker.training.cluster import RankPlace
+from stoker.training.supervisor import PASSED_ON, delay_s, die_with_parent
 
 with contextlib.suppress(ModuleNotFoundError):  # where it is needed, `needs_package` names it
     import ray
@@ -53,7 +52,6 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     """Of each node."""
     batch: dict[str, Any]
-    """`LaunchSpec.batch`."""
     resources: dict[str, float]
     """Of Ray, for each node."""
     grace_s: int
@@ -74,9 +72,8 @@ class Ray(Place):
             if value is not None:
                 raise UsageError(f"ray has no {flag} {value}: the cluster's own nodes are used.", fix=f"without {flag}")
         if spec.time_limit_s is not None:
-            raise UsageError(
-                "A job of Ray has no time limit.", fix="without --time-limit; `--max-time` is of the training"
-            )
+            fix = "without --time-limit; `--max-time` is of the training"
+            raise UsageError("A job of Ray has no time limit.", fix=fix)
         return []
 
     def render(self, spec: LaunchSpec) -> str:
@@ -92,11 +89,8 @@ class Ray(Place):
             if "does not exist" in str(error):
                 return JobStatus(state="unknown", text="the cluster has no such job: it was started again since")
             raise PreflightError("Ray's job server does not answer as it should.", cause=str(error)) from error
-        return JobStatus(
-            state=state_of("ray", info.status.value),
-            text=f"{info.status.value}: {info.message}",
-            exit_code=info.driver_exit_code,
-        )
+        state, code = info.status.value, info.driver_exit_code
+        return JobStatus(state=state_of("ray", state), text=f"{state}: {info.message}", exit_code=code)
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
         server = _job_server(job.options.get("address"))
@@ -122,17 +116,9 @@ def _request(spec: LaunchSpec) -> dict[str, Any]:
         resources["GPU"] = spec.gpus
     if spec.gpu is not None:
         resources[f"accelerator_type:{spec.gpu}"] = 0.001  # Ray's way to ask for a type
-    training = Training(
-        arguments=spec.arguments,
-        min_nodes=spec.min_nodes,
-        max_nodes=spec.max_nodes,
-        run=spec.run_dir,
-        devices=spec.devices,
-        batch=dict(spec.batch),
-        resources=resources,
-        grace_s=spec.grace_s,
-        restarts=spec.restarts,
-    )
+    names = ("arguments", "min_nodes", "max_nodes", "devices", "grace_s", "restarts")
+    same = {name: getattr(spec, name) for name in names}
+    training = Training(run=spec.run_dir, batch=dict(spec.batch), resources=resources, **same)
     command = ["python", "-m", "stoker.launching.ray_cluster", msgspec.json.encode(training).decode()]
     return {
         "entrypoint": shlex.join(command),
@@ -176,8 +162,6 @@ class Node:
             return ray.util.get_node_ip_address(), listener.getsockname()[1]
 
     def start(self, arguments: tuple[str, ...], env: dict[str, str]) -> None:
-        from stoker.training.supervisor import die_with_parent
-
         self._process = subprocess.Popen(
             [sys.executable, "-m", "stoker", *arguments],
             env={**os.environ, **env},
@@ -199,11 +183,8 @@ class Node:
 
 def drive(training: Training) -> int:
     """Runs attempts until one ends the job; returns its exit code. An attempt has a placement group of one bundle per
-    node, and an actor in each that starts `stoker train` with torchrun's variables. If a node is lost, the others are
-    ended, and the next attempt takes the nodes that there are then, within from:to. A new group for each attempt: an
-    old one would wait for the lost node."""
-    from stoker.training.supervisor import PASSED_ON, delay_s
-
+    node, and an actor in each that starts `stoker train`. If a node is lost, the others are ended, and the next attempt
+    takes the nodes that there are then, in a new group: an old one would wait for the lost node."""
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     failures = 0
@@ -281,21 +262,13 @@ def _reserve(training: Training, stopping: threading.Event) -> Any:
 
 
 def _train(training: Training, nodes: list[Any], stopping: threading.Event) -> int:
-    """The exit code of an attempt: one that a restart cannot correct, else a lost node, else the first failure, else 75
-    or 0."""
-    from stoker.training.supervisor import PASSED_ON
-
+    """The exit code of an attempt: one that no restart corrects, else a lost node, the first failure, 75 or 0."""
     host, port = ray.get(nodes[0].address.remote())
     for rank, node in enumerate(nodes):
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(nodes)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-        }
-        ray.get(node.start.remote(training.arguments, env if len(nodes) > 1 else {}))
+        place = RankPlace(
+            rank=rank, world_size=len(nodes), local_rank=0, local_world_size=1, host=host, port=port, source="Ray"
+        )
+        ray.get(node.start.remote(training.arguments, place.variables() if len(nodes) > 1 else {}))
     codes: list[int | None] = [None] * len(nodes)
     failed_s = asked_s = None
     while None in codes:
@@ -307,9 +280,8 @@ def _train(training: Training, nodes: list[Any], stopping: threading.Event) -> i
             _signal(nodes, signal.SIGTERM)
         if failed_s is None and any(code not in (None, 0, 75) for code in codes):
             failed_s = now_s
-        if (failed_s is not None and now_s - failed_s > END_GRACE_S) or (
-            asked_s is not None and now_s - asked_s > training.grace_s
-        ):
+        has_failed = failed_s is not None and now_s - failed_s > END_GRACE_S
+        if has_failed or (asked_s is not None and now_s - asked_s > training.grace_s):
             _signal(nodes, signal.SIGKILL)
     ended = [code for code in codes if code is not None]
     failures = [code for code in ended if code not in (0, 75)]
@@ -385,8 +357,7 @@ def _connect(address: str | None) -> None:
 
 
 def _absolute(settings: "DataSettings") -> "DataSettings":
-    """The settings for another working folder. An annotation file may be relative to the data set, which does not
-    depend on the working folder."""
+    """The settings for another working folder; annotation files relative to the data set do not depend on it."""
 
     def absolute(path: str) -> str:
         location = expand_variables(path)
@@ -401,25 +372,20 @@ def _write_shard(settings: "DataSettings", plan: "Plan", shard: "PlannedShard", 
     """On a node: makes and writes a shard; its record as JSON."""
     from stoker.data.packing import open_destination, write_shard
 
-    index = _open_index(settings)
-    if _plan_id(settings, plan.options) != plan.id:
+    index, own_id = _open(settings, plan.options)
+    if own_id != plan.id:
         raise make_error(DataError, "ray-node-other-data", index.source)
     return msgspec.json.encode(write_shard(index, plan, shard, open_destination(destination)))
 
 
 @functools.cache
-def _open_index(settings: "DataSettings") -> "Index":
-    """Once per worker process."""
+def _open(settings: "DataSettings", options: "PackOptions") -> "tuple[Index, str]":
+    """The data and the id of its plan, once per worker process."""
     from stoker.data.index import open_index_of
-
-    return open_index_of(settings)
-
-
-@functools.cache
-def _plan_id(settings: "DataSettings", options: "PackOptions") -> str:
     from stoker.data.packing import plan_id
 
-    return plan_id(_open_index(settings), options)
+    index = open_index_of(settings)
+    return index, plan_id(index, options)
 
 
 if __name__ == "__main__":

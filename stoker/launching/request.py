@@ -21,16 +21,7 @@ from stoker.errors import ConfigError, PreflightError, UsageError, make_error
 from stoker.hardware.tpu import TpuSlice, find_slice
 from stoker.knowledge import read_toml
 from stoker.launching.elastic import read_batch
-from stoker.launching.spec import (
-    LOG,
-    PLACES,
-    LaunchRequest,
-    LaunchSpec,
-    Mount,
-    Place,
-    PlaceOptions,
-    open_place,
-)
+from stoker.launching.spec import LOG, PLACES, LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions, open_place
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.environment import describe_storage
@@ -67,10 +58,7 @@ def make_spec(
     batch: Mapping[str, Any] | None = None,
 ) -> LaunchSpec:
     """Decides everything. settings: other flags of `stoker train`, as typed; on_cpu: `--device cpu` is one of them;
-    batch: their values of `elastic.SETTINGS`.
-
-    Raises UsageError.
-    """
+    batch: their values of `elastic.SETTINGS`. Raises UsageError."""
     if (data is None) == (request.resume is None):
         raise UsageError("What should be trained on?", choices=["DATA", "--resume RUN"], fix="stoker launch local demo")
     if request.restarts < 0:
@@ -82,17 +70,15 @@ def make_spec(
     tpu = None if request.tpu is None else _find_tpu(request, place, on_cpu=on_cpu)
     if tpu is not None:
         settings, on_cpu = (*settings, "--device", "tpu"), True
-    devices = request.devices
+    devices, cpus, memory_gib = request.devices, request.cpus, request.memory
     if devices is None:
         devices = 1 if machine is None or on_cpu else machine.gpus
     if devices < 1:
         raise UsageError(f"--devices {devices} is out of range.", choices=["1 or more"])
-    cpus = request.cpus
-    if cpus is None:
+    if cpus is None and machine is not None:
+        cpus = int(machine.vcpus)
+    elif cpus is None:
         cpus = devices if on_cpu and tpu is None else CPUS_PER_GPU * devices
-        if machine is not None:
-            cpus = int(machine.vcpus)
-    memory_gib = request.memory
     if memory_gib is None:
         memory_gib = GIB_PER_CPU * cpus if machine is None else SYSTEM_MEMORY_FRACTION * machine.memory_gib
     target = ("--run-dir" if request.resume is None else "--resume", run_dir)
@@ -104,7 +90,6 @@ def make_spec(
         data=data,
         devices=devices,
         gpus=0 if on_cpu else devices,
-        gpu=request.gpu,
         tpu=tpu,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -112,17 +97,14 @@ def make_spec(
         cpus=cpus,
         memory_gib=memory_gib,
         shm_gib=request.shm if request.shm is not None else min(float(devices), memory_gib / 4),
-        machine_type=request.machine_type,
-        image=request.image,
-        spot=request.spot,
         grace_s=place.default_grace_s if request.grace is None else parse_time_s(request.grace, "--grace"),
         time_limit_s=None if request.time_limit is None else parse_time_s(request.time_limit, "--time-limit"),
-        restarts=request.restarts,
         env=check_env(request.env),
         secrets=_parse_secrets(request.secret),
         mounts=tuple(map(_parse_mount, request.mount)),
         options=options,
         log=str(Path.cwd() / f"{_job_name(run_dir)}.log" if is_uri(run_dir) else Path(run_dir) / LOG),
+        **{name: getattr(request, name) for name in ("gpu", "machine_type", "image", "spot", "restarts")},
     )
 
 
@@ -167,9 +149,8 @@ def _run_dir(request: LaunchRequest, data: str | None) -> str:
         return str(parse_uri(text))
     path = Path(text).absolute()
     if is_finished(path):
-        raise UsageError(
-            "The run is finished.", location=path, fix="another --run-dir, or none: that makes a new folder"
-        )
+        fix = "another --run-dir, or none: that makes a new folder"
+        raise UsageError("The run is finished.", location=path, fix=fix)
     return str(path)
 
 
@@ -184,9 +165,8 @@ def _slug(text: str) -> str:
 def _parse_mount(text: str) -> Mount:
     source, colon, path = text.rpartition(":")
     if not path.startswith("/"):
-        raise UsageError(
-            f"--mount {text!r} is not an absolute path.", choices=["/data", "CLAIM:/data", "server:/export:/data"]
-        )
+        choices = ["/data", "CLAIM:/data", "server:/export:/data"]
+        raise UsageError(f"--mount {text!r} is not an absolute path.", choices=choices)
     return Mount(path=path.rstrip("/") or "/", source=source if colon else None)
 
 
@@ -200,11 +180,8 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
             flags = [_flag(field) for field in PlaceOptions.__dataclass_fields__ if field in place.options]
             raise UsageError(f"{place.name} has no {_flag(name)}.", choices=flags or ["no such flag"])
     if not re.fullmatch(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", spec.name):
-        raise UsageError(
-            f"{spec.name!r} is not a name for a job.",
-            choices=["lower-case letters, digits and -, at most 40"],
-            fix="--name",
-        )
+        choices = ["lower-case letters, digits and -, at most 40"]
+        raise UsageError(f"{spec.name!r} is not a name for a job.", choices=choices, fix="--name")
     if spec.secrets and not place.has_secrets:
         with_secrets = [name for name in PLACES if open_place(name).has_secrets]
         fix = "the trainer's own environment or files there, or --env, whose values are in the job"
@@ -214,9 +191,8 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
     if spec.gpu is not None and spec.gpus == 0:
         raise UsageError(f"--gpu {spec.gpu} and --device cpu contradict each other.", fix="leave one of them out")
     if place.reach == "containers" and spec.image is None:
-        raise UsageError(
-            f"{place.name} runs containers: which image?", fix="--image REGISTRY/IMAGE:TAG (docs/launch.md)"
-        )
+        fix = "--image REGISTRY/IMAGE:TAG (docs/launch.md)"
+        raise UsageError(f"{place.name} runs containers: which image?", fix=fix)
     _check_batch(spec)
     _check_reach(spec, place)
     unused = [] if spec.tpu is None or spec.tpu.chips == 1 else [_UNUSED_CHIPS.format(spec.tpu)]
@@ -234,19 +210,14 @@ def _find_tpu(request: LaunchRequest, place: Place, *, on_cpu: bool) -> TpuSlice
     ]  # fmt: skip
     for flag, is_set in others:
         if is_set:
-            raise UsageError(
-                f"--tpu and {flag} contradict each other.",
-                cause="one chip of one host trains; the slice decides the machine",
-                fix=f"leave out {flag}",
-            )
+            cause = "one chip of one host trains; the slice decides the machine"
+            raise UsageError(f"--tpu and {flag} contradict each other.", cause=cause, fix=f"leave out {flag}")
     return find_slice(request.tpu or "")
 
 
 def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machine | None:
     """The row of the machine type in the table of `stoker plan`; None: no type is named, or any name is valid there.
-
-    Raises UsageError for a type that the cloud of the place does not have.
-    """
+    Raises UsageError for a type that the cloud of the place does not have."""
     if machine_type is None:
         return None
     if place.cloud is None:
@@ -261,22 +232,18 @@ def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machi
 
 
 def _check_batch(spec: LaunchSpec) -> None:
-    """Whether a number of nodes that was asked for can share the batch: the run's, if it can be read here without a
-    network. Raises UsageError."""
+    """Raises UsageError if no number of nodes that was asked for can share the batch: the run's, if it is here."""
     batch = (None if is_uri(spec.run_dir) else read_batch(Path(spec.run_dir))) or spec.batch
     if spec.is_elastic and not batch and spec.data is not None:
-        raise UsageError(
-            f"--nodes {spec.min_nodes}:{spec.max_nodes} needs a --batch-size.",
-            cause="the run keeps its batch on any number of nodes; one that is chosen for all need not fit fewer",
-            fix=f"--batch-size {spec.devices * math.lcm(spec.min_nodes, spec.max_nodes)}, or another multiple",
-        )
+        cause = "the run keeps its batch on any number of nodes; one that is chosen for all need not fit fewer"
+        fix = f"--batch-size {spec.devices * math.lcm(spec.min_nodes, spec.max_nodes)}, or another multiple"
+        raise UsageError(f"--nodes {spec.min_nodes}:{spec.max_nodes} needs a --batch-size.", cause=cause, fix=fix)
     counts = [nodes * spec.devices for nodes in range(spec.min_nodes, spec.max_nodes + 1)]
     if not any(can_divide(batch, count) for count in counts):
         among = f"{counts[0]} devices" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} devices"
         if (batch.get("stages") or 1) > 1:
-            raise UsageError(
-                f"--stages {batch['stages']} needs as many devices, not {among}.", fix="--nodes, --devices"
-            )
+            what = f"--stages {batch['stages']} needs as many devices, not {among}."
+            raise UsageError(what, fix="--nodes, --devices")
         unit = counts[0] * (4 if batch.get("mosaic") else 1)
         raise UsageError(
             f"--batch-size {batch['batch_size']} is the total, and cannot be divided equally among {among}.",
@@ -295,9 +262,8 @@ def _check_reach(spec: LaunchSpec, place: Place) -> None:
         if any(PurePosixPath(location).is_relative_to(mount.path) for mount in spec.mounts):
             continue
         if place.reach == "shared files":
-            storage = describe_storage(
-                next(folder for folder in (Path(location), *Path(location).parents) if folder.exists())
-            )
+            folders = (Path(location), *Path(location).parents)
+            storage = describe_storage(next(folder for folder in folders if folder.exists()))
             if storage["network"]:
                 continue
             cause = f"it is on a local file system of this machine ({storage['kind']})"
@@ -318,13 +284,10 @@ def _check_resources(spec: LaunchSpec, machine: Machine | None) -> list[str]:
             raise UsageError(f"{flag} {value:g}{why}", fix=f"{flag} {fix}")
 
     if machine is not None:
-        for flag, wanted, available in (
-            ("--cpus", cpus, machine.vcpus),
-            ("--memory", memory, machine.memory_gib),
-            ("--devices", spec.gpus, machine.gpus),
-        ):
-            why = f": a {spec.machine_type} has {available:g}."
-            refuse(wanted > available, flag, wanted, why, f"{available:g}, or less")
+        wanted = (("--cpus", cpus), ("--memory", memory), ("--devices", spec.gpus))
+        available = (machine.vcpus, machine.memory_gib, machine.gpus)
+        for (flag, value), most in zip(wanted, available, strict=True):
+            refuse(value > most, flag, value, f": a {spec.machine_type} has {most:g}.", f"{most:g}, or less")
     refuse(cpus < devices, "--cpus", cpus, f": fewer than the {devices} processes of a node.", f"{devices}")
     minimum_gib = devices * MIN_FREE_MEMORY_BYTES / GIB
     why = f": {devices} processes that train need {minimum_gib:g} GiB of memory."
@@ -344,18 +307,14 @@ def _check_grace(spec: LaunchSpec, place: Place) -> list[str]:
     notice_s = place.spot_grace_s if spec.spot else None
     grace_s = min(spec.grace_s, notice_s or spec.grace_s)
     events = [] if is_uri(spec.run_dir) else read_lines(Path(spec.run_dir), EVENTS, Event)
-    save_s = max(
-        (float(event.data.get("write_s", 0)) for event in events if event.kind == "checkpoint_saved"), default=0
-    )
+    saves = (float(event.data.get("write_s", 0)) for event in events if event.kind == "checkpoint_saved")
+    save_s = max(saves, default=0)
     if save_s <= grace_s / 2:
         return []
     cause = f"a save of this run took {save_s:.3g} s to write; the step before it has to end, too"
     if save_s > grace_s:
-        fix = (
-            f"--grace {3 * save_s:.0f}s"
-            if notice_s is None or save_s <= notice_s
-            else "without --spot, or a smaller model"
-        )
+        is_possible = notice_s is None or save_s <= notice_s
+        fix = f"--grace {3 * save_s:.0f}s" if is_possible else "without --spot, or a smaller model"
         what = f"The grace period of {grace_s:g} s is shorter than a save."
         raise PreflightError(what, location=spec.run_dir, cause=cause, fix=fix)
     return [f"a grace period of {grace_s:g} s is short: {cause}"]
@@ -364,15 +323,12 @@ def _check_grace(spec: LaunchSpec, place: Place) -> list[str]:
 def check_container(spec: LaunchSpec, place: str) -> None:
     """Raises UsageError for what no place with containers takes."""
     if spec.image is not None and not _IMAGE.fullmatch(spec.image):
-        raise ConfigError(
-            f"--image {spec.image!r} is not the name of a container image.",
-            cause="REGISTRY/NAME:TAG; the name is in lower case",
-            choices=["europe-docker.pkg.dev/PROJECT/REPOSITORY/stoker:1"],
-        )
+        what = f"--image {spec.image!r} is not the name of a container image."
+        choices = ["europe-docker.pkg.dev/PROJECT/REPOSITORY/stoker:1"]
+        raise ConfigError(what, cause="REGISTRY/NAME:TAG; the name is in lower case", choices=choices)
     if reserved := RANK_VARIABLES & {*spec.env, *spec.secrets}:
-        raise ConfigError(
-            f"--env {min(reserved)}: {place} gives each node its own.", fix="leave it out; --nodes and --devices decide"
-        )
+        fix = "leave it out; --nodes and --devices decide"
+        raise ConfigError(f"--env {min(reserved)}: {place} gives each node its own.", fix=fix)
     if twice := spec.env.keys() & spec.secrets:
         raise ConfigError(f"{min(twice)} is a variable of --env and of --secret.", fix="leave one of them out")
     if spec.is_elastic:
@@ -387,9 +343,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", text.strip())
     low, high = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
     if not 1 <= low <= high:
-        raise ConfigError(
-            f"--nodes {text!r} is not a number of machines.", choices=["1 …", "2:8 (at least 2, at most 8)"]
-        )
+        choices = ["1 …", "2:8 (at least 2, at most 8)"]
+        raise ConfigError(f"--nodes {text!r} is not a number of machines.", choices=choices)
     return low, high
 
 

@@ -50,9 +50,8 @@ class Slurm(Place):
                 fix = "the interpreter of this stoker is used on every node; --partition and --gpu choose the nodes"
                 raise UsageError(f"slurm has no {flag}.", fix=fix)
         if spec.spot and spec.options.partition is None:
-            raise UsageError(
-                "Which partition of the cluster can be preempted?", fix="--partition NAME (`sinfo` lists them)"
-            )
+            fix = "--partition NAME (`sinfo` lists them)"
+            raise UsageError("Which partition of the cluster can be preempted?", fix=fix)
         if spec.time_limit_s is not None and spec.time_limit_s <= 2 * spec.grace_s:
             raise UsageError(
                 f"A time limit of {spec.time_limit_s} s leaves no time to train: {spec.grace_s} s are for the save.",
@@ -132,18 +131,15 @@ class _UnknownJob(PreflightError):
 def _run(command: Sequence[str], *, stdin: str = "") -> str:
     """What a client prints. Raises PreflightError."""
     if shutil.which(command[0]) is None:
-        raise PreflightError(
-            f"Slurm's {command[0]} is not installed here.",
-            fix="submit on a login node of the cluster (Debian: `apt install slurm-client`)",
-        )
+        fix = "submit on a login node of the cluster (Debian: `apt install slurm-client`)"
+        raise PreflightError(f"Slurm's {command[0]} is not installed here.", fix=fix)
     try:
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise PreflightError(
-            f"{command[0]} did not answer within {COMMAND_TIMEOUT_S} s.", fix="`scontrol ping` shows the controllers"
-        ) from error
+        what = f"{command[0]} did not answer within {COMMAND_TIMEOUT_S} s."
+        raise PreflightError(what, fix="`scontrol ping` shows the controllers") from error
     if done.returncode == 0:
         return done.stdout
     kind = _UnknownJob if "Invalid job id" in done.stderr else PreflightError

@@ -18,8 +18,7 @@ from stoker.knowledge import read_toml
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """Of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""
 Reach = Literal["this machine", "shared files", "containers"]
-"""What a job of a place sees of the files of this machine: all; those of shared file systems, at the same paths;
-nothing but what is mounted."""
+"""What a job sees of the files of this machine: all; those of shared file systems; nothing but what is mounted."""
 PLACES = {
     "local": "stoker.launching.local:Local",
     "slurm": "stoker.launching.slurm:Slurm",
@@ -144,8 +143,7 @@ class PlaceOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """A training, and the machines for it. Everything is decided: a place only writes it in its own words. What is not
-    explained here is as in `LaunchRequest`."""
+    """A training, and the machines for it, all decided. What is not explained here is as in `LaunchRequest`."""
 
     arguments: tuple[str, ...]
     """Of `stoker` on each node: train, DATA, --run-dir …, --devices …; the program is the place's."""
@@ -220,9 +218,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request: dict[str, Any] = {}
     """`LaunchRequest.kept_fields()`."""
     log: str = ""
-    """`LaunchSpec.log`."""
     attempt: int = 1
-    """`LaunchSpec.attempt`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,24 +287,21 @@ def open_place(name: str) -> Place:
     key = ALIASES.get(name.lower(), name.lower())
     if key not in PLACES:
         near = nearest(key, [*PLACES, *ALIASES])
-        raise UsageError(
-            f"There is no place {name!r} to launch at" + (f"; did you mean {near!r}?" if near else "."), choices=PLACES
-        )
+        what = f"There is no place {name!r} to launch at" + (f"; did you mean {near!r}?" if near else ".")
+        raise UsageError(what, choices=PLACES)
     module, _, kind = PLACES[key].partition(":")
     place: Place = getattr(importlib.import_module(module), kind)()
     return place
 
 
 @functools.cache
-def _states(place: str) -> dict[str, State]:
-    words = msgspec.convert(read_toml("launch.toml")[place], dict[Literal[State, "default"], str])
-    default = msgspec.convert(words.pop("default", "unknown"), State)
-    return {"": default} | {word: state for state, text in words.items() for word in text.split()}
-
-
 def state_of(place: str, word: str) -> State:
     """The state that a place calls so (`knowledge/launch.toml`)."""
-    return _states(place).get(word, _states(place)[""])
+    words = msgspec.convert(read_toml("launch.toml")[place], dict[Literal[State, "default"], str])
+    default = words.pop("default", "unknown")
+    found = next((state for state, text in words.items() if word in text.split()), default)
+    state: State = msgspec.convert(found, State)
+    return state
 
 
 def read_template(name: str) -> Any:

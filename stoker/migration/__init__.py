@@ -1,6 +1,5 @@
 """Brings a training that was set up for another tool to stoker: `stoker import pipeline.config`, without TensorFlow.
 
 `text_format.py` reads the file into a tree, `fields.py` accounts for every field of it, the `tf_*.py` modules decide
-what each becomes here, `pipeline.py` puts them together and prints the report. Flags that people type from
-habit are translated in `stoker/config/flag_names.py`.
+what each becomes here, `pipeline.py` puts them together and prints the report.
 """

@@ -59,10 +59,8 @@ class Detector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Knowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: tuple[_Rule, ...]
     detectors: dict[str, tuple[Detector, ...]]
-    """By family."""
     colors: dict[str, dict[str, tuple[float, float, dict[str, float]]]]
-    """Augmentation → setting → (center, limit, its fields and their defaults): the setting is their largest distance
-    from the center, up to the limit."""
+    """Augmentation → setting (the largest distance from the center, up to the limit) → (center, limit, defaults)."""
     traps: dict[str, str]
     """Name → its text, in which {names} stand for values."""
     scales: dict[str, tuple[tuple[str, float], tuple[str, float]]]
@@ -89,7 +87,6 @@ class FieldRow(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     """What differs (a substitute), or why it has no counterpart (not carried)."""
     is_unknown: bool = False
-    """No rule knows the field."""
 
 
 class Trap(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,8 +161,8 @@ class FieldAccount:
             self.carry(owner, name, rule.status, settings, note)
 
     def carry(self, message: Message, name: str, status: Status, settings: dict[str, Any], note: str) -> None:
-        """exact: the field means the same here; substitute: the nearest that stoker has, and the note says what
-        differs. A field of settings that the model does not have is dropped."""
+        """exact: the same here; substitute: the nearest, and the note says what differs. A field whose settings the
+        model does not have is dropped."""
         known = (*MODEL_SETTINGS_OF_ALL, *self.model.settings)
         missing = [setting for setting in settings if SECTION_OF[setting] == "model" and setting not in known]
         if missing and len(missing) == len(settings):

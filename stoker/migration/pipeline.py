@@ -40,10 +40,8 @@ class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, ImportReport]:
-    """The settings and the report. data: where the records are, if not where the file says.
-
-    Raises ConfigError for a file that cannot be read or has no model that stoker knows.
-    """
+    """The settings and the report. data: where the records are, if not where the file says. Raises ConfigError for a
+    file that cannot be read or has no model that stoker knows."""
     pipeline = read_message(path)
     family, model, detector = choose_detector(pipeline.child("model"))
     account = FieldAccount(find_model(detector.model))
@@ -52,7 +50,9 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
     read_training(account, train, model)
     read_inputs(account, pipeline, data)
     account.rest(pipeline)
-    _warn_about_tpu(account, path, uses_bfloat16=train.flag("use_bfloat16", False))
+    tpu = _TPU.search(path.name) or _TPU.search(regular_files.read_text(path, encoding="utf-8-sig"))
+    if tpu or train.flag("use_bfloat16", False):
+        account.trap("tpu", None, sign=tpu[0] if tpu else "use_bfloat16")
     config = from_fields(account.settings)
     check(config)
     rows = sorted(account.rows.values(), key=lambda row: (row.line is None, row.line or 0))
@@ -65,12 +65,6 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
         traps=account.traps,
     )
     return config, report
-
-
-def _warn_about_tpu(account: FieldAccount, path: Path, *, uses_bfloat16: bool) -> None:
-    found = _TPU.search(path.name) or _TPU.search(regular_files.read_text(path, encoding="utf-8-sig"))
-    if found or uses_bfloat16:
-        account.trap("tpu", None, sign=found[0] if found else "use_bfloat16")
 
 
 def write_config(config: Config, report: ImportReport, out: Path) -> None:
@@ -96,15 +90,16 @@ TITLES = {
 
 def print_import(report: ImportReport, file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints the fields by what became of them, and the traps."""
-    renderables: list[RenderableType] = [
-        plain_text(f"{report.source}: {report.architecture or 'no feature extractor'} becomes {report.model}")
-    ]
+    title = f"{report.source}: {report.architecture or 'no feature extractor'} becomes {report.model}"
+    renderables: list[RenderableType] = [plain_text(title)]
     for status, (title, style) in TITLES.items():
         rows = [row for row in report.fields if row.status == status]
         renderables += [Text(""), Text(f"{title}: {fmt.plural(len(rows), 'field')}", style=style), _table(rows)]
     if report.traps:
         renderables += [Text(""), Text(f"known traps: {len(report.traps)}", style="bold")]
-        renderables += [plain_text(f"  {trap.name}{_line(trap.line)}: {trap.text}") for trap in report.traps]
+    for trap in report.traps:
+        line = "" if trap.line is None else f" (line {trap.line})"
+        renderables.append(plain_text(f"  {trap.name}{line}: {trap.text}"))
     print_renderables(renderables, file, width=width)
 
 
@@ -115,7 +110,3 @@ def _table(rows: Sequence[FieldRow]) -> RenderableType:
         line = "" if row.line is None else str(row.line)
         rendered.add_row(line, row.field, row.value, settings, row.note)
     return rendered
-
-
-def _line(line: int | None) -> str:
-    return "" if line is None else f" (line {line})"

@@ -27,7 +27,6 @@ class Message:
     """A message: its fields in the order of the file. One that is not in the file has no line and no fields."""
 
     location: Path
-    """The file."""
     path: str
     """`train_config.data_augmentation_options[1]` is the second of this name; the file itself is an empty path."""
     line: int | None = None
@@ -53,19 +52,17 @@ class Message:
         return name in self.scalars
 
     def number(self, name: str, default: float) -> float:
-        """Raises ConfigError unless it is a number."""
-        value = self.scalars.get(name, [default])[-1]
-        if isinstance(value, bool | str):
-            raise self._wrong_kind(name, value, "a number")
-        return value
+        """The last value. Raises ConfigError unless it is a number."""
+        return self._number(name, self.scalars.get(name, [default])[-1])
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """All values. Raises ConfigError unless they are numbers."""
-        values = self.scalars.get(name, [])
-        for value in values:
-            if isinstance(value, bool | str):
-                raise self._wrong_kind(name, value, "a number")
-        return tuple(float(value) for value in values)
+        return tuple(float(self._number(name, value)) for value in self.scalars.get(name, []))
+
+    def _number(self, name: str, value: Scalar) -> float:
+        if isinstance(value, bool | str):
+            raise self._wrong_kind(name, value, "a number")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         """Raises ConfigError unless it is true or false, or 1 or 0."""
@@ -184,12 +181,9 @@ def _read_scalar(tokens: Any) -> Scalar:
     token = tokens.token
     if token[:1] in ("'", '"'):
         return str(tokens.ConsumeString())
-    if tokens.TryConsume("true") or tokens.TryConsume("True"):
-        return True
-    if tokens.TryConsume("false") or tokens.TryConsume("False"):
-        return False
     if token[:1].isalpha() or token[:1] == "_":
-        return str(tokens.ConsumeIdentifier())
+        name = str(tokens.ConsumeIdentifier())
+        return {"true": True, "True": True, "false": False, "False": False}.get(name, name)
     try:
         number: int | float = int(token, 0)
         tokens.NextToken()

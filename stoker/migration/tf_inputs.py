@@ -83,8 +83,7 @@ def _name_files(source: str, train_files: list[str], eval_files: list[str], *, i
     if len(train_files) != 1 or len(eval_files) > 1 or any(map(has_magic, paths)):
         return None
     if not is_moved:
-        return [posixpath.relpath(path.partition("://")[2], source.partition("://")[2]) if is_uri(source)
-                else posixpath.relpath(path, source) for path in paths]  # fmt: skip
+        return [posixpath.relpath(path, source) for path in paths]
     names = [PurePosixPath(path).name for path in paths]
     if is_uri(source):
         return names

@@ -8,25 +8,28 @@ import math
 from fnmatch import fnmatchcase
 
 from stoker.errors import ConfigError
-from stoker.migration.fields import Detector, FieldAccount, Status, knowledge
+from stoker.migration.fields import Detector, FieldAccount, knowledge
 from stoker.migration.text_format import Message
 
 FAMILIES = ("ssd", "faster_rcnn", "center_net")
 FALLBACK = {"ssd": "retinanet_resnet50_fpn", "faster_rcnn": "faster_rcnn_resnet50_fpn"}
 SIZE_DIVISOR = {"ssd300_vgg16": 20}
 """Height and width are multiples of 32, or of this."""
+SIZE_FIELDS = {
+    "fixed_shape_resizer": {"height": 300, "width": 300},
+    "keep_aspect_ratio_resizer": {"min_dimension": 600, "max_dimension": 1024},
+    "conditional_shape_resizer": {"size_threshold": 300},
+}
+"""Resizer → the fields with its sides, and their defaults."""
 
 
 def choose_detector(model: Message) -> tuple[str, Message, Detector]:
     """(family, its message, what it becomes). Raises ConfigError for a file without one of FAMILIES."""
     family = model.kind()
     if family not in FAMILIES:
-        raise ConfigError(
-            "The file has no model that stoker knows." if family is None else f"The model is {family!r}.",
-            location=f"{model.location}:{model.line or 1}",
-            choices=FAMILIES,
-            fix="give the pipeline.config of a training: a label map or a graph has no model",
-        )
+        what = "The file has no model that stoker knows." if family is None else f"The model is {family!r}."
+        fix = "give the pipeline.config of a training: a label map or a graph has no model"
+        raise ConfigError(what, location=f"{model.location}:{model.line or 1}", choices=FAMILIES, fix=fix)
     message = model.child(family)
     kind = message.child("feature_extractor").text("type")
     is_lite = family == "ssd" and message.child("feature_extractor").flag("use_depthwise", False)
@@ -42,9 +45,8 @@ def choose_detector(model: Message) -> tuple[str, Message, Detector]:
 
 def read_model(account: FieldAccount, family: str, message: Message, detector: Detector) -> None:
     """Rows and settings of what is computed from several fields of `model.<family>`."""
-    account.carry(
-        message.child("feature_extractor"), "type", "substitute", {"model": account.model.name}, detector.note
-    )
+    settings = {"model": account.model.name}
+    account.carry(message.child("feature_extractor"), "type", "substitute", settings, detector.note)
     _read_image_size(account, message.child("image_resizer"))
     anchors = message.child("first_stage_anchor_generator" if family == "faster_rcnn" else "anchor_generator")
     grid = anchors.child(anchors.kind() or "")
@@ -57,38 +59,27 @@ def read_model(account: FieldAccount, family: str, message: Message, detector: D
 
 
 def _read_image_size(account: FieldAccount, resizer: Message) -> None:
-    kind = resizer.kind()
-    shape = resizer.child(kind or "fixed_shape_resizer")
-    divisor = SIZE_DIVISOR.get(account.model.name, 32)
-
-    def rounded(*sides: float) -> tuple[int, ...]:
-        """The next larger multiples of the model's divisor, so that no detail is lost."""
-        return tuple(max(2, math.ceil(side / divisor)) * divisor for side in sides)
-
-    if kind == "fixed_shape_resizer":
-        sides = shape.number("height", 300), shape.number("width", 300)
-        image_size = rounded(*sides)
-        for name, wanted, given in zip(("height", "width"), sides, image_size, strict=True):
-            status: Status = "exact" if wanted == given else "substitute"
-            note = "stretched to the size, as in the API" if wanted == given else f"the next multiple of {divisor}"
-            account.carry(shape, name, status, {"image_size": image_size, "resize": "squash"}, note)
-    elif kind == "keep_aspect_ratio_resizer":
-        sides = shape.number("min_dimension", 600), shape.number("max_dimension", 1024)
-        image_size = rounded(*sides)
-        is_exact = sides[0] == sides[1] == image_size[0]
-        note = "the aspect ratio is kept, and the rest is padded"
-        if not is_exact:
-            note = (
-                f"all images are fitted into one fixed size, multiples of {divisor}: landscape images get the scale of "
-                "the API, portrait images a smaller one (swap the two numbers if most are portrait)"
-            )
-        for name in ("min_dimension", "max_dimension"):
-            settings = {"image_size": image_size, "resize": "letterbox"}
-            account.carry(shape, name, "exact" if is_exact else "substitute", settings, note)
-    elif kind == "conditional_shape_resizer":
-        side = shape.number("size_threshold", 300)
-        settings = {"image_size": rounded(side, side), "resize": "letterbox"}
-        account.carry(shape, "size_threshold", "substitute", settings, "all images get one fixed size")
+    kind, divisor = resizer.kind() or "", SIZE_DIVISOR.get(account.model.name, 32)
+    shape, fields = resizer.child(kind), SIZE_FIELDS.get(kind, {})
+    sides = [shape.number(name, default) for name, default in fields.items()]
+    # The next larger multiples of the model's divisor, so that no detail is lost.
+    image_size = tuple(max(2, math.ceil(side / divisor)) * divisor for side in (sides * 2)[:2])
+    settings = {"image_size": image_size, "resize": "squash" if kind == "fixed_shape_resizer" else "letterbox"}
+    for name, wanted, given in zip(fields, sides, image_size, strict=False):
+        if kind == "fixed_shape_resizer":
+            is_exact = wanted == given
+            note = "stretched to the size, as in the API" if is_exact else f"the next multiple of {divisor}"
+        elif kind == "keep_aspect_ratio_resizer":
+            is_exact = sides[0] == sides[1] == image_size[0]
+            note = "the aspect ratio is kept, and the rest is padded"
+            if not is_exact:
+                note = (
+                    f"all images are fitted into one fixed size, multiples of {divisor}: landscape images get the "
+                    "scale of the API, portrait images a smaller one (swap the two numbers if most are portrait)"
+                )
+        else:
+            is_exact, note = False, "all images get one fixed size"
+        account.carry(shape, name, "exact" if is_exact else "substitute", settings, note)
 
 
 def _read_multiscale_anchors(account: FieldAccount, grid: Message) -> None:

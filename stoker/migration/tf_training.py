@@ -119,9 +119,8 @@ def _read_cosine(account: FieldAccount, chosen: Message, steps: int) -> None:
     else:
         account.carry(chosen, "warmup_steps", "exact", {"warmup_steps": warmup}, "")
     if warmup:
-        account.carry(
-            chosen, "warmup_learning_rate", "substitute", {}, "the warm-up begins at a thousandth of the peak"
-        )
+        note = "the warm-up begins at a thousandth of the peak"
+        account.carry(chosen, "warmup_learning_rate", "substitute", {}, note)
 
 
 def _read_exponential(account: FieldAccount, chosen: Message, steps: int) -> None:
@@ -209,9 +208,8 @@ def _read_augmentation(account: FieldAccount, train: Message) -> None:
 
 
 def _scale_settings(name: str, step: Message) -> dict[str, Any] | None:
-    """Crop and zoom as a range of scales and its probability; None: the step does not crop or zoom.
-
-    A window with the fraction a of the image's area shows it at the scale 1/√a."""
+    """Crop and zoom as a range of scales and its probability; None: the step does not crop or zoom. A window with the
+    fraction a of the image's area shows it at the scale 1/√a."""
     if name in ("random_crop_image", "random_crop_pad_image"):
         low = 1 / math.sqrt(max(1e-4, step.number("max_area", 1.0)))
         high = 1 / math.sqrt(max(1e-4, step.number("min_area", 0.1)))

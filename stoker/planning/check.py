@@ -1,10 +1,9 @@
 """`stoker check`: asks every probe, each within its time, and puts what they found in order.
 
 A probe that hangs or raises becomes a finding `unknown`: the others are still asked. The probes are in
-`stoker/preflight/`, but for the largest batch of a training: whether it fits its device is tried for real, in a process
-of its own (`python -m stoker.planning.check config.toml`). Settings are derived as for a training, which tries the
-worst-case batch (`defaults/dry_run.py`). On an accelerator its speed is then measured; a CPU's memory is counted,
-and its speed estimated.
+`stoker/preflight/`, but for the worst-case batch of a training: it is tried as the training does it
+(`defaults/dry_run.py`), in a process of its own (`python -m stoker.planning.check config.toml`). On an accelerator its
+speed is then measured; a CPU's memory is counted, and its speed estimated.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from stoker.errors import ConfigError, OutOfMemoryError, StokerError
 from stoker.findings.finding import Finding, worst_first
 from stoker.hardware.cuda_trial import gpu_evidence
 from stoker.preflight.access import check_access
-from stoker.preflight.catalog import make_finding, ok, run_program, unknown
+from stoker.preflight.catalog import make_finding, run_program, unknown
 from stoker.preflight.cloud import check_cloud
 from stoker.preflight.data_path import check_data_path
 from stoker.preflight.gpu import check_gpu, check_tensorflow
@@ -65,12 +64,6 @@ class CheckRequest:
     """Of the machine that will run the files."""
     env: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
 
-    @property
-    def only_sources(self) -> bool:
-        """Whether there is nothing but files to read, as in the CI of an image."""
-        has_files = any((self.dockerfile, self.requirements, self.script))
-        return has_files and "data" not in self.config.set_fields()
-
 
 class ProbeTime(msgspec.Struct, frozen=True, kw_only=True):
     """A probe that was asked."""
@@ -102,7 +95,6 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     """retinanet_resnet50_fpn on NVIDIA L4 takes."""
     is_cpu: bool
     image_side: int
-    """The longer one."""
     images_per_s: float
     """Measured, except on a CPU."""
     checkpoint_bytes: int
@@ -130,9 +122,7 @@ class Prober:
         left_s, start_s = self.left_s(limit_s), time.monotonic()
         id = name.replace(" ", "_")
         if left_s <= 0:
-            self.findings.append(
-                unknown(id, f"{name}: was not asked: the time was over", "", "`--deep` takes the time")
-            )
+            self.findings += [unknown(id, f"{name}: was not asked: the time was over", "", "`--deep` takes the time")]
             return
         worker, is_complete = TimeoutWorker(probe, name=f"check: {name}"), True
         try:
@@ -151,21 +141,17 @@ class Prober:
 def check(request: CheckRequest, *, on_probe: Callable[[str], None] | None = None) -> CheckReport:
     """Asks all probes that apply. on_probe: called with the name of each one before it is asked."""
     start_s = time.monotonic()
-    prober = Prober(
-        DEEP_TOTAL_S if request.deep else TOTAL_S, factor=DEEP_FACTOR if request.deep else 1, on_probe=on_probe
-    )
+    total_s, factor = (DEEP_TOTAL_S, DEEP_FACTOR) if request.deep else (TOTAL_S, 1)
+    prober = Prober(total_s, factor=factor, on_probe=on_probe)
     if request.driver is not None and not re.fullmatch(r"\d{3}(\.\d{1,4}){0,2}", request.driver):
         raise ConfigError(f"--driver {request.driver!r} is not the version of a driver.", choices=["535", "535.104.05"])
-    if request.dockerfile or request.requirements or request.script:
-        prober.ask("files", 5.0, lambda: check_sources(
-            dockerfile=request.dockerfile, requirements=request.requirements, script=request.script,
-            driver=request.driver,
-        ))  # fmt: skip
-    if not request.only_sources:
+    files = {name: getattr(request, name) for name in ("dockerfile", "requirements", "script")}
+    if any(files.values()):
+        prober.ask("files", 5.0, lambda: check_sources(**files, driver=request.driver))
+    if not any(files.values()) or "data" in request.config.set_fields():  # else it is the CI of an image
         _check_machine_and_data(request, prober)
-    return CheckReport(
-        findings=worst_first(prober.findings), probes=prober.times, seconds=time.monotonic() - start_s
-    )  # fmt: skip
+    seconds = time.monotonic() - start_s
+    return CheckReport(findings=worst_first(prober.findings), probes=prober.times, seconds=seconds)
 
 
 def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:
@@ -173,8 +159,7 @@ def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:
     data, device = config.set_fields().get("data"), config.set_fields().get("device")
     # First: the ranks of a job ask together, and a process alone needs no time for it.
     prober.ask("network", 50.0, lambda: check_network(NETWORK_S, find_place=find_place, env=env))
-    is_tpu = concerns_tpu(device)
-    if is_tpu:
+    if concerns_tpu(device):
         prober.ask("tpu", 5.0, lambda: check_tpu(device=device))
     else:
         prober.ask("gpu", 35.0, lambda: check_gpu(device=device, env=env, deep=deep))
@@ -231,9 +216,8 @@ def _open_data(config: Config, opened: list[Index]) -> list[Finding]:
     sizes = {split: len(index.image_indices(split)) for split in REQUIRED_SPLITS}
     counts = ", ".join(f"{fmt.plural(size, 'image')} in {split}" for split, size in sizes.items())
     problems = sum(problem.count for problem in index.problems)
-    title = f"the data set opens: {counts}"
     evidence = f"{index.format}, {fmt.plural(problems, 'problem')} in the annotations"
-    return [ok("data", title, evidence, index.source)]
+    return [make_finding("data", "ok", f"the data set opens: {counts}", evidence, place=index.source)]
 
 
 def _describe_host(request: CheckRequest, num_gpus: int, fit: MemoryFit | None) -> Host:
@@ -338,8 +322,9 @@ def try_batch(user_config: Config) -> Answer:
         decode_core_s = None
     micro = "" if micro_batches == 1 else f" in {micro_batches} micro-batches"
     reason = reasons.get("batch_size") or reasons.get("grad_accum_steps") or ""
-    finding = ok(
+    finding = make_finding(
         "memory_fit",
+        "ok",
         f"a batch of {batch_size}{micro} fits the memory of {device.name}{used}",
         f"{model}, {width}x{height}, {config.run.precision}, worst case {tried}; {reason}{speed}",
     )

@@ -42,29 +42,8 @@ MEMORY_FITS = Literal["yes", "perhaps", "no"]
 CASES: tuple[Case, ...] = ("low", "expected", "high")
 
 
-class Uncertain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What no plan can measure."""
-
-    vcpu_speed: Estimate
-    bucket_bytes_per_s: Estimate
-    network_fraction: Estimate
-    disk_bytes_per_s: Estimate
-    ssd_bytes_per_s: Estimate
-    step_spread: Estimate
-    network_latency_us: Estimate
-    evaluation_cost: Estimate
-    checkpoint_bytes_per_s: Estimate
-    startup_s: Estimate
-    cpu_startup_s: Estimate
-    machine_start_s: Estimate
-    preemption_interval_h: Estimate
-    spot_wait_s: Estimate
-
-
-UNCERTAIN = msgspec.convert(
-    {name: dict(zip(CASES, row, strict=True)) for name, row in read_toml("assumptions.toml")["uncertain"].items()},
-    Uncertain,
-)
+UNCERTAIN = {name: Estimate(*map(float, row)) for name, row in read_toml("assumptions.toml")["uncertain"].items()}
+"""What no plan can measure, by name."""
 
 
 def over_cases(compute: Callable[[Case], float]) -> Estimate:
@@ -190,7 +169,7 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
     error = step.peak_error
     fits: MEMORY_FITS = "yes" if step.peak_bytes * (1 + error) <= step.memory_bytes else "perhaps"
     expected_rate = cases["expected"]["device_img_per_s"]
-    decoded_per_vcpu = LOADER_CORE_FRACTION * UNCERTAIN.vcpu_speed.expected / max(job.demand.decode_core_s, 1e-9)
+    decoded_per_vcpu = LOADER_CORE_FRACTION * UNCERTAIN["vcpu_speed"].expected / max(job.demand.decode_core_s, 1e-9)
     return MachinePlan(
         machine=machine.name,
         cloud=machine.cloud,
@@ -238,10 +217,10 @@ class _Model:
         first_images = min(job.images_seen, job.num_images)
         training = first_images / self.joint_rate(device_rate, first_loader)
         training += (job.images_seen - first_images) / self.joint_rate(device_rate, later_loader)
-        eval_rate = self.joint_rate(device_rate / UNCERTAIN.evaluation_cost.time(case), first_loader)
+        eval_rate = self.joint_rate(device_rate / UNCERTAIN["evaluation_cost"].time(case), first_loader)
         evaluation = job.num_evaluations * job.num_val_images / eval_rate
         interval = self.checkpoint_interval(training)
-        save_s = self.step.parameters * STATE_BYTES_PER_PARAMETER / UNCERTAIN.checkpoint_bytes_per_s.rate(case)
+        save_s = self.step.parameters * STATE_BYTES_PER_PARAMETER / UNCERTAIN["checkpoint_bytes_per_s"].rate(case)
         found = {
             "startup": self.startup(case),
             "training": training,
@@ -265,7 +244,7 @@ class _Model:
         compute_s = self.compute_s(case)
         if self.placement.gpus == 1:
             return compute_s
-        waiting = UNCERTAIN.step_spread.time(case) * expected_maximum(self.placement.gpus) * compute_s
+        waiting = UNCERTAIN["step_spread"].time(case) * expected_maximum(self.placement.gpus) * compute_s
         return compute_s + waiting + self.exposed_s(compute_s, case)
 
     def compute_s(self, case: Case) -> float:
@@ -299,19 +278,19 @@ class _Model:
             bandwidth, latency_us = inside.gb_per_s.rate(case) * 1e9, inside.latency_us.time(case)
         if machines > 1:
             bandwidth = min(bandwidth, self.network(case))
-            latency_us = max(latency_us, UNCERTAIN.network_latency_us.time(case))
+            latency_us = max(latency_us, UNCERTAIN["network_latency_us"].time(case))
         return Link(latency_us * 1e-6, bandwidth, has_tree=machines > 1)
 
     def network(self, case: Case) -> float:
         """Bytes per second of one process of a machine."""
-        return UNCERTAIN.network_fraction.rate(case) * self.placement.machine.network_gbit / 8 * 1e9
+        return UNCERTAIN["network_fraction"].rate(case) * self.placement.machine.network_gbit / 8 * 1e9
 
     # Startup, checkpoints, interruptions
 
     def startup(self, case: Case) -> float:
         machine = self.placement.machine
-        own = UNCERTAIN.cpu_startup_s if machine.accelerator == "cpu" else UNCERTAIN.startup_s
-        return own.time(case) + (0.0 if machine.is_this else UNCERTAIN.machine_start_s.time(case))
+        own = UNCERTAIN["cpu_startup_s"] if machine.accelerator == "cpu" else UNCERTAIN["startup_s"]
+        return own.time(case) + (0.0 if machine.is_this else UNCERTAIN["machine_start_s"].time(case))
 
     def checkpoint_interval(self, training_s: float) -> float:
         """Seconds of training between checkpoints, at most the whole training."""
@@ -334,15 +313,13 @@ class _Model:
         placement = self.placement
         if not placement.spot:
             return {"rework": 0.0, "wait": 0.0, "preemptions": 0.0}
-        mean_s = 3600 * UNCERTAIN.preemption_interval_h.rate(case) / placement.machines
+        mean_s = 3600 * UNCERTAIN["preemption_interval_h"].rate(case) / placement.machines
         segments = max(1.0, work_s / interval)
         total_s = segments * (mean_s + restart_s) * math.expm1(min(work_s / segments / mean_s, 50.0))
         if case == "low":
             total_s = work_s * (1 + restart_s / mean_s)
         count = total_s / (mean_s + restart_s)
-        return {
-            "rework": total_s - work_s, "wait": count * UNCERTAIN.spot_wait_s.time(case), "preemptions": count,
-        }  # fmt: skip
+        return {"rework": total_s - work_s, "wait": count * UNCERTAIN["spot_wait_s"].time(case), "preemptions": count}
 
     # Loading
 
@@ -358,15 +335,15 @@ class _Model:
         vcpus = machine.vcpus * count
         if machine.accelerator != "cpu":  # training on a CPU takes its cores from decoding: `joint_rate`
             vcpus = max(0.5 * count, vcpus - CPU_OF_TRAINING_THREAD * self.placement.gpus)
-        speed = 1.0 if machine.is_this else UNCERTAIN.vcpu_speed.rate(case)
+        speed = 1.0 if machine.is_this else UNCERTAIN["vcpu_speed"].rate(case)
         has_ssd = machine.ssd_gb and not machine.is_this
-        disk = (UNCERTAIN.ssd_bytes_per_s if has_ssd else UNCERTAIN.disk_bytes_per_s).rate(case)
+        disk = (UNCERTAIN["ssd_bytes_per_s"] if has_ssd else UNCERTAIN["disk_bytes_per_s"]).rate(case)
         core_s, read_bytes, bandwidth, kind = job.demand.decode_core_s, job.demand.bytes_per_image, disk, "disk"
         if not is_first and job.cache_inputs is not None and self.cache() != "none":
             core_s = max(core_s - job.cache_inputs.decode_s, MIN_CACHED_FRACTION * core_s)
             read_bytes = job.cache_inputs.cached_bytes / max(1, job.cache_inputs.num_images)
         elif job.is_remote:
-            bandwidth, kind = min(UNCERTAIN.bucket_bytes_per_s.rate(case), self.network(case)), "bucket"
+            bandwidth, kind = min(UNCERTAIN["bucket_bytes_per_s"].rate(case), self.network(case)), "bucket"
         half_memory = FREE_MEMORY_FRACTION * machine.memory_gib * GIB / 2
         if not is_first and kind == "disk" and read_bytes * job.num_images / count <= half_memory:
             read_bytes = 0.0  # the kernel keeps the files in memory

@@ -14,8 +14,7 @@ process, so it runs in one of its own. A torch version that breaks it makes `ins
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,30 +66,22 @@ def install() -> None:
                 _autocast(operators, name, cast)
         others = torch.library.Library("_", "IMPL")
         others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-        _libraries.extend((operators, others))
-        _libraries.append(_fused_optimizers_without_values())
+        shapes = torch.library.Library("aten", "IMPL", "Meta")
+        for name in FUSED_OPTIMIZERS:  # where torch has no shapes for them: they return nothing and change none
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+                shapes.impl(name, lambda *_args, **_kwargs: None)
+        _libraries.extend((operators, others, shapes))
         set_memory(MEMORY_BYTES)
     except Exception as error:
-        raise FakeAcceleratorBroken(
-            f"torch {torch.__version__} cannot trace a training step without an accelerator.",
-            cause=repr(error),
-            fix="a torch version that this version of stoker was tested with",
-        ) from error
+        what = f"torch {torch.__version__} cannot trace a training step without an accelerator."
+        fix = "a torch version that this version of stoker was tested with"
+        raise FakeAcceleratorBroken(what, cause=repr(error), fix=fix) from error
 
 
 def set_memory(total_bytes: int) -> None:
     """What the fake device says it has from now on."""
     torch.accelerator.get_memory_info = lambda _device=None, /: (total_bytes, total_bytes)
     device._block_sizes.clear()
-
-
-def _fused_optimizers_without_values() -> torch.library.Library:
-    """The shapes of the fused optimizers where torch has none: they return nothing and change no shape."""
-    library = torch.library.Library("aten", "IMPL", "Meta")
-    for name in FUSED_OPTIMIZERS:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
-            library.impl(name, lambda *_args, **_kwargs: None)
-    return library
 
 
 def _autocast(library: torch.library.Library, name: str, cast: Callable[[Any], Any]) -> None:
@@ -115,9 +106,8 @@ def _to_lower(inputs: Any) -> Any:
     def cast(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             return value
-        if not (value.is_leaf and value.requires_grad):
-            return value.to(wanted)
-        if not _in_forward:  # what is computed again in the backward pass has a context of its own
+        # What is computed again in the backward pass has a context of its own.
+        if not (_in_forward and value.is_leaf and value.requires_grad):
             return value.to(wanted)
         if id(value) not in _autocast_cache:  # a parameter's copy serves the whole forward pass
             _autocast_cache[id(value)] = value.to(wanted)
@@ -138,24 +128,21 @@ def _to_widest(inputs: Any) -> Any:
     return _to_full(inputs) if any(tensor.dtype == torch.float32 for tensor in tensors) else inputs
 
 
-class Autocast:
-    """A context of mixed precision on the fake device, with the cache of cast parameters that real devices have. It
-    can be entered again, once it was left."""
+class Autocast(torch.autocast):
+    """Mixed precision on the fake device, with a cache of cast parameters as real devices have; can be re-entered."""
 
     def __init__(self, precision: str) -> None:
         is_mixed = precision != "fp32"
-        self._autocast = torch.autocast(DEVICE, DTYPES[precision if is_mixed else "bf16"], enabled=is_mixed)
+        super().__init__(DEVICE, DTYPES[precision if is_mixed else "bf16"], enabled=is_mixed)
 
     def __enter__(self) -> None:
-        self._autocast.__enter__()
+        super().__enter__()
         _in_forward.append(True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         _in_forward.pop()
         _autocast_cache.clear()
-        self._autocast.__exit__(kind, error, trace)
+        super().__exit__(*error)
 
 
 @contextlib.contextmanager
@@ -198,25 +185,20 @@ def to_fake(module: nn.Module, device_type: str = DEVICE) -> nn.Module:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     if id(tensor) not in made:
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        layout = _Layout(
-                            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, is_parameter
-                        )
-                        made[id(tensor)] = _make_fake(device_type, layout)
+                        made[id(tensor)] = _make_fake(tensor, device_type)()
                     tensors[name] = made[id(tensor)]  # type: ignore[assignment]
     return module
 
 
-class _Layout(NamedTuple):
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    is_parameter: bool
+def _make_fake(tensor: Tensor, device_type: str) -> Callable[[], Tensor]:
+    """Makes tensors like this one, without keeping it."""
+    layout, dtype = (tuple(tensor.shape), tensor.stride()), tensor.dtype
+    is_parameter, requires_grad = isinstance(tensor, nn.Parameter), tensor.requires_grad
 
+    def make() -> Tensor:
+        empty = torch.empty_strided(*layout, dtype=dtype, device=device_type)
+        fake: Tensor = nn.Parameter(empty, requires_grad=requires_grad) if is_parameter else empty
+        fake.__deepcopy__ = lambda _memo: make()  # type: ignore[method-assign]
+        return fake
 
-def _make_fake(device_type: str, layout: _Layout) -> Tensor:
-    empty = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device_type)
-    fake: Tensor = nn.Parameter(empty, requires_grad=layout.requires_grad) if layout.is_parameter else empty
-    fake.__deepcopy__ = lambda _memo: _make_fake(device_type, layout)  # type: ignore[method-assign]
-    return fake
+    return make

@@ -1,15 +1,15 @@
 """The accelerators and machines that a training can be planned for: those of GCP and AWS, the user's, and this one.
 
 Peaks of GPUs are those of data sheets (`knowledge/gpus.toml`), of the present CPU they are measured. On-demand prices
-come from `hardware/prices.py`, the one list of them; `knowledge/machines.toml` has what is needed besides, and the
-range of spot prices on one day. Not here: what a step needs of an accelerator (`trace.py`), how much of its peak it
-reaches (`predict.py`), and how fast a machine trains (`duration.py`).
+come from `hardware/prices.py`; `knowledge/machines.toml` has what is needed besides. Not here: what a step needs
+(`trace.py`), how much of a peak it reaches (`predict.py`), and how fast a machine trains (`duration.py`).
 """
 
 import functools
 import re
 import statistics
 import time
+import timeit
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -96,11 +96,8 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return next((name for name in ("bf16", "fp16") if name in self.flops), "fp32")
 
     def peak_flops(self, precision: str, *, is_convolution: bool) -> float:
-        """Peak operations per second of convolutions or matrix products under autocast to a precision.
-
-        cuDNN computes fp32 convolutions in TF32 where the GPU has it, matrix products stay in fp32: torch's defaults
-        of `torch.backends.cudnn.allow_tf32` and `torch.backends.cuda.matmul.allow_tf32`.
-        """
+        """Peak operations per second of convolutions or matrix products under autocast to a precision. In fp32, cuDNN
+        convolves in TF32 where the GPU has it; matrix products do not: torch's defaults of `allow_tf32`."""
         if precision != "fp32" and precision in self.flops:
             return self.flops[precision]
         return self.flops.get("tf32", self.flops["fp32"]) if is_convolution else self.flops["fp32"]
@@ -146,10 +143,7 @@ ROUNDS = 5
 
 
 def measure_cpu(*, clock: Callable[[], float] = time.perf_counter) -> Accelerator:
-    """The present CPU with the threads that torch uses now: a matrix product and a copy, in half a second.
-
-    clock: seconds; `time.process_time` for one thread on a busy machine.
-    """
+    """The present CPU, with the threads that torch uses now: a matrix product and a copy, in half a second."""
     import torch  # the table is read where torch is absent
 
     from stoker.hardware.device import Device
@@ -181,12 +175,7 @@ def measure_cpu(*, clock: Callable[[], float] = time.perf_counter) -> Accelerato
 def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
     """Median of some runs, after one that warms up."""
     work()
-    taken = []
-    for _ in range(ROUNDS):
-        start_s = clock()
-        work()
-        taken.append(clock() - start_s)
-    return statistics.median(taken)
+    return statistics.median(timeit.repeat(work, timer=clock, number=1, repeat=ROUNDS))
 
 
 # Machines
@@ -232,11 +221,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return self.name == THIS_MACHINE
 
 
-@functools.cache
-def _table() -> dict[str, Any]:
-    return read_toml("machines.toml")
-
-
 def describe_prices() -> str:
     """Where and of when the prices of the table are, a clause."""
     regions = " and ".join(f"{cloud} {region}" for cloud, region in REGIONS.items())
@@ -246,7 +230,7 @@ def describe_prices() -> str:
 @functools.cache
 def links() -> dict[str, Link]:
     """The links between GPUs, by key."""
-    rows = _table()["links"]
+    rows = read_toml("machines.toml")["links"]
     bands = {name: {key: Estimate(*row[key]) for key in ("gb_per_s", "latency_us")} for name, row in rows.items()}
     return {name: Link(**row | bands[name]) for name, row in rows.items()}
 
@@ -254,7 +238,7 @@ def links() -> dict[str, Link]:
 @functools.cache
 def listed_machines() -> dict[str, Machine]:
     """All machines of the table, by name."""
-    table = _table()
+    table = read_toml("machines.toml")
     columns = table["columns"]
     return {name: _listed(name, dict(zip(columns, row, strict=True)), table) for name, row in table["machines"].items()}
 
@@ -263,21 +247,15 @@ def _listed(name: str, row: dict[str, Any], table: Mapping[str, Any]) -> Machine
     base, _, added = name.partition("+")
     gpu = re.sub(r"^\d+x", "", added).upper() or None
     price = machine_price(base, gpu, row["gpus"])
-    changes = {
-        "price": None if price is None else price.low * row["gpus"],
-        "source": table["sources"][row["source"]],
-    }
+    changes = {"price": None if price is None else price.low * row["gpus"], "source": table["sources"][row["source"]]}
     return Machine(name=name, cloud="AWS" if "." in base else "GCP", **row | changes)
 
 
 def choose_machines(
     names: Sequence[str], *, machines: Mapping[str, Machine], this: Machine | None = None
 ) -> list[Machine]:
-    """The machines of these names, each once; without names this one and all others.
-
-    machines: the table with the user's additions; this: the present machine, None if it cannot be planned for. Raises
-    UsageError, with the nearest names, for one that is not there.
-    """
+    """The machines of these names, each once; without names this one and all others. machines: the table with the
+    user's additions; this: the present machine, None if it cannot be planned for. Raises UsageError."""
     known = {**({THIS_MACHINE: this} if this is not None else {}), **machines}
     if not names:
         return list(known.values())
@@ -297,10 +275,7 @@ def choose_machines(
 
 
 def this_machine(device: "Device", price_per_device_hour: float | None = None) -> Machine | None:
-    """The present machine with `device`; None if its GPU is not in the table of accelerators.
-
-    price_per_device_hour: 0 and None are an unknown price.
-    """
+    """The present machine with `device`; None if its GPU is not in the table. A price of 0 or None is unknown."""
     accelerator = None if device.is_cpu else identify(device.name)
     if not device.is_cpu and accelerator is None:
         return None
@@ -339,10 +314,8 @@ class _UserMachine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
 
 
 def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machine]:
-    """`machines` with the prices and the machines of the user's TOML file (docs/plan.md describes it).
-
-    Raises ConfigError, which names the file, the machine and the valid choices.
-    """
+    """`machines` with the prices and the machines of the user's TOML file (docs/plan.md describes it). Raises
+    ConfigError, which names the file, the machine and the valid choices."""
     try:
         tables = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_PRICES_BYTES))
     except FileNotFoundError as error:
@@ -358,31 +331,19 @@ def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machin
         try:
             msgspec.convert(row, _UserMachine)
         except msgspec.ValidationError as error:
-            raise ConfigError(
-                f"[{name}] is not a machine.",
-                location=path,
-                cause=str(error),
-                choices=[*_UserMachine.__struct_fields__, "accelerator = …", *GPUS],
-                fix='a name with a dot is in quotes: ["g5.xlarge"]',
-            ) from error
+            what, fix = f"[{name}] is not a machine.", 'a name with a dot is in quotes: ["g5.xlarge"]'
+            choices = [*_UserMachine.__struct_fields__, "accelerator = …", *GPUS]
+            raise ConfigError(what, location=path, cause=str(error), choices=choices, fix=fix) from error
         if "link" in row and row["link"] not in links():
             raise ConfigError(f"[{name}] has no link {row['link']!r}.", location=path, choices=links())
-        missing = [key for key in _UserMachine.__struct_fields__[:5] if key not in row]
+        required = _UserMachine.__struct_fields__[:5]
+        missing = [key for key in required if key not in row]
         if name not in machines and missing:
             near = nearest(name, machines)
-            raise ConfigError(
-                f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}.",
-                location=path,
-                fix="add them, or correct the name" + (f": {near}?" if near else ""),
-            )
+            what = f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}."
+            raise ConfigError(what, location=path, fix="add them, or correct the name" + (f": {near}?" if near else ""))
         known = machines.get(name) or Machine(
-            name=name,
-            cloud="",
-            accelerator=row["accelerator"],
-            gpus=row["gpus"],
-            vcpus=row["vcpus"],
-            memory_gib=row["memory_gib"],
-            link="none" if row["gpus"] == 1 else "pcie4",
+            name=name, cloud="", link="none" if row["gpus"] == 1 else "pcie4", **{key: row[key] for key in required}
         )
         spot = {"spot_price": exactly(row["spot_price"])} if "spot_price" in row else {}
         result[name] = msgspec.structs.replace(known, **row | spot, source=str(path))

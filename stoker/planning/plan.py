@@ -52,7 +52,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Of one device, with `batch_size` images each."""
     batch_size: int
     job: list[str]
-    """What is planned, in sentences."""
     limits: Limits
     rows: list[MachinePlan]
     tpus: list[TpuSlice]
@@ -74,12 +73,8 @@ def make_plan(
     prices: Path | None = None,
     measure: bool = False,
 ) -> Plan:
-    """The plan of a training.
-
-    on: names of machines, `this` for the present one; none: this one and the table. gpus: numbers of GPUs; none: those
-    of the named machines, else one. prices: the user's file. measure: time 50 steps on this machine first.
-    Raises StokerError.
-    """
+    """The plan of a training. on: names of machines, `this` for the present one; none: this one and the table. gpus:
+    numbers; none: those of the named machines, else one. measure: time 50 steps here first. Raises StokerError."""
     check(user_config)
     if any(not 1 <= count <= MAX_NAMED_GPUS for count in gpus):
         raise UsageError(f"--gpus {min(gpus)}: wanted 1 … {MAX_NAMED_GPUS}.")
@@ -102,11 +97,9 @@ def make_plan(
     job = _job(config, index)
     placements, notes = _placements(machines, gpus, spot=spot, is_named=bool(on))
     if not placements:
-        raise UsageError(
-            f"--gpus {' '.join(map(str, gpus))} does not fit the machines.",
-            choices=sorted({machine.gpus for machine in machines}),
-            fix="the GPUs of a machine, or a multiple of them for several machines",
-        )
+        choices = sorted({machine.gpus for machine in machines})
+        fix = "the GPUs of a machine, or a multiple of them for several machines"
+        raise UsageError(f"--gpus {' '.join(map(str, gpus))} does not fit the machines.", choices=choices, fix=fix)
     rows = _predict(placements, config, index, job)
     for source in dict.fromkeys(row.step_source for row in rows):
         accelerators = dict.fromkeys(row.accelerator for row in rows if row.step_source == source)
@@ -123,9 +116,7 @@ def make_plan(
             "TPUs: times are not predicted, and none was measured; one chip of a slice trains (docs/gpu-status.md)"
         )
     if this is not None and this.accelerator == "cpu" and has_gpu and "model" in reasons:
-        notes.append(
-            "the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: `--on this` plans it"
-        )
+        notes += ["the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: `--on this` plans it"]
     return Plan(
         data=str(user_config.data.data),
         model=config.model.model,
@@ -164,15 +155,11 @@ def _job(config: Config, index: Index) -> TrainingJob:
     counted = every.unit != "minutes" and interval > 0
     data = config.data
     images_seen = steps * batch_size
-    inputs = pixel_cache.collect_cache_inputs(
-        index,
-        train_indices,
-        CachedImageSpec.for_augmentation(
-            data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
-        ),
-        max_scale=data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0,
-        epochs=images_seen / len(train_indices),
+    image_spec = CachedImageSpec.for_augmentation(
+        data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
     )
+    max_scale, epochs = data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0, images_seen / len(train_indices)
+    inputs = pixel_cache.collect_cache_inputs(index, train_indices, image_spec, max_scale=max_scale, epochs=epochs)
     return TrainingJob(
         num_images=len(train_indices),
         num_val_images=num_val_images,
@@ -211,9 +198,7 @@ def _placements(
 
 def _predict(placements: Sequence[Placement], config: Config, index: Index, job: TrainingJob) -> list[MachinePlan]:
     """One row for each placement. The batch size is that of all GPUs together, rounded up, as in `stoker train`."""
-    wanted = [
-        (placement.machine.accelerator, math.ceil(config.run.batch_size / placement.gpus)) for placement in placements
-    ]
+    wanted = [(row.machine.accelerator, math.ceil(config.run.batch_size / row.gpus)) for row in placements]
     distinct = list(dict.fromkeys(wanted))
     accelerators = {key: find_accelerator(key) for key in dict.fromkeys(key for key, _ in distinct)}
     predictions = predict_steps(

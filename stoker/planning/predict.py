@@ -3,9 +3,9 @@
 The step is traced without memory (`trace.py`), its time computed on a roofline, and corrected by the user's measured
 runs (`hardware/calibration.py`). An operator takes the longer of its operations at a fraction of the device's peak and
 its bytes at a fraction of the bandwidth (Williams et al. 2009, "Roofline"), and a constant for its kernel. A GPU does
-this while the host issues the operators; whichever takes longer is the step. The few fractions are fitted to measured
-steps: those of `assumptions.toml` to the ones named there, `fit` moves them to those of the user. The method and its
-measured errors are in docs/plan-calibration.md. Not here: several devices, prices, the length of a run.
+this while the host issues the operators; whichever takes longer is the step. The fractions are fitted to measured
+steps: those of `assumptions.toml` to the ones named there, `fit` moves them to the user's. The method and its measured
+errors are in docs/plan-calibration.md. Not here: several devices, prices, the length of a run.
 """
 
 import contextlib
@@ -86,12 +86,9 @@ ERRORS = msgspec.convert(read_toml("plan_errors.toml"), dict[str, Errors])
 
 @functools.cache
 def learn_error(kind: str, *, without: int | None = None) -> float:
-    """The band of predictions of a kind, a key of ERRORS: their time multiplied or divided by 1 + this.
-
-    It contains the next one with the probability COVERAGE, if it is like the rows: the conformal quantile of their
-    errors (Vovk et al. 2005, "Algorithmic Learning in a Random World"), or the largest, where they are too few.
-    without: the number of a row that is left out.
-    """
+    """The band of predictions of a kind, a key of ERRORS: their time multiplied or divided by 1 + this. It contains the
+    next one with the probability COVERAGE, if it is like the rows: the conformal quantile of their errors (Vovk et al.
+    2005, "Algorithmic Learning in a Random World"), or the largest of few. without: the number of a row left out."""
     rows = [row for k, row in enumerate(ERRORS[kind].rows) if k != without]
     off = sorted(abs(math.log(predicted_s / actual_s)) for _, predicted_s, actual_s in rows)
     return math.exp(off[min(len(off), math.ceil(COVERAGE * (len(off) + 1))) - 1]) - 1
@@ -163,11 +160,8 @@ ITERATIONS = 30
 
 
 def fit(samples: Sequence[Sample], start: Efficiency) -> Efficiency:
-    """The efficiency that explains measured steps, near `start` where they do not tell.
-
-    Least squares of relative errors (Gauss-Newton on logarithms), with `start` as a measurement of each fraction whose
-    relative standard deviation is PRIOR_SPREAD.
-    """
+    """The efficiency that explains measured steps, near `start` where they do not tell: least squares of relative
+    errors (Gauss-Newton on logarithms), with `start` as a measurement of the relative deviation PRIOR_SPREAD."""
     names = [name for name in FITTED if getattr(start, name) > 0]
     origin = np.log([getattr(start, name) for name in names])
     measured = np.log([sample.step_s for sample in samples])
@@ -201,7 +195,6 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step on one device."""
 
     accelerator: str
-    """Its key."""
     model: str
     image_size: tuple[int, int]
     """Height, width."""
@@ -215,7 +208,6 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
     peak_error: float
     """Relative half-width of its band."""
     memory_bytes: int
-    """That the device has."""
     fits: bool
     """Whether the step fits the memory that `--auto-batch` would let it use."""
     step_s: float
@@ -240,19 +232,15 @@ class LoaderDemand(msgspec.Struct, frozen=True, kw_only=True):
     decode_core_s: float
     """Core-seconds to decode and resize an image; measured on this machine."""
     bytes_per_image: float
-    """Bytes to read."""
     images: int
-    """That were measured."""
 
 
 def predict_steps(
     config: Config, index: Index, accelerators: Sequence[Accelerator], *, batch_size: int | Sequence[int]
 ) -> list[StepPrediction]:
     """A prediction for each accelerator, in their order. The training that follows finds it in the calibration file.
-
     batch_size: images per device and step, for all or for each. What does not fit is computed in micro-batches, as
-    training does it. One call is faster than several. Raises StokerError where a step cannot be traced.
-    """
+    training does it. One call is faster than several. Raises StokerError where a step cannot be traced."""
     sizes = [batch_size] * len(accelerators) if isinstance(batch_size, int) else batch_size
     jobs = [_make_job(config, index, accelerator, size) for accelerator, size in zip(accelerators, sizes, strict=True)]
     traces = Traces()
@@ -351,8 +339,8 @@ def _calibrate(job: _Job, traces: Traces) -> tuple[Efficiency, str]:
 
 
 def _choose_parts(job: _Job, traces: Traces) -> int:
-    """The number of micro-batches that fit, by a line through the smallest batch and the whole one, which does not. The
-    peak of a batch between them is at most on their line, so what is chosen fits; if none does, it is an image each."""
+    """The number of micro-batches that fit, by a line through the smallest batch and the whole one, which does not; the
+    peak of a batch between them is at most on it. If none fits, it is an image each."""
     small, whole = traces.get(job.step(min(job.unit, job.batch_size))), traces.get(job.step())
     image_bytes = (whole.peak_bytes - small.peak_bytes) / max(1, whole.batch_size - small.batch_size)
     for count in range(2, job.batch_size):
@@ -371,9 +359,8 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
         tensor_bytes += (micro_batches - 1) * trace.batch_size * trace.image_bytes + trace.gradient_bytes
     peak_bytes = tensor_bytes
     if not accelerator.is_cpu:
-        peak_bytes = (
-            int((1 + ASSUMED.fragmentation) * tensor_bytes) + MIB * ASSUMED.context_mib + MIB * ASSUMED.workspace_mib
-        )
+        own_mib = ASSUMED.context_mib + ASSUMED.workspace_mib
+        peak_bytes = int((1 + ASSUMED.fragmentation) * tensor_bytes) + MIB * own_mib
     seconds = step_time(trace, accelerator, efficiency, precision=precision, micro_batches=micro_batches)
     return StepPrediction(
         accelerator=accelerator.key,
@@ -398,18 +385,12 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
 
 def _remember(predictions: Sequence[StepPrediction], accelerators: Sequence[Accelerator]) -> None:
     """For the training that follows, which says at its end how far they were off."""
+    shared = [name for name in PredictedStep.__struct_fields__ if name in StepPrediction.__struct_fields__]
     lines = [
         PredictedStep(
             t=time.time(),
-            model=prediction.model,
-            image_size=prediction.image_size,
-            batch_size=prediction.batch_size,
-            precision=prediction.precision,
-            accelerator=prediction.accelerator,
             device_pattern=accelerator.pattern or re.escape(accelerator.name),
-            step_s=prediction.step_s,
-            step_error=prediction.step_error,
-            peak_bytes=prediction.peak_bytes,
+            **{name: getattr(prediction, name) for name in shared},
         )
         for prediction, accelerator in zip(predictions, accelerators, strict=True)
     ]
@@ -418,8 +399,7 @@ def _remember(predictions: Sequence[StepPrediction], accelerators: Sequence[Acce
 
 
 MEASURED_STEPS, GPU_STEPS, MAX_MEASURED_S = 50, 5, 60.0
-"""Steps that `--measure` times, those of a GPU without waiting for it in between, as the host runs ahead; and for how
-long at most."""
+"""Steps that `--measure` times, on a GPU some without a wait, as the host runs ahead; and for how long at most."""
 
 
 def measure_steps(config: Config, index: Index, device: Device) -> None:
@@ -465,10 +445,8 @@ def measure_steps(config: Config, index: Index, device: Device) -> None:
 
 
 def loader_demand(config: Config, index: Index) -> LoaderDemand:
-    """Measures the decoding of a few images of the training split, at the size of the model's input.
-
-    Raises DataError where none can be decoded, StorageError where a bucket cannot be read.
-    """
+    """Measures the decoding of a few images of the training split, at the size of the model's input. Raises DataError
+    where none can be decoded, StorageError where a bucket cannot be read."""
     if not {"image_size", "resize"} <= config.set_fields().keys():
         device = Device(torch.device("cpu" if config.run.device == "cpu" else "cuda"))
         config, _ = derive_for_plan(config, index, device)

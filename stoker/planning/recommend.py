@@ -27,7 +27,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What the user asks for. None: no limit."""
 
     by_s: float | None = None
-    """Seconds."""
     budget: float | None = None
     """US dollars."""
 
@@ -54,7 +53,6 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     """Position of the row; None: none meets the limits."""
     summary: str
     reasons: list[str]
-    """Sentences about the choice."""
     verdicts: list[Suitability]
     """One for each row, in their order."""
     changes: list[str]
@@ -131,18 +129,14 @@ def _undecided(choice: MachinePlan, rows: Sequence[MachinePlan], *, by_time: boo
 
 def _reasons(row: MachinePlan, limits: Limits) -> list[str]:
     reasons = []
-    if limits.by_s is not None:
-        reasons.append(
-            "In time at the slow end of its band, too."
-            if row.duration_s.high <= limits.by_s
-            else f"In time as expected; at the slow end of its band it takes {compact_duration(row.duration_s.high)}."
-        )
-    if limits.budget is not None and row.cost is not None:
-        reasons.append(
-            "Within the budget at the dear end of its band, too."
-            if row.cost.high <= limits.budget
-            else f"Within the budget as expected; at the dear end of its band it costs {money(row.cost.high)}."
-        )
+    for met, end, takes, value, limit, show in (
+        ("In time", "the slow end of its band", "takes", row.duration_s, limits.by_s, compact_duration),
+        ("Within the budget", "the dear end of its band", "costs", row.cost, limits.budget, money),
+    ):
+        if limit is not None and value is not None and value.high <= limit:
+            reasons.append(f"{met} at {end}, too.")
+        elif limit is not None and value is not None:
+            reasons.append(f"{met} as expected; at {end} it {takes} {show(value.high)}.")
     reasons.append(_bottleneck(row))
     if row.gpus > 1:
         reasons.append("Training on several GPUs was tested on CPUs only (docs/devices.md).")

@@ -2,11 +2,9 @@
 
 The step is the loop's own: augmentation, forward, losses, backward, optimizer, EMA, the sums for the log. It runs on
 tensors without memory, on the fake accelerator or as those of a CPU, while a dispatch mode counts. That changes the
-whole process, so it is one of its own (`main`), which `Traces` starts. `CountedStep` also counts a step on real
-tensors: `benchmarks/diagnosis/plan.py` compares both. `predict.py` computes from the counts how long a step takes.
-
-Traces are remembered in the cache folder. A trace is a fact about the code, not about the machine: its key holds the
-step, stoker's newest file and torch's version. What is damaged is traced again, and all may be deleted at any time.
+whole process, so it is one of its own (`main`), which `Traces` starts. `predict.py` computes from the counts how long a
+step takes. Traces are remembered in the cache folder, by the step, stoker's newest file and torch's version. What is
+damaged is traced again, and all may be deleted at any time.
 """
 
 import concurrent.futures
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from stoker.config.settings import Config
+from stoker.config.settings import Config, from_fields
 from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.errors import StokerError
@@ -57,12 +55,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def config(self) -> Config:
         """The settings as a config; lists of JSON are tuples again."""
-        fields = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in self.settings.items()
-            if value is not None
-        }
-        return Config().replace(**fields)
+        return from_fields(self.settings)
 
 
 OperatorKind = Literal["convolution", "grouped", "matmul", "other"]
@@ -290,9 +283,8 @@ def _moved_bytes(func: Any, packet: Any, args: Any, kwargs: Any, result: Any) ->
     written_bytes = sum(_touched_bytes(tensor) for tensor in written.values())
     is_sparse = packet in _SPARSE_READS
     sources = args[1:] if is_sparse or packet in _WRITE_ONLY else args
-    read_bytes = sum(
-        _touched_bytes(tensor) for tensor in _pytree.tree_leaves((sources, kwargs)) if isinstance(tensor, Tensor)
-    )
+    leaves = _pytree.tree_leaves((sources, kwargs))
+    read_bytes = sum(_touched_bytes(tensor) for tensor in leaves if isinstance(tensor, Tensor))
     return written_bytes + read_bytes + (written_bytes if is_sparse else 0.0)
 
 
@@ -381,8 +373,8 @@ class Traces:
         with concurrent.futures.ThreadPoolExecutor(count) as threads:
             done = threads.map(lambda keys: trace_steps([missing[key] for key in keys]), parts)
             for keys, answers in zip(parts, done, strict=True):
-                self._found |= zip(keys, answers, strict=True)
                 for key, answer in zip(keys, answers, strict=True):
+                    self._found[key] = answer
                     if answer.trace is not None:
                         write(key, answer.trace)
 

@@ -34,8 +34,7 @@ def print_plan(plan: Plan, file: TextIO | None = None, *, width: int | None = No
 
 
 def choose_rows(plan: Plan) -> list[int]:
-    """The rows that are printed, in order of cost: the choice, this machine, those that no other beats in time and
-    cost, and the cheapest others."""
+    """The rows that are printed, by cost: the choice, this machine, those that no other beats, the cheapest others."""
     rows = plan.rows
     order = sorted(range(len(rows)), key=lambda k: (bool(rows[k].problem), getattr(rows[k].cost, "expected", math.inf)))
     first = [k for k in order if k == plan.recommendation.choice or rows[k].machine == THIS_MACHINE]
@@ -73,10 +72,8 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
 
 def _table(plan: Plan, shown: Sequence[int]) -> RenderableType:
     columns = ("", "machine", "$/h", "memory", "a step", "img/s", "busy", "limited by", "vCPUs needed", "MB/s", "time")
-    numbers = [
-        n for n, name in enumerate(columns) if name in ("$/h", "memory", "img/s", "busy", "vCPUs needed", "MB/s")
-    ]
-    rendered = console.table(*columns, "cost", right=numbers)
+    numbers = map(columns.index, ("$/h", "memory", "img/s", "busy", "vCPUs needed", "MB/s"))
+    rendered = console.table(*columns, "cost", right=tuple(numbers))
     for k in shown:
         row = plan.rows[k]
         gpus = f", {row.gpus} GPUs" if row.gpus > 1 else ""
@@ -180,9 +177,8 @@ def _drawing(plan: Plan) -> Markup:
     line = {"type": "line", "line": {"color": "#c2410c", "dash": "dash"}}
     shapes = []
     if plan.limits.by_s is not None:
-        shapes.append(
-            line | {"x0": plan.limits.by_s / 3600, "x1": plan.limits.by_s / 3600, "yref": "paper", "y0": 0, "y1": 1}
-        )
+        limit_h = plan.limits.by_s / 3600
+        shapes.append(line | {"x0": limit_h, "x1": limit_h, "yref": "paper", "y0": 0, "y1": 1})
     if plan.limits.budget is not None:
         shapes.append(line | {"y0": plan.limits.budget, "y1": plan.limits.budget, "xref": "paper", "x0": 0, "x1": 1})
     axes = {"xaxis": {"type": "log", "title": "hours"}, "yaxis": {"type": "log", "title": "cost, US dollars"}}

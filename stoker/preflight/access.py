@@ -1,8 +1,7 @@
 """Whether the data can be read and the run folder written, tried with the credentials that training will use.
 
 Reading: one listing and one byte of one object. Writing: a tiny object of its own name, which is read back and deleted;
-nothing else is written or deleted, and nothing at all into the data. The message of a refused request is that of
-`storage/failures.py`, so that it is the same here and in training.
+nothing else is written, and nothing at all into the data. Messages of refused requests are those of training.
 """
 
 import os
@@ -27,7 +26,6 @@ from stoker.storage.uri import WRITABLE_SCHEMES, StorageUri, expand_variables, i
 TIMEOUT_S = 4.0
 """Of a request with its retries; a store that never responded is given up after a sixth of it."""
 PROBE_NAME = ".stoker-check-"
-"""Start of the name of what is written."""
 
 
 class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,11 +41,8 @@ REFUSALS = msgspec.convert(read_toml("refusals.toml")["refusals"], list[_Refusal
 
 
 def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Reads from the data, writes into the run folder.
-
-    data: a path, a URI, "demo" (which has no files) or None. run_dir: a path, a URI or None: Vertex AI's folder for
-    checkpoints, which `env` names, else `runs/` in the current folder.
-    """
+    """Reads from the data, writes into the run folder. data: a path, a URI, "demo" (which has no files) or None.
+    run_dir: a path, a URI or None: Vertex AI's folder for checkpoints, which `env` names, else `runs/`."""
     folder = run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs"
     with ThreadPoolExecutor(max_workers=1) as pool:
         readable = pool.submit(check_readable, data) if data and data != "demo" else None
@@ -76,8 +71,7 @@ def _tried(id: str, location: str, place: str, attempt: Callable[[], Finding]) -
 
 
 def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> Finding:
-    """The finding for an error of the storage layer: what it says, and the fix, sharpened where the response tells more
-    than the status."""
+    """The finding for an error of the storage layer; its fix is sharper where the response tells more than a status."""
     cause, fix = error.cause or "", error.fix or ""
     kind = caused_by(error) if isinstance(error, StorageError) else None
     scheme, _, path = location.partition("://")
@@ -87,9 +81,8 @@ def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> F
     profile = os.environ.get("AWS_PROFILE")
     login = f"aws sso login --profile {profile}" if profile else "aws sso login, or fetch new temporary keys"
     for row in REFUSALS:
-        is_case = all(
-            wanted in ("", found) for wanted, found in ((row.scheme, scheme), (row.kind, kind), (row.id, id))
-        ) and not (row.unless and row.unless in os.environ)
+        facts = ((row.scheme, scheme), (row.kind, kind), (row.id, id))
+        is_case = all(wanted in ("", found) for wanted, found in facts) and row.unless not in os.environ
         if is_case and re.search(row.pattern, f"{error.what} {cause}", re.IGNORECASE):
             fix = row.fix.format(fix=fix, login=login, bucket=path.partition("/")[0])
             break
@@ -106,11 +99,9 @@ def _read(location: str) -> Finding:
         path = Path(text)
         if not path.exists() and not any(path.parent.glob(path.name)):
             raise StorageError("The data does not exist.", location=path, fix="correct the path, or mount its disk")
-        readable = os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)) or not path.exists()
-        if not readable:
-            raise StorageError(
-                "The data cannot be read.", location=path, cause=_owner(path), fix=f"chmod -R a+rX {path}"
-            )
+        if path.exists() and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+            fix = f"chmod -R a+rX {path}"
+            raise StorageError("The data cannot be read.", location=path, cause=_owner(path), fix=fix)
         return describe("data_access", location, evidence=f"{'folder' if path.is_dir() else 'file'} on this machine")
     uri = parse_uri(text)
     store = Store(uri, timeouts=Timeouts(TIMEOUT_S))
@@ -139,9 +130,8 @@ def _write(location: str) -> Finding:
 
 
 def _write_file(location: str, folder: Path) -> Finding:
-    existing = folder.absolute()
-    while not existing.exists() and existing.parent != existing:
-        existing = existing.parent
+    absolute = folder.absolute()
+    existing = next(path for path in (absolute, *absolute.parents) if path.exists())
     if not existing.is_dir():
         raise StorageError("The run folder is not a folder.", location=existing, fix="name another --run-dir")
     try:
@@ -150,12 +140,9 @@ def _write_file(location: str, folder: Path) -> Finding:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise StorageError(
-            "The run folder cannot be written.",
-            location=existing,
-            cause=f"{error.strerror or error}; {_owner(existing)}",
-            fix=f"name another --run-dir, or: sudo chown $(id -u) {existing}",
-        ) from error
+        cause = f"{error.strerror or error}; {_owner(existing)}"
+        fix = f"name another --run-dir, or: sudo chown $(id -u) {existing}"
+        raise StorageError("The run folder cannot be written.", location=existing, cause=cause, fix=fix) from error
     return describe("run_access", location, evidence=f"wrote and deleted a file in {existing}")
 
 

@@ -2,10 +2,8 @@
 `check_files.toml`, and programs that run for a limited time.
 
 A probe is a function that returns findings, worst or not. What it could not find out is a finding of severity
-`unknown`, with the reason: never an exception, never silence.
-
-A row has the severity and the texts of one finding, with {names} for what the probe has measured or read. Where an id
-has several texts, its rows are called id/variant. What is measured and when a finding is made is in the probes.
+`unknown`, with the reason: never an exception, never silence. A row has the severity and the texts of one finding, with
+{names} for what the probe has measured or read. Where an id has several texts, its rows are called id/variant.
 """
 
 import contextlib
@@ -52,10 +50,6 @@ def make_finding(id: str, severity: Severity, title: str, evidence: str, fix: st
     return Finding(id=id, severity=severity, title=title, evidence=items, fix=fix, place=place)
 
 
-def ok(id: str, title: str, evidence: str, place: str = "") -> Finding:
-    return make_finding(id, "ok", title, evidence, place=place)
-
-
 def unknown(id: str, title: str, evidence: str, fix: str = "") -> Finding:
     return make_finding(id, "unknown", title, evidence, fix)
 
@@ -86,8 +80,7 @@ def run_program(
     watch: Callable[[str], bool] = lambda _: True,
 ) -> Ended:
     """Waits for the end, in a process group of its own. watch: called ten times a second with the errors so far; False
-    ends the program. Raises subprocess.TimeoutExpired, with the errors as `stderr`, after it has killed the program and
-    what it started. A process that hangs in a driver is left behind."""
+    ends the program. Raises subprocess.TimeoutExpired, with the errors as `stderr`, after it has killed the group."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # pipes would wait for grandchildren
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=env, start_new_session=True

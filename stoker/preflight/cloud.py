@@ -182,8 +182,7 @@ def _read_amazon(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
 
 
 def _is_over(events: str) -> bool:
-    """Whether all scheduled events are completed or canceled: [{"Code": "system-reboot", "NotBefore": "21 Jan 2019
-    09:00:43 GMT", "State": "active"}]."""
+    """Whether all scheduled events are completed or canceled: [{"Code": "system-reboot", …, "State": "active"}]."""
     states = re.findall(r'"State"\s*:\s*"(\w+)"', events)
     return events == "[]" or (bool(states) and all(state in ("completed", "canceled") for state in states))
 
@@ -254,8 +253,7 @@ def check_region(
 
 
 def _google_location(bucket: str, env: Mapping[str, str]) -> str | None:
-    """The location of a bucket by the JSON API's storageLayout, which who may list the bucket may read. The token is
-    the machine's service account's; other credentials are not tried here."""
+    """The location of a bucket by the JSON API's storageLayout, with the token of the machine's service account."""
     endpoint = find_endpoint("gs")
     headers: dict[str, str] = {}
     if endpoint is None:

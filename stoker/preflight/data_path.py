@@ -2,8 +2,7 @@
 
 A few seconds of the loader's own reads, with as many at once as the loader would come to use: threads that read local
 files (whose pages are dropped from the page cache before), or requests of the fetcher to a bucket. Decoding is measured
-on the images that were read. The result names the limit (reading or decoding) and what to do about it. Files
-and objects are only read. Each image is read once, in an order that differs from check to check, so that the second
+on the images that were read. Each image is read once, in an order that differs from check to check, so that the second
 check does not measure the caches that the first one filled.
 """
 
@@ -91,11 +90,8 @@ def check_data_path(
     max_side: int = MAX_SIDE,
     env: Mapping[str, str] = os.environ,
 ) -> list[Finding]:
-    """Images per second from where the data is, against the demand, and the region of its bucket.
-
-    demand_images_per_s: what the device takes; None: not known. demand_text: the clause before that number, "the GPU
-    takes". seconds: for reading. max_side: of the model input.
-    """
+    """Images per second from where the data is, against the demand, and the region of its bucket. demand_images_per_s:
+    what the device takes; None: not known. demand_text: the clause before that number. max_side: of the model input."""
     try:
         images = _sample_order(index)
         rate, encoded = _measure_reads(index, images, seconds)
@@ -155,8 +151,7 @@ def judge(
 
 def _describe_place(index: Index) -> tuple[str, str]:
     """(kind, label) of where the images are. Kind: remote, bucket (shown as a folder by a program), mount (another
-    network file system), disk. Label: the subject of the finding; not "hard disk", as virtual disks say that they are
-    one."""
+    network file system), disk. Label: the subject of the finding."""
     remote = index.remote_object(int(index.image_indices(index.splits[0])[0]))
     if remote is not None:
         return "remote", "web server" if remote[0].uri.scheme in ("https", "http") else "bucket"
@@ -205,8 +200,7 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
 
 
 class _FileReader:
-    """Reads files in threads, as many as the loader comes to where its workers mostly read. The threads are daemons: a
-    storage that hangs is left behind."""
+    """Reads files in as many threads as the loader would come to, daemons: a storage that hangs is left behind."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -291,8 +285,7 @@ def _measure(
 
 
 def _all_cold(index: Index, cold: list[bool | None]) -> bool | None:
-    """False if most reads came from the page cache. None: the kernel does not tell. A file system in memory has no
-    other copy: its reads count as they are."""
+    """False if most reads came from the page cache, but of a file system in memory. None: the kernel does not tell."""
     known = [was_cold for was_cold in cold if was_cold is not None]
     if not known:
         return None
@@ -327,8 +320,7 @@ def _throttled(store: Store) -> int:
 
 
 def _measure_decoding(index: Index, encoded: list[tuple[int, bytes]], max_side: int) -> float | None:
-    """CPU-seconds of one image; None if none could be decoded. Files that cannot be decoded are skipped: `stoker data
-    check` names them."""
+    """CPU-seconds of one image; None if none could be decoded. Others are skipped: `stoker data check` names them."""
     spent: list[float] = []
     end_s = time.perf_counter() + DECODE_S
     for image, data in encoded[:MAX_DECODED]:

@@ -2,8 +2,7 @@
 
 Three sources are compared: what shows that a GPU is there, what the driver says (`telemetry/gpu.py`), and a trial in a
 process of its own, which really multiplies and convolves (`hardware/cuda_trial.py`). `check_gpu` collects them as
-`GpuFacts`, from which each rule makes its findings; those about versions and about each GPU are in `gpu_rules.py`.
-Whether the model fits the memory is tried in `planning/check.py`.
+`GpuFacts`; the rules about versions and each GPU are in `gpu_rules.py`. Not here: memory (`planning/check.py`).
 """
 
 import os
@@ -83,7 +82,8 @@ def check_gpu(
         return [describe("device", text=text, evidence=evidence)]
     seconds = DEEP_TRIAL_SECONDS if deep else TRIAL_SECONDS
     command = [*trial_command, str(seconds), *([device] if device else [])]
-    driver, trial = _observe(command, timeout_s + (10 * DEEP_TRIAL_SECONDS if deep else 0.0), env, read_state)
+    limit_s = timeout_s + (10 * DEEP_TRIAL_SECONDS if deep else 0.0)
+    driver, trial = _observe(command, limit_s, TimeoutWorker(lambda: read_state(env), name="driver"))
     lines = None if driver is None or not driver.num_gpus else read_kernel_lines(log=kernel_log)
     facts = GpuFacts(device=device, env=env, root=root, driver=driver, trial=trial, kernel_lines=lines)
     rules = (device_findings, version_findings, gpu_findings, xid_findings)
@@ -91,20 +91,17 @@ def check_gpu(
 
 
 def _observe(
-    command: Sequence[str],
-    timeout_s: float,
-    env: Mapping[str, str],
-    read_state: Callable[[Mapping[str, str]], DriverState],
+    command: Sequence[str], timeout_s: float, worker: TimeoutWorker[DriverState]
 ) -> tuple[DriverState | None, Trial]:
     """The driver before the trial, with clocks and links as they were while the GPU was busiest, and the trial."""
-    worker = TimeoutWorker(lambda: read_state(env), name="driver")
     state = worker.call(DRIVER_TIMEOUT_S)
     busiest = state
 
-    def watch() -> None:
+    def watch(_errors: str) -> bool:
         nonlocal busiest
         if state is not None and state.gpus and (now := worker.call(1.0)) is not None:
             busiest = max(busiest or now, now, key=lambda driver: sum(g.sample.utilization or 0.0 for g in driver.gpus))
+        return True
 
     trial = run_trial(command, timeout_s, watch)
     worker.stop()
@@ -117,15 +114,10 @@ def _observe(
     return msgspec.structs.replace(state, gpus=gpus), trial
 
 
-def run_trial(command: Sequence[str], timeout_s: float, watch: Callable[[], None]) -> Trial:
-    """Runs the trial program, and kills it after a time. watch: called several times a second meanwhile."""
-
-    def go_on(_errors: str) -> bool:
-        watch()
-        return True
-
+def run_trial(command: Sequence[str], timeout_s: float, watch: Callable[[str], bool]) -> Trial:
+    """Runs the trial program, and kills it after a time. watch: as for `run_program`."""
     try:
-        ended = run_program(command, timeout_s, watch=go_on)
+        ended = run_program(command, timeout_s, watch=watch)
     except subprocess.TimeoutExpired as expired:
         stage = _last_stage((expired.stderr or b"").decode(errors="replace"))
         return Trial(facts=None, stage=stage, error=f"was still {stage} after {timeout_s:.0f} s", timed_out=True)
@@ -275,8 +267,7 @@ def quick_gpu_findings(device: Device, env: Mapping[str, str], root: Path) -> li
 
 
 def without_own(driver: DriverState, index: int) -> DriverState:
-    """Only the GPU of the training, with the processes that are not part of it. In a container with PIDs of its own,
-    they cannot be told apart: none is kept."""
+    """Only the GPU of the training, with the processes of others; none in a container with PIDs of its own."""
     own = set(list_process_tree(os.getpid())) if in_host_pid_namespace() else None
     gpus = []
     for state in driver.gpus[index : index + 1]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from packaging.version import Version
 
 from stoker.diagnosis.causes.gpu import PCIE_DEGRADED, find_xid
 from stoker.findings.finding import Finding, Severity
@@ -26,7 +27,6 @@ DRIVER_TIMEOUT_S = 5.0
 MAX_USED_FRACTION = 0.05
 """Fraction of a GPU's memory that may be in use before a training starts (heuristic: a desktop takes 1 to 4 %)."""
 MAX_XIDS = 5
-"""Errors of the kernel's log that are named."""
 SLOWDOWNS = {"throttled_heat": 0x08 | 0x20 | 0x40, "throttled_power": 0x80, "clocks_set": 0x02}
 """Finding → bits of NVML's clocks event reasons. The software power cap (0x04) is how large GPUs work."""
 
@@ -91,7 +91,7 @@ def version_findings(facts: GpuFacts) -> Iterator[Finding]:
 def driver_is_too_old(found: TorchFacts, version: str | None) -> str | None:
     """A clause, or None if it is new enough or one of the versions is not known."""
     minimum = DRIVERS_BY_MAJOR.get(int((found.cuda or "0").partition(".")[0]))
-    if version is None or minimum is None or _version_tuple(version) >= _version_tuple(minimum):
+    if version is None or minimum is None or Version(version) >= Version(minimum):
         return None
     return f"driver {version} is older than CUDA {found.cuda} needs ({minimum} or newer)"
 
@@ -118,7 +118,7 @@ def runs_on(arch_list: Sequence[str], capability: tuple[int, int]) -> bool:
 def _cudnn(found: TorchFacts) -> Iterator[Finding]:
     folders = sorted({path.rpartition("/")[0] for path in found.libraries if "/libcudnn" in path})
     text = ", ".join(folders) or "loaded by torch"
-    required = None if found.cudnn_required is None else _version_tuple(found.cudnn_required)[:3]
+    required = None if found.cudnn_required is None else Version(found.cudnn_required).release[:3]
     loaded = _cudnn_tuple(found.cudnn)
     if found.cudnn_error:
         yield describe("cudnn_mismatch", evidence=found.cudnn_error)
@@ -139,10 +139,6 @@ def _cudnn_tuple(version: int | None) -> tuple[int, ...] | None:
         return None
     major, rest = divmod(version, 10_000) if version >= 90_000 else divmod(version, 1_000)
     return (major, *divmod(rest, 100))
-
-
-def _version_tuple(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
 
 
 def gpu_findings(facts: GpuFacts) -> Iterator[Finding]:

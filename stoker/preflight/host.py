@@ -23,8 +23,7 @@ from stoker.profiling.telemetry import machine
 from stoker.report import format as fmt
 
 CORES_PER_GPU = 4
-"""Where the loader's need is not known: fewer than the smallest GPU machines of the clouds have (AWS g4dn.xlarge: 4,
-GCP g2-standard-4: 4)."""
+"""Where the loader's need is not known: as the smallest GPU machines of AWS (g4dn.xlarge) and GCP (g2-standard-4)."""
 MIN_FREE_MEMORY_BYTES = 2 * 2**30
 """torch with CUDA takes 1 GiB and more of a process; the rest is for images (heuristic)."""
 MIN_FILES = 1024
@@ -56,8 +55,12 @@ class Host:
     env: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
     root: Path = Path("/")
     cgroup: Cgroup = dataclasses.field(default_factory=Cgroup)
-    affinity: frozenset[int] | None = None
-    """Cores of this process; None: asks the kernel."""
+    affinity: int = dataclasses.field(
+        default_factory=lambda: (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        )
+    )
+    """Cores that the kernel lets this process use, without the quota."""
     max_files: int | None = None
     write_bytes: int = WRITE_BYTES
     """Bytes that are written to measure the disk; 0: it is not measured."""
@@ -65,17 +68,9 @@ class Host:
     """Servers whose `Date` header is compared with the clock."""
 
     @property
-    def cpus(self) -> frozenset[int]:
-        if self.affinity is not None:
-            return self.affinity
-        if hasattr(os, "sched_getaffinity"):
-            return frozenset(os.sched_getaffinity(0))
-        return frozenset(range(os.cpu_count() or 1))
-
-    @property
     def cores(self) -> float:
         quota = self.cgroup.cpu_limit_cores()
-        return float(len(self.cpus)) if quota is None else min(float(len(self.cpus)), quota)
+        return float(self.affinity) if quota is None else min(float(self.affinity), quota)
 
 
 def check_host(host: Host) -> list[Finding]:
@@ -100,7 +95,7 @@ def cores(host: Host) -> Iterator[Finding]:
 
 
 def cpu_quota(host: Host) -> Iterator[Finding]:
-    quota, visible = host.cgroup.cpu_limit_cores(), len(host.cpus)
+    quota, visible = host.cgroup.cpu_limit_cores(), host.affinity
     if quota is None or quota >= visible:
         return
     evidence = f"the cgroup's quota is {quota:g} cores, the affinity {visible}"

@@ -6,8 +6,7 @@ all-reduce between them:
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=node-0 MASTER_PORT=29500 python -m stoker.preflight.network SECONDS JOIN_SECONDS
 
 Where the processes do not meet, the reason is searched: a name that does not resolve, a port that nothing answers on,
-a wrong interface. The description of the job comes from the caller (`training/cluster.py`); a process alone has nothing
-to check.
+a wrong interface. The description of the job comes from the caller (`training/cluster.py`).
 """
 
 import datetime
@@ -19,18 +18,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import psutil
+import torch
+import torch.distributed as dist
 
 from stoker.errors import StokerError
 from stoker.findings.finding import Finding, Severity
+from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe, run_program
-
-if TYPE_CHECKING:
-    from stoker.hardware.device import Device
 
 JOIN_S = 15.0
 """For the other ranks to come: they are started by the same launcher, some seconds apart."""
@@ -44,13 +43,8 @@ NUM_SMALL = 50
 """All-reduces of one number, for the latency."""
 
 
-class _Latency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    local: float
-    remote: float
-
-
 class _Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    max_latency_s: _Latency
+    max_latency_s: dict[str, float]
     gloo_loopback: float
     ethernet_fraction: float
     gloo_cap: float
@@ -147,11 +141,10 @@ def check_network(
 
 
 def judge_speed(measured: Measurement, interface: Interface | None, *, local: bool) -> list[Finding]:
-    """Bandwidth and latency against the floor of the link. interface: over which the other ranks are reached; local:
-    all are on this machine."""
+    """Bandwidth and latency against the floor of the link. interface: to the other ranks; local: all are here."""
     link, floor = link_floor(measured, interface, local=local)
     bus, latency_ms = measured.bus_bytes_per_s, measured.latency_s * 1e3
-    limit_ms = 1e3 * (LINKS.max_latency_s.local if local else LINKS.max_latency_s.remote)
+    limit_ms = 1e3 * LINKS.max_latency_s["local" if local else "remote"]
     figures = f"{bus / 1e9:.3g} GB/s, latency {latency_ms:.2g} ms"
     evidence = (
         f"{measured.count} all-reduces of {measured.size_bytes / 1e6:.1f} MB between {measured.world_size} ranks with "
@@ -306,11 +299,6 @@ def main(seconds: float, join_s: float) -> None:
     """Prints one line of JSON, a `Measurement`: with NCCL where every rank has a GPU of its own (untested on GPU), else
     with gloo on tensors of the CPU. In a process of its own, because a process group that does not form cannot be given
     up from inside, and because it leaves no state of torch.distributed in the caller."""
-    import torch
-    import torch.distributed as dist
-
-    from stoker.hardware.device import Device
-
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if accelerator is not None and torch.accelerator.device_count() >= local_size:
@@ -326,10 +314,8 @@ def main(seconds: float, join_s: float) -> None:
     print(msgspec.json.encode(measurement).decode(), flush=True)
 
 
-def measure(device: "Device", seconds: float) -> Measurement:
+def measure(device: Device, seconds: float) -> Measurement:
     """What this rank measures in about so many seconds, in the process group that it is in; all ranks call it."""
-    import torch
-    import torch.distributed as dist
 
     def agreed(value: float) -> int:
         """The value of rank 0."""
@@ -353,12 +339,8 @@ def measure(device: "Device", seconds: float) -> Measurement:
     )
 
 
-def timed(device: "Device", size_bytes: int, count: int, *, half: bool = False) -> float:
-    """Seconds of `count` all-reduces of so many bytes, after one more; the same numbers on all ranks. half: of bf16
-    numbers instead of fp32."""
-    import torch
-    import torch.distributed as dist
-
+def timed(device: Device, size_bytes: int, count: int, *, half: bool = False) -> float:
+    """Seconds of `count` all-reduces of so many bytes, after one more; the same on all ranks. half: bf16, not fp32."""
     dtype = torch.bfloat16 if half else torch.float32
     tensor = torch.zeros(max(1, size_bytes // dtype.itemsize), dtype=dtype, device=device.torch_device)
     dist.all_reduce(tensor)

@@ -15,14 +15,12 @@ from stoker.hardware.device import Device
 from stoker.preflight import host
 
 QUICK_HOST_RULES = (host.cores, host.cpu_quota, host.threads, host.memory, host.file_handles, host.disk)
-"""They read some small files."""
 
 
 def require_meant_device(
     device: Device, requested: str | None, *, env: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> None:
     """Raises PreflightError where training would run on the CPU although the machine has a GPU, or should have one.
-
     requested: the setting `--device`; None leaves the choice to stoker."""
     if requested is not None or not device.is_cpu or not gpu_evidence(env, root):
         return

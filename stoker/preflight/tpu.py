@@ -1,12 +1,11 @@
 """Whether the TPU of this machine can be used: its driver, the library, and whether another process has it.
 
-Notices of a preemption come from the metadata service, as on other machines of Google Cloud (`cloud.py`). It never ran
-on a TPU: docs/gpu-status.md.
+Notices of a preemption come from the metadata service (`cloud.py`). It never ran on a TPU: docs/gpu-status.md.
 """
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from stoker.findings.finding import Finding
@@ -16,17 +15,13 @@ from stoker.preflight.catalog import describe
 PACKAGES = ("torch_tpu", "libtpu")
 
 
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def concerns_tpu(device: str | None, root: Path = Path("/")) -> bool:
     """Whether to look at TPUs: one is asked for, or there."""
     return (device or "").partition(":")[0] == "tpu" or (device is None and bool(tpu.pci_chips(root)))
 
 
 def check_tpu(
-    *, device: str | None = None, root: Path = Path("/"), is_installed: Callable[[str], bool] = _is_installed
+    *, device: str | None = None, root: Path = Path("/"), is_installed: Callable[[str], object] = find_spec
 ) -> list[Finding]:
     """device: as `--device`; root: with /sys, /proc, /dev, /tmp."""
     chips = tpu.pci_chips(root)

@@ -1,10 +1,9 @@
-"""Environment variables that name data, output, credentials or a cluster: whether they exist, are well formed and point
-somewhere.
+"""Environment variables that name data, output, credentials or a cluster: whether they are well formed and what they
+name is there.
 
 They are set by platforms (Vertex AI, SageMaker, Slurm), by Dockerfiles and by hand, and a wrong one is noticed late: a
-path that does not exist, quotes that docker's --env-file kept, a name with a typing error, which is silently ignored.
-Values of variables whose name says that they are secret are never shown. Which variables is in
-`knowledge/variables.toml`; reads and writes of buckets are tried by `access.py`.
+path that does not exist, quotes that docker's --env-file kept, a name with a typing error. Secret values are never
+shown. Which variables is in `knowledge/variables.toml`; reads and writes of buckets are tried by `access.py`.
 """
 
 import json
@@ -186,12 +185,10 @@ def _check_location(name: str, value: str, *, contact: bool) -> Finding:
         try:
             uri = parse_uri(value)
         except ConfigError as error:
-            texts: dict[str, Any] = {
-                "problem": error.what.removesuffix("."),
-                "value": _shown(value),
-                "fix": error.fix or "",
-            }
-            return describe("variable_uri", name, severity=worst, name=name, **texts)
+            problem, fix = error.what.removesuffix("."), error.fix or ""
+            return describe(
+                "variable_uri", name, severity=worst, name=name, problem=problem, value=_shown(value), fix=fix
+            )
         if not contact or uri.scheme not in WRITABLE_SCHEMES:
             return _fine(name, "is a well-formed URI", f"{_shown(value)}; it was not requested")
     is_output = re.fullmatch(TABLE.output, name) is not None

@@ -130,7 +130,7 @@ def test_time_by_hand_when_the_gpu_is_the_limit() -> None:
     assert row.device_img_per_s.expected == pytest.approx(160)
     assert row.parts_s["training"].expected == pytest.approx(750)
     assert row.parts_s["evaluation"].expected == pytest.approx(30)
-    startup = UNCERTAIN.startup_s.expected + UNCERTAIN.machine_start_s.expected
+    startup = UNCERTAIN["startup_s"].expected + UNCERTAIN["machine_start_s"].expected
     assert row.parts_s["startup"].expected == pytest.approx(startup)
     assert row.limited_by == "compute"
     assert row.required_mb_per_s == pytest.approx(16)

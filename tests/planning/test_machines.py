@@ -8,7 +8,7 @@ import torch
 from stoker.errors import ConfigError, UsageError
 from stoker.hardware import prices
 from stoker.hardware.device import Device
-from stoker.planning import machines as machines_module
+from stoker.knowledge import read_toml
 from stoker.planning.machines import (
     GPUS,
     THIS_MACHINE,
@@ -172,7 +172,7 @@ def machines_table() -> str:
             f"| {m.name} | {m.gpus} × {m.accelerator} | {m.vcpus:g} | {m.memory_gib:g} | {m.ssd_gb:g} "
             f"| {m.network_gbit:g} | {link} | {price} |"
         )
-    sources = [f"{key.upper()}: {text}" for key, text in machines_module._table()["sources"].items()]
+    sources = [f"{key.upper()}: {text}" for key, text in read_toml("machines.toml")["sources"].items()]
     lines += [
         "",
         f"Prices: {describe_prices()}. Sources of the rest:",

@@ -18,7 +18,6 @@ from stoker.preflight import host as probes
 from stoker.preflight.host import Host, check_host, clock_skew_s
 
 GIB = 2**30
-EIGHT = frozenset(range(8))
 
 
 def meminfo(total: int, available: int, swap: int = 0) -> str:
@@ -40,7 +39,7 @@ def host(tmp_path: Path) -> Host:
         env={},
         root=tmp_path,
         cgroup=Cgroup(tmp_path / "cgroup", tmp_path / "member"),
-        affinity=EIGHT,
+        affinity=8,
         max_files=65536,
         write_bytes=2**20,
     )

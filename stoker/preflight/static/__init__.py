@@ -1,9 +1,8 @@
 """What a Dockerfile, a list of requirements and a training script say about a job before it starts: `stoker check
 --dockerfile --requirements --script`. Files are read, never run; nothing is installed or downloaded.
 
-Dockerfiles are read by `image.py`, requirements by `requirements.py`; what does not belong together in them is in
-`version_rules.py`. Scripts are read and judged by `script_rules.py`. Versions and names are in `tables.py`. All rules
-are listed in docs/check-static.md.
+Dockerfiles are read by `image.py`, requirements by `requirements.py`, and judged by `version_rules.py`; scripts by
+`script_rules.py`. Versions and names are in `tables.py`. All rules are listed in docs/check-static.md.
 """
 
 from collections.abc import Callable
@@ -21,8 +20,7 @@ def check_sources(
     *, dockerfile: Path | None, requirements: Path | None, script: Path | None, driver: str | None = None
 ) -> list[Finding]:
     """Findings of the files given, worst first, each with FILE:LINE. requirements: requirements.txt, environment.yml or
-    pyproject.toml; driver: version of the NVIDIA driver of the machine that will run them, 535 or 535.104.05. A file
-    that cannot be read or understood is a finding; nothing is raised."""
+    pyproject.toml; driver: NVIDIA's of the machine that will run them, 535 or 535.104.05. Raises nothing."""
     found: list[Finding] = []
 
     def attempt(path: Path, read: Callable[[Path], None]) -> None:

@@ -1,9 +1,8 @@
 """What a container image will have, read from its Dockerfile: base image, packages, CUDA, cuDNN, Python, variables.
 
-A Dockerfile is read into stages and the commands of their shells, each word with its line: continuations, comments
-between them, heredocs, the exec form and the values of ARG and ENV are understood, in linear time. Only the stage that
-is built last counts, and what it copies from others. The commands of RUN are recognized, not run: apt, pip, uv, conda,
-CUDA's installer. What is not recognized is unknown, and no rule speaks of it.
+A Dockerfile is read into stages and the commands of their shells, each word with its line, in linear time:
+continuations, heredocs, the exec form, values of ARG and ENV. Only the stage that is built last counts, and what it
+copies from others. Commands of apt, pip, uv, conda and CUDA's installer are recognized, others unknown.
 """
 
 import bisect
@@ -21,7 +20,7 @@ from typing import NamedTuple
 from stoker.findings.finding import Finding
 from stoker.preflight.catalog import describe
 from stoker.preflight.static import requirements
-from stoker.preflight.static.requirements import Options, Package, read_package, read_text
+from stoker.preflight.static.requirements import Options, Package, Requested, read_package, read_text
 from stoker.preflight.static.tables import IMAGES, PACKAGES, TENSORFLOW, UBUNTU, Minor, cuda_of_tag, minor
 
 MAX_BYTES = 1 << 18
@@ -72,7 +71,6 @@ class Instruction:
     starts: tuple[int, ...]
     """Offsets in `text` at which a line of the file begins."""
     lines: tuple[int, ...]
-    """The numbers of these lines."""
 
     @property
     def line(self) -> int:
@@ -80,8 +78,7 @@ class Instruction:
 
     def words(self, *, shell: bool = False) -> list[Word]:
         """The words of the first line, or of the exec form `["pip", "install"]`, without their quotes. shell: those
-        that a shell sees, without comments and redirections, with the word "\n" at each end of a command; of heredocs
-        only those that a shell runs."""
+        that a shell sees, also in its heredocs, without comments and redirections, with "\n" after each command."""
         head, _, body = self.text.partition("\n")
         end = len(self.text) if shell and body and _SHELL_HEREDOC.match(head) else len(head)
         pattern = _SHELL_TOKEN if shell else _WORD
@@ -159,8 +156,7 @@ def read_instructions(text: str) -> Iterator[Instruction]:
 
 
 def read_stages(text: str) -> list[Stage]:
-    """The stages of a Dockerfile. A stage that begins with another one has what that one has: its variables, commands
-    and copies, in front of its own."""
+    """The stages of a Dockerfile. One that begins with another has that one's variables, commands and copies first."""
     stages: list[Stage] = []
     before: dict[str, str] = {}
     for instruction in read_instructions(text):
@@ -196,8 +192,7 @@ def _stage(instruction: Instruction, before: dict[str, str], stages: list[Stage]
 
 
 def _assignments(instruction: Instruction, variables: dict[str, str]) -> list[tuple[str, Word]]:
-    """The names and values of ARG and ENV. An ARG without a value has an empty one. `ENV NAME a value` is the
-    old form."""
+    """The names and values of ARG, empty where it has none, and of ENV, also in its old form `ENV NAME a value`."""
     words = instruction.words()
     if instruction.name == "ENV" and words and "=" not in words[0].text:
         value = " ".join(instruction.text.split(maxsplit=1)[1:]).strip().strip("\"'")
@@ -294,8 +289,7 @@ class Image:
     read_files: set[Path] = field(default_factory=set)
 
     def get(self, *names: str) -> Package | None:
-        """Of the first of these packages that is there, the request that decides its version: the last one that the
-        version before it does not meet."""
+        """Of the first of these packages that is there, the last request that the version before it does not meet."""
         for name in names:
             current: Package | None = None
             for package in self.packages:
@@ -325,7 +319,8 @@ class Image:
     def add_requested(self, path: Path, *, name: str, options: Options) -> None:
         """What a file of requirements asks for. Raises OSError, ValueError. name: how its places call it."""
         self.read_files.add(path.resolve())
-        requested = requirements.read_requested(path, options=options, name=name)
+        requested = Requested()
+        requested.read(path, name, options)
         for package in requested.packages:
             self.add(package)
         self.python = self.python or requested.python
@@ -348,8 +343,7 @@ def _keeps(current: Package, later: Package) -> bool:
 
 
 def read_image(path: Path, *, given: Path | None = None) -> Image:
-    """The image of a Dockerfile. given: a requirements file that is passed besides, so that `-r` of this name is found.
-    Raises OSError, ValueError."""
+    """The image of a Dockerfile. given: a requirements file that `-r` of its name means. Raises OSError, ValueError."""
     stages = read_stages(read_text(path, MAX_BYTES))
     if not stages:
         raise ValueError("has no FROM: is it a Dockerfile?")
@@ -357,8 +351,7 @@ def read_image(path: Path, *, given: Path | None = None) -> Image:
 
 
 def _arguments(words: Sequence[Word], with_value: frozenset[str]) -> Iterator[tuple[str, Word]]:
-    """(option, its value) of each option of a command, and ("", argument) of the others. with_value: the options that
-    take the next word."""
+    """(option, value) of each option of a command, ("", argument) of the others. with_value: those that take a word."""
     rest = iter(words)
     for word in rest:
         option, equals, value = word.text.partition("=") if word.text.startswith("--") else (word.text, "", "")
@@ -398,9 +391,8 @@ class _Reader:
         mentioned = " ".join(words).lower().replace("and-cuda", "")
         image.without_cuda = image.without_cuda and "cuda" not in mentioned
         image.without_cudnn = image.without_cudnn and "cudnn" not in mentioned
-        image.sets_library_path = "LD_LIBRARY_PATH" in image.environment or bool(
-            re.search("ld_library_path|ldconfig", mentioned)
-        )
+        sets_path = re.search("ld_library_path|ldconfig", mentioned) is not None
+        image.sets_library_path = sets_path or "LD_LIBRARY_PATH" in image.environment
         return image
 
     def place(self, word: Word) -> str:
@@ -535,9 +527,8 @@ class _Reader:
         names += ["/".join(parts[first:]) for first in range(len(parts))]
         roots = list(self.path.resolve().parents)[:MAX_CONTEXT_LEVELS]
         candidates = ((root / candidate).resolve() for root in roots for candidate in names)
-        return next(
-            (path for path in candidates if path.is_file() and any(path.is_relative_to(root) for root in roots)), None
-        )
+        found = (path for path in candidates if path.is_file() and any(path.is_relative_to(root) for root in roots))
+        return next(found, None)
 
 
 def _read_base(image: Image) -> None:

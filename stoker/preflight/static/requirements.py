@@ -68,7 +68,6 @@ class Package:
     source: str = "pip"
     """pip, conda, or image: it was there before."""
     build: str = ""
-    """Conda's build string."""
     options: Options = Options()
 
     @property
@@ -112,6 +111,85 @@ class Requested:
     python: Minor | None = None
     missing: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     """Files that could not be read: (name, place that names it, reason)."""
+    read_files: set[Path] = dataclasses.field(default_factory=set)
+
+    def read(self, path: Path, name: str, options: Options) -> None:
+        """Adds what a file asks for. name: how its places call it. Raises OSError, and ValueError with the reason."""
+        if path.suffix.lower() in (".yml", ".yaml"):
+            self._read_environment(path, name)
+        elif path.suffix.lower() == ".toml":
+            self._read_project(path, name)
+        else:
+            self._read_lines(path, name, options)
+
+    def _read_lines(self, path: Path, name: str, options: Options) -> None:
+        self.read_files.add(path.resolve())
+        lines = [(f"{name}:{number}", line) for number, line in _logical_lines(read_text(path, MAX_BYTES))]
+        self._add_lines(lines, path, name, options)
+
+    def _add_lines(self, lines: Sequence[tuple[str, str]], path: Path, name: str, options: Options) -> None:
+        """lines: (place, line of pip's format), of the file `path`. An index counts for all lines."""
+        for place, line in lines:
+            match = re.match(r"(-i|--index-url|--pypi-url|--extra-index-url|-f|--find-links)(?:\s+|=)(\S+)", line)
+            if match and (index := wheel_index(match[2])):
+                alone = match[1] in ("-i", "--index-url", "--pypi-url")
+                options = dataclasses.replace(options, index=index, index_alone=alone, index_place=place)
+        for place, line in lines:
+            if match := re.match(r"(?:--requirement[\s=]|-r)\s*(.+)", line):
+                other = path.parent / match[1]
+                if other.resolve() in self.read_files or len(self.read_files) >= MAX_FILES:
+                    continue
+                try:
+                    self._read_lines(other, str(Path(name).parent / match[1]), options)
+                except (OSError, ValueError) as error:
+                    self.missing.append((match[1], place, reason_of(error)))
+            elif not line.startswith("-"):
+                bare = re.split(r"\s--(?:hash|config-settings|global-option)", line)[0]
+                if package := read_package(bare, place=place, options=options):
+                    self.packages.append(package)
+                if len(self.packages) > MAX_PACKAGES:
+                    raise ValueError(f"asks for more than {MAX_PACKAGES} packages")
+
+    def _read_environment(self, path: Path, name: str) -> None:
+        """environment.yml. Only the list `dependencies`, and `pip` in it, is looked at."""
+        text = read_text(path, MAX_YAML_BYTES)
+        if text.count("[") + text.count("{") > MAX_YAML_BRACKETS:
+            raise ValueError(f"has more than {MAX_YAML_BRACKETS} brackets: is it an environment of conda?")
+        try:
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+        except (yaml.YAMLError, RecursionError) as error:
+            mark = getattr(error, "problem_mark", None)
+            raise ValueError(f"line {mark.line + 1}: {error}" if mark else "is nested too deeply") from error
+        for item in _items(root, "dependencies"):
+            for place, text in _scalars([item], name):
+                package = read_conda_package(text, place=place)
+                if package and package.name == "python":
+                    self.python = package.minor
+                self.packages += [package] if package else []
+            self._add_lines(_scalars(_items(item, "pip"), name), path, name, Options())
+
+    def _read_project(self, path: Path, name: str) -> None:
+        """pyproject.toml: [project] dependencies, and the indices of uv."""
+        text = read_text(path, MAX_BYTES)
+        try:
+            tables = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise ValueError(str(error) or "is nested too deeply") from error
+        lines = text.split("\n")
+        dependencies = [row for row in _at(tables, "project.dependencies", list) if isinstance(row, str)]
+        if not dependencies:
+            raise ValueError("has no dependencies in [project]; Poetry's own tables are not read")
+        self.python = _only_python(_at(tables, "project.requires-python", str))
+        rows = _at(tables, "tool.uv.index", list)
+        indices = {_at(row, "name", str): wheel_index(_at(row, "url", str)) for row in rows}
+        for requirement in dependencies[:MAX_PACKAGES]:
+            number = next((number for number, line in enumerate(lines, start=1) if requirement in line), 1)
+            if package := read_package(requirement, place=f"{name}:{number}"):
+                sources = _at(tables, "tool.uv.sources", dict).get(package.name)
+                named = [_at(row, "index", str) for row in (sources if isinstance(sources, list) else [sources])]
+                index = next((indices[name] for name in named if indices.get(name)), "")
+                options = Options(index=index, index_alone=bool(index), index_place=package.place)
+                self.packages.append(dataclasses.replace(package, options=options))
 
 
 def wheel_index(url: str) -> str:
@@ -155,51 +233,6 @@ def read_conda_package(text: str, *, place: str) -> Package | None:
     return Package(_CONDA_NAMES.get(name, canonicalize_name(name)), version, place, text, source="conda", build=build)
 
 
-def read_requested(path: Path, *, options: Options = Options(), name: str | None = None) -> Requested:
-    """What a file asks for. Raises OSError, and ValueError with line and reason for one that cannot be understood.
-    name: how its places call it."""
-    name = name or str(path)
-    if path.suffix.lower() in (".yml", ".yaml"):
-        return _read_environment(path, name)
-    if path.suffix.lower() == ".toml":
-        return _read_project(path, name)
-    requested = Requested()
-    _read_lines(path, name, options, requested, set())
-    return requested
-
-
-def _read_lines(path: Path, name: str, options: Options, requested: Requested, seen: set[Path]) -> None:
-    seen.add(path.resolve())
-    lines = [(f"{name}:{number}", line) for number, line in _logical_lines(read_text(path, MAX_BYTES))]
-    _add_lines(lines, path, name, options, requested, seen)
-
-
-def _add_lines(
-    lines: Sequence[tuple[str, str]], path: Path, name: str, options: Options, requested: Requested, seen: set[Path]
-) -> None:
-    """lines: (place, line of pip's format), of the file `path`. An index counts for all lines."""
-    for place, line in lines:
-        match = re.match(r"(-i|--index-url|--pypi-url|--extra-index-url|-f|--find-links)(?:\s+|=)(\S+)", line)
-        if match and (index := wheel_index(match[2])):
-            alone = match[1] in ("-i", "--index-url", "--pypi-url")
-            options = dataclasses.replace(options, index=index, index_alone=alone, index_place=place)
-    for place, line in lines:
-        if match := re.match(r"(?:--requirement[\s=]|-r)\s*(.+)", line):
-            other = path.parent / match[1]
-            if other.resolve() in seen or len(seen) >= MAX_FILES:
-                continue
-            try:
-                _read_lines(other, str(Path(name).parent / match[1]), options, requested, seen)
-            except (OSError, ValueError) as error:
-                requested.missing.append((match[1], place, reason_of(error)))
-        elif not line.startswith("-"):
-            bare = re.split(r"\s--(?:hash|config-settings|global-option)", line)[0]
-            if package := read_package(bare, place=place, options=options):
-                requested.packages.append(package)
-            if len(requested.packages) > MAX_PACKAGES:
-                raise ValueError(f"asks for more than {MAX_PACKAGES} packages")
-
-
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     """The lines of a requirements file without comments, with continuations joined, and the number of the first."""
     parts: list[str] = []
@@ -213,27 +246,6 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
             parts = []
 
 
-def _read_environment(path: Path, name: str) -> Requested:
-    """environment.yml. Only the list `dependencies`, and `pip` in it, is looked at."""
-    text = read_text(path, MAX_YAML_BYTES)
-    if text.count("[") + text.count("{") > MAX_YAML_BRACKETS:
-        raise ValueError(f"has more than {MAX_YAML_BRACKETS} brackets: is it an environment of conda?")
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        raise ValueError(f"line {mark.line + 1}: {error}" if mark else "is nested too deeply") from error
-    requested = Requested()
-    for item in _items(root, "dependencies"):
-        for place, text in _scalars([item], name):
-            package = read_conda_package(text, place=place)
-            if package and package.name == "python":
-                requested.python = package.minor
-            requested.packages += [package] if package else []
-        _add_lines(_scalars(_items(item, "pip"), name), path, name, Options(), requested, set())
-    return requested
-
-
 def _items(node: yaml.Node | None, key: str) -> list[yaml.Node]:
     """The list that a mapping has under a key."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
@@ -245,30 +257,6 @@ def _scalars(nodes: Sequence[yaml.Node], name: str) -> list[tuple[str, str]]:
     """(place, text) of the nodes that are plain values."""
     plain = [node for node in nodes if isinstance(node, yaml.ScalarNode)]
     return [(f"{name}:{node.start_mark.line + 1}", str(node.value)) for node in plain]
-
-
-def _read_project(path: Path, name: str) -> Requested:
-    """pyproject.toml: [project] dependencies, and the indices of uv."""
-    text = read_text(path, MAX_BYTES)
-    try:
-        tables = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueError(str(error) or "is nested too deeply") from error
-    lines = text.split("\n")
-    dependencies = [row for row in _at(tables, "project.dependencies", list) if isinstance(row, str)]
-    if not dependencies:
-        raise ValueError("has no dependencies in [project]; Poetry's own tables are not read")
-    requested = Requested(python=_only_python(_at(tables, "project.requires-python", str)))
-    indices = {_at(row, "name", str): wheel_index(_at(row, "url", str)) for row in _at(tables, "tool.uv.index", list)}
-    for requirement in dependencies[:MAX_PACKAGES]:
-        number = next((number for number, line in enumerate(lines, start=1) if requirement in line), 1)
-        if package := read_package(requirement, place=f"{name}:{number}"):
-            sources = _at(tables, "tool.uv.sources", dict).get(package.name)
-            named = [_at(row, "index", str) for row in (sources if isinstance(sources, list) else [sources])]
-            index = next((indices[name] for name in named if indices.get(name)), "")
-            options = Options(index=index, index_alone=bool(index), index_place=package.place)
-            requested.packages.append(dataclasses.replace(package, options=options))
-    return requested
 
 
 def _at(table: Any, path: str, kind: type[Value]) -> Value:

@@ -1,13 +1,11 @@
 """What a training script does that wastes a GPU: tf.data pipelines, PyTorch's loaders and loops, devices, switches.
 
 Sources: tensorflow.org/guide/data_performance (parallel mapping, prefetching, vectorizing, caching),
-tensorflow.org/tutorials/distribute/input (global batch), PyTorch's performance tuning guide
-(pytorch.org/tutorials/recipes/recipes/tuning_guide.html), the API pages of the functions named. A map after `batch` is
-what TensorFlow's guide advises for cheap, vectorized work; only work that is done for one image at a time is reported
-there. A rule that needs the whole program speaks only of a script that imports nothing but known libraries. The script
-is never imported or executed: `Source` is its syntax tree, with what the rules ask of it. All walks are iterative, so a
-script that is nested too deeply for the parser is an error and one that is not costs linear time. The texts are in
-`knowledge/check_files.toml`, names and switches in `knowledge/source_names.toml`.
+tensorflow.org/tutorials/distribute/input (global batch), pytorch.org/tutorials/recipes/recipes/tuning_guide.html, the
+API pages of the functions named. After `batch`, only work that is done for one image at a time is reported, as the
+guide advises cheap, vectorized work there. A rule that needs the whole program speaks only of a script that imports
+nothing but known libraries. The script is never executed: `Source` is its syntax tree. All walks are iterative, in
+linear time. The texts are in `knowledge/check_files.toml`, names and switches in `knowledge/source_names.toml`.
 """
 
 import ast
@@ -28,14 +26,12 @@ from stoker.preflight.static.tables import SCRIPTS, THREAD_VARIABLES
 
 MAX_BYTES = 1 << 20
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_IFS = (ast.If, ast.IfExp)
 MAX_STEPS = 100
 """Methods of one pipeline that are followed back to its source."""
 _HEAVY = f"{SCRIPTS.one_image}|{SCRIPTS.heavy}"
 _TENSORFLOW = frozenset(("tensorflow", "keras", "tensorflow_datasets"))
 _SYNCS = frozenset(("item", "cpu", "numpy", "tolist"))
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_Loop = ast.For | ast.AsyncFor | ast.While
 _BUILT_IN = frozenset(("list", "tuple", "dict", "len", "enumerate", "zip", "map"))
 _SHAPES = frozenset(("shape", "ndim", "size", "numel", "dim", "dtype"))
 """Attributes that are known without the GPU."""
@@ -126,8 +122,7 @@ class Source:
 
     @property
     def is_self_contained(self) -> bool:
-        """Whether it imports only known libraries: no code of its own project, and none that may take over
-        the training."""
+        """Whether it imports only known libraries: no code of its own project, none that may take over the training."""
         return self.modules <= sys.stdlib_module_names | SCRIPTS.known_modules
 
     def dotted(self, node: ast.AST) -> str:
@@ -155,17 +150,17 @@ class Source:
 
     def scope(self, node: ast.AST) -> ast.AST:
         """The function, class or module that a node is in."""
-        scopes = (*_FUNCTIONS, ast.ClassDef)
-        return next((parent for parent, _ in self.ancestors(node) if isinstance(parent, scopes)), self.tree)
+        scopes = (parent for parent, _ in self.ancestors(node) if isinstance(parent, (Function, ast.ClassDef)))
+        return next(scopes, self.tree)
 
     def conditions(self, node: ast.AST, *, within: ast.AST | None = None) -> dict[ast.AST, bool]:
         """The `if`s, inside the function (or `within`), on which a node depends: node of the `if` → whether it is in
         its body. `if __name__ == "__main__"` is none."""
         found: dict[ast.AST, bool] = {}
         for parent, child in self.ancestors(node):
-            if parent is within or isinstance(parent, _FUNCTIONS):
+            if parent is within or isinstance(parent, Function):
                 break
-            if isinstance(parent, _IFS) and child is not parent.test:
+            if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
                 if not (isinstance(parent, ast.If) and _is_main(parent.test)):
                     found[parent] = child in parent.body if isinstance(parent, ast.If) else child is parent.body
             elif isinstance(parent, ast.ExceptHandler):
@@ -173,8 +168,7 @@ class Source:
         return found
 
     def runs_always(self, node: ast.AST) -> bool:
-        """Whether a statement is part of every run: under no `if`, and in the module or a function that every
-        run calls."""
+        """Whether every run executes a statement: under no `if`, in the module or a function that every run calls."""
         scope = self.scope(node)
         called = isinstance(scope, ast.Module) or getattr(scope, "name", "") in ("main", "train", "run")
         return called and not self.conditions(node)
@@ -500,9 +494,8 @@ def _host_syncs(source: Source) -> Iterator[Finding]:
 
 def _loop_of(source: Source, node: ast.AST) -> ast.AST | None:
     """The innermost loop of the same function."""
-    stops = (*_LOOPS, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    parent = next((parent for parent, _ in source.ancestors(node) if isinstance(parent, stops)), None)
-    return parent if isinstance(parent, _LOOPS) else None
+    parent = next((parent for parent, _ in source.ancestors(node) if isinstance(parent, (_Loop, Function))), None)
+    return parent if isinstance(parent, _Loop) else None
 
 
 def _results(source: Source, loop: ast.AST, backwards: list[ast.Call]) -> set[str]:
@@ -547,8 +540,7 @@ def _is_sync(call: ast.Call) -> bool:
 
 
 def _values(*nodes: ast.AST) -> set[str]:
-    """The names in expressions, except those that are on the host already, and of which only the shape is asked, which
-    is known without the GPU."""
+    """The names in expressions, except of values that are on the host already, and where only the shape is asked."""
     found: set[str] = set()
     pending = list(nodes)
     while pending:
@@ -621,10 +613,10 @@ def _thread_settings(source: Source) -> Iterator[tuple[ast.AST, int]]:
         elif name in ("os.environ.setdefault", "os.putenv") and len(call.args) == 2 and _names_threads(call.args[0]):
             yield call, _number(call.args[1])
     for node in source.nodes:
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        is_variable = isinstance(target, ast.Subscript) and source.dotted(target.value) == "os.environ"
-        if is_variable and _names_threads(target.slice):  # type: ignore[union-attr]
-            yield node, _number(node.value)  # type: ignore[attr-defined]
+        match node:
+            case ast.Assign(targets=[ast.Subscript(value=mapping, slice=key), *_], value=value):
+                if source.dotted(mapping) == "os.environ" and _names_threads(key):
+                    yield node, _number(value)
 
 
 def _names_threads(node: ast.AST) -> bool:

@@ -1,8 +1,7 @@
 """Which versions belong together, and by which names images, packages and calls are recognized. Facts, no rules.
 
-Versions of TensorFlow, PyTorch, CUDA, cuDNN, Python and drivers are in `knowledge/versions.toml`, with their sources; a
-release that is newer than these tables is reported as unknown, never as wrong. Names are in
-`knowledge/source_names.toml`.
+Versions are in `knowledge/versions.toml`, with their sources; a release that is newer than these tables is reported as
+unknown, never as wrong. Names are in `knowledge/source_names.toml`.
 """
 
 import re
@@ -47,17 +46,6 @@ class TorchBuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """cu118, cu121, …: the indices that have it."""
 
 
-class Since(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Releases from which on something is different."""
-
-    tensorflow_gpu_removed: Minor
-    tensorflow_and_cuda: Minor
-    tensorflow_keras_3: Minor
-    tensorflow_numpy_2: Minor
-    torch_numpy_2: Minor
-    torchvision_free: Minor
-
-
 class UbuntuRelease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     python: Minor
@@ -67,7 +55,8 @@ class UbuntuRelease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     as_of: str
-    since: Since
+    since: dict[str, Minor]
+    """Releases from which on something is different."""
     tensorflow_without_own_cuda: str
     tensorflow_numpy_open: tuple[Minor, Minor]
     tensorflow_protobuf_capped: dict[str, int]
@@ -149,14 +138,10 @@ class _Scripts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     switches: list[Switch]
 
 
-class _Names(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    images: _Images
-    packages: _Packages
-    scripts: _Scripts
-
-
-_NAMES = msgspec.convert(read_toml("source_names.toml"), _Names)
-IMAGES, PACKAGES, SCRIPTS = _NAMES.images, _NAMES.packages, _NAMES.scripts
+_NAMES = read_toml("source_names.toml")
+IMAGES = msgspec.convert(_NAMES["images"], _Images)
+PACKAGES = msgspec.convert(_NAMES["packages"], _Packages)
+SCRIPTS = msgspec.convert(_NAMES["scripts"], _Scripts)
 
 
 def driver_for(cuda: Minor) -> str | None:
@@ -176,4 +161,3 @@ def cuda_of_tag(tag: str) -> Minor | None:
 
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""Variables with the number of threads of a process."""

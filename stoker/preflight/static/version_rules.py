@@ -98,8 +98,8 @@ def _tensorflow_cuda(image: Image) -> Iterator[Finding]:
         return
     text, place, number = package.text, package.place, package.newest(TENSORFLOW)
     is_asked = "and-cuda" in package.extras
-    if is_asked and number is not None and number < SINCE.tensorflow_and_cuda:
-        yield describe("extra_ignored", place, number=number, text=text, since=SINCE.tensorflow_and_cuda)
+    if is_asked and number is not None and number < SINCE["tensorflow_and_cuda"]:
+        yield describe("extra_ignored", place, number=number, text=text, since=SINCE["tensorflow_and_cuda"])
     elif is_asked:
         broken = TABLES.tensorflow_without_own_cuda
         if package.version == broken and not image.sets_library_path:
@@ -110,7 +110,7 @@ def _tensorflow_cuda(image: Image) -> Iterator[Finding]:
     by_torch = torch is not None and "cpu" not in (torch.local, torch.options.index)  # its CUDA may be found
     if image.base and image.without_cuda and not by_torch and not _is_old_cpu_build(package):
         fix = 'pip install "tensorflow[and-cuda]"'
-        if number and number < SINCE.tensorflow_and_cuda:
+        if number and number < SINCE["tensorflow_and_cuda"]:
             fix = f"FROM tensorflow/tensorflow:{package.version or f'{number}.0'}-gpu"
         yield describe("tensorflow_without_cuda/cuda", place, text=text, base=image.base, fix=fix)
     build = TENSORFLOW.get(number) if number else None
@@ -134,7 +134,7 @@ def _cuda_mismatch(image: Image, package: Package, number: Minor, build: TensorF
     ]
     if too_old:
         effects.append(f"convolutions fail with cuDNN {too_old.version if too_old.exact else too_old.version[0]}")
-    if number >= SINCE.tensorflow_and_cuda and package.source != "image":
+    if number >= SINCE["tensorflow_and_cuda"] and package.source != "image":
         fix = f'pip install "tensorflow[and-cuda]=={package.version or f"{number}.*"}", which brings its own CUDA'
     else:
         fix = f"FROM tensorflow/tensorflow:{package.version or f'{number}.0'}-gpu (CUDA {cuda}, cuDNN {cudnn})"
@@ -174,17 +174,13 @@ def _replaced(image: Image) -> Iterator[Finding]:
         models = image.get("tf-models-official") if name == "tensorflow" else None
         if models and models.minor != base.minor and not models.options.no_deps:
             severity: Severity = "blocker" if base.minor and not models.specifier else "warning"
-            texts: dict[str, Any] = {
-                "has": has,
-                "text": models.text,
-                "base": image.base,
-                "version": f"{base.minor or 'X.Y'}.0",
-            }
-            yield describe("framework_replaced/models", models.place, severity=severity, **texts)
+            texts: dict[str, Any] = {"has": has, "text": models.text, "base": image.base}
+            version = f"{base.minor or 'X.Y'}.0"
+            yield describe("framework_replaced/models", models.place, severity=severity, version=version, **texts)
 
 
 def _tensorflow_gpu(image: Image) -> Iterator[Finding]:
-    package, removed = image.get("tensorflow-gpu"), SINCE.tensorflow_gpu_removed
+    package, removed = image.get("tensorflow-gpu"), SINCE["tensorflow_gpu_removed"]
     if package is None or package.source == "conda":
         return
     if package.allows_minor(removed) or (package.minor and package.minor >= removed):
@@ -207,7 +203,7 @@ def _torchvision(image: Image) -> Iterator[Finding]:
     if torch is None or vision is None or torch.minor not in TORCH or vision.minor is None:
         return
     wanted, found = TORCH[torch.minor].torchvision, vision.minor
-    if found != wanted and min(found, wanted) < SINCE.torchvision_free:
+    if found != wanted and min(found, wanted) < SINCE["torchvision_free"]:
         values: dict[str, Any] = {"number": torch.minor, "wanted": wanted, "found": found, "text": vision.text}
         yield describe("torchvision_mismatch", vision.place, **values)
 
@@ -230,10 +226,10 @@ def _numpy(image: Image) -> Iterator[Finding]:
         return
     asked = numpy is not None and not any(numpy.allows_minor((1, number)) for number in range(9, 27))
     old: list[tuple[_Framework, bool, str]] = []
-    if tensorflow and tensorflow.number < SINCE.tensorflow_numpy_2:
+    if tensorflow and tensorflow.number < SINCE["tensorflow_numpy_2"]:
         first, last = TABLES.tensorflow_numpy_open
         old.append((tensorflow, numpy is not None and first <= tensorflow.number <= last, "import fails"))
-    if torch and torch.number < SINCE.torch_numpy_2:
+    if torch and torch.number < SINCE["torch_numpy_2"]:
         is_needed = image.get("numpy", *PACKAGES.needs_numpy) is not None
         old.append((torch, is_needed, 'tensor.numpy() raises "Numpy is not available"'))
     for found, may_come, effect in old:
@@ -265,7 +261,7 @@ def _keras(image: Image) -> Iterator[Finding]:
     found, keras = _tensorflow(image), image.get("keras")
     if found is None or keras is None or keras.minor is None or found.number < (2, 6):
         return
-    since, text = SINCE.tensorflow_keras_3, f"{keras.text} with {found.package.text}"
+    since, text = SINCE["tensorflow_keras_3"], f"{keras.text} with {found.package.text}"
     values: dict[str, Any] = {"number": found.number, "keras": keras.minor, "text": text, "since": since}
     if found.number < since and keras.minor != found.number and keras.minor >= (2, 6):
         yield describe("keras_mismatch/own", keras.place, **values)
@@ -298,12 +294,8 @@ def _opencv(image: Image) -> Iterator[Finding]:
         yield describe("two_opencvs", max(found, key=image.packages.index).place, names=names)
     gui = image.get(*PACKAGES.opencv_gui)
     is_headless = any("headless" in package.name for package in found)
-    if (
-        gui
-        and gui.source != "conda"
-        and not (is_headless or image.has_gl)
-        and re.search(PACKAGES.without_gl, image.base)
-    ):
+    lacks_gl = not (is_headless or image.has_gl) and re.search(PACKAGES.without_gl, image.base)
+    if gui and gui.source != "conda" and lacks_gl:
         yield describe("opencv_without_gl", gui.place, name=gui.name, base=image.base)
 
 
