@@ -202,3 +202,9 @@ def nearest(value: str, choices: Iterable[str]) -> str | None:
     """The choice closest to `value` (for a "did you mean" in a message), or None when none is close."""
     matches = difflib.get_close_matches(value, list(choices), n=1)
     return matches[0] if matches else None
+
+
+def did_you_mean(what: str, name: str, choices: Iterable[str]) -> str:
+    """The sentence `what`, without its end, and the choice closest to `name`: "There is no x; did you mean 'y'?"."""
+    near = nearest(name, choices)
+    return f"{what}; did you mean {near!r}?" if near else f"{what}."

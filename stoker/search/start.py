@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.settings import Config
 from stoker.data.index_digest import digest_images
-from stoker.errors import ConfigError, Preempted, StokerError, UsageError, nearest
+from stoker.errors import ConfigError, Preempted, StokerError, UsageError, did_you_mean
 from stoker.hardware.cgroup import host_cores
 from stoker.launching.jobs import remember, submit
 from stoker.launching.request import check_launch, make_spec
@@ -33,14 +33,7 @@ from stoker.planning.recommend import describe_cost, describe_duration
 from stoker.report import format as fmt
 from stoker.search import page
 from stoker.search.space import Metric, Space, default_space, defaults_in, read_space
-from stoker.search.study import (
-    PRUNERS,
-    RUNGS,
-    Study,
-    StudySpec,
-    best_trials,
-    create,
-)
+from stoker.search.study import PRUNERS, RUNGS, Study, StudySpec, best_trials, create
 from stoker.search.worker import describe, trial_config
 from stoker.storage.uri import is_uri
 from stoker.training.run_selection import with_absolute_paths
@@ -113,10 +106,7 @@ def make_study(request: SearchRequest) -> tuple[StudySpec, Config]:
     objectives = _read_objectives(request.objective)
     pruner = request.pruner or ("halving" if len(objectives) == 1 else "none")
     if pruner not in PRUNERS:
-        near = nearest(pruner, PRUNERS)
-        raise UsageError(
-            f"There is no pruner {pruner!r}" + (f"; did you mean {near!r}?" if near else "."), choices=PRUNERS
-        )
+        raise UsageError(did_you_mean(f"There is no pruner {pruner!r}", pruner, PRUNERS), choices=PRUNERS)
     if pruner != "none" and len(objectives) > 1:
         raise UsageError("Trials with two objectives cannot be pruned.", choices=["--pruner none"])
     space = None if request.space is None else read_space(request.space)
@@ -157,10 +147,7 @@ def _read_objectives(text: str) -> list[Metric]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in OBJECTIVES:
-            near = nearest(name, OBJECTIVES)
-            raise UsageError(
-                f"There is no objective {name!r}" + (f"; did you mean {near!r}?" if near else "."), choices=OBJECTIVES
-            )
+            raise UsageError(did_you_mean(f"There is no objective {name!r}", name, OBJECTIVES), choices=OBJECTIVES)
     if names[0] != "ap" or len(names) > 2 or len(set(names)) < len(names):
         raise UsageError(f"--objective {text}: wanted ap, or ap and one other.", choices=["ap", "ap,latency"])
     return [OBJECTIVES[name] for name in names]

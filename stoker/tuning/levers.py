@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from stoker.config.durations import parse_duration
-from stoker.errors import UsageError, nearest
+from stoker.errors import UsageError, did_you_mean
 from stoker.knowledge import read_toml
 
 Changes = dict[str, Any]
@@ -80,11 +80,7 @@ def choose_levers(names: Iterable[str], *, allow_accuracy: bool) -> tuple[Lever,
     levers, names = all_levers(), list(names)
     for name in names:
         if name not in levers:
-            near = nearest(name, levers)
-            raise UsageError(
-                f"--levers: there is no lever {name!r}" + (f"; did you mean {near!r}?" if near else "."),
-                choices=levers,
-            )
+            raise UsageError(did_you_mean(f"--levers: there is no lever {name!r}", name, levers), choices=levers)
         if levers[name].tolerance is None and not allow_accuracy:
             raise UsageError(f"--levers {name}: it may cost accuracy.", fix="add --allow accuracy")
     chosen = [levers[name] for name in names] or list(levers.values())
