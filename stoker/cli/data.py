@@ -2,16 +2,17 @@
 it runs."""
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from stoker.cli import described
+from stoker.cli import described, show
 from stoker.config.settings import Config, DataSettings, from_fields
 from stoker.config.settings import check as check_settings
-from stoker.printable import print_json, print_text
+from stoker.printable import print_text
 
 data_app = App(
     name="data",
@@ -73,6 +74,7 @@ def check(
     from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
     from stoker.errors import DataError, UsageError
     from stoker.report.console import progress_bar
+    from stoker.report.dataset import print_check
 
     settings = reading.settings(data, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes).data
     if workers is not None and workers < 1:
@@ -90,12 +92,7 @@ def check(
             splits=split_options(settings),
             progress=on_progress,
         )
-    if json:
-        print_json(report.as_dict())
-    else:
-        from stoker.report.dataset import print_check
-
-        print_check(report)
+    show(report.as_dict() if json else report, print_check, json=json)
     if report.has_failed:
         sys.exit(DataError.exit_code)
 
@@ -147,10 +144,7 @@ def stats(
         model_input = dataclasses.replace(model_input, latency_ms=meter, max_latency_ms=latency_ms)
     dataset_stats = compute_stats(index, model_input, data=data, split=split)
     dataset_stats.refusals = tuple(error.what for error in refusals)
-    if json:
-        print_json(dataset_stats)
-    else:
-        print_stats(dataset_stats)
+    show(dataset_stats, print_stats, json=json)
     if out is not None:
         write_dataset_stats(dataset_stats, out)
         if not json:
@@ -282,8 +276,6 @@ def pack(
     Images that training would skip are left out and named. The same command continues after a kill, makes lost shards
     again, and does nothing when all is there. The source is not changed.
     """
-    import msgspec
-
     from stoker.data.index import open_index_of
     from stoker.data.packing import DEFAULT_QUALITY, DEFAULT_SHARD_MIB, PackOptions, in_threads
     from stoker.data.packing import pack as pack_data
@@ -319,10 +311,7 @@ def pack(
         run_shards = in_threads(workers or host_cores())
     with progress_bar("images") as on_progress:
         packed = pack_data(index, dest, options, run_shards=run_shards, progress=on_progress)
-    if json:
-        print_json(msgspec.to_builtins(packed))
-    else:
-        print_packed(packed)
+    show(packed, print_packed, json=json)
 
 
 @data_app.command(sort_key=6)
@@ -355,7 +344,4 @@ def split(
             index, out, val_fraction=val_fraction, test_fraction=test_fraction, group_by=group_by, seed=seed,
             workers=host_cores(), progress=on_progress,
         )  # fmt: skip
-    if json:
-        print_json(new)
-    else:
-        print_new_splits(data, str(out), new)
+    show(new, functools.partial(print_new_splits, data, str(out)), json=json)

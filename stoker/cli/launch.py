@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from stoker.cli import described
+from stoker.cli import described, show
 from stoker.cli.train import PARAMETER, flags_of, train
 from stoker.config.durations import parse_time_s
 from stoker.config.flag_names import translate
@@ -135,10 +135,7 @@ def advise(
 
     by_s = None if by is None else parse_time_s(by, "--by")
     advice = launch_advise.advise(run, by_s=by_s, price_per_device_hour=price_per_device_hour)
-    if json:
-        print_json(advice)
-    else:
-        launch_advise.print_advice(advice)
+    show(advice, launch_advise.print_advice, json=json)
     if apply:
         job = launch_advise.apply(advice)
         print_text(f"applied: {advice.changes[0].title}: {job.place} job {job.id}", file=sys.stderr)

@@ -133,14 +133,6 @@ def _block_speeds(run: Path) -> list[float]:
     return [math.log(speed) for speed in speeds]
 
 
-def print_speed(speed: SpeedRatio) -> None:
-    """The verdict in a line."""
-    verdict = "a regression" if speed.is_regression else "no regression"
-    interval = f"95 %: {speed.low:.3f} to {speed.high:.3f}"
-    limit = f"a regression is below {1 - speed.threshold:g} as a whole"
-    print_renderables(["", f"{verdict}: {speed.ratio:.3f} times the images per second ({interval}; {limit})"])
-
-
 def compare(before: str | Path, after: str | Path, price_per_device_hour: float | None = None) -> Comparison:
     """Reads both runs. price_per_device_hour: as for `explain_run`. Raises UsageError if one is not a run."""
     first, second = (explain_run(run, price_per_device_hour) for run in (before, after))
@@ -236,13 +228,18 @@ def _seconds(seconds: float) -> str:
 
 
 def print_comparison(comparison: Comparison, file: TextIO | None = None, *, width: int | None = None) -> None:
-    """Prints the statement, then tables of times, settings, machine and versions."""
+    """Prints the statement, then tables of times, settings, machine and versions, then the verdict on the speed."""
     runs = facts([("first", comparison.before), ("second", comparison.after)])
     renderables: list[RenderableType] = [runs, "", *comparison.statement, *_times(comparison)]
     for title, changes in (("settings", comparison.settings), ("machine and versions", comparison.environment)):
         if changes:
             rows = [(row.name, row.before or fmt.MISSING, row.after or fmt.MISSING) for row in changes]
             renderables += ["", plain_text(title, "bold"), table("", "", "", header=False, rows=rows)]
+    if (speed := comparison.speed) is not None:
+        verdict = "a regression" if speed.is_regression else "no regression"
+        interval = f"95 %: {speed.low:.3f} to {speed.high:.3f}"
+        limit = f"a regression is below {1 - speed.threshold:g} as a whole"
+        renderables += ["", f"{verdict}: {speed.ratio:.3f} times the images per second ({interval}; {limit})"]
     print_renderables(renderables, file, width=width)
 
 
