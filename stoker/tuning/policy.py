@@ -66,6 +66,13 @@ def measure_ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
+def summarize_speed(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The fields of a `Probe` about the speed before and after."""
+    ratio, low, high = measure_ratio(pairs)
+    before, after = (1 / statistics.median(side) for side in zip(*pairs, strict=True))
+    return {"before_img_per_s": before, "after_img_per_s": after, "ratio": ratio, "ratio_low": low, "ratio_high": high}
+
+
 def measure_gain(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """The mean of (AP after - AP before) of three seeds, and its 95 % interval."""
     if len(pairs) != AP_SEEDS:

@@ -6,12 +6,13 @@ counts. What to try, and what a measurement means, is in `policy.py`; processes 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from stoker.report import format as fmt
 from stoker.report.console import print_renderables, table
 from stoker.report.explain import explain_run
 from stoker.runs import records
-from stoker.runs.records import CONFIG, FINDINGS, PROBES, RunFolder
+from stoker.runs.records import CONFIG, FINDINGS, PROBES
 from stoker.runs.schemas import Probe
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import display_path, is_uri
@@ -46,7 +47,7 @@ from stoker.training.defaults.derive import derive_for_plan, total_steps
 from stoker.tuning import policy
 from stoker.tuning.levers import Changes, Facts, Lever, choose_levers
 from stoker.tuning.policy import BOUNDS, CONFIRM, DONE, Action, Context
-from stoker.tuning.trials import COMMAND, Measured, TrialError, TrialProcess, compare, measure_in_turn
+from stoker.tuning.trials import COMMAND, TrialError, TrialProcess, TrialRecords, compare, measure_in_turn, new_probe
 
 FIRST = "first.toml"
 """Of the folder: the settings that the tuning began with."""
@@ -101,15 +102,11 @@ def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult
     levers = choose_levers(request.levers, allow_accuracy=request.allow_accuracy)
     resolved = resolve(request)
     context = Context(levers, collect_facts(resolved, request), resolved.config.set_fields(), request.budget_s)
-    folder = open_folder(request, resolved, context.facts, on_progress)
-    with records.locked(folder) as is_ours, contextlib.ExitStack() as stack:
-        if is_ours is False:
-            raise UsageError("Another process tunes here.", location=folder, fix="wait for its end, or give --out")
-        runner = Runner(context, RunFolder(folder, 1), request, on_progress)
-        stack.callback(runner.close)
-        end = runner.run()
-        changes, confirmation = policy.final_changes(runner.lines, context)
-        trials = policy.newest_lines(runner.lines, context.facts)
+    with open_folder(request, resolved, context.facts, on_progress) as known:
+        with contextlib.closing(Runner(context, known, request, on_progress)) as runner:
+            end = runner.run()
+        changes, confirmation = policy.final_changes(known.lines, context)
+        trials, folder = known.newest(), known.path
         target = folder / CONFIG
         config = resolved.config.replace(**policy.restore_types(changes))
         reasons = {name: reason for name, reason in resolved.reasons.items() if name not in changes}
@@ -213,98 +210,77 @@ def _smaller_models(config: Config, index: Index, device: Device) -> dict[str, C
     return found
 
 
+@contextlib.contextmanager
 def open_folder(
     request: TuneRequest,
     resolved: start.ResolvedRun,
     facts: Facts,
     on_progress: Callable[[str], None],
     prefix: str = "tune",
-) -> Path:
-    """A new folder, or that of the tuning which a kill interrupted. Raises UsageError, DataError."""
+) -> Iterator[TrialRecords]:
+    """A new folder, or that of the tuning which a kill interrupted, locked. Raises UsageError, DataError."""
     name = Path(request.target.rstrip("/")).stem or "data"
     folder = request.out or Path("runs") / f"{prefix}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
-    first, text = folder / FIRST, to_toml(resolved.config, {})
-    lines = list(records.read_lines(folder, PROBES, Probe))
-    if not first.exists() or not lines:
-        write_atomic(first, text.encode())
-        return folder
-    if any(line.data != facts.data for line in lines):
-        raise DataError(
-            "The trials of this folder are of other data.", location=folder,
-            cause="images or boxes have changed since, or --out names the folder of another data set",
-            fix="give another folder: --out DIR",
-        )  # fmt: skip
-    if first.read_text(encoding="utf-8") != text:
-        raise UsageError(
-            "The trials of this folder began with other settings.", location=first, fix="give another folder: --out DIR"
-        )
-    others = {line.machine for line in lines} - {facts.machine}
-    if others:
-        on_progress(f"trials on another machine do not count here ({', '.join(sorted(others))}): measuring anew")
-    if any(line.machine == facts.machine for line in lines):
-        on_progress(f"continuing {display_path(folder)}")
-    return folder
+    with records.locked(folder) as is_ours, contextlib.closing(TrialRecords(folder, facts)) as trials:
+        if is_ours is False:
+            raise UsageError("Another process tunes here.", location=folder, fix="wait for its end, or give --out")
+        first, text = folder / FIRST, to_toml(resolved.config, {})
+        machines = {line.machine for line in trials.lines}
+        if not first.exists() or not trials.lines:
+            write_atomic(first, text.encode())
+        elif any(line.data != facts.data for line in trials.lines):
+            raise DataError(
+                "The trials of this folder are of other data.", location=folder,
+                cause="images or boxes have changed since, or --out names the folder of another data set",
+                fix="give another folder: --out DIR",
+            )  # fmt: skip
+        elif first.read_text(encoding="utf-8") != text:
+            what, fix = "The trials of this folder began with other settings.", "give another folder: --out DIR"
+            raise UsageError(what, location=first, fix=fix)
+        else:
+            if others := machines - {facts.machine}:
+                names = ", ".join(sorted(others))
+                on_progress(f"trials on another machine do not count here ({names}): measuring anew")
+            if facts.machine in machines:
+                on_progress(f"continuing {display_path(folder)}")
+        yield trials
 
 
 class Runner:
     """The trials of a tuning, one after the other."""
 
     def __init__(
-        self, context: Context, folder: RunFolder, request: TuneRequest, on_progress: Callable[[str], None]
+        self, context: Context, trials: TrialRecords, request: TuneRequest, on_progress: Callable[[str], None]
     ) -> None:
-        self.context, self.folder, self.request, self.on_progress = context, folder, request, on_progress
-        self.lines = list(records.read_lines(folder.path, PROBES, Probe))
+        self.context, self.records, self.request, self.on_progress = context, trials, request, on_progress
         self._base: TrialProcess | None = None
         self._largest_batch = max(context.facts.recipe_batch_size, context.settings["batch_size"])
 
     def run(self) -> str:
         """Trials until the policy is done; the reason for the end."""
         while True:
-            action = policy.next_action(self.lines, self.context)
+            action = policy.next_action(self.records.lines, self.context)
             if action.kind == DONE:
                 return action.reason
-            self._do(action)
+            probe = new_probe(
+                action.kind, trial=action.trial, state="planned", changes=action.changes, fraction=action.fraction
+            )
+            if action.reason:
+                probe = self.records.write(probe, state="unavailable", reason=action.reason)
+            else:
+                probe = self.records.run(self.records.write(probe), functools.partial(self._measure, action))
+            self.on_progress(describe(probe, self.context))
 
     def close(self) -> None:
-        """Ends the processes and closes the records."""
-        if self._base is not None:
-            self._base.close()
-            self._base = None
-        self.folder.close()
-
-    def _write(self, probe: Probe, **values: Any) -> Probe:
-        probe = msgspec.structs.replace(probe, t=time.time(), **values)
-        self.folder.append(PROBES, probe)
-        self.lines.append(probe)
-        return probe
-
-    def _do(self, action: Action) -> None:
-        """One trial, from its first line to its last."""
-        facts, start_s = self.context.facts, time.monotonic()
-        probe = Probe(
-            t=0.0, attempt=1, probe=action.kind, steps=0, before_img_per_s=0.0, after_img_per_s=0.0, ratio=0.0,
-            ratio_low=0.0, ratio_high=0.0, trial=action.trial, state="planned", changes=action.changes,
-            fraction=action.fraction, machine=facts.machine, data=facts.data,
-        )  # fmt: skip
-        if action.reason:
-            self._finish(probe, state="unavailable", reason=action.reason)
-            return
-        probe = self._write(self._write(probe), state="run")
-        try:
-            values = self._measure(action)
-        except TrialError as error:
-            values = {"state": "unavailable" if error.unavailable else "failed", "reason": error.reason}
-        self._finish(probe, seconds=time.monotonic() - start_s, **values)
-
-    def _finish(self, probe: Probe, **values: Any) -> None:
-        self.on_progress(describe(self._write(probe, **values), self.context))
+        """Ends the processes."""
+        self._replace_base(None)
 
     def _measure(self, action: Action) -> dict[str, Any]:
         """The fields of a trial's last line. Raises TrialError."""
         if action.kind == BOUNDS:
             return self._measure_bounds()
-        now = policy.assess(policy.newest_lines(self.lines, self.context.facts), self.context)
+        now = policy.assess(self.records.newest(), self.context)
         assert now is not None
         lever = self.context.lever(action.kind)
         if lever is not None and policy.is_interval(lever):
@@ -326,10 +302,7 @@ class Runner:
         base = self._start_base(self.context.settings)
         base.warm_up()
         depth = base.batch_size * (base.ready.prefetch_depth + 1)
-        found = measure_in_turn(
-            base.step, base.train_after_steps, unit=base.batch_size,
-            is_enough=lambda pairs: len(pairs) == min(policy.LOOKS),
-        )  # fmt: skip
+        found = measure_in_turn(base.step, base.train_after_steps, unit=base.batch_size, until_s=0.0)
         base.ask("load", depth)  # what was loaded ahead
         images = max(depth, found.steps * base.batch_size // len(found.pairs))
         load = base.ask("load", max(images, base.requested), steady=True)
@@ -353,7 +326,8 @@ class Runner:
                 reason = self._compare_training(lever, base, candidate, now)
                 if reason:
                     return {"state": "failed", "reason": reason}
-            values = _summarize_measured(compare(self._start_base(before), candidate, until_s=until_s))
+            found = compare(self._start_base(before), candidate, until_s=until_s)
+            values = _summarize(found.pairs, found.steps, found.phases)
             if values["kept"] and lever.tolerance is None:
                 pair_s = 1 / values["before_img_per_s"] + 1 / values["after_img_per_s"]
                 values |= self._measure_ap(before, after, pair_s)
@@ -367,7 +341,7 @@ class Runner:
 
     def _prove_ap(self, changes: Changes, now: policy.Situation) -> dict[str, Any]:
         """AP with and without a suggestion, which comes after what is faster. Raises TrialError."""
-        known, _ = policy.final_changes(self.lines, self.context)
+        known, _ = policy.final_changes(self.records.lines, self.context)
         before = {**self.context.settings, **policy.restore_types(known)}
         after = {**before, **changes}
         more = math.prod(after["image_size"]) / math.prod(before["image_size"])
@@ -389,7 +363,7 @@ class Runner:
             for settings in (before | {"seed": seed}, after | {"seed": seed}):
                 steps = int(images / settings["batch_size"])
                 digest = blake2b(msgspec.json.encode([settings, steps], order="sorted"), digest_size=6).hexdigest()
-                ap.append(train_briefly(settings, steps, self.folder.path / f"ap-{digest}", self.request.devices))
+                ap.append(train_briefly(settings, steps, self.records.path / f"ap-{digest}", self.request.devices))
             pairs.append((ap[0], ap[1]))
         means = tuple(statistics.fmean(values) for values in zip(*pairs, strict=True))
         return {"ap": means, "ap_pairs": pairs, "ap_gain": policy.measure_gain(pairs)}
@@ -428,7 +402,7 @@ class Runner:
 
     def _start(self, settings: dict[str, Any]) -> TrialProcess:
         request = self.request
-        return TrialProcess(settings, self.folder.path / LOG, request.command, request.budget_s, request.devices)
+        return TrialProcess(settings, self.records.path / LOG, request.command, request.budget_s, request.devices)
 
     def _start_base(self, settings: Any) -> TrialProcess:
         """The process with these settings that is running, or a new one."""
@@ -462,20 +436,13 @@ def train_briefly(settings: dict[str, Any], steps: int, run: Path, devices: int 
     return explain_run(run).ap or 0.0
 
 
-def _summarize_measured(found: Measured) -> dict[str, Any]:
-    return _summarize(found.pairs, found.steps, found.phases)
-
-
 def _summarize(pairs: list[tuple[float, float]], steps: int, phases: dict[str, float], **more: Any) -> dict[str, Any]:
     """The fields of a trial that was measured."""
-    ratio, low, high = policy.measure_ratio(pairs)
-    kept = low > policy.MIN_RATIO
-    return {
-        "state": "passed", "pairs": pairs, "phases": phases, "steps": steps, "ratio": ratio, "ratio_low": low,
-        "ratio_high": high, "kept": kept, "reason": "" if kept else "its interval is not above 1",
-        "before_img_per_s": 1 / statistics.median(a for a, _ in pairs),
-        "after_img_per_s": 1 / statistics.median(b for _, b in pairs), **more,
-    }  # fmt: skip
+    speed = policy.summarize_speed(pairs)
+    kept = speed["ratio_low"] > policy.MIN_RATIO
+    reason = "" if kept else "its interval is not above 1"
+    return {"state": "passed", "pairs": pairs, "phases": phases, "steps": steps, "kept": kept, "reason": reason,
+            **speed, **more}  # fmt: skip
 
 
 def describe_changes(changes: Changes, settings: dict[str, Any] | Any) -> str:
