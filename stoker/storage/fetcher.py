@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from stoker.errors import StorageError
 from stoker.storage.store import Store
@@ -179,19 +180,19 @@ class Fetcher:
         self._start_queued()
 
 
+@dataclass(eq=False, slots=True)
 class _Read:
-    """One read and its tasks."""
+    """One read and its tasks. size_bytes: counts against the byte budget while it is in flight."""
 
-    __slots__ = ("future", "key", "length", "size_bytes", "start", "started_s", "store", "tasks", "timer")
-
-    def __init__(self, store: Store, key: str, start: int, length: int | None) -> None:
-        self.store, self.key, self.start, self.length = store, key, start, length
-        self.future: Future[bytes] = Future()
-        self.tasks: list[asyncio.Task[None]] = []
-        self.timer: asyncio.TimerHandle | None = None
-        self.started_s = 0.0
-        self.size_bytes = 0
-        """Counts against the byte budget while it is in flight."""
+    store: Store
+    key: str
+    start: int
+    length: int | None
+    future: Future[bytes] = field(default_factory=Future)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    started_s: float = 0.0
+    size_bytes: int = 0
 
     def closed_error(self) -> StorageError:
         location = self.store.uri.child(self.key)

@@ -101,7 +101,7 @@ class Lease:
             start_s = time.monotonic()
             holder = msgspec.structs.replace(self._holder, renew_time=time.time())
             try:
-                self._info = self._store.write(self._uri.key, _encode(holder), if_match=self._info.etag)
+                self._info = self._store.write(self._uri.key, msgspec.json.encode(holder), if_match=self._info.etag)
             except (Conflict, ObjectMissing):
                 current = _read_lease(self._store, self._uri)
                 if current is not None and current[0].token == self._holder.token:  # our write, whose response was lost
@@ -130,7 +130,7 @@ class Lease:
         if self._lost is None:
             released = msgspec.structs.replace(self._holder, renew_time=time.time(), released=True)
             with contextlib.suppress(StorageError):
-                self._store.write(self._uri.key, _encode(released), if_match=self._info.etag)
+                self._store.write(self._uri.key, msgspec.json.encode(released), if_match=self._info.etag)
 
 
 def acquire(
@@ -167,17 +167,15 @@ def acquire(
                 continue
         acquired_s = time.monotonic()
         new_holder = msgspec.structs.replace(new_holder, renew_time=time.time())
+        data, etag = msgspec.json.encode(new_holder), None if current is None else current[1].etag
         try:
-            if current is None:
-                info = store.write(uri.key, _encode(new_holder), if_absent=True)
-            else:
-                info = store.write(uri.key, _encode(new_holder), if_match=current[1].etag)
+            info = store.write(uri.key, data, if_absent=current is None, if_match=etag)
         except (Conflict, ObjectMissing):  # another process was faster
             continue
         except StorageError as error:
             if caused_by(error) != "other":
                 raise
-            store.write(uri.key, _encode(new_holder))  # raises the real failure, unless the condition was the problem
+            store.write(uri.key, data)  # raises the real failure, unless the condition was the problem
             store.delete(uri.key)
             return None
         return Lease(store, uri, new_holder, info, acquired_s) if _supports_conditional_writes(store, uri) else None
@@ -199,10 +197,6 @@ def read_lease_file(path: Path) -> LeaseHolder | None:
         return msgspec.json.decode(path.read_bytes(), type=LeaseHolder)
     except FileNotFoundError:
         return None
-
-
-def _encode(holder: LeaseHolder) -> bytes:
-    return msgspec.json.encode(holder)
 
 
 def _read_lease(store: Store, uri: StorageUri) -> tuple[LeaseHolder, ObjectInfo] | None:

@@ -12,6 +12,8 @@ or replaced meanwhile are not an error: the run may be live.
 """
 
 import asyncio
+import contextlib
+import fnmatch
 import functools
 import hashlib
 import json
@@ -114,9 +116,7 @@ class Store:
                     raise CorruptResponse("two reads of the object differ, and the first does not match its ETag")
             return data
 
-        data = self._with_retries("read", key, attempt)
-        self.counters.has_responded = True
-        return data
+        return self._with_retries("read", key, attempt)
 
     async def read_async(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
         """`read` on an event loop, without the MD5."""
@@ -156,10 +156,9 @@ class Store:
         import obstore
 
         def attempt() -> "ObjectMeta | None":
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 return obstore.head(self._clients.reads, key)
-            except FileNotFoundError:
-                return None
+            return None
 
         meta = self._with_retries("read", key, attempt)
         if meta is not None:
@@ -213,7 +212,6 @@ class Store:
         listing = self._with_retries(
             "list", prefix, lambda: obstore.list_with_delimiter(self._clients.reads, prefix or None)
         )
-        self.counters.has_responded = True
         return tuple(sorted(path.rpartition("/")[2] for path in listing["common_prefixes"]))
 
     def write(
@@ -250,7 +248,6 @@ class Store:
                 raise
 
         result = self._with_retries("write", key, attempt)
-        self.counters.has_responded = True
         etag = result["version"] if self.uri.scheme == "gs" else result["e_tag"]
         return ObjectInfo(key, size, etag, time.time())
 
@@ -259,13 +256,10 @@ class Store:
         import obstore
 
         def attempt() -> None:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._clients.writes, key)
-            except FileNotFoundError:
-                return
 
         self._with_retries("delete", key, attempt)
-        self.counters.has_responded = True
 
     def _own_write_result(self, key: str, data: bytes | Path) -> "PutResult | None":
         """After an attempt without a response, a conflict may be with our own write: then the object has our bytes."""
@@ -281,9 +275,12 @@ class Store:
         retry_state = RetryState(self.timeouts, self.counters)
         while True:
             try:
-                return attempt()
+                result = attempt()
             except _request_exceptions() as error:
                 time.sleep(self._retry_wait_s(retry_state, error, action, key))
+            else:
+                self.counters.has_responded = True
+                return result
 
     def _retry_wait_s(self, retry_state: RetryState, error: Exception, action: Action, key: str) -> float:
         """Seconds until the next attempt; raises the error for the user if there is none."""
@@ -386,11 +383,7 @@ def fetch_files(
     for name in dict.fromkeys([*names, *subfolder_names, *fetched_before]):
         _update_file(store, uri, folder, name, etags)
     keys_by_name = list_keys(store, uri) if fallback_checkpoints else {}
-    weight_files = (
-        name
-        for name in keys_by_name
-        if name.startswith(f"{fallback_checkpoints}/step-") and name.endswith(".safetensors")
-    )
+    weight_files = fnmatch.filter(keys_by_name, f"{fallback_checkpoints}/step-*.safetensors")
     for name in (*first_existing_of, *sorted(weight_files, reverse=True)):
         if _update_file(store, uri, folder, name, etags):
             break
@@ -412,18 +405,15 @@ def not_a_run_error(uri: StorageUri, events_file: str) -> UsageError:
 def _update_file(store: Store, uri: StorageUri, folder: Path, name: str, etags: dict[str, str | None]) -> bool:
     """Updates folder/name from the bucket; removes it if the bucket does not have it. Returns whether it does."""
     target, key = folder / name, uri.child(name).key
-    info = store.stat(key)
-    if info is not None and target.is_file() and info.etag is not None and etags.get(name) == info.etag:
-        return True
-    try:
-        if info is None:
-            raise ObjectMissing("There is no such object.", location=uri.child(name))
-        etags[name] = download(store, key, target).etag
-    except ObjectMissing:  # also when it was removed after `stat`
-        target.unlink(missing_ok=True)
-        etags.pop(name, None)
-        return False
-    return True
+    if (info := store.stat(key)) is not None:
+        if target.is_file() and info.etag is not None and etags.get(name) == info.etag:
+            return True
+        with contextlib.suppress(ObjectMissing):  # removed after `stat`
+            etags[name] = download(store, key, target).etag
+            return True
+    target.unlink(missing_ok=True)
+    etags.pop(name, None)
+    return False
 
 
 def download(store: Store, key: str, target: Path) -> ObjectInfo:
