@@ -72,9 +72,7 @@ _EVENT_START = re.compile(
     rb'(?:,"text":"(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u]){0,%d})?' % MAX_TEXT_CHARS
 )
 """The fields of an event before its data, in the order in which `Event` has them."""
-
-
-_APPEND_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 """A link in place of a file of the run is an error: its target is not one of the run's files."""
 
 Line = TypeVar("Line", bound=msgspec.Struct)
@@ -100,25 +98,21 @@ class RunFolder:
         """Adds a line in one write, so a kill leaves at most this line incomplete. Raises OSError when not even the
         first file can be opened."""
         with self._lock:
+            data = self._encoder.encode(line) + b"\n"
+            if isinstance(line, Event) and len(data) > MAX_EVENT_BYTES:
+                short = msgspec.structs.replace(line, data={"left_out_bytes": len(data)})
+                data = self._encoder.encode(short) + b"\n"
             try:
                 if name not in self._files:
                     self._files[name] = _open_for_appending(self.path / name)
                     if _is_incomplete(self._files[name]):
                         self._incomplete.add(name)
-            except OSError:
-                if not self._files:
-                    raise
-                self._dropped_lines += 1
-                return
-            data = self._encoder.encode(line) + b"\n"
-            if isinstance(line, Event) and len(data) > MAX_EVENT_BYTES:
-                short = msgspec.structs.replace(line, data={"left_out_bytes": len(data)})
-                data = self._encoder.encode(short) + b"\n"
-            if name in self._incomplete:  # ends the incomplete line that a killed process or a full disk left
-                data = b"\n" + data
-            try:
+                if name in self._incomplete:  # ends the incomplete line that a killed process or a full disk left
+                    data = b"\n" + data
                 written = os.write(self._files[name], data)
             except OSError:  # reported below, when writing works again
+                if not self._files:
+                    raise
                 self._dropped_lines += 1
                 return
             if written < len(data):
@@ -153,7 +147,7 @@ class RunFolder:
 def _open_for_appending(path: Path) -> int:
     """events.jsonl names the command of a job and is readable for the user only."""
     is_private = path.name == EVENTS
-    fd = os.open(path, _APPEND_FLAGS, 0o600 if is_private else 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINKS, 0o600 if is_private else 0o644)
     if is_private:
         with contextlib.suppress(OSError):  # a file system without modes, or the file of another user
             path.chmod(0o600)  # an older version wrote it
@@ -200,8 +194,11 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                 line = _without_data(line, kind, f"{path}:{number}")
             if line.strip():
                 try:
-                    record = msgspec.json.decode(line, type=kind)
-                    yield number, _masked(record) if isinstance(record, Event) else record
+                    record: Any = msgspec.json.decode(line, type=kind)
+                    if isinstance(record, Event):  # without secrets: others may have written it
+                        text, data = mask_secrets(record.text), without_secrets(record.data)
+                        record = msgspec.structs.replace(record, text=text, data=data)
+                    yield number, record
                 except msgspec.ValidationError as error:
                     raise UsageError(
                         f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
@@ -215,11 +212,6 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                     raise make_error(UsageError, "record-nested-too-deeply", f"{path}:{number}") from error
             if not line.endswith(b"\n"):
                 return  # the end of a live run's file: what follows now is the rest of this line
-
-
-def _masked(event: Any) -> Any:
-    """An event without secrets, which others may have written."""
-    return msgspec.structs.replace(event, text=mask_secrets(event.text), data=without_secrets(event.data))
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -339,41 +331,32 @@ def make_run(parent: Path, name_prefix: str) -> Path:
 def recording(
     path: Path, environment: dict[str, Any], description: str, *, fix: str, **data: Any
 ) -> Iterator[tuple[RunFolder, int]]:
-    """(the run folder of an external job, locked and open for writing; the file descriptor of its lock).
+    """(the run folder of an external job, locked and open for writing; the file descriptor of its lock). A process that
+    inherits the descriptor holds the lock too, until the end of the block.
 
     A folder that has records already gets one more attempt. description: text of the event `started` or `resumed`;
-    data:
-    its data. fix: what the error messages advise. Raises UsageError when the folder belongs to a training of stoker or
-    another process records there, StorageError when it cannot be written.
+    data: its data. fix: what the error messages advise. Raises UsageError when the folder belongs to a training of
+    stoker or another process records there, StorageError when it cannot be written.
     """
     if (path / CONFIG).exists():
         raise UsageError("This folder is the run of a training by stoker.", location=path, fix=fix)
     with contextlib.ExitStack() as stack:
         with writing("The run's folder cannot be written.", path, fix="make room, or " + fix):
             path.mkdir(parents=True, exist_ok=True)
-            lock_fd, has_locks = _hold(path, stack, fix)
+            file = stack.enter_context((path / ".lock").open("a"))
+            if (held := lock(file)) is False:
+                raise UsageError("Another job is being recorded there.", location=path, fix=fix)
+            if held:  # until here: a process that the job left behind inherits the descriptor, and would hold it on
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
             folder = RunFolder(path, last_attempt(path) + 1)
             stack.callback(folder.close)
             write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
             kind = "started" if folder.attempt == 1 else "resumed"
             folder.event(kind, f"attempt {folder.attempt}: {description}", **data)
-            if not has_locks:
-                folder.event(
-                    "warning", "this file system has no locks: a second job could write to the same run folder"
-                )
-        yield folder, lock_fd
-
-
-def _hold(path: Path, stack: contextlib.ExitStack, fix: str) -> tuple[int, bool]:
-    """Locks the run; (file descriptor of the lock, whether the file system has locks). A process that inherits the
-    descriptor holds the lock too, until it is released or all holders have ended."""
-    file = stack.enter_context((path / ".lock").open("a"))
-    held = lock(file)
-    if held is False:
-        raise UsageError("Another job is being recorded there.", location=path, fix=fix)
-    if held:
-        stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process that the job left behind may still hold it
-    return file.fileno(), held is True
+            if held is None:
+                text = "this file system has no locks: a second job could write to the same run folder"
+                folder.event("warning", text)
+        yield folder, file.fileno()
 
 
 @contextlib.contextmanager
@@ -386,8 +369,10 @@ def locked(run: Path) -> Iterator[bool | None]:
 
 def sign_lock(run: Path) -> None:
     """Writes into the lock that this process holds who it is. Without room it stays unsigned."""
-    with contextlib.suppress(OSError), open(run / ".lock", "w", opener=_open_without_links) as file:
-        file.write(f"process {os.getpid()} of {platform.node()}")
+    with contextlib.suppress(OSError):
+        fd = os.open(run / ".lock", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINKS, 0o644)
+        with open(fd, "w") as file:
+            file.write(f"process {os.getpid()} of {platform.node()}")
 
 
 def holder_of_lock(run: Path) -> str | None:
@@ -395,10 +380,6 @@ def holder_of_lock(run: Path) -> str | None:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return printable(regular_files.read_text(run / ".lock", max_bytes=1000)) or None
     return None
-
-
-def _open_without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
 
 
 def lock(file: IO[str]) -> bool | None:

@@ -25,9 +25,9 @@ class Totals:
     phases: device-seconds by phase; they add up to device_s. input_wait_stages: device-seconds of `input_wait` by
     stage. wall_s: seconds in which a process trained; the time between attempts is in no window. steps: optimizer
     steps that were done. step: the number of steps of the newest state; the difference was lost by kills and done
-    again. num_images:
-    images trained on, lost steps included. straggler_s: rank → device-seconds that the others waited for it in
-    collectives (`straggler`). thread_cpu_s: CPU-seconds of the training threads by phase; empty where not measured.
+    again. num_images: images trained on, lost steps included. straggler_s: rank → device-seconds that the others waited
+    for it in collectives (`straggler`). thread_cpu_s: CPU-seconds of the training threads by phase; empty where not
+    measured.
 
     wall_s, steps and step are those of rank 0, everything else of all ranks.
     """
@@ -113,16 +113,11 @@ class _CommWaits:
 
     def __init__(self) -> None:
         self._intervals: dict[tuple[int, int], dict[int, list[float]]] = {}
-        """(attempt, number of the interval) → rank → device-seconds recorded in it, and those of them in `comm`."""
+        """(attempt, number of the interval) → rank → device-seconds in it: all, of `comm`, `compute`, OWN_PHASES."""
 
     def add(self, rank: int, window: StepWindow) -> None:
-        own_s = sum(window.phases.get(name, 0.0) for name in OWN_PHASES)
-        added = (
-            window.wall_s * window.devices,
-            window.phases.get("comm", 0.0),
-            window.phases.get("compute", 0.0),
-            own_s,
-        )
+        comm_s, compute_s, *own = (window.phases.get(name, 0.0) for name in ("comm", "compute", *OWN_PHASES))
+        added = (window.wall_s * window.devices, comm_s, compute_s, sum(own))
         for number, fraction in _split_by_interval(window.t - window.wall_s, window.t):
             sums = self._intervals.setdefault((window.attempt, number), {}).setdefault(rank, [0.0] * len(added))
             for index, seconds in enumerate(added):
@@ -159,11 +154,7 @@ class _CommWaits:
 
 def _split_by_interval(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:
     """The intervals of COMPARISON_S that [start_s, end_s] overlaps, and its fraction in each; they add up to 1."""
-    if end_s <= start_s:
-        return
-    at_s = start_s
-    while at_s < end_s:
-        number = int(at_s // COMPARISON_S)
-        interval_end_s = min(end_s, (number + 1) * COMPARISON_S)
-        yield number, (interval_end_s - at_s) / (end_s - start_s)
-        at_s = interval_end_s
+    for number in range(int(start_s // COMPARISON_S), int(end_s // COMPARISON_S) + 1):
+        overlap_s = min(end_s, (number + 1) * COMPARISON_S) - max(start_s, number * COMPARISON_S)
+        if overlap_s > 0:
+            yield number, overlap_s / (end_s - start_s)
