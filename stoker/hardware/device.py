@@ -168,12 +168,6 @@ class Device:
         return "fp32", f"mixed precision was never tested on {self.kind}"
 
 
-def pinned_bytes(nbytes: int) -> int:
-    """Bytes that pinned memory of `nbytes` takes from the host: torch's allocator rounds every block up to a power of
-    two (c10's CachingHostAllocator.h)."""
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
-
-
 class Lease:
     """Keeps the views of an arena from being given out again for as long as it is referenced."""
 
@@ -182,9 +176,9 @@ class HostArenas:
     """Pinned host memory that is allocated once and used for every snapshot of the same tensors.
 
     Pinning memory takes a call of the driver for each block, which waits for the device and for other threads. torch's
-    allocator keeps freed blocks, but rounds each of them up to a power of two (`pinned_bytes`). So an arena has a few
-    chunks of at most CHUNK_BYTES, a power of two, and all tensors are views of them. Called by one thread; leases may
-    end on any.
+    allocator keeps freed blocks, but rounds each of them up to a power of two (c10's CachingHostAllocator.h). So an
+    arena has a few chunks of at most CHUNK_BYTES, a power of two, and all tensors are views of them. Called by one
+    thread; leases may end on any.
     """
 
     def __init__(self, device: Device) -> None:
@@ -424,11 +418,8 @@ def nvtx_enabled(device: Device) -> bool:
 class NvtxRanges:
     """Nested, named ranges on this thread's line in Nsight Systems (NVTX)."""
 
-    def push(self, name: str) -> None:
-        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-
-    def pop(self) -> None:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+    push = staticmethod(torch.cuda.nvtx.range_push)
+    pop = staticmethod(torch.cuda.nvtx.range_pop)
 
 
 def configure_malloc() -> None:
@@ -498,11 +489,8 @@ def select_device(name: str | None = None) -> Device:
     """
     if name is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = (
-            torch.device("cpu")
-            if accelerator is None or accelerator.type not in TESTED_DEVICES
-            else torch.device(accelerator.type, 0)
-        )
+        kind = None if accelerator is None else accelerator.type
+        device = torch.device(kind, 0) if kind in TESTED_DEVICES else torch.device("cpu")
     else:
         try:
             device = torch.device(name)
