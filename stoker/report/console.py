@@ -83,10 +83,7 @@ def print_renderables(
 
 
 def table(
-    *columns: str,
-    right: Iterable[int] = (),
-    header: bool = True,
-    rows: Iterable[Iterable[RenderableType]] = (),
+    *columns: str, right: Iterable[int] = (), header: bool = True, rows: Iterable[Iterable[RenderableType]] = ()
 ) -> Table:
     """A table without borders. right: indices of right-aligned columns."""
     result = _Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=header, header_style="dim")

@@ -368,11 +368,7 @@ def make_tables(summary: RunsSummary) -> dict[str, SummaryTable]:
             title="ended early", heads=("cause", "runs", "what", "for example"), rows=failures, right=(1,)
         ),
         "unreadable": SummaryTable(
-            title="could not be read",
-            heads=("run", "error"),
-            rows=unreadable,
-            noun="run",
-            total=summary.num_unreadable,
+            title="could not be read", heads=("run", "error"), rows=unreadable, noun="run", total=summary.num_unreadable
         ),
     }
 
