@@ -34,7 +34,7 @@ class _CleanConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             is_clean = segment.control or segment.text == "\n" or segment.text.isprintable()
-            yield segment if is_clean else segment._replace(text=_clean_lines(segment.text))
+            yield segment if is_clean else segment._replace(text="\n".join(map(printable, segment.text.split("\n"))))
 
 
 class _Table(Table):
@@ -117,7 +117,3 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 def plain_text(text: object, style: str = "", *, newlines: bool = False) -> Text:
     """A text without control characters, in one line. newlines: keep its lines; those after the first are indented."""
     return Text(printable(text, newlines=newlines), style)
-
-
-def _clean_lines(text: str) -> str:
-    return "\n".join(map(printable, text.split("\n")))

@@ -221,7 +221,8 @@ def explain_run(
     exact_price = price_range.low if price_range is not None and price_range.is_exact else 0.0
     run_records.price_per_device_hour = exact_price
     findings = engine.run_rules(run_records)
-    last_record_t = _last_record_time(path)
+    files = [path / name for name in (records.EVENTS, records.STEPS, records.DEVICES)]
+    last_record_t = max((file.stat().st_mtime for file in files if file.exists()), default=None)
     coverage = run_records.events.coverage
     state, state_text = _read_state(path, run_records.events, last_record_t)
     totals = _name_hang(run_records.totals, findings)
@@ -274,12 +275,6 @@ def _places(run_records: RunRecords) -> list[PlaceTime]:
         for place in listed
         if place.seconds >= max(1.0, run_records.place_totals[place.role, place.rank] / 100)
     ][:MAX_PLACES]
-
-
-def _where(explanation: RunExplanation) -> str:
-    if explanation.has_device:
-        return f"on {fmt.plural(explanation.devices, 'device')}"
-    return "in 1 process" if explanation.devices == 1 else f"in {explanation.devices} processes"
 
 
 def open_records(run: str | Path) -> Path:
@@ -357,12 +352,6 @@ def _phases(totals: Totals, price_per_device_hour: float, estimated: Mapping[str
     estimates = dict.fromkeys(estimated, "estimated from samples of the main thread's stack")
     stages = {"input_wait": (totals.input_wait_stages, STAGE_MEANINGS), "unattributed": (estimated, estimates)}
     return rows(totals.phases, PHASE_MEANINGS | {HANG: "nothing ran after the last step"})
-
-
-def _last_record_time(path: Path) -> float | None:
-    """Unix time of the newest change of a record; None without records."""
-    files = [path / name for name in (records.EVENTS, records.STEPS, records.DEVICES)]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=None)
 
 
 def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -> tuple[State, str]:
@@ -456,8 +445,11 @@ def _facts(explanation: RunExplanation) -> Iterator[tuple[str, str]]:
     yield "run", explanation.run
     yield "state", explanation.state_text
     lost = f", {fmt.plural(explanation.lost_steps, 'step')} repeated" if explanation.lost_steps else ""
-    restarts = fmt.plural(max(0, explanation.attempts - 1), "restart")
-    yield "time", f"{fmt.duration(explanation.wall_s)} {_where(explanation)}, {restarts}{lost}"
+    restarts, devices = fmt.plural(max(0, explanation.attempts - 1), "restart"), explanation.devices
+    where = f"in {fmt.plural(devices, 'process', 'processes')}"
+    if explanation.has_device:
+        where = f"on {fmt.plural(devices, 'device')}"
+    yield "time", f"{fmt.duration(explanation.wall_s)} {where}, {restarts}{lost}"
     speed = f", {fmt.plural(explanation.num_images, 'image')}, {fmt.number(explanation.img_per_s)} img/s on average"
     unknown = explanation.coverage and not explanation.num_images
     yield "work", f"{fmt.plural(explanation.steps, 'step')}{' according to its output' if unknown else speed}"

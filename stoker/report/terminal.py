@@ -29,7 +29,7 @@ PLAIN_PROGRESS_INTERVAL_S = 10.0
 """Minimum time between two lines of progress if the output is not a terminal."""
 
 
-class Screen:
+class Screen(contextlib.AbstractContextManager["Screen"]):
     """Output of a training. A context manager: it restores the terminal, also after an exception.
 
     Thread-safe. live: update lines in place; default: if `file` is a terminal with cursor movement.
@@ -53,9 +53,6 @@ class Screen:
         self.is_live = supports_cursor(self._file) if live is None else live
         self._console = make_console(self._file, terminal=self.is_live, width=width)
         self._live: Live | None = None
-
-    def __enter__(self) -> "Screen":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

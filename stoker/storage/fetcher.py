@@ -6,6 +6,7 @@ Retries and checks are in `store.Store.read_async`. The thread keeps its `Fetche
 
 import asyncio
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -36,7 +37,7 @@ HEDGE_MIN_SAMPLES, HEDGE_WINDOW = 32, 256
 """Responses that a quantile needs, and after which it is computed again; recent responses that count."""
 
 
-class Fetcher:
+class Fetcher(contextlib.AbstractContextManager["Fetcher"]):
     """max_in_flight: reads in flight; budget_bytes: their bytes. Thread-safe; `with` closes it.
 
     All methods run on the thread of the loop, except the public ones.
@@ -95,9 +96,6 @@ class Fetcher:
         if threading.current_thread() is not self._thread:  # garbage collection runs on any thread
             self._thread.join(JOIN_TIMEOUT_S)
             _wait_for_obstore_threads(cancelled=bool(self._in_flight))
-
-    def __enter__(self) -> "Fetcher":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
