@@ -86,8 +86,7 @@ class PreflightError(StokerError):
 
 
 class StorageError(PreflightError):
-    """A path or URI cannot be read or written: a full disk, a missing folder, a bucket that denies access or does not
-    answer."""
+    """A path or URI cannot be read or written: a full disk, a missing folder, a bucket that denies access or hangs."""
 
 
 class ObjectMissing(StorageError):
@@ -149,8 +148,7 @@ class Preempted(StokerError):
 
 
 class CaptureFailed(Preempted):
-    """The run ends because a CUDA graph could not be captured; the same command continues it without one, and
-    `stoker train` does so by itself."""
+    """A CUDA graph could not be captured; the same command, and `stoker train` by itself, continues without one."""
 
 
 @functools.cache
@@ -168,8 +166,8 @@ def make_error(
     fix: str | None = None,
     **values: object,
 ) -> Error:
-    """The error of a row of knowledge/errors.toml or data_errors.toml, whose texts have {names} of `values`. cause,
-    fix: where the row has none."""
+    """The error of a row of errors.toml or data_errors.toml, whose texts have {names} of `values`. cause, fix: where
+    the row has none."""
     texts = {name: text.format(**values) for name, text in _texts()[key].items()}
     return kind(
         texts["what"], location=location, choices=choices, cause=texts.get("cause", cause), fix=texts.get("fix", fix)
@@ -178,8 +176,7 @@ def make_error(
 
 @contextlib.contextmanager
 def writing(what: str, location: object, *, fix: str | None = None) -> Iterator[None]:
-    """A block that writes: an OSError inside is raised as a StorageError with the message `what`, for example "The
-    report cannot be written."."""
+    """A block that writes: an OSError inside is raised as a StorageError with the message `what`."""
     try:
         yield
     except OSError as error:

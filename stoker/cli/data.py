@@ -1,5 +1,4 @@
-"""The `stoker data` commands: check, describe, preview, convert, pack and split a data set. Each imports its code when
-it runs."""
+"""The `stoker data` commands: check, describe, preview, convert, pack and split a data set."""
 
 import dataclasses
 import functools

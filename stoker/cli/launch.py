@@ -64,8 +64,7 @@ def launch(
 
 
 def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """(the settings with flags of other tools translated, their values by name). Ends as `stoker train` does for one
-    that it does not have."""
+    """(the settings with translated flags of other tools, their values by name). Exits for one that there is not."""
     app = App(name="stoker train", default_parameter=PARAMETER, help_format="plaintext")
     app.default(train)
     arguments, notes = translate(["train", *settings], lambda _: flags_of(app))

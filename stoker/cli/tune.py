@@ -1,5 +1,4 @@
-"""The commands that measure configurations against each other: `tune`, and `compare` for runs. Each imports its code
-when it runs."""
+"""The commands that measure configurations against each other: `tune`, and `compare` for runs."""
 
 import functools
 import sys

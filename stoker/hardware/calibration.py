@@ -83,8 +83,7 @@ def path() -> Path:
 
 
 def append(*lines: Line) -> None:
-    """Adds lines; a file that has grown too large loses its oldest half. Raises OSError where the cache folder cannot
-    be written, or has no locks."""
+    """Adds lines; too large a file loses its oldest half. Raises OSError: no space, no permission, or no locks."""
     data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -177,8 +177,7 @@ class HostArenas:
 
     Pinning memory takes a call of the driver for each block, which waits for the device and for other threads. torch's
     allocator keeps freed blocks, but rounds each of them up to a power of two (c10's CachingHostAllocator.h). So an
-    arena has a few chunks of at most CHUNK_BYTES, a power of two, and all tensors are views of them. Called by one
-    thread; leases may end on any.
+    arena has a few chunks of at most CHUNK_BYTES, and tensors are views of them. One thread calls; leases end on any.
     """
 
     def __init__(self, device: Device) -> None:
@@ -450,8 +449,7 @@ _block_sizes: dict[torch.device, int] = {}
 
 
 def _accelerator_block_size(device: torch.device) -> int:
-    """`block_size_for_memory` of all the memory that a device has, asked for once: not functools.cache, whose function
-    torch.compile would trace."""
+    """`block_size_for_memory` of a device, asked for once: not functools.cache, whose function torch.compile traces."""
     if device not in _block_sizes:
         if device.type in XLA_KINDS:
             total_bytes = Device(device).memory().total
@@ -528,8 +526,7 @@ def available_devices() -> list[str]:
 
 
 def end_step(device: torch.device) -> None:
-    """Ends a step: XLA compiles what was issued since the last end, if it has no such program yet, and runs it.
-    Nothing on other devices."""
+    """Ends a step: XLA compiles what was issued since the last end, if that is new, and runs it. Others do nothing."""
     if device.type == "xla":
         import torch_xla
 

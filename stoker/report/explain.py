@@ -64,8 +64,7 @@ ERROR_TYPE_ADVICE = _WORDS.error_types
 """TIDE error type → its meaning, and what to check."""
 
 MIN_ESTIMATED = 0.2
-"""Fraction of the time after the start that no clock attributed, from which its parts are estimated: less is the host's
-work between steps (heuristic)."""
+"""Unattributed fraction of the time after the start from which its parts are estimated (heuristic)."""
 HANG = "hang"
 """Row of the time after the last step of a job that hung; records have it as `unattributed`."""
 
@@ -322,8 +321,7 @@ def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> P
 
 
 def _estimated_stages(run: RunRecords) -> dict[str, float]:
-    """Device-seconds by kind of stack of a watched job, of what no clock attributed after its start. A compilation that
-    a clock measured is not in it."""
+    """Kind of stack of a watched job → device-seconds that no clock attributed after its start."""
     unattributed_s = run.steady.phases.get("unattributed", 0.0)
     if not run.is_external or run.steady_phase_fraction("unattributed") < MIN_ESTIMATED or not has_enough_stacks(run):
         return {}
@@ -386,8 +384,7 @@ IGNORED_CAUSE = "ended_without_record"
 
 
 class LogExplanation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a log says. It contains neither the exit code nor the telemetry of the machine, so it has to say, too, what
-    is not known."""
+    """What a log says, and what is not known from it: exit code, telemetry."""
 
     log: str
     size_bytes: int

@@ -73,8 +73,7 @@ def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
 
 
 def write_page(page: str, path: Path, *, private: bool = False) -> Path:
-    """private: only the user may read it, as the records of which it is made: it quotes commands and the output of
-    jobs."""
+    """private: only the user may read it, as the records that it is made of: it quotes commands and output of jobs."""
     with writing("The report cannot be written.", path, fix="choose another file with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, page.encode(), private=private)

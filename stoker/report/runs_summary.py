@@ -1,8 +1,7 @@
 """`stoker why --all FOLDER`: many runs added up, as data: device time and cost by cause, month and host; failures.
 
-Each run is read as `stoker why` reads it (`explain.py`), one after the other; only sums and short lists are kept, and
-nothing is written. A run that cannot be read is listed and left out. Terminal and page (`html.py`) show the same
-tables."""
+Each run is read as `stoker why` reads it (`explain.py`), one after the other; only sums and short lists are kept. A run
+that cannot be read is listed and left out. Terminal and page (`html.py`) show the same tables."""
 
 import dataclasses
 import functools
@@ -55,8 +54,7 @@ class Cost(msgspec.Struct, kw_only=True):
 
 
 class Sums(msgspec.Struct, kw_only=True):
-    """Sums over runs. device_s: the time in a phase or lost by a cause; of a month, a host or all runs all device
-    time."""
+    """Sums over runs. device_s: in a phase, or lost by a cause; of a month, a host or all runs all device time."""
 
     runs: int = 0
     device_s: float = 0.0
@@ -143,8 +141,7 @@ def summarize_runs(
 ) -> RunsSummary:
     """Adds up all runs below a folder or a bucket URI. on_progress: called with the number of runs read so far.
 
-    price_per_device_hour: as for `explain_run`. Raises UsageError if there is no such folder or no run in it,
-    StorageError.
+    price_per_device_hour: as for `explain_run`. Raises UsageError without the folder or a run in it, StorageError.
     """
     summary = RunsSummary(folder=str(folder))
     for number, run in enumerate(find_runs(folder, summary), start=1):
@@ -169,8 +166,7 @@ def summarize_runs(
 
 
 def find_runs(folder: str | Path, runs_summary: RunsSummary) -> Iterator[str]:
-    """All runs below a folder, at any depth, by name, without hidden folders and links. A folder that cannot be listed
-    is added to the unreadable runs."""
+    """All runs below a folder, by name, without hidden folders and links; adds unreadable folders to the summary."""
     text = expand_variables(str(folder))
     if is_uri(text):
         yield from _find_runs_in_bucket(text)

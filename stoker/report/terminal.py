@@ -32,8 +32,7 @@ PLAIN_PROGRESS_INTERVAL_S = 10.0
 class Screen(contextlib.AbstractContextManager["Screen"]):
     """Output of a training. A context manager: it restores the terminal, also after an exception.
 
-    Thread-safe. live: update lines in place; default: if `file` is a terminal with cursor movement.
-    clock: seconds. width: columns.
+    Thread-safe. live: update lines in place (default: where a terminal can). clock: seconds. width: columns.
     """
 
     def __init__(
@@ -78,8 +77,7 @@ class Screen(contextlib.AbstractContextManager["Screen"]):
         eta_s: float | None,
         memory: tuple[int, int] | None,
     ) -> None:
-        """Shows the progress. fraction_done: 0 … 1; total_steps: None if the duration is a time; memory: used, total
-        bytes."""
+        """Shows the progress. fraction_done: 0 … 1; total_steps: None where it is not known; memory: (used, total)."""
         step = f"step {window.step:,}" + (f"/{total_steps:,}" if total_steps is not None else "")
         details = " · ".join(_details(window, memory))
         with self._lock:
@@ -204,8 +202,7 @@ def _live_lines(step: str, fraction_done: float, eta_s: float | None, details: s
 
 
 def redirect_to_devnull(file: TextIO) -> None:
-    """Redirects a stream to /dev/null: else its buffered data would fail again when Python exits, with exit code
-    120."""
+    """Redirects a stream to /dev/null: else its buffered data would fail again when Python exits (exit code 120)."""
     with contextlib.suppress(OSError, ValueError):  # without a file descriptor, or closed: nothing can fail later
         devnull_fd = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull_fd, file.fileno())

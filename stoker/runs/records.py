@@ -95,8 +95,7 @@ class RunFolder:
         self._encoder = msgspec.json.Encoder()
 
     def append(self, name: str, line: msgspec.Struct) -> None:
-        """Adds a line in one write, so a kill leaves at most this line incomplete. Raises OSError when not even the
-        first file can be opened."""
+        """Adds a line in one write. Raises OSError when not even the first file can be opened."""
         with self._lock:
             data = self._encoder.encode(line) + b"\n"
             if isinstance(line, Event) and len(data) > MAX_EVENT_BYTES:
@@ -155,8 +154,7 @@ def _open_for_appending(path: Path) -> int:
 
 
 def _shorten(value: Any) -> Any:
-    """Texts in `value`, at any depth, without secrets, cut to MAX_TEXT_CHARS, and without lone surrogates, which are
-    not UTF-8."""
+    """Texts in `value`, at any depth, without secrets and lone surrogates, cut to MAX_TEXT_CHARS."""
     if isinstance(value, str):
         value = mask_secrets(value)
         if len(value) > MAX_TEXT_CHARS:
@@ -175,11 +173,8 @@ def _is_incomplete(fd: int) -> bool:
 
 
 def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
-    """The lines of one of the run's .jsonl files, also while it is written; nothing when it is absent. Incomplete lines
-    are skipped.
-
-    Raises UsageError at a complete line that is not a `kind`: a newer version of stoker wrote it.
-    """
+    """The lines of a .jsonl file, also while it is written; none when it is absent. Skips incomplete lines. Raises
+    UsageError at a complete line that is not a `kind`: a newer version of stoker wrote it."""
     return (line for _, line in numbered_lines(run, name, kind))
 
 

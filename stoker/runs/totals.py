@@ -70,8 +70,7 @@ class TotalsSum:
             self._comm_waits.add(rank, window)
 
     def totals(self, attempts: int) -> Totals:
-        """attempts: number of the newest attempt. All zero without a window; `devices` is that of the last windows of
-        the newest attempt that has any."""
+        """attempts: number of the newest one. `devices`: of the newest that has a window. All zero without one."""
         straggler_s, booked_s = ({}, {}) if self._comm_waits is None else self._comm_waits.straggler_s()
         for name, waited_s in booked_s.items():
             self._phases[name] = max(0.0, self._phases[name] - waited_s)

@@ -71,8 +71,7 @@ class Space(msgspec.Struct, frozen=True):
 
 
 def read_space(path: Path, parts: Sequence[str] = ()) -> Space:
-    """A space.toml; parts: the names of a space of networks, instead of settings. Raises ConfigError that names file,
-    setting and valid choices."""
+    """A space.toml; parts: the names of a space of networks, instead of settings. Raises ConfigError."""
     try:
         table = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_TOML_BYTES))
     except OSError as error:

@@ -5,8 +5,7 @@ failure. Only this module parses that text. It does not include headers such as 
 `knowledge/storage_failures.toml`.
 
 Waits have full jitter (AWS Architecture Blog, "Exponential Backoff and Jitter", 2015); only the total time ends a
-request. obstore's own retries are used for parts of uploads only (`clients.py`): they do not retry damaged bodies, and
-repeat conditional writes.
+request. obstore's own retries (parts of uploads only) do not retry damaged bodies, and repeat conditional writes.
 """
 
 import functools
@@ -89,8 +88,7 @@ class ObjectTooShort(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """name: short, for counting ("503 SlowDown", "timeout"); message: the store's text; region: of the bucket, if the
-    store tells it."""
+    """name: short, for counting ("503 SlowDown", "timeout"); message: the store's; region: of the bucket, if told."""
 
     kind: FailureKind
     name: str

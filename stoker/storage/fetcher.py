@@ -19,8 +19,7 @@ from stoker.errors import StorageError
 from stoker.storage.store import Store
 
 MAX_IN_FLIGHT = 64
-"""With a latency of 30 ms it reads 2,000 images per second. Twice as many cost half as much CPU again on a thin link
-(`benchmarks/loading/storage.py`)."""
+"""2,000 images/s at 30 ms latency; twice as many cost half as much CPU again on a thin link (benchmarks/loading)."""
 BUDGET_BYTES = 512 * 2**20
 """Default for the bytes in flight. One request is always allowed, even if it is larger."""
 TYPICAL_BYTES = 128 * 1024
@@ -62,8 +61,7 @@ class Fetcher(contextlib.AbstractContextManager["Fetcher"]):
     def submit(self, store: Store, key: str, *, start: int = 0, length: int | None = None) -> "Future[bytes]":
         """The object's bytes, or `length` of them from `start`: as `Store.read`, with its errors.
 
-        Callbacks of the future run on the thread of the event loop and must be fast. The future can be cancelled until
-        its read has started.
+        Callbacks of the future run on the loop's thread and must be fast. It can be cancelled until its read starts.
         """
         if os.getpid() != self._pid:
             fix = "Make a Fetcher after the fork, or start processes with the method spawn."

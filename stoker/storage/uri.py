@@ -2,9 +2,8 @@
 
 A URI is never a `pathlib.Path`, which drops one of its slashes. Only text is handled here; `store.py` reads objects.
 
-A run in a bucket has two copies in the cache folder. Training writes the *working copy* and uploads it
-(`training/bucket_run.py`). Commands that only read download the files that they need into the *reading copy*
-(`store.py`).
+A run in a bucket has two copies in the cache folder: the *working copy* that training writes and uploads
+(`training/bucket_run.py`), and the *reading copy* with the files that other commands need (`store.py`).
 """
 
 import hashlib

@@ -146,8 +146,7 @@ def _batches_up_to_recipe(settings: Mapping[str, Any], facts: Facts, _phases: Ma
 def _rarer(
     phase: str, fraction: float, settings: Mapping[str, Any], facts: Facts, phases: Mapping[str, float]
 ) -> list[Any]:
-    """The interval of evaluations or checkpoints, in steps, with which they take `fraction` of the time; none where
-    they take less already."""
+    """The interval, in steps, with which evaluations or checkpoints take `fraction` of the time, if they take more."""
     name, batch_size = f"{phase}_every", settings["batch_size"]
     length = parse_duration(settings["max_duration"], "max-duration")
     every = interval_images(settings, name, facts, phases)

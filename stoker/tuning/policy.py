@@ -1,8 +1,7 @@
 """What `stoker tune` does next, and what a measurement means: pure functions of the lines of probes.jsonl.
 
 No files, no clock, no processes: those are in `runner.py`. So a killed tuning continues by asking again with the lines
-that it wrote, and a test can ask about any history. A trial that pays changes the settings that the next one starts
-from (`Situation`).
+that it wrote. A trial that pays changes the settings that the next one starts from (`Situation`).
 """
 
 import dataclasses
@@ -18,8 +17,7 @@ from stoker.tuning.levers import Changes, Facts, Lever, interval_images, values,
 
 LOOKS = {4: 4.857, 8: 3.128, 16: 2.694}
 """Number of pairs after which a trial is judged → quantile of Student's t, one degree of freedom less. Each interval
-has 98.3 %, so that all three together hold with 95 % (Bonferroni): who looks again and again at 95 % finds something in
-the end."""
+has 98.3 %, so that all three together hold with 95 % (Bonferroni)."""
 MIN_RATIO = 1.01
 """Low end of the interval from which a change is kept. Two processes with equal settings differ by up to a percent, by
 the places of their memory (an assumption)."""
@@ -115,8 +113,7 @@ def mean_difference(before: Sequence[float], after: Sequence[float]) -> tuple[fl
 
 
 def why_another_training(lever: Lever, before: Sequence[float], after: Sequence[float]) -> str:
-    """Empty: it is the same. before, after: of the same images, the first half from before any update. A process leaves
-    out values that are not finite."""
+    """Empty: it is the same. before, after: of the same images, the first half before any update, finite ones only."""
     tolerance, what = lever.tolerance or 0.0, f"the {lever.compare} of the same images"
     if not before or len(before) != len(after):
         return f"another training: {what} are not finite"
@@ -237,8 +234,7 @@ def restore_types(changes: Changes) -> Changes:
 def add_events(
     phases: Mapping[str, float], settings: Mapping[str, Any], bounds: Probe, facts: Facts
 ) -> dict[str, float]:
-    """The seconds per image of windows, with those of evaluations and checkpoints: one of them, over the images that
-    are trained on until the next."""
+    """The seconds per image of windows, with those of evaluations and checkpoints, by their intervals."""
     events = {
         name: bounds.bounds[name] / every
         for name in ("eval", "checkpoint")

@@ -351,8 +351,7 @@ class Runner:
         return {"state": "passed", "kept": kept, "reason": reason, **found}
 
     def _measure_ap(self, before: dict[str, Any], after: dict[str, Any], pair_s: float) -> dict[str, Any]:
-        """AP of trainings on the same number of images, of each seed. pair_s: seconds of an image in one training and
-        in the other. Raises TrialError."""
+        """AP of trainings on as many images, of each seed. pair_s: seconds of an image in both. Raises TrialError."""
         self._replace_base(None)
         images = policy.AP_SHARE * self.context.budget_s / pair_s / policy.AP_SEEDS
         if images < 10 * max(before["batch_size"], after["batch_size"]):

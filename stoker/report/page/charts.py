@@ -2,8 +2,7 @@
 `dataset.py` has those of a data set.
 
 The script of the page (`page.js`) adds axes, fonts and colors for light mode, dark mode and print. Colors are CSS
-variables of the page, `var(--c0)` and so on. Each chart has a caption in words, and tables contain the important
-numbers too.
+variables of the page, `var(--c0)` and so on. Each chart has a caption; tables have the important numbers too.
 """
 
 import html
