@@ -1,8 +1,8 @@
 """The user's own measurements of training steps, and the predictions of `stoker plan`, in a file of the cache folder.
 
 Each training adds a line about its steps when it ends; `stoker plan` computes with those of the same device, and adds a
-line for each of its predictions, which the training that follows looks up. Nothing depends on the file: what is damaged
-is skipped, and it may be deleted at any time. Not here: the predictions themselves, `stoker/planning/`.
+line for each of its predictions (`stoker/planning/`), which the training that follows looks up. What is damaged is
+skipped, and the file may be deleted at any time.
 """
 
 import contextlib

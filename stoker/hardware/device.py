@@ -2,7 +2,6 @@
 
 All other modules use `Device`. A CPU has no streams: the same calls copy and record at once. Accelerators are used
 through `torch.accelerator`, `torch.Stream` and `torch.Event`, and through `torch.cuda` only for what these do not have.
-Pinned memory for snapshots (`HostArenas`) and the places in which the host may wait (`allow_host_sync`) are here, too.
 Telemetry from the driver is in `profiling/telemetry/gpu.py`.
 """
 
@@ -366,8 +365,8 @@ class DeviceClock:
     """Times of work of the device in seconds of the host's `time.perf_counter`, without host syncs.
 
     The time of an event is computed from the event resolved before it: the difference of two events is a float32 in ms,
-    which loses precision over hours. So `resolve` must be called in the order of the events. Events are reused after
-    they are resolved: there is at most one more than the number of pending events. A CPU and an XLA device have none.
+    which loses precision over hours. So `resolve` must be called in the order of the events, which are then reused. A
+    CPU and an XLA device have none.
     """
 
     def __init__(self, device: Device) -> None:
@@ -424,8 +423,7 @@ class NvtxRanges:
 def configure_malloc() -> None:
     """Makes glibc keep the large blocks that a training step frees, for the next step. Nothing with other C libraries.
 
-    By default glibc returns them to the kernel, which has to clear every page again: 2 to 7 % of the CPU time of a
-    training step on a CPU (LOG.md, "The step on a CPU").
+    By default glibc returns them to the kernel, which has to clear every page again: 2 to 7 % of the time of a step.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

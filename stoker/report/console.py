@@ -1,5 +1,4 @@
-"""Prints text, tables and progress to a terminal, a file or a pipe. Everything that stoker prints as a table goes
-through `table`.
+"""Prints text, all tables (`table`) and progress to a terminal, a file or a pipe.
 
 A file or a pipe gets complete lines without control characters, colors or wrapping. Texts are cleaned (`printable`):
 a class or file name must not control the terminal, nor begin a line.

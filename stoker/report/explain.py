@@ -1,9 +1,8 @@
 """`stoker why RUN`: where the time of a run went, what it cost, the findings, and advice; as data, and printed.
 
-`explain_run` reads a run in any state. `explain_log` reads the output of a job without a run folder, to find out what
-ended the job. `run_probes` (`why --probe`) repeats steps of a run that has ended with one thing changed at a time, in a
-separate process (`tuning/experiments.py`), so nothing here imports torch. The page shows the same data (`html.py`);
-`compare.py` compares two runs, `runs_summary.py` adds up many.
+`explain_run` reads a run in any state, `explain_log` the output of a job without a run folder, to find out what ended
+it. `run_probes` (`why --probe`) repeats steps of a run in a separate process (`tuning/experiments.py`): nothing here
+imports torch. The page shows the same data (`html.py`); `compare.py` compares two runs, `runs_summary.py` adds up many.
 """
 
 import dataclasses

@@ -1,9 +1,8 @@
 """TensorBoard files of a run: curves, metrics, and images with ground truth and detections. Without TensorFlow.
 
-The training thread only puts references into a queue; a thread of this module imports tensorboardX, draws, encodes and
-writes. The SummaryWriter of tensorboardX is not used: its queue blocks the caller when the disk is full, and two
-writers created in the same second overwrite each other's file. After an error the board reports it once and stops; the
-same numbers are in steps.jsonl and events.jsonl.
+The training thread only puts references into a queue; a thread of this module draws, encodes and writes. tensorboardX's
+SummaryWriter is not used: its queue blocks the caller when the disk is full, and two writers made in the same second
+overwrite each other's file. After an error the board reports it once and stops.
 """
 
 import contextlib

@@ -1,10 +1,8 @@
-"""Terminal output of a training: progress while it runs, and metrics afterwards. `explain.py` prints `stoker
-why`.
+"""Terminal output of a training: progress while it runs, and metrics afterwards.
 
 On a terminal the last lines are updated in place (rich). To a file, a pipe, or with TERM=dumb, complete lines are
-written: no control characters, at most one line of progress every ten seconds. NO_COLOR disables colors. The caller
-also writes everything to the records of the run, so an output that fails (full disk, closed terminal) is kept in
-`last_error` and never ends a training.
+written: no control characters, at most one line of progress every ten seconds. The records of the run have the same, so
+an output that fails (full disk, closed terminal) is kept in `last_error` and never ends a training.
 """
 
 import contextlib

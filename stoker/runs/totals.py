@@ -23,13 +23,10 @@ class Totals:
     """Sums over a run: all windows of all attempts and ranks, since lost steps cost time as well.
 
     phases: device-seconds by phase; they add up to device_s. input_wait_stages: device-seconds of `input_wait` by
-    stage. wall_s: seconds in which a process trained; the time between attempts is in no window. steps: optimizer
-    steps that were done. step: the number of steps of the newest state; the difference was lost by kills and done
-    again. num_images: images trained on, lost steps included. straggler_s: rank → device-seconds that the others waited
-    for it in collectives (`straggler`). thread_cpu_s: CPU-seconds of the training threads by phase; empty where not
-    measured.
-
-    wall_s, steps and step are those of rank 0, everything else of all ranks.
+    stage. wall_s: seconds in which a process trained. steps: optimizer steps that were done. step: those of the newest
+    state; the difference was lost by kills and done again. num_images: also of lost steps. straggler_s: rank →
+    device-seconds that the others waited for it in collectives (`straggler`). thread_cpu_s: CPU-seconds of the training
+    threads by phase; empty where not measured. wall_s, steps and step are of rank 0, everything else of all ranks.
     """
 
     phases: dict[str, float]

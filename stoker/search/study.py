@@ -5,9 +5,8 @@ sees the results of the rounds before its own only (`round` trials each, as many
 sampler is seeded with (seed, k), and a pruner compares with trials of earlier rounds. So a search that was killed and
 continued tries what an undisturbed one tries, as far as its metrics are reproducible.
 
-Optuna gives a trial of a dead worker a new number (`RetryHeartbeatStaleTrialCallback`), and journal files have no
-heartbeats. Here a worker holds a lock of its trial, which the kernel releases with the process; another worker takes
-the trial over, with its number and its run folder.
+A worker holds a lock of its trial, which the kernel releases with the process; another worker takes the trial over,
+with its number and its run folder (Optuna would give it a new number, and needs heartbeats, which journal files lack).
 """
 
 import contextlib

@@ -1,14 +1,12 @@
 """A bucket or a web server: read, list, write, delete, from any thread, with retries and errors that say what to do.
 
-Every read is checked against the length in the headers. Whole objects that `read` returns are also checked by MD5 where
-the ETag is one (objects of one part without KMS keys). obstore does not give access to other checksums (x-goog-hash,
-x-amz-checksum-…). Images are read by `read_async` without MD5, which costs as much as the whole request; TLS protects
-the transfer, and decoding is strict. Not here: many concurrent reads (`fetcher.py`), credentials (`clients.py`), kinds
-of failures and the time between retries (`failures.py`).
+Every read is checked against the length in the headers, and whole objects that `read` returns by MD5 where the ETag is
+one (objects of one part without KMS keys); obstore gives no access to other checksums. `read_async` (images) has no
+MD5, which costs as much as the whole request; TLS protects the transfer, and decoding is strict. Not here: many
+concurrent reads (`fetcher.py`), credentials (`clients.py`), kinds of failures, time between retries (`failures.py`).
 
-Downloads are objects as files, and the files of a run that a command needs: a command reads the working copy of a run
-(`uri.py`) if that is at least as new as the bucket, else it downloads into the reading copy. Objects that are removed
-or replaced meanwhile are not an error: the run may be live.
+A command reads the working copy of a run (`uri.py`) if that is at least as new as the bucket, else it downloads what it
+needs into the reading copy. Objects that are removed or replaced meanwhile are not an error: the run may be live.
 """
 
 import asyncio
@@ -219,9 +217,9 @@ class Store:
     ) -> ObjectInfo:
         """Replaces the object as a whole: a reader never sees a part of it.
 
-        if_absent: only if there is no object; if_match: only if the object has this `etag`; else raises Conflict. Such
-        a conditional write is one request (at most 5 GB, in memory). Other large writes are multipart uploads; the
-        parts of a failed one are billed until a lifecycle rule of the bucket removes them.
+        if_absent: only if there is no object; if_match: only if the object has this `etag`; else raises Conflict: one
+        request (at most 5 GB, in memory). Other large writes are multipart uploads; the parts of a failed one are
+        billed until a lifecycle rule of the bucket removes them.
         """
         import obstore
         from obstore.exceptions import BaseError

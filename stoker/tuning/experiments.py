@@ -4,8 +4,7 @@ A separate program, so that `stoker why RUN --probe` does not import torch:
 
     python -m stoker.tuning.experiments runs/mine
 
-It prints a `schemas.Probe` as a JSON line for each experiment. How two configurations are measured is in `trials.py`;
-the run is not touched.
+It prints a `schemas.Probe` as a JSON line for each experiment, and leaves the run as it is. `trials.py` measures.
 """
 
 import contextlib

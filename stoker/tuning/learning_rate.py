@@ -1,8 +1,7 @@
 """`stoker tune --lr`: a range test, then short trainings that the validation split scores, by successive halving.
 
 What to try next is in `training/lr_policy.py`. The range test is a trial process (`training/trial.py`), a training is
-`stoker train` in a folder of its own. Each is a line of probes.jsonl; a killed search continues, also in the middle of
-a training. Trainings run one after the other, since two would share the device.
+`stoker train` in a folder of its own, one after the other. A killed search continues, also in the middle of a training.
 """
 
 import functools

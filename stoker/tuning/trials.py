@@ -1,8 +1,7 @@
 """Trial processes and the windows that they measure: two configurations in turn, so that both meet the same noise.
 
-A process waits, stopped by SIGSTOP, while the other one is measured: its loader would go on filling its buffers, which
-takes cores from the other one and would make its own next window too fast. The process itself is
-`stoker/training/trial.py`; what a measurement means is in `policy.py`.
+A process (`training/trial.py`) waits, stopped by SIGSTOP, while the other one is measured: its loader would go on
+filling its buffers, which takes cores and would make its own next window too fast. `policy.py` judges.
 """
 
 import contextlib
