@@ -127,28 +127,22 @@ def classify_failure(error: Exception) -> Failure:
 
 
 def _failure_kind(error: Exception, head: str, status: int | None, code: str | None) -> FailureKind:
-    knowledge = _knowledge()
+    knowledge, name = _knowledge(), type(error).__name__
     if status in knowledge.retryable_statuses:
         return "retryable"
     if code in knowledge.codes:
         return knowledge.codes[code]
-    if "incorrectly configured region" in head:
-        return "region"
-    if status == 401 or "token request" in head:
-        return "credentials"
-    if type(error).__name__ == "InvalidPathError" or "invalid path: " in head:
-        return "name"
-    if isinstance(error, FileNotFoundError):
-        return "missing"
-    if status == 403:
-        return "denied"
-    if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
-        return "conflict"
-    if status == 416 or "non-partial response" in head or "Range request not supported" in head:
-        return "range"
-    if status in (405, 501) or isinstance(error, NotImplementedError) or type(error).__name__ == "NotSupportedError":
-        return "unsupported"
-    return "other"
+    signs: dict[FailureKind, bool] = {
+        "region": "incorrectly configured region" in head,
+        "credentials": status == 401 or "token request" in head,
+        "name": name == "InvalidPathError" or "invalid path: " in head,
+        "missing": isinstance(error, FileNotFoundError),
+        "denied": status == 403,
+        "conflict": name in ("AlreadyExistsError", "PreconditionError"),
+        "range": status == 416 or "non-partial response" in head or "Range request not supported" in head,
+        "unsupported": status in (405, 501) or isinstance(error, NotImplementedError) or name == "NotSupportedError",
+    }
+    return next((kind for kind, holds in signs.items() if holds), "other")
 
 
 def caused_by(error: StorageError) -> FailureKind | None:
