@@ -225,6 +225,7 @@ def explain_run(
     state, state_text = _read_state(path, run_records.events, last_record_t)
     totals = _name_hang(run_records.totals, findings)
     knows_images = bool(totals.num_images) or not coverage
+    is_timed = totals.device_s > 0 and (not coverage or "compute" in totals.phases)  # else not from inside
     phases = _phases(totals, exact_price, _estimated_stages(run_records))
     return RunExplanation(
         run=display_path(path),
@@ -244,7 +245,7 @@ def explain_run(
         price_per_device_hour=exact_price,
         price_range=price_range,
         phases=phases,
-        productive_fraction=_productive_fraction(totals, is_external=bool(coverage)),
+        productive_fraction=totals.phases.get("compute", 0.0) / totals.device_s if is_timed else None,
         largest_loss=_largest_loss(phases, findings),
         findings=findings,
         places=_places(run_records),
@@ -290,13 +291,6 @@ def resolve_price(
     if price_per_device_hour is not None:
         return prices.user_price(price_per_device_hour, "--price-per-device-hour")
     return prices.user_price(recorded_price, "the run's own setting") or prices.price_from_environment(environment)
-
-
-def _productive_fraction(totals: Totals, *, is_external: bool) -> float | None:
-    """Fraction of `compute`; None without a window, and for an external job without timing from inside."""
-    if totals.device_s <= 0 or (is_external and "compute" not in totals.phases):
-        return None
-    return totals.phases.get("compute", 0.0) / totals.device_s
 
 
 def _name_hang(totals: Totals, findings: Sequence[Finding]) -> Totals:

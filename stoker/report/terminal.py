@@ -77,14 +77,16 @@ class Screen(contextlib.AbstractContextManager["Screen"]):
     ) -> None:
         """Shows the progress. fraction_done: 0 … 1; total_steps: None where it is not known; memory: (used, total)."""
         step = f"step {window.step:,}" + (f"/{total_steps:,}" if total_steps is not None else "")
-        details = " · ".join(_details(window, memory))
+        details, done = " · ".join(_details(window, memory)), fmt.percentage(fraction_done)
+        eta = f"ETA {fmt.duration(eta_s)}" if eta_s is not None else ""
         with self._lock:
             if self.is_live:
-                self._update_live(_live_lines(step, fraction_done, eta_s, details))
+                bar = ProgressBar(total=1.0, completed=fraction_done, width=30)
+                line = table("", "", "", "", header=False, rows=[[Text(step, "bold"), bar, done, eta]])
+                self._update_live(Group(line, plain_text(details)))
             elif self._clock() >= self._next_line_s:
                 self._next_line_s = self._clock() + PLAIN_PROGRESS_INTERVAL_S
-                eta = [f"ETA {fmt.duration(eta_s)}"] if eta_s is not None else []
-                self._print(plain_text(" · ".join([f"{step} ({fmt.percentage(fraction_done)})", details, *eta])))
+                self._print(plain_text(" · ".join([f"{step} ({done})", details, *([eta] if eta else [])])))
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """Prints the metrics of an evaluation in one line."""
@@ -93,7 +95,10 @@ class Screen(contextlib.AbstractContextManager["Screen"]):
     def close(self) -> None:
         """Restores the terminal. A stream that still cannot be written is redirected to /dev/null, so that later output
         and the flush at the exit of Python do not fail."""
-        self._stop_live()
+        with self._lock, self._tolerating_errors():
+            live, self._live = self._live, None
+            if live is not None:
+                live.stop()
         broken = isinstance(self.last_error, BrokenPipeError)
         try:
             self._file.flush()
@@ -118,12 +123,6 @@ class Screen(contextlib.AbstractContextManager["Screen"]):
                                   redirect_stderr=False)  # fmt: skip
                 self._live.start()
             self._live.update(lines, refresh=True)
-
-    def _stop_live(self) -> None:
-        with self._lock, self._tolerating_errors():
-            live, self._live = self._live, None
-            if live is not None:
-                live.stop()
 
     @contextlib.contextmanager
     def _tolerating_errors(self) -> Iterator[None]:
@@ -190,13 +189,6 @@ def _details(window: StepWindow, memory: tuple[int, int] | None) -> Iterator[str
         yield f"device busy {fmt.percentage(window.phases.get('compute', 0.0) / (window.wall_s * window.devices))}"
     if memory is not None:
         yield f"memory {fmt.memory(*memory)}"
-
-
-def _live_lines(step: str, fraction_done: float, eta_s: float | None, details: str) -> RenderableType:
-    eta = f"ETA {fmt.duration(eta_s)}" if eta_s is not None else ""
-    bar = ProgressBar(total=1.0, completed=fraction_done, width=30)
-    line = table("", "", "", "", header=False, rows=[[Text(step, "bold"), bar, fmt.percentage(fraction_done), eta]])
-    return Group(line, plain_text(details))
 
 
 def redirect_to_devnull(file: TextIO) -> None:

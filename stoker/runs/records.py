@@ -103,8 +103,9 @@ class RunFolder:
                 data = self._encoder.encode(short) + b"\n"
             try:
                 if name not in self._files:
-                    self._files[name] = _open_for_appending(self.path / name)
-                    if _is_incomplete(self._files[name]):
+                    fd = self._files[name] = _open_for_appending(self.path / name)
+                    size = os.fstat(fd).st_size
+                    if size and os.pread(fd, 1, size - 1) != b"\n":
                         self._incomplete.add(name)
                 if name in self._incomplete:  # ends the incomplete line that a killed process or a full disk left
                     data = b"\n" + data
@@ -164,12 +165,6 @@ def _shorten(value: Any) -> Any:
     if isinstance(value, dict):
         return {_shorten(key): _shorten(item) for key, item in value.items()}
     return [_shorten(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _is_incomplete(fd: int) -> bool:
-    """Whether the last line of a file has no newline."""
-    size = os.fstat(fd).st_size
-    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:

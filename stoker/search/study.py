@@ -302,7 +302,7 @@ def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict
 
 
 def _make_sampler(spec: StudySpec, number: int, draw: int) -> BaseSampler:
-    seed = _seed(spec, number, draw)
+    seed = random.Random(f"{spec.seed}/{number}/{draw}").getrandbits(32)
     if spec.sampler == "nsga2" and draw < MAX_CHILDREN:  # a child may be a network that was tried before
         return NSGAIISampler(population_size=spec.round, seed=seed)
     if draw:
@@ -369,10 +369,6 @@ def _directions(spec: StudySpec) -> list[StudyDirection]:
 
 def _round_start(spec: StudySpec, number: int) -> int:
     return number // spec.round * spec.round
-
-
-def _seed(spec: StudySpec, number: int, draw: int) -> int:
-    return random.Random(f"{spec.seed}/{number}/{draw}").getrandbits(32)
 
 
 def _point(params: Mapping[str, Any]) -> str:

@@ -186,7 +186,9 @@ class _Search:
         """The trainings of this length; those that failed count as diverged, those of another budget do not."""
         numbers = {first * 2**number: number for number in range(lr_policy.RUNGS)}
         return {
-            (numbers[line.steps], line.changes["lr"]): _score(line)
+            (numbers[line.steps], line.changes["lr"]): Score(
+                line.changes["lr"], line.scores.get("ap"), line.scores.get("loss", math.inf)
+            )
             for line in self.records.newest()
             if line.probe == TRAINING and line.steps in numbers and line.state not in ("planned", "run")
         }
@@ -223,10 +225,6 @@ class _Search:
             lr=best.lr, lr_before=config.optim.lr, reason=reason, schedule=schedule, advice=advice, trials=trials,
             rule="linear" if optimizer == "sgd" else "square root",
         )  # fmt: skip
-
-
-def _score(line: Probe) -> Score:
-    return Score(line.changes["lr"], line.scores.get("ap"), line.scores.get("loss", math.inf))
 
 
 def _events(run: Path, kind: str) -> list[Event]:

@@ -202,7 +202,13 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
     for trial in kept:
         if trial.phases:
             windows, seconds = trial.phases, [after for _, after in trial.pairs]
-    measured = [trial for trial in trials if trial.probe != BOUNDS and trial.steps and trial.pairs]
+    trial_s, windows_s = FIRST_TRIAL_S, [0.0]
+    for trial in (
+        t for t in trials if t.probe != BOUNDS and t.steps and t.pairs
+    ):  # the next trial takes as many as the last one, less where it made the windows shorter
+        trial_s = max(FIRST_TRIAL_S, trial.seconds / (max(1.0, trial.ratio) if trial.kept else 1.0))
+        images = trial.steps * (restore_types(trial.changes).get("batch_size") or settings["batch_size"])
+        windows_s.append(images * statistics.fmean(before + after for before, after in trial.pairs))
     return Situation(
         settings,
         add_events(windows, settings, bounds, context.facts),
@@ -210,20 +216,9 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
         bounds,
         kept,
         sum(trial.seconds for trial in trials),
-        _expect_seconds(measured[-1]) if measured else FIRST_TRIAL_S,
-        FIRST_TRIAL_S + max((_window_seconds(trial, settings) for trial in measured), default=0.0),
+        trial_s,
+        FIRST_TRIAL_S + max(windows_s),
     )
-
-
-def _expect_seconds(trial: Probe) -> float:
-    """Of the next trial: as many as this one took, less where it made the windows shorter."""
-    return max(FIRST_TRIAL_S, trial.seconds / (max(1.0, trial.ratio) if trial.kept else 1.0))
-
-
-def _window_seconds(trial: Probe, settings: Mapping[str, Any]) -> float:
-    """All windows of a trial, of both sides."""
-    images = trial.steps * (restore_types(trial.changes).get("batch_size") or settings["batch_size"])
-    return float(images) * statistics.fmean(before + after for before, after in trial.pairs)
 
 
 def restore_types(changes: Changes) -> Changes:
