@@ -5,6 +5,7 @@ it. `run_probes` (`why --probe`) repeats steps of a run in a separate process (`
 imports torch. The page shows the same data (`html.py`); `compare.py` compares two runs, `runs_summary.py` adds up many.
 """
 
+import contextlib
 import dataclasses
 import shlex
 import subprocess
@@ -556,13 +557,10 @@ def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
     if is_held(path) or lease_holder(path) is not None:
         message = "The run is still running: experiments would use its device."
         raise UsageError(message, location=path, fix="wait for its end")
-    folder = records.RunFolder(path, records.last_attempt(path))
-    try:
+    with contextlib.closing(records.RunFolder(path, records.last_attempt(path))) as folder:
         for result in _run_experiments(path):
             folder.append(records.PROBES, result)
             on_progress(describe_probe(result))
-    finally:
-        folder.close()
 
 
 def describe_probe(result: Probe) -> str:

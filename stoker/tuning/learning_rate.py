@@ -4,6 +4,7 @@ What to try next is in `training/lr_policy.py`. The range test is a trial proces
 `stoker train` in a folder of its own, one after the other. A killed search continues, also in the middle of a training.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -146,7 +147,7 @@ class _Search:
         process = TrialProcess(settings, log, request.command, request.budget_s, request.devices)
         losses: list[float] = []
         seconds = 0.0
-        try:
+        with contextlib.closing(process):
             for lr in lrs:
                 reply = process.ask("ramp", lr=lr)
                 seconds += reply.seconds
@@ -154,8 +155,6 @@ class _Search:
                 if lr_policy.has_diverged(losses):
                     break
             process.ask("restore")
-        finally:
-            process.close()
         steps, finite = len(losses), [loss for loss in losses if math.isfinite(loss)]
         if not finite:
             raise TrialError("the first loss is not finite, at the lowest learning rate")

@@ -196,19 +196,18 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
         return None
     kept = [trial for trial in trials if trial.kept and not is_suggestion(context.lever(trial.probe))]
     settings = dict(context.settings)
-    for trial in kept:
-        settings |= restore_types(trial.changes)
     windows, seconds = bounds.phases, [before for before, _ in bounds.pairs]
     for trial in kept:
+        settings |= restore_types(trial.changes)
         if trial.phases:
             windows, seconds = trial.phases, [after for _, after in trial.pairs]
     trial_s, windows_s = FIRST_TRIAL_S, [0.0]
-    for trial in (
-        t for t in trials if t.probe != BOUNDS and t.steps and t.pairs
-    ):  # the next trial takes as many as the last one, less where it made the windows shorter
-        trial_s = max(FIRST_TRIAL_S, trial.seconds / (max(1.0, trial.ratio) if trial.kept else 1.0))
-        images = trial.steps * (restore_types(trial.changes).get("batch_size") or settings["batch_size"])
-        windows_s.append(images * statistics.fmean(before + after for before, after in trial.pairs))
+    for trial in trials:
+        if trial.probe != BOUNDS and trial.steps and trial.pairs:
+            # The next trial takes as many as this one, less where it made the windows shorter.
+            trial_s = max(FIRST_TRIAL_S, trial.seconds / (max(1.0, trial.ratio) if trial.kept else 1.0))
+            images = trial.steps * (trial.changes.get("batch_size") or settings["batch_size"])
+            windows_s.append(images * statistics.fmean(before + after for before, after in trial.pairs))
     return Situation(
         settings,
         add_events(windows, settings, bounds, context.facts),
@@ -333,10 +332,7 @@ def _key(changes: Changes) -> bytes:
 
 
 def _all_changes(now: Situation) -> Changes:
-    changes: Changes = {}
-    for trial in now.kept:
-        changes |= trial.changes
-    return changes
+    return {name: value for trial in now.kept for name, value in trial.changes.items()}
 
 
 def final_changes(lines: Iterable[Probe], context: Context) -> tuple[Changes, Probe | None]:

@@ -319,9 +319,8 @@ class Runner:
     def _try(self, lever: Lever, now: policy.Situation, after: dict[str, Any], until_s: float) -> dict[str, Any]:
         before = now.settings
         base = self._start_base(before)
-        candidate = self._start(after)
-        kept = False
-        try:
+        with contextlib.ExitStack() as stack:
+            candidate = stack.enter_context(contextlib.closing(self._start(after)))
             if lever.tolerance is not None:
                 reason = self._compare_training(lever, base, candidate, now)
                 if reason:
@@ -331,13 +330,10 @@ class Runner:
             if values["kept"] and lever.tolerance is None:
                 pair_s = 1 / values["before_img_per_s"] + 1 / values["after_img_per_s"]
                 values |= self._measure_ap(before, after, pair_s)
-            kept = values["kept"]
-            return values
-        finally:
-            if kept:
+            if values["kept"]:
+                stack.pop_all()  # it goes on
                 self._replace_base(candidate)
-            else:
-                candidate.close()
+            return values
 
     def _prove_ap(self, changes: Changes, now: policy.Situation) -> dict[str, Any]:
         """AP with and without a suggestion, which comes after what is faster. Raises TrialError."""
@@ -369,17 +365,11 @@ class Runner:
 
     def _confirm(self, settings: dict[str, Any], until_s: float, now: policy.Situation) -> dict[str, Any]:
         """In new processes, since what was measured in one may be its own luck; with evaluations and checkpoints."""
-        first = self._start(dict(self.context.settings))
-        try:
-            final = self._start(settings)
-            try:
-                found = compare(first, final, until_s=until_s)
-                pairs = policy.with_events(found.pairs, first.settings, settings, now, self.context.facts)
-                return _summarize(pairs, found.steps, found.phases) | {"kept": False, "reason": ""}
-            finally:
-                final.close()
-        finally:
-            first.close()
+        closing, before = contextlib.closing, dict(self.context.settings)
+        with closing(self._start(before)) as first, closing(self._start(settings)) as final:
+            found = compare(first, final, until_s=until_s)
+        pairs = policy.with_events(found.pairs, before, settings, now, self.context.facts)
+        return _summarize(pairs, found.steps, found.phases) | {"kept": False, "reason": ""}
 
     def _compare_training(
         self, lever: Lever, base: TrialProcess, candidate: TrialProcess, now: policy.Situation
@@ -494,7 +484,7 @@ def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, c
         if lever is None or trial.state != "passed":
             continue
         is_in = trial.kept and set(trial.changes) <= set(changes)
-        text = describe(trial, context)
+        text, what = describe(trial, context), describe_changes(trial.changes, context.settings)
         effect, value = f"trains {trial.ratio:.2f} times as fast", trial.ratio
         if policy.is_suggestion(lever) and trial.ap_gain:
             effect, value = "raises AP", trial.ap_gain[0]
@@ -502,9 +492,7 @@ def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, c
             Finding(
                 id=lever.cause,
                 severity="warning" if is_in else "info",
-                title=f"{describe_changes(trial.changes, context.settings)} {effect}."
-                if is_in
-                else f"{describe_changes(trial.changes, context.settings)} does not pay here.",
+                title=f"{what} {effect}." if is_in else f"{what} does not pay here.",
                 evidence=[Evidence(text=text, value=value, source=PROBES)],
                 fix=f"train with {config}" if is_in else "",
                 command=f"stoker train --config {config}" if is_in else None,
