@@ -16,7 +16,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,6 @@ from stoker.config.durations import parse_duration
 from stoker.config.settings import Config
 from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
-from stoker.data.index import Index
-from stoker.data.index_digest import digest_images
 from stoker.data.loading.samples import compute_max_boxes
 from stoker.errors import ConfigError, needs_package
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth
@@ -46,7 +43,7 @@ from stoker.models.networks import PAFPN, SPPF, CSPLayer
 from stoker.models.retinanet import PRIOR_LOGIT
 from stoker.search import page
 from stoker.search.space import Space
-from stoker.search.study import Claim, Outcome, Study, StudySpec, best_trials, create
+from stoker.search.study import Claim, Outcome, Study, StudySpec, best_trials, create, digest_data
 from stoker.search.worker import work
 from stoker.storage.local_files import write_atomic
 from stoker.training.defaults.derive import total_steps
@@ -429,7 +426,7 @@ def search_architecture(
     base = {**BASE, "image_size": max(resolved.config.data.image_size)}
     first = {name: _nearest(base[name], choices) for name, choices in space.settings.items()}  # type: ignore[arg-type]
     spec = StudySpec(
-        data=str(config.data.data), digest=_digest(resolved.index), space=space, trials=trials, round=POPULATION,
+        data=str(config.data.data), digest=digest_data(resolved.index), space=space, trials=trials, round=POPULATION,
         settings=msgspec.to_builtins(config.set_fields()), objectives=["ap", "latency_ms"], pruner="none",
         defaults=first, evaluations=1, seed=resolved.config.run.seed, sampler="nsga2",
     )  # fmt: skip
@@ -442,10 +439,6 @@ def search_architecture(
     write_recipes(setting, study, say)
     say(f"page: {page.write_study(study)}")
     return study
-
-
-def _digest(index: Index) -> str:
-    return blake2b(digest_images(index, ("train", "val")).encode(), digest_size=16).hexdigest()
 
 
 def write_recipes(setting: Setting, study: Study, say: Callable[[str], None]) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +21,6 @@ from optuna.trial import TrialState
 
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.settings import Config
-from stoker.data.index_digest import digest_images
 from stoker.errors import ConfigError, Preempted, StokerError, UsageError, did_you_mean
 from stoker.hardware.cgroup import host_cores
 from stoker.launching.jobs import remember, submit
@@ -33,7 +31,7 @@ from stoker.planning.recommend import describe_cost, describe_duration
 from stoker.report import format as fmt
 from stoker.search import page
 from stoker.search.space import Metric, Space, default_space, defaults_in, read_space
-from stoker.search.study import PRUNERS, RUNGS, Study, StudySpec, best_trials, create
+from stoker.search.study import PRUNERS, RUNGS, Study, StudySpec, best_trials, create, digest_data
 from stoker.search.worker import describe, trial_config
 from stoker.storage.uri import is_uri
 from stoker.training.run_selection import with_absolute_paths
@@ -126,11 +124,9 @@ def make_study(request: SearchRequest) -> tuple[StudySpec, Config]:
             f"The space has only {space.size():.0f} points.", location=request.space, fix=f"--trials {space.size():.0f}"
         )
     config, evaluations = _evaluations(config, resolved.config, len(resolved.index.image_indices("train")), pruner)
-    seed = config.run.seed if config.run.seed is not None else 0
-    digest = blake2b(digest_images(resolved.index, ("train", "val")).encode(), digest_size=16).hexdigest()
     return StudySpec(
         data=str(config.data.data),
-        digest=digest,
+        digest=digest_data(resolved.index),
         settings=msgspec.to_builtins(config.set_fields()),
         defaults=defaults_in(space, resolved.config),
         space=space,
@@ -139,7 +135,7 @@ def make_study(request: SearchRequest) -> tuple[StudySpec, Config]:
         objectives=objectives,
         pruner=pruner,  # type: ignore[arg-type]
         evaluations=evaluations,
-        seed=seed,
+        seed=config.run.seed or 0,
     ), config
 
 
@@ -227,9 +223,8 @@ def run_workers(study: Study, parallel: int, say: Callable[[str], None]) -> None
                 shown = len(finished)
                 if asked:
                     raise Preempted(f"Stopped by {asked[0]}.", fix="the same command continues the search")
-                for k, worker in list(workers.items()):
-                    if (code := worker.poll()) is None:
-                        continue
+                ended = {k: code for k, worker in workers.items() if (code := worker.poll()) is not None}
+                for k, code in ended.items():
                     del workers[k]
                     if code == 0:
                         continue
@@ -277,15 +272,13 @@ def launch_workers(folder: Path, request: SearchRequest, config: Config, say: Ca
     spec = make_spec(launch, place, request.options, data=str(config.data.data), settings=(), on_cpu=on_cpu)
     if spec.devices > 1 or spec.max_nodes > 1:
         raise UsageError("A trial has one device.", fix="--parallel for more workers, no --devices and --nodes")
-    is_array = place.name == "slurm"
-    spec = dataclasses.replace(
-        spec, arguments=("search", "--worker", str(folder)), tasks=request.parallel if is_array else 1
-    )
+    tasks = request.parallel if place.name == "slurm" else 1
+    spec = dataclasses.replace(spec, arguments=("search", "--worker", str(folder)), tasks=tasks)
     for warning in check_launch(spec, place):
         say(f"warning: {warning}")
     first = submit(spec, place, launch)
     jobs = [first]
-    for k in range(1, 1 if is_array else request.parallel):
+    for k in range(tasks, request.parallel):
         other = dataclasses.replace(spec, attempt=first.attempt + k)
         jobs.append(msgspec.structs.replace(first, id=place.submit(other), attempt=other.attempt))
         remember(jobs[-1])

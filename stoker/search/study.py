@@ -16,11 +16,14 @@ import os
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 import msgspec
 
+from stoker.data.index import Index
+from stoker.data.index_digest import digest_images
 from stoker.errors import ConfigError, StorageError, UsageError, needs_package, writing
 from stoker.search.space import Metric, Space
 from stoker.storage.local_files import write_atomic
@@ -58,7 +61,7 @@ class StudySpec(msgspec.Struct, frozen=True, kw_only=True):
 
     data: str
     digest: str
-    """Of the images and boxes for training and validation."""
+    """By `digest_data`."""
     settings: dict[str, Any]
     """Of all trials, as the user set them."""
     defaults: dict[str, Any]
@@ -266,6 +269,11 @@ def create(folder: Path, spec: StudySpec) -> StudySpec:
     spec = msgspec.structs.replace(old, trials=spec.trials)
     _write_spec(folder, spec)
     return spec
+
+
+def digest_data(index: Index) -> str:
+    """Of the images and boxes for training and validation."""
+    return blake2b(digest_images(index, ("train", "val")).encode(), digest_size=16).hexdigest()
 
 
 def read_spec(folder: Path) -> StudySpec:
