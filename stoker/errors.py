@@ -17,11 +17,9 @@ Error = TypeVar("Error", bound="StokerError")
 
 
 class StokerError(Exception):
-    """The root of the tree. `what` is one sentence; the other arguments fill the lines below it.
-
-    location: file, `file:line`, URI or image id; cause: why, as far as known; choices: the valid values; fix: what to
-    do, a command where there is one.
-    """
+    """The root of the tree. `what` is one sentence; the other arguments fill the lines below it. location: file,
+    `file:line`, URI or image id; cause: why, as far as known; choices: the valid values; fix: what to do, a command
+    where there is one."""
 
     exit_code = 1
 

@@ -37,10 +37,8 @@ class CgroupMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Cgroup:
-    """The cgroup of a process and its parents, as they are at the first call of a method.
-
-    root: mount point of the cgroup file system; membership_file: the kernel's file with the cgroup of the process.
-    """
+    """The cgroup of a process and its parents, as they are at the first call of a method. root: mount point of the
+    cgroup file system; membership_file: the kernel's file with the cgroup of the process."""
 
     root: Path = Path("/sys/fs/cgroup")
     membership_file: Path = Path("/proc/self/cgroup")

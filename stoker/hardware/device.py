@@ -172,12 +172,10 @@ class Lease:
 
 
 class HostArenas:
-    """Pinned host memory that is allocated once and used for every snapshot of the same tensors.
-
-    Pinning memory takes a call of the driver for each block, which waits for the device and for other threads. torch's
-    allocator keeps freed blocks, but rounds each of them up to a power of two (c10's CachingHostAllocator.h). So an
-    arena has a few chunks of at most CHUNK_BYTES, and tensors are views of them. One thread calls; leases end on any.
-    """
+    """Pinned host memory that is allocated once and used for every snapshot of the same tensors. Pinning memory takes a
+    call of the driver for each block, which waits for the device and for other threads. torch's allocator keeps freed
+    blocks, but rounds each of them up to a power of two (c10's CachingHostAllocator.h). So an arena has a few chunks of
+    at most CHUNK_BYTES, and tensors are views of them. One thread calls; leases end on any."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -287,9 +285,8 @@ class SideStream:
         return ReadyEvent(None if self._stream is None else self._stream.record_event())
 
     def synchronize(self) -> None:
-        """Makes the host wait for all work issued to this stream so far. Not for the training thread.
-
-        The thread sleeps: synchronizing a CUDA stream keeps a core busy, which decoding needs."""
+        """Makes the host wait for all work issued to this stream so far. Not for the training thread. The thread
+        sleeps: synchronizing a CUDA stream keeps a core busy, which decoding needs."""
         if self._stream is not None and self._device.kind == "cuda":
             # torch.Event has no blocking ones.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -314,10 +311,8 @@ class SideStream:
         self, tensors: Iterable[Tensor], targets: Iterable[Tensor] | None = None
     ) -> tuple[list[Tensor], "ReadyEvent"]:
         """Starts copies device → host of tensors of the main stream, into `targets` (contiguous, in pinned memory) if
-        given. Read them after `done` or `synchronize`.
-
-        The main stream must not overwrite the sources before `block_main_stream` of the event.
-        """
+        given. Read them after `done` or `synchronize`. The main stream must not overwrite the sources before
+        `block_main_stream` of the event."""
         if self._stream is None:
             if self._device.is_cpu:
                 return [tensor.detach().clone() for tensor in tensors], ReadyEvent(None)
@@ -362,12 +357,10 @@ class ReadyEvent:
 
 
 class DeviceClock:
-    """Times of work of the device in seconds of the host's `time.perf_counter`, without host syncs.
-
-    The time of an event is computed from the event resolved before it: the difference of two events is a float32 in ms,
-    which loses precision over hours. So `resolve` must be called in the order of the events, which are then reused. A
-    CPU and an XLA device have none.
-    """
+    """Times of work of the device in seconds of the host's `time.perf_counter`, without host syncs. The time of an
+    event is computed from the event resolved before it: the difference of two events is a float32 in ms, which loses
+    precision over hours. So `resolve` must be called in the order of the events, which are then reused. A CPU and an
+    XLA device have none."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -422,9 +415,7 @@ class NvtxRanges:
 
 def configure_malloc() -> None:
     """Makes glibc keep the large blocks that a training step frees, for the next step. Nothing with other C libraries.
-
-    By default glibc returns them to the kernel, which has to clear every page again: 2 to 7 % of the time of a step.
-    """
+    By default glibc returns them to the kernel, which has to clear every page again: 2 to 7 % of the time of a step."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_THRESHOLD, 2**30)
@@ -478,11 +469,9 @@ def untested_accelerator() -> str | None:
 
 
 def select_device(name: str | None = None) -> Device:
-    """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); by default a tested accelerator, else the CPU.
-
-    An accelerator that is not in TESTED_DEVICES is used only by name (`untested_accelerator`). Raises PreflightError
-    when the device does not exist or does not compute: a run must never fall back to the CPU silently.
-    """
+    """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); by default a tested accelerator, else the CPU. An
+    accelerator that is not in TESTED_DEVICES is used only by name (`untested_accelerator`). Raises PreflightError when
+    the device does not exist or does not compute: a run must never fall back to the CPU silently."""
     if name is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = None if accelerator is None else accelerator.type
@@ -629,11 +618,9 @@ _allowed: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("allo
 
 @contextlib.contextmanager
 def allow_host_sync(name: str) -> Iterator[None]:
-    """A block in which the host may wait for the device. `name` is the purpose of the sync.
-
-    A step is fast when the host only issues work and never reads a result. `tests/host_sync.py` proves it: there every
-    operator that needs a value on the host raises, except in such a block. Not needed for correctness.
-    """
+    """A block in which the host may wait for the device. `name` is the purpose of the sync. A step is fast when the
+    host only issues work and never reads a result. `tests/host_sync.py` proves it: there every operator that needs a
+    value on the host raises, except in such a block. Not needed for correctness."""
     token = _allowed.set((*_allowed.get(), name))
     try:
         yield

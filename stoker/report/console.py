@@ -42,10 +42,8 @@ class _Table(Table):
 
 
 def make_console(file: TextIO, *, terminal: bool, width: int | None = None) -> Console:
-    """A rich console without markup, emoji and highlighting. It respects NO_COLOR.
-
-    A character that the encoding of the stream lacks becomes `?`: the locale of a container must not end a training.
-    """
+    """A rich console without markup, emoji and highlighting. It respects NO_COLOR. A character that the encoding of the
+    stream lacks becomes `?`: the locale of a container must not end a training."""
     if isinstance(file, io.TextIOWrapper):
         file.reconfigure(errors="replace")
     return _CleanConsole(

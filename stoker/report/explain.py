@@ -209,10 +209,8 @@ def explain_run(
     run: str | Path, price_per_device_hour: float | None = None, *, observers: Iterable[Observer] = ()
 ) -> RunExplanation:
     """Reads a run, each of its files once. price_per_device_hour: None means the setting of the run, else the list
-    price of its machine. observers: also get each record.
-
-    Raises UsageError if the run does not exist or cannot be read by this version.
-    """
+    price of its machine. observers: also get each record. Raises UsageError if the run does not exist or cannot be read
+    by this version."""
     path = open_records(run)
     run_records = read_run(path, observers=observers)
     environment = read_environment(path)
@@ -347,11 +345,8 @@ def _phases(totals: Totals, price_per_device_hour: float, estimated: Mapping[str
 
 
 def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -> tuple[State, str]:
-    """(state, the state in a sentence).
-
-    A run is running if a process holds its lock or, in a bucket, a lease that is valid. Else the last event of the
-    newest attempt decides; without a final event the run was killed.
-    """
+    """(state, the state in a sentence). A run is running if a process holds its lock or, in a bucket, a lease that is
+    valid. Else the last event of the newest attempt decides; without a final event the run was killed."""
     lock_held, is_external = is_held(path, events.job), bool(events.coverage)
     if lock_held:
         return "running", "running: the job is running" if is_external else "running: a process holds the run"
@@ -542,10 +537,8 @@ def print_log_explanation(explanation: LogExplanation, file: TextIO | None = Non
 
 def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
     """Does all experiments and adds them to the records of the run. on_progress: called with a line after each one.
-
     Raises UsageError for a run that is still running, is in a bucket, or was not trained by `stoker train`; StokerError
-    with the message of the process if it fails.
-    """
+    with the message of the process if it fails."""
     if is_uri(run):
         raise UsageError(
             "Experiments need a local run folder.", location=run, fix="copy the run to a local folder first"

@@ -41,10 +41,8 @@ MAX_CLASS_ROWS = 100
 
 def write_report(run: str | Path, out: Path | None = None, *, price_per_device_hour: float | None = None) -> Path:
     """Writes the page of a run to its folder or to `out`; returns its path. For a run in a bucket the default is
-    NAME-report.html in the current folder: the bucket is only read.
-
-    Raises UsageError if there is no such run, StorageError if the page cannot be written.
-    """
+    NAME-report.html in the current folder: the bucket is only read. Raises UsageError if there is no such run,
+    StorageError if the page cannot be written."""
     page = render(collect(run, price_per_device_hour))
     folder = expand_variables(str(run))
     default = Path(f"{parse_uri(folder).name}-{REPORT}") if is_uri(folder) else Path(folder) / REPORT
@@ -53,10 +51,7 @@ def write_report(run: str | Path, out: Path | None = None, *, price_per_device_h
 
 def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Path:
     """Writes the page of many runs, `runs-report.html`, to their folder or to `out`; for a bucket, to the current
-    folder.
-
-    Raises StorageError if it cannot be written.
-    """
+    folder. Raises StorageError if it cannot be written."""
     folder = expand_variables(runs_summary.folder)
     default = Path(RUNS_REPORT) if is_uri(folder) else Path(folder) / RUNS_REPORT
     return write_page(render_runs_summary(runs_summary), out or default, private=True)

@@ -140,9 +140,7 @@ def summarize_runs(
     folder: str | Path, price_per_device_hour: float | None = None, on_progress: Callable[[int], None] | None = None
 ) -> RunsSummary:
     """Adds up all runs below a folder or a bucket URI. on_progress: called with the number of runs read so far.
-
-    price_per_device_hour: as for `explain_run`. Raises UsageError without the folder or a run in it, StorageError.
-    """
+    price_per_device_hour: as for `explain_run`. Raises UsageError without the folder or a run in it, StorageError."""
     summary = RunsSummary(folder=str(folder))
     for number, run in enumerate(find_runs(folder, summary), start=1):
         try:

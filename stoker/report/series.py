@@ -149,10 +149,8 @@ class FractionBins:
 
 
 class RunCurves(Observer):
-    """Collects the events and the curves of a run while it is read.
-
-    By step: `loss/…`, `lr`, `grad_norm`, `img_per_s`, `memory_peak_bytes`; by seconds since `start_t`: all else.
-    """
+    """Collects the events and the curves of a run while it is read. By step: `loss/…`, `lr`, `grad_norm`, `img_per_s`,
+    `memory_peak_bytes`; by seconds since `start_t`: all else."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

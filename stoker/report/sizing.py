@@ -94,10 +94,8 @@ MIN_SAMPLES = 30
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResourceUsage:
     """What a run used of its machine. None: not measured. Means are over the time from the first step to the last.
-
     phase_fractions: of all device time; fetch_fraction: fraction of `input_wait` spent reading bytes; sm_active: of the
-    GPUs that train; gpu_memory_fraction: maximum; used_cores: CPU-seconds per second.
-    """
+    GPUs that train; gpu_memory_fraction: maximum; used_cores: CPU-seconds per second."""
 
     devices: int
     phase_fractions: Mapping[str, float]

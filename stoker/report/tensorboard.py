@@ -33,11 +33,9 @@ BoardEntry = Callable[["_Writer"], None]
 
 
 class Board:
-    """The TensorBoard files of one attempt of a run, in its folder `tensorboard`.
-
-    purge_step: the step at which a run resumes; TensorBoard drops later points of earlier attempts, so curves do not
-    fork. on_error: called from another thread when writing fails, or an image cannot be drawn.
-    """
+    """The TensorBoard files of one attempt of a run, in its folder `tensorboard`. purge_step: the step at which a run
+    resumes; TensorBoard drops later points of earlier attempts, so curves do not fork. on_error: called from another
+    thread when writing fails, or an image cannot be drawn."""
 
     def __init__(self, run: Path, *, purge_step: int = 0, on_error: Callable[[str], None] = lambda _: None) -> None:
         self._folder = run / FOLDER

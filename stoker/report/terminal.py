@@ -28,10 +28,8 @@ PLAIN_PROGRESS_INTERVAL_S = 10.0
 
 
 class Screen(contextlib.AbstractContextManager["Screen"]):
-    """Output of a training. A context manager: it restores the terminal, also after an exception.
-
-    Thread-safe. live: update lines in place (default: where a terminal can). clock: seconds. width: columns.
-    """
+    """Output of a training. A context manager: it restores the terminal, also after an exception. Thread-safe. live:
+    update lines in place (default: where a terminal can). clock: seconds. width: columns."""
 
     def __init__(
         self,

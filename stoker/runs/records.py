@@ -79,11 +79,9 @@ Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 class RunFolder:
-    """A run folder opened for writing, from any thread. Readers use the functions below.
-
-    Training must not fail because a line of its records cannot be written (a full disk, a lost mount): such lines are
-    counted, and an event reports their number as soon as writing works again.
-    """
+    """A run folder opened for writing, from any thread. Readers use the functions below. Training must not fail because
+    a line of its records cannot be written (a full disk, a lost mount): such lines are counted, and an event reports
+    their number as soon as writing works again."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
@@ -231,10 +229,8 @@ def _open_records(path: Path) -> BinaryIO:
 
 
 def read_settings(run: Path) -> dict[str, Any] | None:
-    """The tables of config.toml; None when the run has none.
-
-    Values are not checked (`config.settings.from_toml` does that). Raises UsageError when the file is damaged.
-    """
+    """The tables of config.toml; None when the run has none. Values are not checked (`config.settings.from_toml` does
+    that). Raises UsageError when the file is damaged."""
     path = run / CONFIG
     try:
         return tomllib.loads(regular_files.read_text(path))
@@ -246,10 +242,8 @@ def read_settings(run: Path) -> dict[str, Any] | None:
 
 
 def open_run(text: str | Path) -> Path:
-    """The folder of an existing run, for reading; for a run in a bucket, a copy of its records.
-
-    Raises UsageError, which lists the runs in the same folder, and StorageError.
-    """
+    """The folder of an existing run, for reading; for a run in a bucket, a copy of its records. Raises UsageError,
+    which lists the runs in the same folder, and StorageError."""
     text = expand_variables(text) if isinstance(text, str) else str(text)
     if is_uri(text):
         return fetch_run(parse_uri(text))
@@ -269,10 +263,8 @@ def open_run(text: str | Path) -> Path:
 
 def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
     """A run in a bucket as a local folder, for reading: the working copy where it is at least as new, else a copy of
-    the records of all ranks. weights: copies its settings and best (else final, else newest) weights instead.
-
-    Raises UsageError, StorageError.
-    """
+    the records of all ranks. weights: copies its settings and best (else final, else newest) weights instead. Raises
+    UsageError, StorageError."""
     from stoker.storage import store  # needed for runs in a bucket only
 
     working_dir = working_copy(uri)

@@ -100,12 +100,9 @@ def _add(sums: dict[str, float], seconds: dict[str, float]) -> None:
 
 
 class _CommWaits:
-    """How much of `comm` was waiting for a slower rank.
-
-    All ranks end a collective together, and the last one to arrive waits least. So in each interval of COMPARISON_S
-    that ranks have in common, the smallest fraction of `comm` is what the collectives take; what another rank spent in
-    them beyond that, it waited for the slowest rank.
-    """
+    """How much of `comm` was waiting for a slower rank. All ranks end a collective together, and the last one to arrive
+    waits least. So in each interval of COMPARISON_S that ranks have in common, the smallest fraction of `comm` is what
+    the collectives take; what another rank spent in them beyond that, it waited for the slowest rank."""
 
     def __init__(self) -> None:
         self._intervals: dict[tuple[int, int], dict[int, list[float]]] = {}

@@ -37,10 +37,8 @@ HEDGE_MIN_SAMPLES, HEDGE_WINDOW = 32, 256
 
 
 class Fetcher(contextlib.AbstractContextManager["Fetcher"]):
-    """max_in_flight: reads in flight; budget_bytes: their bytes. Thread-safe; `with` closes it.
-
-    All methods run on the thread of the loop, except the public ones.
-    """
+    """max_in_flight: reads in flight; budget_bytes: their bytes. Thread-safe; `with` closes it. All methods run on the
+    thread of the loop, except the public ones."""
 
     def __init__(
         self, max_in_flight: int = MAX_IN_FLIGHT, *, budget_bytes: int = BUDGET_BYTES, hedge: bool = True
@@ -59,10 +57,8 @@ class Fetcher(contextlib.AbstractContextManager["Fetcher"]):
         atexit.register(self.close)
 
     def submit(self, store: Store, key: str, *, start: int = 0, length: int | None = None) -> "Future[bytes]":
-        """The object's bytes, or `length` of them from `start`: as `Store.read`, with its errors.
-
-        Callbacks of the future run on the loop's thread and must be fast. It can be cancelled until its read starts.
-        """
+        """The object's bytes, or `length` of them from `start`: as `Store.read`, with its errors. Callbacks of the
+        future run on the loop's thread and must be fast. It can be cancelled until its read starts."""
         if os.getpid() != self._pid:
             fix = "Make a Fetcher after the fork, or start processes with the method spawn."
             raise StorageError("This fetcher belongs to the parent process.", fix=fix)

@@ -135,13 +135,9 @@ class Lease:
 def acquire(
     uri: StorageUri, *, on_message: Callable[[str], None], check_interrupted: Callable[[], None]
 ) -> Lease | None:
-    """Takes the lease at `uri`; None where the store has no conditional writes.
-
-    Waits until a lease of another machine expires. While it waits, `on_message` gets a line every MESSAGE_INTERVAL_S,
-    and `check_interrupted` may raise to end the waiting.
-
-    Raises UsageError with the holder if that is alive; StorageError.
-    """
+    """Takes the lease at `uri`; None where the store has no conditional writes. Waits until a lease of another machine
+    expires. While it waits, `on_message` gets a line every MESSAGE_INTERVAL_S, and `check_interrupted` may raise to end
+    the waiting. Raises UsageError with the holder if that is alive; StorageError."""
     store = open_store(uri)
     new_holder = _this_process()
     last_seen: LeaseHolder | None = None

@@ -69,11 +69,9 @@ class LrResult(msgspec.Struct, kw_only=True):
 
 
 def tune_lr(request: TuneRequest, on_progress: Callable[[str], None]) -> LrResult:
-    """Searches, or continues a search that was killed. on_progress: called with lines of text.
-
-    Raises UsageError for levers with it, too short a budget, or a folder of other settings; DataError for a folder of
-    other data, data without a validation split, or a model that diverges at every learning rate.
-    """
+    """Searches, or continues a search that was killed. on_progress: called with lines of text. Raises UsageError for
+    levers with it, too short a budget, or a folder of other settings; DataError for a folder of other data, data
+    without a validation split, or a model that diverges at every learning rate."""
     if request.levers or request.allow_accuracy:
         raise UsageError("--lr finds the learning rate only.", fix="leave out --levers and --allow, or --lr")
     if request.budget_s < policy.MIN_BUDGET_S:

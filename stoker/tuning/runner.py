@@ -89,10 +89,8 @@ class TuneResult(msgspec.Struct, kw_only=True):
 
 def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult:
     """Measures until no change pays or the budget is spent, or continues that. on_progress: called with lines of text.
-
     Raises UsageError for an unknown lever, too short a budget, a folder of other settings; DataError for a folder of
-    other data; what `stoker train` raises for the data and settings. All before anything is measured.
-    """
+    other data; what `stoker train` raises for the data and settings. All before anything is measured."""
     if request.budget_s < policy.MIN_BUDGET_S:
         raise UsageError(
             f"--budget: {request.budget_s:.0f} s are too short for one measurement.",
