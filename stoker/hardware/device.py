@@ -583,11 +583,9 @@ def out_of_memory_as_error(activity: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(
-            f"Out of memory while {activity}.",
-            cause=str(error).splitlines()[0] if str(error) else None,
-            fix="a smaller --batch-size or --image-size, or --grad-accum-steps 2",
-        ) from error
+        cause = next(iter(str(error).splitlines()), None)
+        fix = "a smaller --batch-size or --image-size, or --grad-accum-steps 2"
+        raise OutOfMemoryError(f"Out of memory while {activity}.", cause=cause, fix=fix) from error
 
 
 _ISA_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})

@@ -124,10 +124,9 @@ def _block_speeds(run: Path) -> list[float]:
     blocks = [rows[k * len(rows) // count : (k + 1) * len(rows) // count] for k in range(count)]
     speeds = [sum(images for _, images in block) / sum(seconds for seconds, _ in block) for block in blocks]
     if len(speeds) < MIN_BLOCKS:
-        raise UsageError(
-            "The run is too short to compare its speed.", location=run,
-            cause=f"it has {len(rows)} windows with images; {2 * MIN_BLOCKS} are needed", fix="train longer",
-        )  # fmt: skip
+        what = "The run is too short to compare its speed."
+        cause = f"it has {len(rows)} windows with images; {2 * MIN_BLOCKS} are needed"
+        raise UsageError(what, location=run, cause=cause, fix="train longer")
     return [math.log(speed) for speed in speeds]
 
 

@@ -540,9 +540,8 @@ def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
     Raises UsageError for a run that is still running, is in a bucket, or was not trained by `stoker train`; StokerError
     with the message of the process if it fails."""
     if is_uri(run):
-        raise UsageError(
-            "Experiments need a local run folder.", location=run, fix="copy the run to a local folder first"
-        )
+        fix = "copy the run to a local folder first"
+        raise UsageError("Experiments need a local run folder.", location=run, fix=fix)
     path = records.open_run(run)
     if not (path / records.CONFIG).exists():
         cause = f"it has no {records.CONFIG}: the steps of an external job cannot be repeated"
@@ -575,9 +574,6 @@ def _run_experiments(path: Path) -> Iterator[Probe]:
         if process.wait() != 0:
             stderr_file.seek(0)
             last_line = stderr_file.read().decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-            raise StokerError(
-                "The experiments failed.",
-                location=path,
-                cause=f"exit code {process.returncode}: {last_line[0]}",
-                fix=f"see the full output: {shlex.join(command)}",
-            )
+            cause = f"exit code {process.returncode}: {last_line[0]}"
+            fix = f"see the full output: {shlex.join(command)}"
+            raise StokerError("The experiments failed.", location=path, cause=cause, fix=fix)

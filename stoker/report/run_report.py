@@ -171,12 +171,10 @@ def _parse_evaluation(event: Event, path: Path) -> EvalResult:
     try:
         metrics = msgspec.convert(event.data["metrics"], Metrics)
     except msgspec.ValidationError as error:
-        raise UsageError(
-            "An evaluation of the run has an unknown format.",
-            location=f"{path / records.EVENTS}: evaluated at step {event.step}",
-            cause=str(error),
-            fix=f"read the run with the stoker version named in its {records.ENVIRONMENT}",
-        ) from error
+        what = "An evaluation of the run has an unknown format."
+        location = f"{path / records.EVENTS}: evaluated at step {event.step}"
+        fix = f"read the run with the stoker version named in its {records.ENVIRONMENT}"
+        raise UsageError(what, location=location, cause=str(error), fix=fix) from error
     return EvalResult(step=event.step or 0, t=event.t, metrics=metrics)
 
 
@@ -261,11 +259,8 @@ def _termination_advice(explanation: RunExplanation, events: list[Event]) -> lis
         fix = fix or "fix the reported problem, then resume the run"
         return [_advice("run_failed", "critical", f"The run failed: {first_line}", reason, fix, resume)]
     if explanation.state == "killed":
-        fix = (
-            "resume it from its last checkpoint"
-            if records.CHECKPOINTS in explanation.evidence_paths
-            else "start it again"
-        )
+        is_saved = records.CHECKPOINTS in explanation.evidence_paths
+        fix = "resume it from its last checkpoint" if is_saved else "start it again"
         command = resume if records.CONFIG in explanation.evidence_paths else None
         return [_advice("run_killed", "critical", "The run was killed", explanation.state_text, fix, command)]
     if explanation.state == "preempted":

@@ -188,12 +188,9 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                         record = msgspec.structs.replace(record, text=text, data=data)
                     yield number, record
                 except msgspec.ValidationError as error:
-                    raise UsageError(
-                        f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
-                        location=f"{path}:{number}",
-                        cause=str(error),
-                        fix=f"read the run with the version of stoker that its {ENVIRONMENT} names",
-                    ) from error
+                    what = f"A line of the run's records is not what this stoker writes ({kind.__name__})."
+                    fix = f"read the run with the version of stoker that its {ENVIRONMENT} names"
+                    raise UsageError(what, location=f"{path}:{number}", cause=str(error), fix=fix) from error
                 except (msgspec.DecodeError, UnicodeDecodeError):  # left incomplete by a kill
                     pass
                 except RecursionError as error:
@@ -253,12 +250,8 @@ def open_run(text: str | Path) -> Path:
     parent = path.parent if path.parent.exists() else Path("runs")
     runs = sorted(str(p.parent) for p in parent.glob(f"*/{EVENTS}"))[-8:]
     cause = "the folder has no " + EVENTS if path.exists() else "there is no such folder"
-    raise UsageError(
-        f"{str(path)!r} is not a run.",
-        cause=cause,
-        choices=runs,
-        fix="name a run folder that `stoker train` or `stoker watch` wrote",
-    )
+    fix = "name a run folder that `stoker train` or `stoker watch` wrote"
+    raise UsageError(f"{str(path)!r} is not a run.", cause=cause, choices=runs, fix=fix)
 
 
 def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:

@@ -197,12 +197,8 @@ def _check_value(name: str, value: Any, location: Path | None) -> None:
     try:
         check(from_fields({name: value}))
     except ConfigError as error:
-        raise ConfigError(
-            f"The space of {name} contains {value!r}. {error.what}",
-            location=location,
-            cause=error.cause,
-            choices=error.choices or (),
-        ) from error
+        what = f"The space of {name} contains {value!r}. {error.what}"
+        raise ConfigError(what, location=location, cause=error.cause, choices=error.choices) from error
 
 
 def _distribution(name: str, entry: Range | list[Scalar]) -> BaseDistribution:

@@ -173,10 +173,8 @@ def _evaluations(config: Config, derived: Config, num_images: int, pruner: str) 
         trigger = IntervalTrigger(every, num_images, batch)
         count = math.ceil(steps / max(1, trigger.interval_steps)) if every.value else 1
     if count < 3:
-        raise ConfigError(
-            f"A trial has {fmt.plural(count, 'evaluation')}: too few to prune.",
-            fix="a shorter --eval-every, none at all, or --pruner none",
-        )
+        what = f"A trial has {fmt.plural(count, 'evaluation')}: too few to prune."
+        raise ConfigError(what, fix="a shorter --eval-every, none at all, or --pruner none")
     return config, count
 
 

@@ -161,12 +161,9 @@ def _gcp_credentials() -> Credentials:
             try:
                 text = Path(key_path).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise StorageError(
-                    f"The key file of {variable} cannot be read.",
-                    location=key_path,
-                    cause=str(error),
-                    fix=f"Set {variable} to a key file, or unset it and run: gcloud auth application-default login",
-                ) from error
+                what = f"The key file of {variable} cannot be read."
+                fix = f"Set {variable} to a key file, or unset it and run: gcloud auth application-default login"
+                raise StorageError(what, location=key_path, cause=str(error), fix=fix) from error
             return _parse_key_file(text, variable)
     folder = Path(env.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
     default = folder / "application_default_credentials.json"

@@ -223,11 +223,8 @@ class Timeouts:
         except ValueError:
             total_s = 0.0
         if not 0.0 < total_s < 86400.0:
-            raise ConfigError(
-                f"STOKER_STORAGE_TIMEOUT_S is {text!r}.",
-                choices=["seconds, above 0 and below 86400"],
-                fix=f"Unset it for the default, {cls.total_s:g}.",
-            )
+            choices, fix = ["seconds, above 0 and below 86400"], f"Unset it for the default, {cls.total_s:g}."
+            raise ConfigError(f"STOKER_STORAGE_TIMEOUT_S is {text!r}.", choices=choices, fix=fix)
         return cls(total_s)
 
 

@@ -78,10 +78,8 @@ def tune_lr(request: TuneRequest, on_progress: Callable[[str], None]) -> LrResul
         raise UsageError(f"--budget: {request.budget_s:.0f} s are too short for a range test.", fix="--budget 30min")
     resolved = resolve(request)
     if "val" not in resolved.index.splits or not len(resolved.index.image_indices("val")):
-        raise DataError(
-            "The learning rate is judged by the validation split, and there is none.", location=request.target,
-            fix="add one: `stoker data split` makes it",
-        )  # fmt: skip
+        what = "The learning rate is judged by the validation split, and there is none."
+        raise DataError(what, location=request.target, fix="add one: `stoker data split` makes it")
     facts = collect_facts(resolved, request)
     with open_folder(request, resolved, facts, on_progress, "tune-lr") as trials:
         return _Search(request, resolved, facts, trials, on_progress).run()
@@ -113,11 +111,10 @@ class _Search:
         if first < lr_policy.MIN_STEPS:
             rounds, trainings = lr_policy.cost()
             needed = rounds * lr_policy.MIN_STEPS * step_s + trainings * lr_policy.START_S
-            raise UsageError(
-                f"--budget: {self.request.budget_s:.0f} s are too short for the trainings after the range test.",
-                cause=f"a step takes {step_s:.2g} s here, and each training has {lr_policy.MIN_STEPS} steps at least",
-                fix=f"--budget {math.ceil(needed / 60)}min; the range test is not repeated",
-            )
+            what = f"--budget: {self.request.budget_s:.0f} s are too short for the trainings after the range test."
+            cause = f"a step takes {step_s:.2g} s here, and each training has {lr_policy.MIN_STEPS} steps at least"
+            fix = f"--budget {math.ceil(needed / 60)}min; the range test is not repeated"
+            raise UsageError(what, cause=cause, fix=fix)
         self.on_progress(f"trainings of {first}, {2 * first} and {4 * first} steps around {center:.2g}")
         while (action := lr_policy.next_trial(center, self._done(first))) is not None:
             steps, lr = first * 2 ** action[0], action[1]
@@ -125,10 +122,8 @@ class _Search:
         done = self._done(first)
         best = lr_policy.best_of(center, done)
         if best is None:
-            raise DataError(
-                "Training diverges at every learning rate.", location=self.records.path,
-                fix="look for broken boxes: `stoker data check`",
-            )  # fmt: skip
+            what, fix = "Training diverges at every learning rate.", "look for broken boxes: `stoker data check`"
+            raise DataError(what, location=self.records.path, fix=fix)
         return self._write(best, center, ramp, done)
 
     def _do(self, kind: str, steps: int, changes: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> Probe:

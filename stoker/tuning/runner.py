@@ -92,11 +92,9 @@ def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult
     Raises UsageError for an unknown lever, too short a budget, a folder of other settings; DataError for a folder of
     other data; what `stoker train` raises for the data and settings. All before anything is measured."""
     if request.budget_s < policy.MIN_BUDGET_S:
-        raise UsageError(
-            f"--budget: {request.budget_s:.0f} s are too short for one measurement.",
-            cause=f"the bounds, one trial and the confirmation take {policy.MIN_BUDGET_S} s on a small model",
-            fix="--budget 10min",
-        )
+        what = f"--budget: {request.budget_s:.0f} s are too short for one measurement."
+        cause = f"the bounds, one trial and the confirmation take {policy.MIN_BUDGET_S} s on a small model"
+        raise UsageError(what, cause=cause, fix="--budget 10min")
     levers = choose_levers(request.levers, allow_accuracy=request.allow_accuracy)
     resolved = resolve(request)
     context = Context(levers, collect_facts(resolved, request), resolved.config.set_fields(), request.budget_s)
@@ -124,10 +122,8 @@ def resolve(request: TuneRequest) -> start.ResolvedRun:
     if request.devices < 1:
         raise UsageError(f"--devices {request.devices} is out of range.", choices=["1 or more"])
     if config.run.sync == "auto":
-        raise UsageError(
-            "--sync auto measures its own link when a training starts.",
-            fix="leave it out: the lever sync tries methods",
-        )
+        fix = "leave it out: the lever sync tries methods"
+        raise UsageError("--sync auto measures its own link when a training starts.", fix=fix)
     devices = Devices(request.devices, request.devices)
     if not is_uri(request.target) and (path / CONFIG).is_file():
         if is_held(path):
@@ -141,11 +137,9 @@ def resolve(request: TuneRequest) -> start.ResolvedRun:
         resolved = start.resolve_run(config.replace(data=request.target), None, devices=devices)
     run = resolved.config.run
     if request.devices > 1 and (run.shard or run.num_stages > 1):
-        raise UsageError(
-            "A model that is divided among devices cannot be tuned.",
-            cause="each process of a trial has the whole model",
-            fix="leave out --shard and --stages",
-        )
+        what = "A model that is divided among devices cannot be tuned."
+        cause = "each process of a trial has the whole model"
+        raise UsageError(what, cause=cause, fix="leave out --shard and --stages")
     return resolved
 
 
@@ -157,6 +151,8 @@ def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
     recipe = derive_for_plan(Config().replace(data=config.data.data, model=config.model.model), index, device)[0]
     digest = blake2b(digest_images(index, ("train", "val")).encode(), digest_size=8).hexdigest()
     several = f"{request.devices} × " if request.devices > 1 else ""
+    divisor, allow_accuracy = architecture.size_divisor, request.allow_accuracy
+    suggested = suggest(index, config.set_fields(), multiple=divisor) if allow_accuracy else ()
     return Facts(
         machine=f"{several}{device.name}, {host_cores()} cores, torch {torch.__version__}",
         data=digest,
@@ -169,14 +165,9 @@ def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
         cache_kinds=_cache_kinds(config, index),
         recipe_batch_size=recipe.run.batch_size,
         recipe_optimizer_is_sgd=config.optim.optimizer == "sgd",
-        size_divisor=architecture.size_divisor,
-        smaller_models=_smaller_models(config, index, device) if request.allow_accuracy else {},
-        suggestions={
-            found.lever: found.changes
-            for found in suggest(index, config.set_fields(), multiple=architecture.size_divisor)
-        }
-        if request.allow_accuracy
-        else {},
+        size_divisor=divisor,
+        smaller_models=_smaller_models(config, index, device) if allow_accuracy else {},
+        suggestions={found.lever: found.changes for found in suggested},
     )
 
 
@@ -224,18 +215,14 @@ def open_folder(
         if is_ours is False:
             raise UsageError("Another process tunes here.", location=folder, fix="wait for its end, or give --out")
         first, text = folder / FIRST, to_toml(resolved.config, {})
-        machines = {line.machine for line in trials.lines}
+        machines, fix = {line.machine for line in trials.lines}, "give another folder: --out DIR"
         if not first.exists() or not trials.lines:
             write_atomic(first, text.encode())
         elif any(line.data != facts.data for line in trials.lines):
-            raise DataError(
-                "The trials of this folder are of other data.", location=folder,
-                cause="images or boxes have changed since, or --out names the folder of another data set",
-                fix="give another folder: --out DIR",
-            )  # fmt: skip
+            cause = "images or boxes have changed since, or --out names the folder of another data set"
+            raise DataError("The trials of this folder are of other data.", location=folder, cause=cause, fix=fix)
         elif first.read_text(encoding="utf-8") != text:
-            what, fix = "The trials of this folder began with other settings.", "give another folder: --out DIR"
-            raise UsageError(what, location=first, fix=fix)
+            raise UsageError("The trials of this folder began with other settings.", location=first, fix=fix)
         else:
             if others := machines - {facts.machine}:
                 names = ", ".join(sorted(others))
