@@ -11,6 +11,7 @@ with its number and its run folder (Optuna would give it a new number, and needs
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -128,10 +129,8 @@ def open_lock(path: Path, *, wait: bool) -> IO[str] | None:
         return None
     except OSError as error:
         file.close()
-        fix = "a study on a local disk or on NFS with locks"
-        raise StorageError(
-            "The file system of the study has no locks.", location=path, cause=error.strerror, fix=fix
-        ) from error
+        what, fix = "The file system of the study has no locks.", "a study on a local disk or on NFS with locks"
+        raise StorageError(what, location=path, cause=error.strerror, fix=fix) from error
     return file
 
 
@@ -187,15 +186,9 @@ class Study:
                 return "wait"
             lock = self._lock(number)
             assert lock is not None, "trials are begun under the lock of the study"
-            distributions = spec.space.distributions()
-            params = propose(spec, trials, number)
-            self._optuna.add_trial(
-                create_trial(
-                    state=TrialState.RUNNING,
-                    params=params,
-                    distributions={name: distributions[name] for name in params},
-                )
-            )
+            params, distributions = propose(spec, trials, number), spec.space.distributions()
+            known = {name: distributions[name] for name in params}
+            self._optuna.add_trial(create_trial(state=TrialState.RUNNING, params=params, distributions=known))
             return self._start(Claim(number, lock))
 
     def _lock(self, number: int) -> IO[str] | None:
@@ -249,23 +242,18 @@ def create(folder: Path, spec: StudySpec) -> StudySpec:
             raise UsageError("The folder is not empty and has no study.", location=folder, fix="another --run-dir")
         _write_spec(folder, spec)
         return spec
-    old = read_spec(folder)
-    fix = "another --run-dir, or the command that began the study"
+    old, file, fix = read_spec(folder), folder / STUDY, "another --run-dir, or the command that began the study"
     if old.digest != spec.digest:
         cause = f"it was begun with {old.data}" if old.data != spec.data else "images or boxes of the data set changed"
-        raise ConfigError("The study is of another data set.", location=folder / STUDY, cause=cause, fix=fix)
+        raise ConfigError("The study is of another data set.", location=file, cause=cause, fix=fix)
     if old.space != spec.space:
-        raise ConfigError(
-            "The study has another space.", location=folder / STUDY, cause="; ".join(old.space.lines()), fix=fix
-        )
+        raise ConfigError("The study has another space.", location=file, cause="; ".join(old.space.lines()), fix=fix)
     for name in ("settings", "objectives", "pruner", "seed"):
-        before, now = getattr(old, name), getattr(spec, name)
-        if before != now:
-            raise ConfigError(
-                f"The study was begun with other {name}: {before}, not {now}.", location=folder / STUDY, fix=fix
-            )
+        if (before := getattr(old, name)) != (now := getattr(spec, name)):
+            what = f"The study was begun with other {name}: {before}, not {now}."
+            raise ConfigError(what, location=file, fix=fix)
     if spec.trials < old.trials and spec.trials < len(Study(folder).trials()):
-        raise ConfigError(f"The study has more than {spec.trials} trials already.", location=folder / STUDY, fix=fix)
+        raise ConfigError(f"The study has more than {spec.trials} trials already.", location=file, fix=fix)
     spec = msgspec.structs.replace(old, trials=spec.trials)
     _write_spec(folder, spec)
     return spec
@@ -299,14 +287,12 @@ def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict
         return dict(spec.defaults)
     distributions = spec.space.distributions()
     before = {_point(trial.params) for trial in trials[:number]}
-    sampler = _make_sampler(spec, number, 0)
-    draw = 0
-    while True:
+    for draw in itertools.count():  # in a space of choices, the best point again would teach nothing
+        sampler = _make_sampler(spec, number, draw)
         params = _rounds_before(spec, trials, number, sampler).ask(distributions).params
         if _point(params) not in before:
-            return params
-        draw += 1  # a space of choices: the best point again would teach nothing
-        sampler = _make_sampler(spec, number, draw)
+            break
+    return params
 
 
 def _make_sampler(spec: StudySpec, number: int, draw: int) -> BaseSampler:
@@ -333,14 +319,13 @@ def _judge(
 
 def _rounds_before(spec: StudySpec, trials: Sequence[FrozenTrial], number: int, sampler: BaseSampler) -> optuna.Study:
     """A study in memory with results of earlier rounds and points of its own one; its next trial has this number."""
-    study = optuna.create_study(
-        study_name="search", directions=_directions(spec), sampler=sampler, pruner=_make_pruner(spec)
-    )
-    names = set(spec.space.settings)
+    directions, pruner = _directions(spec), _make_pruner(spec)
+    study = optuna.create_study(study_name="search", directions=directions, sampler=sampler, pruner=pruner)
     for trial in trials[:number]:
         known = trial.number < _round_start(spec, number)
         state = trial.state if known else TrialState.RUNNING
-        if set(trial.params) != names and state != TrialState.RUNNING:
+        is_whole = set(trial.params) == set(spec.space.settings)
+        if not is_whole and state != TrialState.RUNNING:
             # Defaults outside the space: a sampler of several settings together can learn nothing from them.
             state = TrialState.FAIL
         attributes = dict(trial.user_attrs.get("rungs", {})) if known else {}
@@ -352,8 +337,8 @@ def _rounds_before(spec: StudySpec, trials: Sequence[FrozenTrial], number: int, 
             create_trial(
                 state=state,
                 values=trial.values if state in (TrialState.COMPLETE, TrialState.PRUNED) else None,
-                params=trial.params if set(trial.params) == names else {},
-                distributions=trial.distributions if set(trial.params) == names else {},
+                params=trial.params if is_whole else {},
+                distributions=trial.distributions if is_whole else {},
                 system_attrs=attributes,
                 intermediate_values=trial.intermediate_values if known else {},
             )
