@@ -18,8 +18,7 @@ Error = TypeVar("Error", bound="StokerError")
 
 class StokerError(Exception):
     """The root of the tree. `what` is one sentence; the other arguments fill the lines below it. location: file,
-    `file:line`, URI or image id; cause: why, as far as known; choices: the valid values; fix: what to do, a command
-    where there is one."""
+    `file:line`, URI or image id; cause: why, as far as known; choices: the valid values; fix: what to do."""
 
     exit_code = 1
 
@@ -164,8 +163,7 @@ def make_error(
     fix: str | None = None,
     **values: object,
 ) -> Error:
-    """The error of a row of errors.toml or data_errors.toml, whose texts have {names} of `values`. cause, fix: where
-    the row has none."""
+    """The error of a row of errors.toml or data_errors.toml, with `values`. cause, fix: where the row has none."""
     texts = {name: text.format(**values) for name, text in _texts()[key].items()}
     return kind(
         texts["what"], location=location, choices=choices, cause=texts.get("cause", cause), fix=texts.get("fix", fix)

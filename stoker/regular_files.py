@@ -22,8 +22,7 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0
 
 
 def open_fd(path: str | Path, *, max_bytes: int | None = None) -> int:
-    """A file descriptor of a regular file for reading. Raises OSError for everything else, and for a file that is
-    larger than `max_bytes` (None: any size)."""
+    """A file descriptor for reading. Raises OSError for what is no regular file, or larger than `max_bytes`."""
     fd = os.open(path, _FLAGS)
     try:
         status = os.fstat(fd)

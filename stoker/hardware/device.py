@@ -26,7 +26,7 @@ from stoker.errors import OutOfMemoryError, PreflightError, make_error
 from stoker.hardware.cgroup import host_memory
 
 CPU_BLOCK_SIZE = 2**19
-"""Elements that a loss or a matcher processes at once on a CPU: as many as fit in a core's cache with their temporaries
+"""Elements that a loss or a matcher processes at once on a CPU: a core's cache has room for them and their temporaries
 (measured: LOG.md, "The step on a CPU")."""
 MIN_ACCELERATOR_BLOCK_SIZE, MAX_ACCELERATOR_BLOCK_SIZE = 2**23, 2**30
 """The same on an accelerator, where every block costs the host some hundred launches: see `block_size`."""
@@ -310,9 +310,8 @@ class SideStream:
     def to_host(
         self, tensors: Iterable[Tensor], targets: Iterable[Tensor] | None = None
     ) -> tuple[list[Tensor], "ReadyEvent"]:
-        """Starts copies device → host of tensors of the main stream, into `targets` (contiguous, in pinned memory) if
-        given. Read them after `done` or `synchronize`. The main stream must not overwrite the sources before
-        `block_main_stream` of the event."""
+        """Starts copies device → host of tensors of the main stream, into `targets` (contiguous, pinned) if given. Read
+        them after `done` or `synchronize`. The main stream may overwrite the sources after `block_main_stream`."""
         if self._stream is None:
             if self._device.is_cpu:
                 return [tensor.detach().clone() for tensor in tensors], ReadyEvent(None)
@@ -359,8 +358,7 @@ class ReadyEvent:
 class DeviceClock:
     """Times of work of the device in seconds of the host's `time.perf_counter`, without host syncs. The time of an
     event is computed from the event resolved before it: the difference of two events is a float32 in ms, which loses
-    precision over hours. So `resolve` must be called in the order of the events, which are then reused. A CPU and an
-    XLA device have none."""
+    precision over hours. So `resolve` must be called in the order of the events, which are then reused."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -543,8 +541,7 @@ def _divide_among_chips(tensors: Sequence[Tensor]) -> None:
 
 
 def set_scalar(scalar: Tensor, value: float) -> None:
-    """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile the numbers 0 and 1 as
-    constants, another program for each."""
+    """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile 0 and 1 as constants."""
     if scalar.device.type in XLA_KINDS:
         # of one dimension: a CPU tensor without one counts as a number
         scalar.copy_(torch.tensor([value], dtype=scalar.dtype).to(scalar.device).reshape(()))

@@ -1,5 +1,4 @@
-"""`stoker why A --compare B` and `stoker compare A B`: differences in settings, machine, time, findings and AP,
-as data and printed.
+"""`stoker why A --compare B` and `stoker compare A B`: differences in settings, machine, time, findings and AP.
 
 `compare` reads both runs as `stoker why` does. It names no causes: two runs do not prove which change caused which."""
 
@@ -93,8 +92,7 @@ T_QUANTILES = {3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.
 
 def check_speed(before: str | Path, after: str | Path, threshold: float) -> SpeedRatio:
     """Whether the second run is slower. threshold: fraction of the images per second that may be lost, 0 … 1. Welch's
-    t-interval of the logarithms of the images per second of BLOCKS parts of each run. Raises UsageError for another
-    threshold, and for a run that is too short."""
+    t-interval of the logarithms of the images per second of BLOCKS parts of each run. Raises UsageError."""
     if not 0 <= threshold < 1:
         raise UsageError(f"--threshold {threshold:g} is not a fraction.", choices=["0 … 1, such as 0.05"])
     logs = [_block_speeds(open_records(run)) for run in (before, after)]

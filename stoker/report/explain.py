@@ -209,8 +209,7 @@ def explain_run(
     run: str | Path, price_per_device_hour: float | None = None, *, observers: Iterable[Observer] = ()
 ) -> RunExplanation:
     """Reads a run, each of its files once. price_per_device_hour: None means the setting of the run, else the list
-    price of its machine. observers: also get each record. Raises UsageError if the run does not exist or cannot be read
-    by this version."""
+    price of its machine. observers: also get each record. Raises UsageError without a run that this version reads."""
     path = open_records(run)
     run_records = read_run(path, observers=observers)
     environment = read_environment(path)
@@ -303,8 +302,7 @@ def _name_hang(totals: Totals, findings: Sequence[Finding]) -> Totals:
 
 
 def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> PhaseTime | None:
-    """The largest phase besides `compute`. Time without a name, as that of the exit, only if there is no other; the
-    start only if no fault after it was found."""
+    """The largest phase besides `compute`. Time without a name, and with a later fault the start, only as the last."""
     losses = [row for row in phases if row.phase != "compute"]
     delays_all = {"startup_heavy", "cpu_contention"}
     has_fault = any(f.lost_device_s for f in findings if f.severity != "info" and f.id not in delays_all)
@@ -537,8 +535,7 @@ def print_log_explanation(explanation: LogExplanation, file: TextIO | None = Non
 
 def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
     """Does all experiments and adds them to the records of the run. on_progress: called with a line after each one.
-    Raises UsageError for a run that is still running, is in a bucket, or was not trained by `stoker train`; StokerError
-    with the message of the process if it fails."""
+    Raises UsageError for a run that is running, in a bucket, or not of `stoker train`; StokerError if it fails."""
     if is_uri(run):
         fix = "copy the run to a local folder first"
         raise UsageError("Experiments need a local run folder.", location=run, fix=fix)

@@ -1,8 +1,8 @@
 """`stoker report RUN`: one HTML file per run, without network or server, and readable without JavaScript.
 
 The data comes from `run_report.collect`; with `--all`, from `runs_summary.summarize_runs`; `stoker data stats --out`
-makes a page in the same frame. The pages are templates in `page/`; here are the rows of their tables. The file contains
-plotly.js, which draws the charts. Its content security policy forbids all requests."""
+makes a page in the same frame. The pages are templates in `page/`; here are the rows of their tables. plotly.js is in
+the file; its content security policy forbids all requests."""
 
 import functools
 import os
@@ -40,9 +40,8 @@ MAX_CLASS_ROWS = 100
 
 
 def write_report(run: str | Path, out: Path | None = None, *, price_per_device_hour: float | None = None) -> Path:
-    """Writes the page of a run to its folder or to `out`; returns its path. For a run in a bucket the default is
-    NAME-report.html in the current folder: the bucket is only read. Raises UsageError if there is no such run,
-    StorageError if the page cannot be written."""
+    """Writes the page of a run to its folder (for a bucket: to NAME-report.html in the current folder) or to `out`;
+    returns its path. Raises UsageError if there is no such run, StorageError if the page cannot be written."""
     page = render(collect(run, price_per_device_hour))
     folder = expand_variables(str(run))
     default = Path(f"{parse_uri(folder).name}-{REPORT}") if is_uri(folder) else Path(folder) / REPORT

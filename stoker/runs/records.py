@@ -79,9 +79,8 @@ Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 class RunFolder:
-    """A run folder opened for writing, from any thread. Readers use the functions below. Training must not fail because
-    a line of its records cannot be written (a full disk, a lost mount): such lines are counted, and an event reports
-    their number as soon as writing works again."""
+    """A run folder opened for writing, from any thread. Training must not fail because a line cannot be written (a full
+    disk, a lost mount): such lines are counted, and an event reports their number as soon as writing works again."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
@@ -255,9 +254,8 @@ def open_run(text: str | Path) -> Path:
 
 
 def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
-    """A run in a bucket as a local folder, for reading: the working copy where it is at least as new, else a copy of
-    the records of all ranks. weights: copies its settings and best (else final, else newest) weights instead. Raises
-    UsageError, StorageError."""
+    """A run in a bucket as a local folder, for reading: the working copy where it is as new, else a copy of the records
+    of all ranks, or (weights) of settings and best, final or newest weights. Raises UsageError, StorageError."""
     from stoker.storage import store  # needed for runs in a bucket only
 
     working_dir = working_copy(uri)
@@ -306,13 +304,10 @@ def make_run(parent: Path, name_prefix: str) -> Path:
 def recording(
     path: Path, environment: dict[str, Any], description: str, *, fix: str, **data: Any
 ) -> Iterator[tuple[RunFolder, int]]:
-    """(the run folder of an external job, locked and open for writing; the file descriptor of its lock). A process that
-    inherits the descriptor holds the lock too, until the end of the block.
-
-    A folder that has records already gets one more attempt. description: text of the event `started` or `resumed`;
-    data: its data. fix: what the error messages advise. Raises UsageError when the folder belongs to a training of
-    stoker or another process records there, StorageError when it cannot be written.
-    """
+    """(the run folder of an external job, locked and open for writing; the file descriptor of its lock, which holds the
+    lock until the end of the block in a process that inherits it, too). A folder with records gets one more attempt.
+    description: text of the event `started` or `resumed`; data: its data; fix: what the error messages advise. Raises
+    UsageError where stoker trains or another process records, StorageError when the folder cannot be written."""
     if (path / CONFIG).exists():
         raise UsageError("This folder is the run of a training by stoker.", location=path, fix=fix)
     with contextlib.ExitStack() as stack:

@@ -117,8 +117,7 @@ class _CommWaits:
                 sums[index] += fraction * seconds
 
     def straggler_s(self) -> tuple[dict[int, float], dict[str, float]]:
-        """(rank → device-seconds that the others waited for it, phase → those that were recorded as this phase);
-        without ranks and phases that have none."""
+        """(rank → device-seconds that the others waited for it, phase → those that were recorded as this phase)."""
         waits: dict[int, float] = {}
         booked: dict[str, float] = {}
         for by_rank in self._intervals.values():

@@ -398,8 +398,7 @@ def search_architecture(
     config: Config, space: Space | None, location: Path | None, *, trials: int, folder: Path | None, dry_run: bool,
     say: Callable[[str], None],
 ) -> Study | None:  # fmt: skip
-    """Trains the super-network, searches, and writes the networks of the front as recipe files. None: `dry_run`.
-    Raises StokerError before anything is trained."""
+    """Trains the super-network, searches, and writes the networks of the front as recipe files. None: `dry_run`."""
     config = with_absolute_paths(config)
     if config.model.model not in (None, "ember_n"):
         raise ConfigError(

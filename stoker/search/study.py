@@ -98,8 +98,7 @@ class Outcome(NamedTuple):
 
 
 class _JournalLock(BaseJournalFileLock):
-    """A lock that the kernel releases with its process. Removes the line that a killed process had written in part:
-    Optuna's reader would refuse the journal."""
+    """A lock that the kernel releases with its process. Removes a line written in part, which Optuna would refuse."""
 
     def __init__(self, journal: Path) -> None:
         self._journal = journal

@@ -39,8 +39,7 @@ _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]+)'|<Region>([a-z0-9-]+)</R
 BACKOFF_BASE_S, BACKOFF_MAX_S = 0.1, 20.0
 """The n-th wait is uniform between 0 and min(BACKOFF_MAX_S, BACKOFF_BASE_S · 2ⁿ)."""
 CONNECT_TIMEOUT_DIVISOR = 6
-"""If a store has never responded, failures to connect are reported after 1/6 of the time: a typo in an endpoint should
-not take two minutes to be reported."""
+"""If a store has never responded, failures to connect are reported after 1/6 of the time, as for a wrong endpoint."""
 
 _DONE = {"read": "read", "list": "listed", "write": "written", "delete": "deleted"}
 

@@ -58,8 +58,7 @@ TRIAL_SHARE = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """What the command asks for. target: a data set or a run; config: settings of the user, without `target`; devices:
-    of this machine that train together."""
+    """What the command asks for. target: a data set or a run; config: the user's, without `target`."""
 
     target: str
     config: Config = Config()  # noqa: RUF009  # frozen

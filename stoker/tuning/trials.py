@@ -239,9 +239,8 @@ class TrialRecords:
 
 
 def measure_in_turn(before: Window, after: Window, *, unit: int, until_s: float) -> Measured:
-    """Pairs of windows with the same number of images, in the order A B B A, until it is decided which side is faster;
-    from `until_s` of `time.monotonic` on, no pairs are added that complete no look. unit: images that are a whole
-    number of steps for both sides. Raises TrialError."""
+    """Pairs of windows with as many images, in the order A B B A, until it is decided which side is faster, or a look
+    after `until_s` of `time.monotonic`. unit: images that are whole steps for both sides. Raises TrialError."""
     first = [window(2 * unit, False) for window in (before, after)]
     trial_s = sorted(map(_per_image, first))
     images = unit * max(2, min(math.ceil(WINDOW_S[0] / trial_s[0] / unit), int(WINDOW_S[1] / trial_s[1] / unit)))
