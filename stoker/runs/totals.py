@@ -18,7 +18,7 @@ MIN_COMM = 0.01
 """Fraction of the time in `comm` from which waits for other ranks are measured (heuristic: an exchange takes more)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Totals:
     """Sums over a run: all windows of all attempts and ranks, since lost steps cost time as well.
 
@@ -29,15 +29,15 @@ class Totals:
     threads by phase; empty where not measured. wall_s, steps and step are of rank 0, everything else of all ranks.
     """
 
-    phases: dict[str, float]
-    input_wait_stages: dict[str, float]
-    device_s: float
-    wall_s: float
-    devices: int
-    num_images: int
-    steps: int
-    step: int
-    attempts: int
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    input_wait_stages: dict[str, float] = dataclasses.field(default_factory=dict)
+    device_s: float = 0.0
+    wall_s: float = 0.0
+    devices: int = 0
+    num_images: int = 0
+    steps: int = 0
+    step: int = 0
+    attempts: int = 0
     straggler_s: dict[int, float] = dataclasses.field(default_factory=dict)
     thread_cpu_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -46,23 +46,22 @@ class TotalsSum:
     """Sums of the windows of all ranks, rank after rank."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._phases: dict[str, float] = {}
-        self._stages: dict[str, float] = {}
-        self._thread_cpu_s: dict[str, float] = {}
+        self._sums = Totals()
         self._last_windows: dict[int, StepWindow] = {}
-        self._device_s, self._wall_s, self._num_images, self._steps = 0.0, 0.0, 0, 0
         self._comm_waits = _CommWaits() if num_ranks > 1 else None
 
     def add(self, rank: int, window: StepWindow) -> None:
-        _add(self._phases, window.phases)
-        _add(self._stages, window.input_wait_stages)
-        _add(self._thread_cpu_s, window.thread_cpu_s)
-        self._device_s += window.wall_s * window.devices
-        self._num_images += window.num_images
+        sums = self._sums
+        _add(sums.phases, window.phases)
+        _add(sums.input_wait_stages, window.input_wait_stages)
+        _add(sums.thread_cpu_s, window.thread_cpu_s)
+        sums.device_s += window.wall_s * window.devices
+        sums.num_images += window.num_images
         self._last_windows[rank] = window
         if rank == 0:
-            self._wall_s += window.wall_s
-            self._steps += window.window_steps
+            sums.wall_s += window.wall_s
+            sums.steps += window.window_steps
+            sums.step = window.step
         if self._comm_waits is not None:
             self._comm_waits.add(rank, window)
 
@@ -70,22 +69,11 @@ class TotalsSum:
         """attempts: number of the newest one. `devices`: of the newest that has a window. All zero without one."""
         straggler_s, booked_s = ({}, {}) if self._comm_waits is None else self._comm_waits.straggler_s()
         for name, waited_s in booked_s.items():
-            self._phases[name] = max(0.0, self._phases[name] - waited_s)
-            _add(self._phases, {"straggler": waited_s})
+            self._sums.phases[name] = max(0.0, self._sums.phases[name] - waited_s)
+            _add(self._sums.phases, {"straggler": waited_s})
         attempt = max((window.attempt for window in self._last_windows.values()), default=0)
-        return Totals(
-            phases=self._phases,
-            input_wait_stages=self._stages,
-            device_s=self._device_s,
-            wall_s=self._wall_s,
-            devices=sum(window.devices for window in self._last_windows.values() if window.attempt == attempt),
-            num_images=self._num_images,
-            steps=self._steps,
-            step=self._last_windows[0].step if 0 in self._last_windows else 0,
-            attempts=attempts,
-            straggler_s=straggler_s,
-            thread_cpu_s=self._thread_cpu_s,
-        )
+        devices = sum(window.devices for window in self._last_windows.values() if window.attempt == attempt)
+        return dataclasses.replace(self._sums, devices=devices, attempts=attempts, straggler_s=straggler_s)
 
 
 def list_rank_dirs(run: Path) -> dict[int, Path]:
