@@ -39,8 +39,8 @@ MEAN_TOLERANCE = 0.01
 MIN_GROUPS = 8
 """Groups of images whose standard error says what a mean is worth."""
 LOSS_BATCHES, MEAN_BATCHES, COMPARE_S = 2, 8, 20.0
-"""Batches of the largest size whose losses are compared one by one; the most that are compared as means, and the
-seconds that these may take. In bfloat16, means of 8 groups of two images differed by 4 ± 6 %, of 32 by 2 ± 2 %."""
+"""Batches of the largest size whose losses are compared one by one; the most that are compared as means, and
+their seconds at most. In bfloat16, means of 8 groups of two images differed by up to 4 ± 6 %, of 32 by 2 ± 2 %."""
 BOUNDS, CONFIRM, DONE = "bounds", "confirm", "done"
 
 

@@ -58,7 +58,7 @@ TRIAL_SHARE = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """What the command asks for. target: a data set or a run; config: the user's, without `target`."""
+    """What is asked for. target: a data set or a run; config: the user's, without it; devices: that train together."""
 
     target: str
     config: Config = Config()  # noqa: RUF009  # frozen
