@@ -193,16 +193,12 @@ def preview(
     image_indices = index.image_indices(split)
     require_images(index, (split,), max_bad_fraction=settings.max_bad_fraction, max_bad_boxes=settings.max_bad_boxes)
     config, reasons = derive_data(user_config, index, select_device(None))
+
+    def warn(bad: Any) -> None:
+        print_text(f"stoker: bad image left out: {bad.source}: {bad.error}", file=sys.stderr)
+
     sheet = make_preview(
-        index,
-        image_indices,
-        config.data,
-        seed=seed,
-        num_images=count,
-        workers=host_cores(),
-        on_quarantine=lambda bad_image: print_text(
-            f"stoker: bad image left out: {bad_image.source}: {bad_image.error}", file=sys.stderr
-        ),
+        index, image_indices, config.data, seed=seed, num_images=count, workers=host_cores(), on_quarantine=warn
     )
     save_image(sheet, out)
     print_settings(row for row in settings_table(Config(data=config.data), reasons) if row[0] != "data")
