@@ -29,9 +29,7 @@ class CgroupMemory:
     used: int
     """Inactive page cache counts as free."""
     committed: int
-    """What the kernel cannot take back: all but page cache."""
-    page_cache: int
-    """Cached files, without those of memory file systems."""
+    """What the kernel cannot take back: all but cached files, which are not those of memory file systems."""
     swap: int | None
 
 
@@ -203,7 +201,6 @@ def _read_memory(folder: Path) -> CgroupMemory | None:
                 limit=limit,
                 used=max(0, used - stat.get(prefix + "inactive_file", 0)),
                 committed=max(0, used - page_cache),
-                page_cache=page_cache,
                 swap=_read_int(folder / "memory.swap.current") if version == 2 else stat.get("total_swap"),
             )
     return None
