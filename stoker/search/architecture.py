@@ -397,8 +397,8 @@ class Scores:
 def search_architecture(
     config: Config, space: Space | None, location: Path | None, *, trials: int, folder: Path | None, dry_run: bool,
     say: Callable[[str], None],
-) -> Study | None:  # fmt: skip
-    """Trains the super-network, searches, and writes the networks of the front as recipe files. None: `dry_run`."""
+) -> None:  # fmt: skip
+    """Trains the super-network, searches, and writes the networks of the front as recipe files. Raises StokerError."""
     config = with_absolute_paths(config)
     if config.model.model not in (None, "ember_n"):
         raise ConfigError(
@@ -419,7 +419,7 @@ def search_architecture(
     say(f"the super-network is trained for {steps} steps of three networks each; then {trials} networks are scored")
     if dry_run:
         say("nothing was trained or written (--dry-run)")
-        return None
+        return
     torch.manual_seed(resolved.config.run.seed)
     setting = Setting(resolved, space, folder)
     base = {**BASE, "image_size": max(resolved.config.data.image_size)}
@@ -437,7 +437,6 @@ def search_architecture(
     study = Study(folder)
     write_recipes(setting, study, say)
     say(f"page: {page.write_study(study)}")
-    return study
 
 
 def write_recipes(setting: Setting, study: Study, say: Callable[[str], None]) -> None:
