@@ -159,23 +159,20 @@ def _read_eval_history(events: list[Event], path: Path) -> list[EvalResult]:
     """Ascending in step. If steps were lost and repeated, their new evaluations replace the old ones."""
     results: list[EvalResult] = []
     for event in events:
-        if event.kind == "evaluated" and "metrics" in event.data:
-            result = _parse_evaluation(event, path)
-            while results and results[-1].step >= result.step:
-                results.pop()
-            results.append(result)
+        if event.kind != "evaluated" or "metrics" not in event.data:
+            continue
+        try:
+            metrics = msgspec.convert(event.data["metrics"], Metrics)
+        except msgspec.ValidationError as error:
+            what = "An evaluation of the run has an unknown format."
+            location = f"{path / records.EVENTS}: evaluated at step {event.step}"
+            fix = f"read the run with the stoker version named in its {records.ENVIRONMENT}"
+            raise UsageError(what, location=location, cause=str(error), fix=fix) from error
+        result = EvalResult(step=event.step or 0, t=event.t, metrics=metrics)
+        while results and results[-1].step >= result.step:
+            results.pop()
+        results.append(result)
     return results
-
-
-def _parse_evaluation(event: Event, path: Path) -> EvalResult:
-    try:
-        metrics = msgspec.convert(event.data["metrics"], Metrics)
-    except msgspec.ValidationError as error:
-        what = "An evaluation of the run has an unknown format."
-        location = f"{path / records.EVENTS}: evaluated at step {event.step}"
-        fix = f"read the run with the stoker version named in its {records.ENVIRONMENT}"
-        raise UsageError(what, location=location, cause=str(error), fix=fix) from error
-    return EvalResult(step=event.step or 0, t=event.t, metrics=metrics)
 
 
 def _read_final_evaluation(path: Path, missing: list[str], is_scored: bool) -> Evaluation | None:

@@ -87,8 +87,11 @@ class Screen(contextlib.AbstractContextManager["Screen"]):
                 self._print(plain_text(" · ".join([f"{step} ({done})", details, *([eta] if eta else [])])))
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
-        """Prints the metrics of an evaluation in one line."""
-        self._print(Text(f"evaluated at step {step:,}: {score_line(metrics)}", "bold"))
+        """Prints the most important metrics of an evaluation in one line."""
+        names = (("AP", "ap"), ("AP50", "ap50"), ("AP75", "ap75"), ("small", "ap_small"), ("medium", "ap_medium"),
+                 ("large", "ap_large"), ("AR100", "ar100"))  # fmt: skip
+        scores = " · ".join(f"{title} {fmt.metric(getattr(metrics, name))}" for title, name in names)
+        self._print(Text(f"evaluated at step {step:,}: {scores}", "bold"))
 
     def close(self) -> None:
         """Restores the terminal. A stream that still cannot be written is redirected to /dev/null, so that later output
@@ -129,13 +132,6 @@ class Screen(contextlib.AbstractContextManager["Screen"]):
             yield
         except OSError as error:
             self.last_error = error
-
-
-def score_line(metrics: Metrics) -> str:
-    """The most important COCO metrics in one line."""
-    names = (("AP", "ap"), ("AP50", "ap50"), ("AP75", "ap75"), ("small", "ap_small"), ("medium", "ap_medium"),
-             ("large", "ap_large"), ("AR100", "ar100"))  # fmt: skip
-    return " · ".join(f"{title} {fmt.metric(getattr(metrics, name))}" for title, name in names)
 
 
 COCO_TITLES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large",

@@ -266,18 +266,21 @@ class Runner:
             return self._measure_bounds()
         now = policy.assess(self.records.newest(), self.context)
         assert now is not None
-        lever = self.context.lever(action.kind)
+        lever, changes = self.context.lever(action.kind), policy.restore_types(action.changes)
+        settings = now.settings | changes
         if lever is not None and policy.is_interval(lever):
-            after = {**now.settings, **policy.restore_types(action.changes)}
             windows = [(seconds, seconds) for seconds in now.seconds]
-            return _summarize(policy.with_events(windows, now.settings, after, now, self.context.facts), 0, {})
+            return _summarize(policy.with_events(windows, now.settings, settings, now, self.context.facts), 0, {})
         if lever is not None and policy.is_suggestion(lever):
-            return self._prove_ap(policy.restore_types(action.changes), now)
+            return self._prove_ap(changes, now)
         until_s = time.monotonic() + TRIAL_SHARE * self.context.budget_s
-        settings = {**now.settings, **policy.restore_types(action.changes)}
-        if action.kind == CONFIRM:
+        if action.kind == CONFIRM:  # in new processes, since what was measured in one may be its own luck
             self._replace_base(None)
-            return self._confirm(settings, until_s, now)
+            closing, before = contextlib.closing, dict(self.context.settings)
+            with closing(self._start(before)) as first, closing(self._start(settings)) as final:
+                found = compare(first, final, until_s=until_s)
+            pairs = policy.with_events(found.pairs, before, settings, now, self.context.facts)
+            return _summarize(pairs, found.steps, found.phases) | {"kept": False, "reason": ""}
         assert lever is not None
         return self._try(lever, now, settings, until_s)
 
@@ -346,14 +349,6 @@ class Runner:
             pairs.append((ap[0], ap[1]))
         means = tuple(statistics.fmean(values) for values in zip(*pairs, strict=True))
         return {"ap": means, "ap_pairs": pairs, "ap_gain": policy.measure_gain(pairs)}
-
-    def _confirm(self, settings: dict[str, Any], until_s: float, now: policy.Situation) -> dict[str, Any]:
-        """In new processes, since what was measured in one may be its own luck; with evaluations and checkpoints."""
-        closing, before = contextlib.closing, dict(self.context.settings)
-        with closing(self._start(before)) as first, closing(self._start(settings)) as final:
-            found = compare(first, final, until_s=until_s)
-        pairs = policy.with_events(found.pairs, before, settings, now, self.context.facts)
-        return _summarize(pairs, found.steps, found.phases) | {"kept": False, "reason": ""}
 
     def _compare_training(
         self, lever: Lever, base: TrialProcess, candidate: TrialProcess, now: policy.Situation

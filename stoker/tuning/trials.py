@@ -255,7 +255,10 @@ def measure_in_turn(before: Window, after: Window, *, unit: int, until_s: float)
             b, a = after(images, True), before(images, True)
         pairs.append((_per_image(a), _per_image(b)))
         replies.append(b)
-    return Measured(pairs, sum_phases(replies), len(pairs) * replies[0].steps)
+    total = sum(reply.images for reply in replies)
+    names = dict.fromkeys(name for reply in replies for name in reply.phases)
+    phases = {name: sum(reply.phases.get(name, 0.0) for reply in replies) / total for name in names}
+    return Measured(pairs, phases, len(pairs) * replies[0].steps)
 
 
 def compare(base: TrialProcess, candidate: TrialProcess, *, until_s: float) -> Measured:
@@ -264,13 +267,6 @@ def compare(base: TrialProcess, candidate: TrialProcess, *, until_s: float) -> M
         process.warm_up()
     unit = math.lcm(base.batch_size, candidate.batch_size)
     return measure_in_turn(base.train, candidate.train, unit=unit, until_s=until_s)
-
-
-def sum_phases(replies: Sequence[Reply]) -> dict[str, float]:
-    """Seconds per image by phase."""
-    images = sum(reply.images for reply in replies)
-    names = dict.fromkeys(name for reply in replies for name in reply.phases)
-    return {name: sum(reply.phases.get(name, 0.0) for reply in replies) / images for name in names}
 
 
 def _per_image(reply: Reply) -> float:
