@@ -45,8 +45,8 @@ class Fetcher(contextlib.AbstractContextManager["Fetcher"]):
     ) -> None:
         self._hedging = _Hedging() if hedge else None
         self._max_in_flight, self._budget_bytes = max_in_flight, budget_bytes
-        self._submitted: deque[_Read] = deque()
         self._queued: deque[_Read] = deque()
+        """Other threads append, under the lock; only the loop takes."""
         self._in_flight: set[_Read] = set()
         self._bytes_in_flight = self._num_finished = self._finished_bytes = 0
         self._wakeup_pending = self._closed = False
@@ -66,10 +66,10 @@ class Fetcher(contextlib.AbstractContextManager["Fetcher"]):
         with self._lock:
             if self._closed:
                 raise read.closed_error()
-            self._submitted.append(read)
+            self._queued.append(read)
             if not self._wakeup_pending:
                 self._wakeup_pending = True  # one wake-up for all requests that come before the loop runs
-                self._loop.call_soon_threadsafe(self._drain_submitted)
+                self._loop.call_soon_threadsafe(self._wake_up)
         return read.future
 
     @property
@@ -104,7 +104,7 @@ class Fetcher(contextlib.AbstractContextManager["Fetcher"]):
                 task.cancel()
             if tasks:
                 self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            for read in [*self._in_flight, *self._queued, *self._submitted]:
+            for read in [*self._in_flight, *self._queued]:
                 if not read.future.done():
                     read.future.set_exception(read.closed_error())
             self._loop.close()
@@ -112,11 +112,9 @@ class Fetcher(contextlib.AbstractContextManager["Fetcher"]):
     def _mean_bytes(self) -> int:
         return max(1, self._finished_bytes // self._num_finished) if self._num_finished else TYPICAL_BYTES
 
-    def _drain_submitted(self) -> None:
+    def _wake_up(self) -> None:
         with self._lock:
             self._wakeup_pending = False
-            submitted, self._submitted = self._submitted, deque()
-        self._queued.extend(submitted)
         self._start_queued()
 
     def _start_queued(self) -> None:
