@@ -1,7 +1,6 @@
 """`stoker.train`, `stoker.check` and `stoker.plan`: the commands as functions, with the same settings and defaults.
 
-`stoker.load` and the model that it returns are in `stoker/inference/model.py`. The training itself is
-`stoker/training/run.py`.
+`stoker.load` and its model are in `stoker/inference/model.py`, the training itself is `stoker/training/run.py`.
 """
 
 import os
@@ -118,9 +117,8 @@ def plan(
     """Predicts memory, duration and cost of a training on machines that need not be here, as `stoker plan` does.
 
     on: names of machines, `this` for the present one; none: this one and the whole table. gpus: numbers of GPUs; none:
-    those of each machine. by: the time in which it has to be done, such as "6h"; budget: US dollars; prices: a file of
-    your own prices (docs/plan.md). `plan.rows` has a prediction for each machine, `plan.recommendation` the choice and
-    its reasons. Raises StokerError.
+    those of each machine. by: the time limit, such as "6h"; budget: US dollars; prices: a file of your own prices
+    (docs/plan.md). `plan.rows` has a prediction per machine, `plan.recommendation` the choice. Raises StokerError.
     """
     from stoker.config.durations import parse_time_s
     from stoker.planning.plan import make_plan

@@ -17,11 +17,8 @@ Error = TypeVar("Error", bound="StokerError")
 
 
 class StokerError(Exception):
-    """The root of the tree. `what` is one sentence; the other arguments fill the lines below it.
-
-    location: file, `file:line`, URI or image id; cause: why, as far as known; choices: the valid values; fix: what to
-    do, a command where there is one.
-    """
+    """The root of the tree. `what` is one sentence; the other arguments fill the lines below it. location: file,
+    `file:line`, URI or image id; cause: why, as far as known; choices: the valid values; fix: what to do."""
 
     exit_code = 1
 
@@ -86,8 +83,7 @@ class PreflightError(StokerError):
 
 
 class StorageError(PreflightError):
-    """A path or URI cannot be read or written: a full disk, a missing folder, a bucket that denies access or does not
-    answer."""
+    """A path or URI cannot be read or written: a full disk, a missing folder, a bucket that denies access or hangs."""
 
 
 class ObjectMissing(StorageError):
@@ -149,8 +145,7 @@ class Preempted(StokerError):
 
 
 class CaptureFailed(Preempted):
-    """The run ends because a CUDA graph could not be captured; the same command continues it without one, and
-    `stoker train` does so by itself."""
+    """A CUDA graph could not be captured; the same command, and `stoker train` by itself, continues without one."""
 
 
 @functools.cache
@@ -168,8 +163,7 @@ def make_error(
     fix: str | None = None,
     **values: object,
 ) -> Error:
-    """The error of a row of knowledge/errors.toml or data_errors.toml, whose texts have {names} of `values`. cause,
-    fix: where the row has none."""
+    """The error of a row of errors.toml or data_errors.toml, with `values`. cause, fix: where the row has none."""
     texts = {name: text.format(**values) for name, text in _texts()[key].items()}
     return kind(
         texts["what"], location=location, choices=choices, cause=texts.get("cause", cause), fix=texts.get("fix", fix)
@@ -178,8 +172,7 @@ def make_error(
 
 @contextlib.contextmanager
 def writing(what: str, location: object, *, fix: str | None = None) -> Iterator[None]:
-    """A block that writes: an OSError inside is raised as a StorageError with the message `what`, for example "The
-    report cannot be written."."""
+    """A block that writes: an OSError inside is raised as a StorageError with the message `what`."""
     try:
         yield
     except OSError as error:
@@ -202,3 +195,9 @@ def nearest(value: str, choices: Iterable[str]) -> str | None:
     """The choice closest to `value` (for a "did you mean" in a message), or None when none is close."""
     matches = difflib.get_close_matches(value, list(choices), n=1)
     return matches[0] if matches else None
+
+
+def did_you_mean(what: str, name: str, choices: Iterable[str]) -> str:
+    """The sentence `what`, without its end, and the choice closest to `name`: "There is no x; did you mean 'y'?"."""
+    near = nearest(name, choices)
+    return f"{what}; did you mean {near!r}?" if near else f"{what}."

@@ -18,13 +18,11 @@ MAX_ANNOTATION_BYTES = 1 << 34
 """The largest annotation file of a whole data set: those of Objects365 and Open Images have 2 to 6 GB."""
 _KINDS = {stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-"""O_NONBLOCK: opening a FIFO would wait for its writer. The type is that of the open file, so no other one can take its
-place between test and use."""
+"""O_NONBLOCK: opening a FIFO would wait for its writer. The open file is tested: no other can take its place."""
 
 
 def open_fd(path: str | Path, *, max_bytes: int | None = None) -> int:
-    """A file descriptor of a regular file for reading. Raises OSError for everything else, and for a file that is
-    larger than `max_bytes` (None: any size)."""
+    """A file descriptor for reading. Raises OSError for what is no regular file, or larger than `max_bytes`."""
     fd = os.open(path, _FLAGS)
     try:
         status = os.fstat(fd)

@@ -1,9 +1,8 @@
 """Masks secrets in commands and variables before they are recorded.
 
 Names decide (`--token X`, `DB_PASSWORD=X`, `"apiKey": "X"`, `?sig=X`), then forms that show by themselves that they are
-secret: users and passwords in URLs, `Bearer X`, keys with the prefix of their provider. The lists are in
-`knowledge/secrets.toml`. What is doubtful is masked: a record with too little is read, one with a password has to be
-deleted. The time is proportional to the length of the text.
+secret: users and passwords in URLs, `Bearer X`, keys with the prefix of their provider (`knowledge/secrets.toml`). What
+is doubtful is masked. The time is proportional to the length of the text.
 """
 
 import re

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from stoker.knowledge import read_toml
+from stoker.printable import print_json
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -24,3 +25,8 @@ def described(command: Command) -> Command:
     section = [f"{name}\n    {' '.join(texts[name].split())}" for name in names]
     command.__doc__ = "\n".join([inspect.getdoc(command) or "", "", "Parameters", "----------", *section])
     return command
+
+
+def show(value: Any, print_value: Callable[[Any], None], *, json: bool) -> None:
+    """Prints the result of a command: as JSON, or by `print_value` for people."""
+    (print_json if json else print_value)(value)

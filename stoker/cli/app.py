@@ -1,8 +1,8 @@
 """The command line: the app, the exit codes, and the translation of flags of other tools.
 
-The commands are in `train.py`, `planning.py`, `launch.py`, `models.py`, `runs.py` and `data.py`. Each imports its code
-when it runs, so that `stoker --help` and `stoker why` start at once, also where torch is not installed. An error of the
-exception tree becomes a message and its exit code; any other exception is a bug and keeps its traceback.
+The commands are in the modules beside it. Each imports its code when it runs, so that `stoker --help` and `stoker why`
+start at once, also where torch is not installed. An error of the exception tree becomes a message and its exit code;
+any other exception is a bug and keeps its traceback.
 """
 
 import contextlib

@@ -1,17 +1,17 @@
-"""The `stoker data` commands: check, describe, preview, convert, pack and split a data set. Each imports its code when
-it runs."""
+"""The `stoker data` commands: check, describe, preview, convert, pack and split a data set."""
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from stoker.cli import described
+from stoker.cli import described, show
 from stoker.config.settings import Config, DataSettings, from_fields
 from stoker.config.settings import check as check_settings
-from stoker.printable import print_json, print_text
+from stoker.printable import print_text
 
 data_app = App(
     name="data",
@@ -73,6 +73,7 @@ def check(
     from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
     from stoker.errors import DataError, UsageError
     from stoker.report.console import progress_bar
+    from stoker.report.dataset import print_check
 
     settings = reading.settings(data, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes).data
     if workers is not None and workers < 1:
@@ -90,12 +91,7 @@ def check(
             splits=split_options(settings),
             progress=on_progress,
         )
-    if json:
-        print_json(report.as_dict())
-    else:
-        from stoker.report.dataset import print_check
-
-        print_check(report)
+    show(report.as_dict() if json else report, print_check, json=json)
     if report.has_failed:
         sys.exit(DataError.exit_code)
 
@@ -147,10 +143,7 @@ def stats(
         model_input = dataclasses.replace(model_input, latency_ms=meter, max_latency_ms=latency_ms)
     dataset_stats = compute_stats(index, model_input, data=data, split=split)
     dataset_stats.refusals = tuple(error.what for error in refusals)
-    if json:
-        print_json(dataset_stats)
-    else:
-        print_stats(dataset_stats)
+    show(dataset_stats, print_stats, json=json)
     if out is not None:
         write_dataset_stats(dataset_stats, out)
         if not json:
@@ -200,16 +193,12 @@ def preview(
     image_indices = index.image_indices(split)
     require_images(index, (split,), max_bad_fraction=settings.max_bad_fraction, max_bad_boxes=settings.max_bad_boxes)
     config, reasons = derive_data(user_config, index, select_device(None))
+
+    def warn(bad: Any) -> None:
+        print_text(f"stoker: bad image left out: {bad.source}: {bad.error}", file=sys.stderr)
+
     sheet = make_preview(
-        index,
-        image_indices,
-        config.data,
-        seed=seed,
-        num_images=count,
-        workers=host_cores(),
-        on_quarantine=lambda bad_image: print_text(
-            f"stoker: bad image left out: {bad_image.source}: {bad_image.error}", file=sys.stderr
-        ),
+        index, image_indices, config.data, seed=seed, num_images=count, workers=host_cores(), on_quarantine=warn
     )
     save_image(sheet, out)
     print_settings(row for row in settings_table(Config(data=config.data), reasons) if row[0] != "data")
@@ -282,8 +271,6 @@ def pack(
     Images that training would skip are left out and named. The same command continues after a kill, makes lost shards
     again, and does nothing when all is there. The source is not changed.
     """
-    import msgspec
-
     from stoker.data.index import open_index_of
     from stoker.data.packing import DEFAULT_QUALITY, DEFAULT_SHARD_MIB, PackOptions, in_threads
     from stoker.data.packing import pack as pack_data
@@ -319,10 +306,7 @@ def pack(
         run_shards = in_threads(workers or host_cores())
     with progress_bar("images") as on_progress:
         packed = pack_data(index, dest, options, run_shards=run_shards, progress=on_progress)
-    if json:
-        print_json(msgspec.to_builtins(packed))
-    else:
-        print_packed(packed)
+    show(packed, print_packed, json=json)
 
 
 @data_app.command(sort_key=6)
@@ -355,7 +339,4 @@ def split(
             index, out, val_fraction=val_fraction, test_fraction=test_fraction, group_by=group_by, seed=seed,
             workers=host_cores(), progress=on_progress,
         )  # fmt: skip
-    if json:
-        print_json(new)
-    else:
-        print_new_splits(data, str(out), new)
+    show(new, functools.partial(print_new_splits, data, str(out)), json=json)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from stoker.cli import described
+from stoker.cli import described, show
 from stoker.cli.train import PARAMETER, flags_of, train
 from stoker.config.durations import parse_time_s
 from stoker.config.flag_names import translate
@@ -64,8 +64,7 @@ def launch(
 
 
 def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """(the settings with flags of other tools translated, their values by name). Ends as `stoker train` does for one
-    that it does not have."""
+    """(the settings with translated flags of other tools, their values by name). Exits for one that there is not."""
     app = App(name="stoker train", default_parameter=PARAMETER, help_format="plaintext")
     app.default(train)
     arguments, notes = translate(["train", *settings], lambda _: flags_of(app))
@@ -135,10 +134,7 @@ def advise(
 
     by_s = None if by is None else parse_time_s(by, "--by")
     advice = launch_advise.advise(run, by_s=by_s, price_per_device_hour=price_per_device_hour)
-    if json:
-        print_json(advice)
-    else:
-        launch_advise.print_advice(advice)
+    show(advice, launch_advise.print_advice, json=json)
     if apply:
         job = launch_advise.apply(advice)
         print_text(f"applied: {advice.changes[0].title}: {job.place} job {job.id}", file=sys.stderr)

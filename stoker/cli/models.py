@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stoker.cli import described
+from stoker.cli import described, show
 from stoker.cli.quick_import import quick_imports
 from stoker.printable import print_json, print_text
 
@@ -31,10 +31,7 @@ def evaluate(
     metrics = load(run, device=device).evaluate(
         data, split=split, format=format, allow_outside=allow_outside, batch_size=batch_size
     )
-    if json:
-        print_json(metrics)
-    else:
-        print_metrics(metrics)
+    show(metrics, print_metrics, json=json)
 
 
 @described

@@ -1,5 +1,6 @@
 """The commands before a training: `check`, what could stop or slow it; `plan`, what it needs and costs elsewhere."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -66,13 +67,10 @@ def check(
         driver=driver,
     )
     shows_progress = sys.stderr.isatty() and not json
-
-    def show_probe(name: str) -> None:
-        print(f"\r\x1b[Kchecking: {name} …", end="", file=sys.stderr, flush=True)
-
-    report = run_checks(request, on_probe=show_probe if shows_progress else None)
+    rewrite = functools.partial(print, "\r\x1b[K", sep="", end="", file=sys.stderr, flush=True)
+    report = run_checks(request, on_probe=(lambda name: rewrite(f"checking: {name} …")) if shows_progress else None)
     if shows_progress:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        rewrite()
     if json:
         findings = [
             {"id": found.id, "severity": found.severity, "title": found.title, "evidence": found.evidence_text,

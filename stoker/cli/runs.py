@@ -2,13 +2,12 @@
 
 import functools
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stoker.cli import described
+from stoker.cli import described, show
 from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_json, print_text
 
@@ -64,7 +63,7 @@ def why(
         from stoker.diagnosis.reference import explain_id
         from stoker.report.findings_terminal import print_entries
 
-        _print(explain_id(explain), print_entries, json=json)
+        show(explain_id(explain), print_entries, json=json)
         return
     if (run is None) == (all_ is None) or (all_ is not None and compare is not None):
         raise UsageError(
@@ -75,16 +74,16 @@ def why(
     if all_ is not None:
         from stoker.report.runs_summary import print_runs_summary
 
-        _print(_summarize_runs(all_, price_per_device_hour), print_runs_summary, json=json)
+        show(_summarize_runs(all_, price_per_device_hour), print_runs_summary, json=json)
     elif compare is not None:
         from stoker.report.compare import compare as compare_runs
         from stoker.report.compare import print_comparison
 
-        _print(compare_runs(str(run), compare, price_per_device_hour), print_comparison, json=json)
+        show(compare_runs(str(run), compare, price_per_device_hour), print_comparison, json=json)
     elif Path(str(run)).is_file():
         from stoker.report.explain import explain_log, print_log_explanation
 
-        _print(explain_log(Path(str(run))), print_log_explanation, json=json)
+        show(explain_log(Path(str(run))), print_log_explanation, json=json)
     else:
         if probe:
             from stoker.report.explain import run_probes
@@ -92,14 +91,7 @@ def why(
             run_probes(str(run), lambda text: print_text(text, file=sys.stderr))
         from stoker.report.explain import explain_run, print_explanation
 
-        _print(explain_run(str(run), price_per_device_hour), print_explanation, json=json)
-
-
-def _print(value: Any, print_text: Callable[[Any], None], *, json: bool) -> None:
-    if json:
-        print_json(value)
-    else:
-        print_text(value)
+        show(explain_run(str(run), price_per_device_hour), print_explanation, json=json)
 
 
 def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "RunsSummary":
@@ -134,10 +126,7 @@ def report(
         raise UsageError("--json prints to stdout; --out names a page.", fix=f"stoker report {subject} --json > FILE")
     if all_ is not None:
         summary = _summarize_runs(all_, price_per_device_hour)
-        if json:
-            print_json(summary)
-        else:
-            print_text(write_runs_summary(summary, out))
+        show(summary, lambda runs: print_text(write_runs_summary(runs, out)), json=json)
     elif (Path(str(run)) / "study.json").exists():
         from stoker.search.page import study_json, write_study
         from stoker.search.study import Study

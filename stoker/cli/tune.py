@@ -1,15 +1,15 @@
-"""The commands that measure configurations against each other: `tune`, and `compare` for runs. Each imports its code
-when it runs."""
+"""The commands that measure configurations against each other: `tune`, and `compare` for runs."""
 
+import functools
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from stoker.cli import described
+from stoker.cli import described, show
 from stoker.config.settings import Config
-from stoker.printable import print_json, print_text
+from stoker.printable import print_text
 
 
 @described
@@ -47,18 +47,11 @@ def tune(
         devices=devices,
     )
 
-    def show(text: str) -> None:
-        print_text(text, file=sys.stderr)
-
+    on_progress = functools.partial(print_text, file=sys.stderr)
     if lr:
-        found = tune_lr(request, show)
-        print_json(found) if json else print_lr_result(found)
-        return
-    result = run_tuning(request, show)
-    if json:
-        print_json(result)
+        show(tune_lr(request, on_progress), print_lr_result, json=json)
     else:
-        print_result(result)
+        show(run_tuning(request, on_progress), print_result, json=json)
 
 
 @described
@@ -68,16 +61,12 @@ def compare(before: str, after: str, /, *, threshold: float = 0.05, json: bool =
     For CI: the 95 % interval of the ratio must be below 1 - threshold as a whole. What
     differs between the runs is printed as by `stoker why --compare`.
     """
-    from stoker.report.compare import check_speed, print_comparison, print_speed
+    from stoker.report.compare import check_speed, print_comparison
     from stoker.report.compare import compare as compare_runs
 
     speed = check_speed(before, after, threshold)
     comparison = compare_runs(before, after)
     comparison.speed = speed
-    if json:
-        print_json(comparison)
-    else:
-        print_comparison(comparison)
-        print_speed(speed)
+    show(comparison, print_comparison, json=json)
     if speed.is_regression:
         sys.exit(1)

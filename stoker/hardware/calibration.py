@@ -1,8 +1,8 @@
 """The user's own measurements of training steps, and the predictions of `stoker plan`, in a file of the cache folder.
 
 Each training adds a line about its steps when it ends; `stoker plan` computes with those of the same device, and adds a
-line for each of its predictions, which the training that follows looks up. Nothing depends on the file: what is damaged
-is skipped, and it may be deleted at any time. Not here: the predictions themselves, `stoker/planning/`.
+line for each of its predictions (`stoker/planning/`), which the training that follows looks up. What is damaged is
+skipped, and the file may be deleted at any time.
 """
 
 import contextlib
@@ -83,8 +83,7 @@ def path() -> Path:
 
 
 def append(*lines: Line) -> None:
-    """Adds lines; a file that has grown too large loses its oldest half. Raises OSError where the cache folder cannot
-    be written, or has no locks."""
+    """Adds lines; too large a file loses its oldest half. Raises OSError: no space, no permission, or no locks."""
     data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)

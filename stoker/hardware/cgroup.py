@@ -1,8 +1,7 @@
 """CPU and memory limits of a process: those of its cgroup, version 1 or 2, and those of the machine.
 
-Containers, Slurm steps, Kubernetes pods and systemd units set limits on the cgroup of the process or on a parent of it;
-the lowest limit counts. A value that is not set or cannot be read is None. No torch: external jobs are watched too. How
-long threads spin, which follows from the cores, is at the end.
+Containers, Slurm steps, pods and systemd units set limits on the cgroup of the process or on a parent of it; the lowest
+counts. A value that is not set or cannot be read is None. How long threads spin is at the end.
 """
 
 import dataclasses
@@ -30,18 +29,14 @@ class CgroupMemory:
     used: int
     """Inactive page cache counts as free."""
     committed: int
-    """What the kernel cannot take back: all but page cache."""
-    page_cache: int
-    """Cached files, without those of memory file systems."""
+    """What the kernel cannot take back: all but cached files, which are not those of memory file systems."""
     swap: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Cgroup:
-    """The cgroup of a process and its parents, as they are at the first call of a method.
-
-    root: mount point of the cgroup file system; membership_file: the kernel's file with the cgroup of the process.
-    """
+    """The cgroup of a process and its parents, as they are at the first call of a method. root: mount point of the
+    cgroup file system; membership_file: the kernel's file with the cgroup of the process."""
 
     root: Path = Path("/sys/fs/cgroup")
     membership_file: Path = Path("/proc/self/cgroup")
@@ -77,10 +72,8 @@ class Cgroup:
         return None
 
     def _folders(self, controller: str) -> list[Path]:
-        """The visible cgroups of `controller` that contain this process, the innermost first.
-
-        A container often sees its own cgroup as the root, while the kernel still gives the path on the host.
-        """
+        """The visible cgroups of `controller` that contain this process, the innermost first. A container often sees
+        its own cgroup as the root, while the kernel still gives the path on the host."""
         if controller not in self._folder_cache:
             if (self.root / "cgroup.controllers").exists():
                 mount, relative = self.root, self._relative_path("")
@@ -208,7 +201,6 @@ def _read_memory(folder: Path) -> CgroupMemory | None:
                 limit=limit,
                 used=max(0, used - stat.get(prefix + "inactive_file", 0)),
                 committed=max(0, used - page_cache),
-                page_cache=page_cache,
                 swap=_read_int(folder / "memory.swap.current") if version == 2 else stat.get("total_swap"),
             )
     return None
@@ -241,10 +233,9 @@ def choose_spin_count(loadavg: Path = Path("/proc/loadavg"), *, cores: float | N
     """A value for GOMP_SPINCOUNT, by the number of tasks that run on this machine now, during 10 ms. `cores`: those
     that this process may use; OpenMP has a thread for each of the affinity mask and knows no quota.
 
-    torch's own work on a CPU waits at thousands of barriers a second. A thread that spins takes a core from others:
-    next to a busy process, a training whose threads spin is several times slower. A thread that sleeps has to be woken,
-    which in a virtual machine can take so long that two threads are slower than one. So they spin long on a machine
-    that is otherwise idle, and briefly elsewhere (LOG.md, "Spinning, again").
+    torch's own work on a CPU waits at thousands of barriers a second. Next to a busy process, a training whose threads
+    spin is several times slower; a thread that sleeps has to be woken, which in a virtual machine takes long. So they
+    spin long on a machine that is otherwise idle, and briefly elsewhere (LOG.md, "Spinning, again").
     """
     usable = usable_cores(0, Cgroup()) if cores is None else cores
     if not hasattr(os, "sched_getaffinity") or usable < len(os.sched_getaffinity(0)):

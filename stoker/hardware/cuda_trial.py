@@ -1,15 +1,15 @@
 """Whether there is a GPU of NVIDIA, whatever torch says, and whether torch can use it.
 
-What shows a GPU, or promises one, needs neither torch nor the driver's library: a training that runs on the CPU
-because torch does not find its GPU costs hours before anyone notices. The trial uses each GPU for real, in a process of
-its own: a matrix product and a convolution, compared with the CPU's.
+What shows a GPU, or promises one, needs neither torch nor the driver's library: a training on the CPU because torch
+does not find the GPU costs hours. The trial, a process, compares products and convolutions of GPUs with the CPU's.
 
     python -m stoker.hardware.cuda_trial 0.3 cuda:0
 
-It prints `TorchFacts` as JSON, and on stderr the stage that it is in, because a broken driver may hang in any of them:
-the caller (`preflight/gpu.py`) waits for a limited time. torch is imported here only when the program runs.
+It prints `TorchFacts` as JSON, and on stderr the stage that it is in: a broken driver may hang in any of them, and the
+caller (`preflight/gpu.py`) waits for a limited time. torch is imported only when the program runs.
 """
 
+import contextlib
 import os
 import re
 import sys
@@ -172,13 +172,10 @@ def cuda_error() -> str:
 
 
 def _required_cudnn() -> str | None:
-    try:
-        requirements = metadata.requires("torch") or []
-    except metadata.PackageNotFoundError:
-        return None
-    for requirement in requirements:
-        if match := re.match(r"nvidia-cudnn-cu\d+\s*\(?==\s*([\d.]+)", requirement):
-            return match[1].rstrip(".")
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for requirement in metadata.requires("torch") or []:
+            if match := re.match(r"nvidia-cudnn-cu\d+\s*\(?==\s*([\d.]+)", requirement):
+                return match[1].rstrip(".")
     return None
 
 
@@ -214,11 +211,10 @@ def run_trial(seconds: float, only: int | None) -> TorchFacts:
 def _try_device(index: int, seconds: float) -> TorchDevice:
     import torch
 
-    device, values = torch.device("cuda", index), dict[str, Any](index=index)
+    device, present = torch.device("cuda", index), TorchDevice(index=index)
     try:
         _enter(f"opening cuda:{index}")
-        properties = torch.cuda.get_device_properties(device)
-        values |= {"name": properties.name, "capability": (properties.major, properties.minor)}
+        present = present_device(device)
         generator = torch.Generator().manual_seed(0)
         _enter(f"matrix product on cuda:{index}")
         a, b = torch.randn(2, 256, 256, generator=generator)
@@ -230,11 +226,11 @@ def _try_device(index: int, seconds: float) -> TorchDevice:
         conv_error = _relative_error(convolution.to(device)(images.to(device)).cpu(), expected)
         if max(product_error, conv_error) > MAX_RELATIVE_ERROR:
             text = f"relative errors of {product_error:.2g} (matrix product) and {conv_error:.2g} (convolution)"
-            return TorchDevice(**values, error=text, wrong=True)
+            return msgspec.structs.replace(present, error=text, wrong=True)
         _enter(f"timing cuda:{index}")
-        return TorchDevice(**values, tflops=_measure_tflops(device, seconds))
+        return msgspec.structs.replace(present, tflops=_measure_tflops(device, seconds))
     except Exception as error:  # noqa: BLE001 (whatever a driver makes torch raise is the result)
-        return TorchDevice(**values, error=_first_lines(error))
+        return msgspec.structs.replace(present, error=_first_lines(error))
 
 
 def _relative_error(result: Any, expected: Any) -> float:

@@ -2,7 +2,6 @@
 
 All other modules use `Device`. A CPU has no streams: the same calls copy and record at once. Accelerators are used
 through `torch.accelerator`, `torch.Stream` and `torch.Event`, and through `torch.cuda` only for what these do not have.
-Pinned memory for snapshots (`HostArenas`) and the places in which the host may wait (`allow_host_sync`) are here, too.
 Telemetry from the driver is in `profiling/telemetry/gpu.py`.
 """
 
@@ -27,7 +26,7 @@ from stoker.errors import OutOfMemoryError, PreflightError, make_error
 from stoker.hardware.cgroup import host_memory
 
 CPU_BLOCK_SIZE = 2**19
-"""Elements that a loss or a matcher processes at once on a CPU: as many as fit in a core's cache with their temporaries
+"""Elements that a loss or a matcher processes at once on a CPU: a core's cache has room for them and their temporaries
 (measured: LOG.md, "The step on a CPU")."""
 MIN_ACCELERATOR_BLOCK_SIZE, MAX_ACCELERATOR_BLOCK_SIZE = 2**23, 2**30
 """The same on an accelerator, where every block costs the host some hundred launches: see `block_size`."""
@@ -168,24 +167,15 @@ class Device:
         return "fp32", f"mixed precision was never tested on {self.kind}"
 
 
-def pinned_bytes(nbytes: int) -> int:
-    """Bytes that pinned memory of `nbytes` takes from the host: torch's allocator rounds every block up to a power of
-    two (c10's CachingHostAllocator.h)."""
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
-
-
 class Lease:
     """Keeps the views of an arena from being given out again for as long as it is referenced."""
 
 
 class HostArenas:
-    """Pinned host memory that is allocated once and used for every snapshot of the same tensors.
-
-    Pinning memory takes a call of the driver for each block, which waits for the device and for other threads. torch's
-    allocator keeps freed blocks, but rounds each of them up to a power of two (`pinned_bytes`). So an arena has a few
-    chunks of at most CHUNK_BYTES, a power of two, and all tensors are views of them. Called by one thread; leases may
-    end on any.
-    """
+    """Pinned host memory that is allocated once and used for every snapshot of the same tensors. Pinning memory takes a
+    call of the driver for each block, which waits for the device and for other threads. torch's allocator keeps freed
+    blocks, but rounds each of them up to a power of two (c10's CachingHostAllocator.h). So an arena has a few chunks of
+    at most CHUNK_BYTES, and tensors are views of them. One thread calls; leases end on any."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -295,9 +285,8 @@ class SideStream:
         return ReadyEvent(None if self._stream is None else self._stream.record_event())
 
     def synchronize(self) -> None:
-        """Makes the host wait for all work issued to this stream so far. Not for the training thread.
-
-        The thread sleeps: synchronizing a CUDA stream keeps a core busy, which decoding needs."""
+        """Makes the host wait for all work issued to this stream so far. Not for the training thread. The thread
+        sleeps: synchronizing a CUDA stream keeps a core busy, which decoding needs."""
         if self._stream is not None and self._device.kind == "cuda":
             # torch.Event has no blocking ones.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -321,11 +310,8 @@ class SideStream:
     def to_host(
         self, tensors: Iterable[Tensor], targets: Iterable[Tensor] | None = None
     ) -> tuple[list[Tensor], "ReadyEvent"]:
-        """Starts copies device → host of tensors of the main stream, into `targets` (contiguous, in pinned memory) if
-        given. Read them after `done` or `synchronize`.
-
-        The main stream must not overwrite the sources before `block_main_stream` of the event.
-        """
+        """Starts copies device → host of tensors of the main stream, into `targets` (contiguous, pinned) if given. Read
+        them after `done` or `synchronize`. The main stream may overwrite the sources after `block_main_stream`."""
         if self._stream is None:
             if self._device.is_cpu:
                 return [tensor.detach().clone() for tensor in tensors], ReadyEvent(None)
@@ -370,12 +356,9 @@ class ReadyEvent:
 
 
 class DeviceClock:
-    """Times of work of the device in seconds of the host's `time.perf_counter`, without host syncs.
-
-    The time of an event is computed from the event resolved before it: the difference of two events is a float32 in ms,
-    which loses precision over hours. So `resolve` must be called in the order of the events. Events are reused after
-    they are resolved: there is at most one more than the number of pending events. A CPU and an XLA device have none.
-    """
+    """Times of work of the device in seconds of the host's `time.perf_counter`, without host syncs. The time of an
+    event is computed from the event resolved before it: the difference of two events is a float32 in ms, which loses
+    precision over hours. So `resolve` must be called in the order of the events, which are then reused."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -424,19 +407,13 @@ def nvtx_enabled(device: Device) -> bool:
 class NvtxRanges:
     """Nested, named ranges on this thread's line in Nsight Systems (NVTX)."""
 
-    def push(self, name: str) -> None:
-        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-
-    def pop(self) -> None:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+    push = staticmethod(torch.cuda.nvtx.range_push)
+    pop = staticmethod(torch.cuda.nvtx.range_pop)
 
 
 def configure_malloc() -> None:
     """Makes glibc keep the large blocks that a training step frees, for the next step. Nothing with other C libraries.
-
-    By default glibc returns them to the kernel, which has to clear every page again: 2 to 7 % of the CPU time of a
-    training step on a CPU (LOG.md, "The step on a CPU").
-    """
+    By default glibc returns them to the kernel, which has to clear every page again: 2 to 7 % of the time of a step."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_THRESHOLD, 2**30)
@@ -459,8 +436,7 @@ _block_sizes: dict[torch.device, int] = {}
 
 
 def _accelerator_block_size(device: torch.device) -> int:
-    """`block_size_for_memory` of all the memory that a device has, asked for once: not functools.cache, whose function
-    torch.compile would trace."""
+    """`block_size_for_memory` of a device, asked for once: not functools.cache, whose function torch.compile traces."""
     if device not in _block_sizes:
         if device.type in XLA_KINDS:
             total_bytes = Device(device).memory().total
@@ -491,18 +467,13 @@ def untested_accelerator() -> str | None:
 
 
 def select_device(name: str | None = None) -> Device:
-    """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); by default a tested accelerator, else the CPU.
-
-    An accelerator that is not in TESTED_DEVICES is used only by name (`untested_accelerator`). Raises PreflightError
-    when the device does not exist or does not compute: a run must never fall back to the CPU silently.
-    """
+    """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); by default a tested accelerator, else the CPU. An
+    accelerator that is not in TESTED_DEVICES is used only by name (`untested_accelerator`). Raises PreflightError when
+    the device does not exist or does not compute: a run must never fall back to the CPU silently."""
     if name is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = (
-            torch.device("cpu")
-            if accelerator is None or accelerator.type not in TESTED_DEVICES
-            else torch.device(accelerator.type, 0)
-        )
+        kind = None if accelerator is None else accelerator.type
+        device = torch.device(kind, 0) if kind in TESTED_DEVICES else torch.device("cpu")
     else:
         try:
             device = torch.device(name)
@@ -540,8 +511,7 @@ def available_devices() -> list[str]:
 
 
 def end_step(device: torch.device) -> None:
-    """Ends a step: XLA compiles what was issued since the last end, if it has no such program yet, and runs it.
-    Nothing on other devices."""
+    """Ends a step: XLA compiles what was issued since the last end, if that is new, and runs it. Others do nothing."""
     if device.type == "xla":
         import torch_xla
 
@@ -571,8 +541,7 @@ def _divide_among_chips(tensors: Sequence[Tensor]) -> None:
 
 
 def set_scalar(scalar: Tensor, value: float) -> None:
-    """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile the numbers 0 and 1 as
-    constants, another program for each."""
+    """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile 0 and 1 as constants."""
     if scalar.device.type in XLA_KINDS:
         # of one dimension: a CPU tensor without one counts as a number
         scalar.copy_(torch.tensor([value], dtype=scalar.dtype).to(scalar.device).reshape(()))
@@ -611,11 +580,9 @@ def out_of_memory_as_error(activity: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(
-            f"Out of memory while {activity}.",
-            cause=str(error).splitlines()[0] if str(error) else None,
-            fix="a smaller --batch-size or --image-size, or --grad-accum-steps 2",
-        ) from error
+        cause = next(iter(str(error).splitlines()), None)
+        fix = "a smaller --batch-size or --image-size, or --grad-accum-steps 2"
+        raise OutOfMemoryError(f"Out of memory while {activity}.", cause=cause, fix=fix) from error
 
 
 _ISA_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
@@ -646,11 +613,9 @@ _allowed: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("allo
 
 @contextlib.contextmanager
 def allow_host_sync(name: str) -> Iterator[None]:
-    """A block in which the host may wait for the device. `name` is the purpose of the sync.
-
-    A step is fast when the host only issues work and never reads a result. `tests/host_sync.py` proves it: there every
-    operator that needs a value on the host raises, except in such a block. Not needed for correctness.
-    """
+    """A block in which the host may wait for the device. `name` is the purpose of the sync. A step is fast when the
+    host only issues work and never reads a result. `tests/host_sync.py` proves it: there every operator that needs a
+    value on the host raises, except in such a block. Not needed for correctness."""
     token = _allowed.set((*_allowed.get(), name))
     try:
         yield

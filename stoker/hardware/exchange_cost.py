@@ -2,8 +2,7 @@
 
 The alpha-beta model of Thakur et al. 2005 ("Optimization of Collective Communication Operations in MPICH"): a message
 of b bytes takes alpha + b · beta. Used by `--sync auto` (`training/defaults/sync_choice.py`), by `stoker plan`
-(`planning/duration.py`) and fitted to measurements by `benchmarks/devices/scaling.py`; docs/scaling.md has its error.
-No torch.
+(`planning/duration.py`) and fitted by `benchmarks/devices/scaling.py`; docs/scaling.md has its error. No torch.
 """
 
 import dataclasses
@@ -86,11 +85,8 @@ def expected_maximum(devices: int) -> float:
 
 
 def step_cost(work: Workload, link: Link, devices: int, method: SyncMethod) -> StepCost:
-    """A mean step with a method, on devices that are all linked in the same way.
-
-    All methods but plain averages also exchange a vector of a few hundred bytes in each step, so the devices wait for
-    the slowest of each step, too.
-    """
+    """A mean step with a method, on devices that are all linked in the same way. All methods but plain averages also
+    exchange a small vector in each step, so devices wait for the slowest, too."""
     if devices == 1:
         return StepCost(work.compute_s, 0.0, 0.0)
     compute_s, gradients = work.compute_s, work.gradient_bytes

@@ -1,9 +1,8 @@
 """The lookup of a machine in the list prices of GCP and AWS (`knowledge/prices.toml`).
 
 A list price is not a bill: no discount, no commitment, no disk, no network; one region. The user can set the real price
-(`--price-per-device-hour`). Spot prices are not here: they change daily to every few minutes, by zone, so what a run
-was billed is in no file; `knowledge/machines.toml` has some of one day, for plans. Nothing here uses the network:
-`profiling/telemetry/environment.py` records the machine type.
+(`--price-per-device-hour`). Spot prices are not here: they change daily to every few minutes, by zone. Nothing here
+uses the network: `profiling/telemetry/environment.py` records the machine type.
 """
 
 import re

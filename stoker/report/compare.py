@@ -1,5 +1,4 @@
-"""`stoker why A --compare B` and `stoker compare A B`: differences in settings, machine, time, findings and AP,
-as data and printed.
+"""`stoker why A --compare B` and `stoker compare A B`: differences in settings, machine, time, findings and AP.
 
 `compare` reads both runs as `stoker why` does. It names no causes: two runs do not prove which change caused which."""
 
@@ -92,11 +91,8 @@ T_QUANTILES = {3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.
 
 
 def check_speed(before: str | Path, after: str | Path, threshold: float) -> SpeedRatio:
-    """Whether the second run is slower. threshold: fraction of the images per second that may be lost, 0 … 1.
-
-    Welch's t-interval of the logarithms of the images per second of BLOCKS parts of each run. Raises UsageError for
-    another threshold, and for a run that is too short.
-    """
+    """Whether the second run is slower. threshold: fraction of the images per second that may be lost, 0 … 1. Welch's
+    t-interval of the logarithms of the images per second of BLOCKS parts of each run. Raises UsageError."""
     if not 0 <= threshold < 1:
         raise UsageError(f"--threshold {threshold:g} is not a fraction.", choices=["0 … 1, such as 0.05"])
     logs = [_block_speeds(open_records(run)) for run in (before, after)]
@@ -126,19 +122,10 @@ def _block_speeds(run: Path) -> list[float]:
     blocks = [rows[k * len(rows) // count : (k + 1) * len(rows) // count] for k in range(count)]
     speeds = [sum(images for _, images in block) / sum(seconds for seconds, _ in block) for block in blocks]
     if len(speeds) < MIN_BLOCKS:
-        raise UsageError(
-            "The run is too short to compare its speed.", location=run,
-            cause=f"it has {len(rows)} windows with images; {2 * MIN_BLOCKS} are needed", fix="train longer",
-        )  # fmt: skip
+        what = "The run is too short to compare its speed."
+        cause = f"it has {len(rows)} windows with images; {2 * MIN_BLOCKS} are needed"
+        raise UsageError(what, location=run, cause=cause, fix="train longer")
     return [math.log(speed) for speed in speeds]
-
-
-def print_speed(speed: SpeedRatio) -> None:
-    """The verdict in a line."""
-    verdict = "a regression" if speed.is_regression else "no regression"
-    interval = f"95 %: {speed.low:.3f} to {speed.high:.3f}"
-    limit = f"a regression is below {1 - speed.threshold:g} as a whole"
-    print_renderables(["", f"{verdict}: {speed.ratio:.3f} times the images per second ({interval}; {limit})"])
 
 
 def compare(before: str | Path, after: str | Path, price_per_device_hour: float | None = None) -> Comparison:
@@ -236,13 +223,18 @@ def _seconds(seconds: float) -> str:
 
 
 def print_comparison(comparison: Comparison, file: TextIO | None = None, *, width: int | None = None) -> None:
-    """Prints the statement, then tables of times, settings, machine and versions."""
+    """Prints the statement, then tables of times, settings, machine and versions, then the verdict on the speed."""
     runs = facts([("first", comparison.before), ("second", comparison.after)])
     renderables: list[RenderableType] = [runs, "", *comparison.statement, *_times(comparison)]
     for title, changes in (("settings", comparison.settings), ("machine and versions", comparison.environment)):
         if changes:
             rows = [(row.name, row.before or fmt.MISSING, row.after or fmt.MISSING) for row in changes]
             renderables += ["", plain_text(title, "bold"), table("", "", "", header=False, rows=rows)]
+    if (speed := comparison.speed) is not None:
+        verdict = "a regression" if speed.is_regression else "no regression"
+        interval = f"95 %: {speed.low:.3f} to {speed.high:.3f}"
+        limit = f"a regression is below {1 - speed.threshold:g} as a whole"
+        renderables += ["", f"{verdict}: {speed.ratio:.3f} times the images per second ({interval}; {limit})"]
     print_renderables(renderables, file, width=width)
 
 

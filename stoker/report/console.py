@@ -1,5 +1,4 @@
-"""Prints text, tables and progress to a terminal, a file or a pipe. Everything that stoker prints as a table goes
-through `table`.
+"""Prints text, all tables (`table`) and progress to a terminal, a file or a pipe.
 
 A file or a pipe gets complete lines without control characters, colors or wrapping. Texts are cleaned (`printable`):
 a class or file name must not control the terminal, nor begin a line.
@@ -34,7 +33,7 @@ class _CleanConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             is_clean = segment.control or segment.text == "\n" or segment.text.isprintable()
-            yield segment if is_clean else segment._replace(text=_clean_lines(segment.text))
+            yield segment if is_clean else segment._replace(text="\n".join(map(printable, segment.text.split("\n"))))
 
 
 class _Table(Table):
@@ -43,10 +42,8 @@ class _Table(Table):
 
 
 def make_console(file: TextIO, *, terminal: bool, width: int | None = None) -> Console:
-    """A rich console without markup, emoji and highlighting. It respects NO_COLOR.
-
-    A character that the encoding of the stream lacks becomes `?`: the locale of a container must not end a training.
-    """
+    """A rich console without markup, emoji and highlighting. It respects NO_COLOR. A character that the encoding of the
+    stream lacks becomes `?`: the locale of a container must not end a training."""
     if isinstance(file, io.TextIOWrapper):
         file.reconfigure(errors="replace")
     return _CleanConsole(
@@ -83,10 +80,7 @@ def print_renderables(
 
 
 def table(
-    *columns: str,
-    right: Iterable[int] = (),
-    header: bool = True,
-    rows: Iterable[Iterable[RenderableType]] = (),
+    *columns: str, right: Iterable[int] = (), header: bool = True, rows: Iterable[Iterable[RenderableType]] = ()
 ) -> Table:
     """A table without borders. right: indices of right-aligned columns."""
     result = _Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=header, header_style="dim")
@@ -120,7 +114,3 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 def plain_text(text: object, style: str = "", *, newlines: bool = False) -> Text:
     """A text without control characters, in one line. newlines: keep its lines; those after the first are indented."""
     return Text(printable(text, newlines=newlines), style)
-
-
-def _clean_lines(text: str) -> str:
-    return "\n".join(map(printable, text.split("\n")))

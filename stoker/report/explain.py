@@ -1,11 +1,11 @@
 """`stoker why RUN`: where the time of a run went, what it cost, the findings, and advice; as data, and printed.
 
-`explain_run` reads a run in any state. `explain_log` reads the output of a job without a run folder, to find out what
-ended the job. `run_probes` (`why --probe`) repeats steps of a run that has ended with one thing changed at a time, in a
-separate process (`tuning/experiments.py`), so nothing here imports torch. The page shows the same data (`html.py`);
-`compare.py` compares two runs, `runs_summary.py` adds up many.
+`explain_run` reads a run in any state, `explain_log` the output of a job without a run folder, to find out what ended
+it. `run_probes` (`why --probe`) repeats steps of a run in a separate process (`tuning/experiments.py`): nothing here
+imports torch. The page shows the same data (`html.py`); `compare.py` compares two runs, `runs_summary.py` adds up many.
 """
 
+import contextlib
 import dataclasses
 import shlex
 import subprocess
@@ -64,8 +64,7 @@ ERROR_TYPE_ADVICE = _WORDS.error_types
 """TIDE error type → its meaning, and what to check."""
 
 MIN_ESTIMATED = 0.2
-"""Fraction of the time after the start that no clock attributed, from which its parts are estimated: less is the host's
-work between steps (heuristic)."""
+"""Unattributed fraction of the time after the start from which its parts are estimated (heuristic)."""
 HANG = "hang"
 """Row of the time after the last step of a job that hung; records have it as `unattributed`."""
 
@@ -210,10 +209,7 @@ def explain_run(
     run: str | Path, price_per_device_hour: float | None = None, *, observers: Iterable[Observer] = ()
 ) -> RunExplanation:
     """Reads a run, each of its files once. price_per_device_hour: None means the setting of the run, else the list
-    price of its machine. observers: also get each record.
-
-    Raises UsageError if the run does not exist or cannot be read by this version.
-    """
+    price of its machine. observers: also get each record. Raises UsageError without a run that this version reads."""
     path = open_records(run)
     run_records = read_run(path, observers=observers)
     environment = read_environment(path)
@@ -221,11 +217,13 @@ def explain_run(
     exact_price = price_range.low if price_range is not None and price_range.is_exact else 0.0
     run_records.price_per_device_hour = exact_price
     findings = engine.run_rules(run_records)
-    last_record_t = _last_record_time(path)
+    files = [path / name for name in (records.EVENTS, records.STEPS, records.DEVICES)]
+    last_record_t = max((file.stat().st_mtime for file in files if file.exists()), default=None)
     coverage = run_records.events.coverage
     state, state_text = _read_state(path, run_records.events, last_record_t)
     totals = _name_hang(run_records.totals, findings)
     knows_images = bool(totals.num_images) or not coverage
+    is_timed = totals.device_s > 0 and (not coverage or "compute" in totals.phases)  # else not from inside
     phases = _phases(totals, exact_price, _estimated_stages(run_records))
     return RunExplanation(
         run=display_path(path),
@@ -245,7 +243,7 @@ def explain_run(
         price_per_device_hour=exact_price,
         price_range=price_range,
         phases=phases,
-        productive_fraction=_productive_fraction(totals, is_external=bool(coverage)),
+        productive_fraction=totals.phases.get("compute", 0.0) / totals.device_s if is_timed else None,
         largest_loss=_largest_loss(phases, findings),
         findings=findings,
         places=_places(run_records),
@@ -276,12 +274,6 @@ def _places(run_records: RunRecords) -> list[PlaceTime]:
     ][:MAX_PLACES]
 
 
-def _where(explanation: RunExplanation) -> str:
-    if explanation.has_device:
-        return f"on {fmt.plural(explanation.devices, 'device')}"
-    return "in 1 process" if explanation.devices == 1 else f"in {explanation.devices} processes"
-
-
 def open_records(run: str | Path) -> Path:
     """The folder of a run, also of one that was killed before its first event. Raises UsageError."""
     folder = Path(run)
@@ -299,13 +291,6 @@ def resolve_price(
     return prices.user_price(recorded_price, "the run's own setting") or prices.price_from_environment(environment)
 
 
-def _productive_fraction(totals: Totals, *, is_external: bool) -> float | None:
-    """Fraction of `compute`; None without a window, and for an external job without timing from inside."""
-    if totals.device_s <= 0 or (is_external and "compute" not in totals.phases):
-        return None
-    return totals.phases.get("compute", 0.0) / totals.device_s
-
-
 def _name_hang(totals: Totals, findings: Sequence[Finding]) -> Totals:
     """With a hang, the time since the last step, which no clock could attribute, as the phase `hang`."""
     hung_s = max((finding.lost_device_s or 0.0 for finding in findings if finding.id == "hung"), default=0.0)
@@ -317,8 +302,7 @@ def _name_hang(totals: Totals, findings: Sequence[Finding]) -> Totals:
 
 
 def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> PhaseTime | None:
-    """The largest phase besides `compute`. Time without a name, as that of the exit, only if there is no other; the
-    start only if no fault after it was found."""
+    """The largest phase besides `compute`. Time without a name, and with a later fault the start, only as the last."""
     losses = [row for row in phases if row.phase != "compute"]
     delays_all = {"startup_heavy", "cpu_contention"}
     has_fault = any(f.lost_device_s for f in findings if f.severity != "info" and f.id not in delays_all)
@@ -327,8 +311,7 @@ def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> P
 
 
 def _estimated_stages(run: RunRecords) -> dict[str, float]:
-    """Device-seconds by kind of stack of a watched job, of what no clock attributed after its start. A compilation that
-    a clock measured is not in it."""
+    """Kind of stack of a watched job → device-seconds that no clock attributed after its start."""
     unattributed_s = run.steady.phases.get("unattributed", 0.0)
     if not run.is_external or run.steady_phase_fraction("unattributed") < MIN_ESTIMATED or not has_enough_stacks(run):
         return {}
@@ -359,18 +342,9 @@ def _phases(totals: Totals, price_per_device_hour: float, estimated: Mapping[str
     return rows(totals.phases, PHASE_MEANINGS | {HANG: "nothing ran after the last step"})
 
 
-def _last_record_time(path: Path) -> float | None:
-    """Unix time of the newest change of a record; None without records."""
-    files = [path / name for name in (records.EVENTS, records.STEPS, records.DEVICES)]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=None)
-
-
 def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -> tuple[State, str]:
-    """(state, the state in a sentence).
-
-    A run is running if a process holds its lock or, in a bucket, a lease that is valid. Else the last event of the
-    newest attempt decides; without a final event the run was killed.
-    """
+    """(state, the state in a sentence). A run is running if a process holds its lock or, in a bucket, a lease that is
+    valid. Else the last event of the newest attempt decides; without a final event the run was killed."""
     lock_held, is_external = is_held(path, events.job), bool(events.coverage)
     if lock_held:
         return "running", "running: the job is running" if is_external else "running: a process holds the run"
@@ -397,8 +371,7 @@ IGNORED_CAUSE = "ended_without_record"
 
 
 class LogExplanation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a log says. It contains neither the exit code nor the telemetry of the machine, so it has to say, too, what
-    is not known."""
+    """What a log says, and what is not known from it: exit code, telemetry."""
 
     log: str
     size_bytes: int
@@ -456,8 +429,11 @@ def _facts(explanation: RunExplanation) -> Iterator[tuple[str, str]]:
     yield "run", explanation.run
     yield "state", explanation.state_text
     lost = f", {fmt.plural(explanation.lost_steps, 'step')} repeated" if explanation.lost_steps else ""
-    restarts = fmt.plural(max(0, explanation.attempts - 1), "restart")
-    yield "time", f"{fmt.duration(explanation.wall_s)} {_where(explanation)}, {restarts}{lost}"
+    restarts, devices = fmt.plural(max(0, explanation.attempts - 1), "restart"), explanation.devices
+    where = f"in {fmt.plural(devices, 'process', 'processes')}"
+    if explanation.has_device:
+        where = f"on {fmt.plural(devices, 'device')}"
+    yield "time", f"{fmt.duration(explanation.wall_s)} {where}, {restarts}{lost}"
     speed = f", {fmt.plural(explanation.num_images, 'image')}, {fmt.number(explanation.img_per_s)} img/s on average"
     unknown = explanation.coverage and not explanation.num_images
     yield "work", f"{fmt.plural(explanation.steps, 'step')}{' according to its output' if unknown else speed}"
@@ -559,14 +535,10 @@ def print_log_explanation(explanation: LogExplanation, file: TextIO | None = Non
 
 def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
     """Does all experiments and adds them to the records of the run. on_progress: called with a line after each one.
-
-    Raises UsageError for a run that is still running, is in a bucket, or was not trained by `stoker train`; StokerError
-    with the message of the process if it fails.
-    """
+    Raises UsageError for a run that is running, in a bucket, or not of `stoker train`; StokerError if it fails."""
     if is_uri(run):
-        raise UsageError(
-            "Experiments need a local run folder.", location=run, fix="copy the run to a local folder first"
-        )
+        fix = "copy the run to a local folder first"
+        raise UsageError("Experiments need a local run folder.", location=run, fix=fix)
     path = records.open_run(run)
     if not (path / records.CONFIG).exists():
         cause = f"it has no {records.CONFIG}: the steps of an external job cannot be repeated"
@@ -574,13 +546,10 @@ def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
     if is_held(path) or lease_holder(path) is not None:
         message = "The run is still running: experiments would use its device."
         raise UsageError(message, location=path, fix="wait for its end")
-    folder = records.RunFolder(path, records.last_attempt(path))
-    try:
+    with contextlib.closing(records.RunFolder(path, records.last_attempt(path))) as folder:
         for result in _run_experiments(path):
             folder.append(records.PROBES, result)
             on_progress(describe_probe(result))
-    finally:
-        folder.close()
 
 
 def describe_probe(result: Probe) -> str:
@@ -602,9 +571,6 @@ def _run_experiments(path: Path) -> Iterator[Probe]:
         if process.wait() != 0:
             stderr_file.seek(0)
             last_line = stderr_file.read().decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-            raise StokerError(
-                "The experiments failed.",
-                location=path,
-                cause=f"exit code {process.returncode}: {last_line[0]}",
-                fix=f"see the full output: {shlex.join(command)}",
-            )
+            cause = f"exit code {process.returncode}: {last_line[0]}"
+            fix = f"see the full output: {shlex.join(command)}"
+            raise StokerError("The experiments failed.", location=path, cause=cause, fix=fix)

@@ -25,8 +25,7 @@ def metric(value: float | None) -> str:
 
 
 def percentage(value: float | None) -> str:
-    """A fraction in percent: 61 %, 4.2 %, 0.03 %. A positive value is never shown as 0 %, one below 1 never as 100
-    %."""
+    """A fraction in percent: 61 %, 4.2 %, 0.03 %. Only 0 (or less) is shown as 0 %, only 1 (or more) as 100 %."""
     if value is None:
         return MISSING
     percent = value * 100

@@ -1,8 +1,8 @@
 """`stoker report RUN`: one HTML file per run, without network or server, and readable without JavaScript.
 
 The data comes from `run_report.collect`; with `--all`, from `runs_summary.summarize_runs`; `stoker data stats --out`
-makes a page in the same frame. The pages are templates in `page/`; here are the rows of their tables. The file contains
-plotly.js, which draws the charts. Its content security policy forbids all requests."""
+makes a page in the same frame. The pages are templates in `page/`; here are the rows of their tables. plotly.js is in
+the file; its content security policy forbids all requests."""
 
 import functools
 import os
@@ -40,11 +40,8 @@ MAX_CLASS_ROWS = 100
 
 
 def write_report(run: str | Path, out: Path | None = None, *, price_per_device_hour: float | None = None) -> Path:
-    """Writes the page of a run to its folder or to `out`; returns its path. For a run in a bucket the default is
-    NAME-report.html in the current folder: the bucket is only read.
-
-    Raises UsageError if there is no such run, StorageError if the page cannot be written.
-    """
+    """Writes the page of a run to its folder (for a bucket: to NAME-report.html in the current folder) or to `out`;
+    returns its path. Raises UsageError if there is no such run, StorageError if the page cannot be written."""
     page = render(collect(run, price_per_device_hour))
     folder = expand_variables(str(run))
     default = Path(f"{parse_uri(folder).name}-{REPORT}") if is_uri(folder) else Path(folder) / REPORT
@@ -53,10 +50,7 @@ def write_report(run: str | Path, out: Path | None = None, *, price_per_device_h
 
 def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Path:
     """Writes the page of many runs, `runs-report.html`, to their folder or to `out`; for a bucket, to the current
-    folder.
-
-    Raises StorageError if it cannot be written.
-    """
+    folder. Raises StorageError if it cannot be written."""
     folder = expand_variables(runs_summary.folder)
     default = Path(RUNS_REPORT) if is_uri(folder) else Path(folder) / RUNS_REPORT
     return write_page(render_runs_summary(runs_summary), out or default, private=True)
@@ -73,8 +67,7 @@ def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
 
 
 def write_page(page: str, path: Path, *, private: bool = False) -> Path:
-    """private: only the user may read it, as the records of which it is made: it quotes commands and the output of
-    jobs."""
+    """private: only the user may read it, as the records that it is made of: it quotes commands and output of jobs."""
     with writing("The report cannot be written.", path, fix="choose another file with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, page.encode(), private=private)

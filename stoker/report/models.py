@@ -10,7 +10,7 @@ import msgspec
 
 from stoker.config.architectures import read_architectures
 from stoker.config.settings import read_recipes
-from stoker.errors import ConfigError, nearest
+from stoker.errors import ConfigError, did_you_mean
 from stoker.knowledge import read_toml
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables, table
@@ -66,9 +66,7 @@ def find_model(name: str) -> ModelInfo:
     """Raises ConfigError that lists the valid names."""
     models = {model.name: model for model in read_models()}
     if name not in models:
-        near = nearest(name, models)
-        hint = f"; did you mean {near!r}?" if near else "."
-        raise ConfigError(f"There is no model {name!r}{hint}", choices=models)
+        raise ConfigError(did_you_mean(f"There is no model {name!r}", name, models), choices=models)
     return models[name]
 
 

@@ -159,25 +159,20 @@ def _read_eval_history(events: list[Event], path: Path) -> list[EvalResult]:
     """Ascending in step. If steps were lost and repeated, their new evaluations replace the old ones."""
     results: list[EvalResult] = []
     for event in events:
-        if event.kind == "evaluated" and "metrics" in event.data:
-            result = _parse_evaluation(event, path)
-            while results and results[-1].step >= result.step:
-                results.pop()
-            results.append(result)
+        if event.kind != "evaluated" or "metrics" not in event.data:
+            continue
+        try:
+            metrics = msgspec.convert(event.data["metrics"], Metrics)
+        except msgspec.ValidationError as error:
+            what = "An evaluation of the run has an unknown format."
+            location = f"{path / records.EVENTS}: evaluated at step {event.step}"
+            fix = f"read the run with the stoker version named in its {records.ENVIRONMENT}"
+            raise UsageError(what, location=location, cause=str(error), fix=fix) from error
+        result = EvalResult(step=event.step or 0, t=event.t, metrics=metrics)
+        while results and results[-1].step >= result.step:
+            results.pop()
+        results.append(result)
     return results
-
-
-def _parse_evaluation(event: Event, path: Path) -> EvalResult:
-    try:
-        metrics = msgspec.convert(event.data["metrics"], Metrics)
-    except msgspec.ValidationError as error:
-        raise UsageError(
-            "An evaluation of the run has an unknown format.",
-            location=f"{path / records.EVENTS}: evaluated at step {event.step}",
-            cause=str(error),
-            fix=f"read the run with the stoker version named in its {records.ENVIRONMENT}",
-        ) from error
-    return EvalResult(step=event.step or 0, t=event.t, metrics=metrics)
 
 
 def _read_final_evaluation(path: Path, missing: list[str], is_scored: bool) -> Evaluation | None:
@@ -261,11 +256,8 @@ def _termination_advice(explanation: RunExplanation, events: list[Event]) -> lis
         fix = fix or "fix the reported problem, then resume the run"
         return [_advice("run_failed", "critical", f"The run failed: {first_line}", reason, fix, resume)]
     if explanation.state == "killed":
-        fix = (
-            "resume it from its last checkpoint"
-            if records.CHECKPOINTS in explanation.evidence_paths
-            else "start it again"
-        )
+        is_saved = records.CHECKPOINTS in explanation.evidence_paths
+        fix = "resume it from its last checkpoint" if is_saved else "start it again"
         command = resume if records.CONFIG in explanation.evidence_paths else None
         return [_advice("run_killed", "critical", "The run was killed", explanation.state_text, fix, command)]
     if explanation.state == "preempted":

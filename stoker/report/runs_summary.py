@@ -1,8 +1,7 @@
 """`stoker why --all FOLDER`: many runs added up, as data: device time and cost by cause, month and host; failures.
 
-Each run is read as `stoker why` reads it (`explain.py`), one after the other; only sums and short lists are kept, and
-nothing is written. A run that cannot be read is listed and left out. Terminal and page (`html.py`) show the same
-tables."""
+Each run is read as `stoker why` reads it (`explain.py`), one after the other; only sums and short lists are kept. A run
+that cannot be read is listed and left out. Terminal and page (`html.py`) show the same tables."""
 
 import dataclasses
 import functools
@@ -55,8 +54,7 @@ class Cost(msgspec.Struct, kw_only=True):
 
 
 class Sums(msgspec.Struct, kw_only=True):
-    """Sums over runs. device_s: the time in a phase or lost by a cause; of a month, a host or all runs all device
-    time."""
+    """Sums over runs. device_s: in a phase, or lost by a cause; of a month, a host or all runs all device time."""
 
     runs: int = 0
     device_s: float = 0.0
@@ -142,10 +140,7 @@ def summarize_runs(
     folder: str | Path, price_per_device_hour: float | None = None, on_progress: Callable[[int], None] | None = None
 ) -> RunsSummary:
     """Adds up all runs below a folder or a bucket URI. on_progress: called with the number of runs read so far.
-
-    price_per_device_hour: as for `explain_run`. Raises UsageError if there is no such folder or no run in it,
-    StorageError.
-    """
+    price_per_device_hour: as for `explain_run`. Raises UsageError without the folder or a run in it, StorageError."""
     summary = RunsSummary(folder=str(folder))
     for number, run in enumerate(find_runs(folder, summary), start=1):
         try:
@@ -169,34 +164,26 @@ def summarize_runs(
 
 
 def find_runs(folder: str | Path, runs_summary: RunsSummary) -> Iterator[str]:
-    """All runs below a folder, at any depth, by name, without hidden folders and links. A folder that cannot be listed
-    is added to the unreadable runs."""
+    """All runs below a folder, by name, without hidden folders and links; adds unreadable folders to the summary."""
     text = expand_variables(str(folder))
     if is_uri(text):
-        yield from _find_runs_in_bucket(text)
+        from stoker.storage.store import list_keys, open_store  # needed for buckets only
+
+        uri = parse_uri(text)
+        for name in list_keys(open_store(uri), uri):
+            run, _, file = name.rpartition("/")
+            if file == records.EVENTS:
+                yield str(uri.child(run)) if run else str(uri)
         return
     if not Path(text).is_dir():
         raise UsageError(f"{text!r} is not a folder.", fix="name a folder with runs, or gs://… or s3://…")
-
-    def on_walk_error(error: OSError) -> None:
-        _add_unreadable(runs_summary, str(error.filename), error)
-
-    for directory, folders, files in os.walk(text, onerror=on_walk_error):
+    walk = os.walk(text, onerror=lambda error: _add_unreadable(runs_summary, str(error.filename), error))
+    for directory, folders, files in walk:
         if any(marker in files for marker in RUN_MARKER_FILES):
             folders.clear()  # subfolders of a run belong to it
             yield directory
         else:
             folders[:] = sorted(name for name in folders if not name.startswith("."))
-
-
-def _find_runs_in_bucket(text: str) -> Iterator[str]:
-    from stoker.storage.store import list_keys, open_store  # needed for buckets only
-
-    uri = parse_uri(text)
-    for name in list_keys(open_store(uri), uri):
-        run, _, file = name.rpartition("/")
-        if file == records.EVENTS:
-            yield str(uri.child(run)) if run else str(uri)
 
 
 def _add_unreadable(runs_summary: RunsSummary, run: str, error: Exception) -> None:
@@ -356,6 +343,7 @@ def make_tables(summary: RunsSummary) -> dict[str, SummaryTable]:
         for run in summary.worst_runs
     ]
     worst_heads = ("run", "lost hours", "of", "cost", "largest loss", "first finding")
+    failure_heads = ("cause", "runs", "what", "for example")
     failures = [[row.cause, fmt.count(row.runs), row.title, ", ".join(row.examples)] for row in summary.failures]
     unreadable = [[row.run, row.error] for row in summary.unreadable]
     return {
@@ -364,15 +352,9 @@ def make_tables(summary: RunsSummary) -> dict[str, SummaryTable]:
         "months": _aggregate_table("by month, UTC", "month", summary.months),
         "hosts": _aggregate_table("by host", "host", summary.hosts),
         "worst": SummaryTable(title="most device time lost", heads=worst_heads, rows=worst, right=(1, 2, 3)),
-        "failures": SummaryTable(
-            title="ended early", heads=("cause", "runs", "what", "for example"), rows=failures, right=(1,)
-        ),
+        "failures": SummaryTable(title="ended early", heads=failure_heads, rows=failures, right=(1,)),
         "unreadable": SummaryTable(
-            title="could not be read",
-            heads=("run", "error"),
-            rows=unreadable,
-            noun="run",
-            total=summary.num_unreadable,
+            title="could not be read", heads=("run", "error"), rows=unreadable, noun="run", total=summary.num_unreadable
         ),
     }
 

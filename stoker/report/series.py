@@ -1,9 +1,7 @@
 """Curves of a run for the report, as data.
 
-Any number of values in, a bounded number of points out, in one pass and bounded memory.
-
-A point is a bin with its mean, minimum and maximum. The bin width doubles when there are too many bins, so the page of
-a run of weeks is as large as that of an hour. `page/charts.py` draws the curves.
+Any number of values in, a bounded number of points out, in one pass: a point is a bin with its mean, minimum and
+maximum, and the width of all bins doubles when they are too many. `page/charts.py` draws the curves.
 """
 
 import statistics
@@ -151,11 +149,8 @@ class FractionBins:
 
 
 class RunCurves(Observer):
-    """Collects the events and the curves of a run while it is read.
-
-    By step: `loss/…` for each component, `lr`, `grad_norm`, `img_per_s`, `memory_peak_bytes`; phases and telemetry by
-    seconds since `start_t`.
-    """
+    """Collects the events and the curves of a run while it is read. By step: `loss/…`, `lr`, `grad_norm`, `img_per_s`,
+    `memory_peak_bytes`; by seconds since `start_t`: all else."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

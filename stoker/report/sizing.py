@@ -1,10 +1,8 @@
 """The machine of a run: what environment.json says of it, what the run used of it, and advice on its size.
 
-environment.json has hardware, versions and variables of the newest attempt. It is read for information only: nothing
-fails when it is missing or damaged. `resource_usage` says what a run used of its machine; each rule is a pure function
-of it that returns the evidence for its advice, whose words are a row of `knowledge/findings.toml`. Advice is not a
-finding: no time is lost, and nothing is changed automatically. Causes of lost time are in `stoker/diagnosis/`;
-`launching/advise.py` has figures of other devices and machines.
+environment.json is of the newest attempt; nothing fails when it is missing or damaged. Each rule is a pure function of
+the `resource_usage` that returns the evidence for its advice, whose words are a row of `knowledge/findings.toml`.
+Causes of lost time are in `stoker/diagnosis/`; `launching/advise.py` has figures of other devices and machines.
 """
 
 import dataclasses
@@ -74,11 +72,9 @@ def comparable(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 SM_ACTIVE_LOW, SM_ACTIVE_HIGH = 0.5, 0.8
-"""Mean SM activity. NVIDIA DCGM manual, profiling metrics: 0.8 or more is necessary for effective use of a GPU, less
-than 0.5 likely indicates ineffective use."""
+"""Mean SM activity. NVIDIA DCGM manual, profiling metrics: effective use of a GPU needs 0.8, below 0.5 it is not."""
 INPUT_BOUND_MODERATE, INPUT_BOUND_HIGH = 0.05, 0.20
-"""Fraction of `input_wait`. TensorFlow Profiler, op_stats_to_input_pipeline_analysis.cc: moderately, highly
-input-bound."""
+"""Fraction of `input_wait`: moderately, highly input-bound (TensorFlow's op_stats_to_input_pipeline_analysis.cc)."""
 CPU_SATURATED_FRACTION = 0.85
 """CPU utilization above which more workers do not help. Heuristic: decoding workers reach 0.9."""
 MAX_SHARED_MEMORY_FRACTION = 0.45
@@ -96,10 +92,8 @@ MIN_SAMPLES = 30
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResourceUsage:
     """What a run used of its machine. None: not measured. Means are over the time from the first step to the last.
-
     phase_fractions: of all device time; fetch_fraction: fraction of `input_wait` spent reading bytes; sm_active: of the
-    GPUs that train; gpu_memory_fraction: maximum; used_cores: CPU-seconds per second.
-    """
+    GPUs that train; gpu_memory_fraction: maximum; used_cores: CPU-seconds per second."""
 
     devices: int
     phase_fractions: Mapping[str, float]

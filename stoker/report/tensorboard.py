@@ -1,9 +1,8 @@
 """TensorBoard files of a run: curves, metrics, and images with ground truth and detections. Without TensorFlow.
 
-The training thread only puts references into a queue; a thread of this module imports tensorboardX, draws, encodes and
-writes. The SummaryWriter of tensorboardX is not used: its queue blocks the caller when the disk is full, and two
-writers created in the same second overwrite each other's file. After an error the board reports it once and stops; the
-same numbers are in steps.jsonl and events.jsonl.
+The training thread only puts references into a queue; a thread of this module draws, encodes and writes. tensorboardX's
+SummaryWriter is not used: its queue blocks the caller when the disk is full, and two writers made in the same second
+overwrite each other's file. After an error the board reports it once and stops.
 """
 
 import contextlib
@@ -34,13 +33,11 @@ BoardEntry = Callable[["_Writer"], None]
 
 
 class Board:
-    """The TensorBoard files of one attempt of a run, in its folder `tensorboard`.
+    """The TensorBoard files of one attempt of a run, in its folder `tensorboard`. purge_step: the step at which a run
+    resumes; TensorBoard drops later points of earlier attempts, so curves do not fork. on_error: called from another
+    thread when writing fails, or an image cannot be drawn."""
 
-    purge_step: the step at which a run resumes; TensorBoard drops later points of earlier attempts, so curves do not
-    fork. on_error: called from another thread when writing fails, or an image cannot be drawn.
-    """
-
-    def __init__(self, run: Path, *, purge_step: int = 0, on_error: Callable[[str], None] | None = None) -> None:
+    def __init__(self, run: Path, *, purge_step: int = 0, on_error: Callable[[str], None] = lambda _: None) -> None:
         self._folder = run / FOLDER
         self._purge_step = purge_step
         self._on_error = on_error
@@ -73,7 +70,7 @@ class Board:
                 try:
                     drawn = draw_comparison(image, class_names, MAX_IMAGE_SIDE)
                 except (OSError, DataError) as error:  # concerns this image only
-                    self._report_error(f"TensorBoard: {image.path} cannot be drawn: {error}")
+                    self._on_error(f"TensorBoard: {image.path} cannot be drawn: {error}")
                 else:
                     writer.add_image(t, step, f"images/{n}", drawn)
 
@@ -106,13 +103,9 @@ class Board:
             self.error = f"{type(error).__name__}: {error}"
             if isinstance(error, PreflightError):  # the package is missing
                 self.error = f"{error.what} Fix: {error.fix}"
-            self._report_error(f"TensorBoard files are no longer written: {self.error}")
+            self._on_error(f"TensorBoard files are no longer written: {self.error}")
             for _ in entries:
                 pass
-
-    def _report_error(self, text: str) -> None:
-        if self._on_error is not None:
-            self._on_error(text)
 
 
 class _Writer:
@@ -127,6 +120,7 @@ class _Writer:
         self._summary: Any = summary_pb2.Summary
         folder.mkdir(parents=True, exist_ok=True)
         self._file: Any = EventsWriter(str(folder / "events"), f".{time.time_ns():020d}")
+        self.flush, self.close = self._file.flush, self._file.close
         if purge_step > 0:
             log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             # TensorBoard drops points at this step and later ones; those at purge_step itself stay
@@ -144,12 +138,6 @@ class _Writer:
         )
         value = self._summary.Value(tag=tag, image=image)
         self._file.write_event(self._event(wall_time=t, step=step, summary=self._summary(value=[value])))
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _scalars(window: StepWindow) -> Iterator[tuple[str, float]]:

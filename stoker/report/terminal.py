@@ -1,10 +1,8 @@
-"""Terminal output of a training: progress while it runs, and metrics afterwards. `explain.py` prints `stoker
-why`.
+"""Terminal output of a training: progress while it runs, and metrics afterwards.
 
 On a terminal the last lines are updated in place (rich). To a file, a pipe, or with TERM=dumb, complete lines are
-written: no control characters, at most one line of progress every ten seconds. NO_COLOR disables colors. The caller
-also writes everything to the records of the run, so an output that fails (full disk, closed terminal) is kept in
-`last_error` and never ends a training.
+written: no control characters, at most one line of progress every ten seconds. The records of the run have the same, so
+an output that fails (full disk, closed terminal) is kept in `last_error` and never ends a training.
 """
 
 import contextlib
@@ -22,26 +20,16 @@ from rich.text import Text
 
 from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
 from stoker.report import format as fmt
-from stoker.report.console import (
-    make_console,
-    plain_text,
-    print_renderables,
-    render_plain,
-    supports_cursor,
-    table,
-)
+from stoker.report.console import make_console, plain_text, print_renderables, render_plain, supports_cursor, table
 from stoker.runs.schemas import StepWindow
 
 PLAIN_PROGRESS_INTERVAL_S = 10.0
 """Minimum time between two lines of progress if the output is not a terminal."""
 
 
-class Screen:
-    """Output of a training. A context manager: it restores the terminal, also after an exception.
-
-    Thread-safe. live: update lines in place; default: if `file` is a terminal with cursor movement.
-    clock: seconds. width: columns.
-    """
+class Screen(contextlib.AbstractContextManager["Screen"]):
+    """Output of a training. A context manager: it restores the terminal, also after an exception. Thread-safe. live:
+    update lines in place (default: where a terminal can). clock: seconds. width: columns."""
 
     def __init__(
         self,
@@ -60,9 +48,6 @@ class Screen:
         self.is_live = supports_cursor(self._file) if live is None else live
         self._console = make_console(self._file, terminal=self.is_live, width=width)
         self._live: Live | None = None
-
-    def __enter__(self) -> "Screen":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -88,26 +73,33 @@ class Screen:
         eta_s: float | None,
         memory: tuple[int, int] | None,
     ) -> None:
-        """Shows the progress. fraction_done: 0 … 1; total_steps: None if the duration is a time; memory: used, total
-        bytes."""
+        """Shows the progress. fraction_done: 0 … 1; total_steps: None where it is not known; memory: (used, total)."""
         step = f"step {window.step:,}" + (f"/{total_steps:,}" if total_steps is not None else "")
-        details = " · ".join(_details(window, memory))
+        details, done = " · ".join(_details(window, memory)), fmt.percentage(fraction_done)
+        eta = f"ETA {fmt.duration(eta_s)}" if eta_s is not None else ""
         with self._lock:
             if self.is_live:
-                self._update_live(_live_lines(step, fraction_done, eta_s, details))
+                bar = ProgressBar(total=1.0, completed=fraction_done, width=30)
+                line = table("", "", "", "", header=False, rows=[[Text(step, "bold"), bar, done, eta]])
+                self._update_live(Group(line, plain_text(details)))
             elif self._clock() >= self._next_line_s:
                 self._next_line_s = self._clock() + PLAIN_PROGRESS_INTERVAL_S
-                eta = [f"ETA {fmt.duration(eta_s)}"] if eta_s is not None else []
-                self._print(plain_text(" · ".join([f"{step} ({fmt.percentage(fraction_done)})", details, *eta])))
+                self._print(plain_text(" · ".join([f"{step} ({done})", details, *([eta] if eta else [])])))
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
-        """Prints the metrics of an evaluation in one line."""
-        self._print(Text(f"evaluated at step {step:,}: {score_line(metrics)}", "bold"))
+        """Prints the most important metrics of an evaluation in one line."""
+        names = (("AP", "ap"), ("AP50", "ap50"), ("AP75", "ap75"), ("small", "ap_small"), ("medium", "ap_medium"),
+                 ("large", "ap_large"), ("AR100", "ar100"))  # fmt: skip
+        scores = " · ".join(f"{title} {fmt.metric(getattr(metrics, name))}" for title, name in names)
+        self._print(Text(f"evaluated at step {step:,}: {scores}", "bold"))
 
     def close(self) -> None:
         """Restores the terminal. A stream that still cannot be written is redirected to /dev/null, so that later output
         and the flush at the exit of Python do not fail."""
-        self._stop_live()
+        with self._lock, self._tolerating_errors():
+            live, self._live = self._live, None
+            if live is not None:
+                live.stop()
         broken = isinstance(self.last_error, BrokenPipeError)
         try:
             self._file.flush()
@@ -133,12 +125,6 @@ class Screen:
                 self._live.start()
             self._live.update(lines, refresh=True)
 
-    def _stop_live(self) -> None:
-        with self._lock, self._tolerating_errors():
-            live, self._live = self._live, None
-            if live is not None:
-                live.stop()
-
     @contextlib.contextmanager
     def _tolerating_errors(self) -> Iterator[None]:
         """Output that fails must not end the run; its records contain the same."""
@@ -146,13 +132,6 @@ class Screen:
             yield
         except OSError as error:
             self.last_error = error
-
-
-def score_line(metrics: Metrics) -> str:
-    """The most important COCO metrics in one line."""
-    names = (("AP", "ap"), ("AP50", "ap50"), ("AP75", "ap75"), ("small", "ap_small"), ("medium", "ap_medium"),
-             ("large", "ap_large"), ("AR100", "ar100"))  # fmt: skip
-    return " · ".join(f"{title} {fmt.metric(getattr(metrics, name))}" for title, name in names)
 
 
 COCO_TITLES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large",
@@ -206,16 +185,8 @@ def _details(window: StepWindow, memory: tuple[int, int] | None) -> Iterator[str
         yield f"memory {fmt.memory(*memory)}"
 
 
-def _live_lines(step: str, fraction_done: float, eta_s: float | None, details: str) -> RenderableType:
-    eta = f"ETA {fmt.duration(eta_s)}" if eta_s is not None else ""
-    bar = ProgressBar(total=1.0, completed=fraction_done, width=30)
-    line = table("", "", "", "", header=False, rows=[[Text(step, "bold"), bar, fmt.percentage(fraction_done), eta]])
-    return Group(line, plain_text(details))
-
-
 def redirect_to_devnull(file: TextIO) -> None:
-    """Redirects a stream to /dev/null: else its buffered data would fail again when Python exits, with exit code
-    120."""
+    """Redirects a stream to /dev/null: else its buffered data would fail again when Python exits (exit code 120)."""
     with contextlib.suppress(OSError, ValueError):  # without a file descriptor, or closed: nothing can fail later
         devnull_fd = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull_fd, file.fileno())

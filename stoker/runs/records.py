@@ -72,20 +72,15 @@ _EVENT_START = re.compile(
     rb'(?:,"text":"(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u]){0,%d})?' % MAX_TEXT_CHARS
 )
 """The fields of an event before its data, in the order in which `Event` has them."""
-
-
-_APPEND_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 """A link in place of a file of the run is an error: its target is not one of the run's files."""
 
 Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 class RunFolder:
-    """A run folder opened for writing, from any thread. Readers use the functions below.
-
-    Training must not fail because a line of its records cannot be written (a full disk, a lost mount): such lines are
-    counted, and an event reports their number as soon as writing works again.
-    """
+    """A run folder opened for writing, from any thread. Training must not fail because a line cannot be written (a full
+    disk, a lost mount): such lines are counted, and an event reports their number as soon as writing works again."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
@@ -97,28 +92,24 @@ class RunFolder:
         self._encoder = msgspec.json.Encoder()
 
     def append(self, name: str, line: msgspec.Struct) -> None:
-        """Adds a line in one write, so a kill leaves at most this line incomplete. Raises OSError when not even the
-        first file can be opened."""
+        """Adds a line in one write. Raises OSError when not even the first file can be opened."""
         with self._lock:
-            try:
-                if name not in self._files:
-                    self._files[name] = _open_for_appending(self.path / name)
-                    if _is_incomplete(self._files[name]):
-                        self._incomplete.add(name)
-            except OSError:
-                if not self._files:
-                    raise
-                self._dropped_lines += 1
-                return
             data = self._encoder.encode(line) + b"\n"
             if isinstance(line, Event) and len(data) > MAX_EVENT_BYTES:
                 short = msgspec.structs.replace(line, data={"left_out_bytes": len(data)})
                 data = self._encoder.encode(short) + b"\n"
-            if name in self._incomplete:  # ends the incomplete line that a killed process or a full disk left
-                data = b"\n" + data
             try:
+                if name not in self._files:
+                    fd = self._files[name] = _open_for_appending(self.path / name)
+                    size = os.fstat(fd).st_size
+                    if size and os.pread(fd, 1, size - 1) != b"\n":
+                        self._incomplete.add(name)
+                if name in self._incomplete:  # ends the incomplete line that a killed process or a full disk left
+                    data = b"\n" + data
                 written = os.write(self._files[name], data)
             except OSError:  # reported below, when writing works again
+                if not self._files:
+                    raise
                 self._dropped_lines += 1
                 return
             if written < len(data):
@@ -153,7 +144,7 @@ class RunFolder:
 def _open_for_appending(path: Path) -> int:
     """events.jsonl names the command of a job and is readable for the user only."""
     is_private = path.name == EVENTS
-    fd = os.open(path, _APPEND_FLAGS, 0o600 if is_private else 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINKS, 0o600 if is_private else 0o644)
     if is_private:
         with contextlib.suppress(OSError):  # a file system without modes, or the file of another user
             path.chmod(0o600)  # an older version wrote it
@@ -161,8 +152,7 @@ def _open_for_appending(path: Path) -> int:
 
 
 def _shorten(value: Any) -> Any:
-    """Texts in `value`, at any depth, without secrets, cut to MAX_TEXT_CHARS, and without lone surrogates, which are
-    not UTF-8."""
+    """Texts in `value`, at any depth, without secrets and lone surrogates, cut to MAX_TEXT_CHARS."""
     if isinstance(value, str):
         value = mask_secrets(value)
         if len(value) > MAX_TEXT_CHARS:
@@ -174,18 +164,9 @@ def _shorten(value: Any) -> Any:
     return [_shorten(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _is_incomplete(fd: int) -> bool:
-    """Whether the last line of a file has no newline."""
-    size = os.fstat(fd).st_size
-    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-
-
 def read_lines(run: Path, name: str, kind: type[Line]) -> Iterator[Line]:
-    """The lines of one of the run's .jsonl files, also while it is written; nothing when it is absent. Incomplete lines
-    are skipped.
-
-    Raises UsageError at a complete line that is not a `kind`: a newer version of stoker wrote it.
-    """
+    """The lines of a .jsonl file, also while it is written; none when it is absent. Skips incomplete lines. Raises
+    UsageError at a complete line that is not a `kind`: a newer version of stoker wrote it."""
     return (line for _, line in numbered_lines(run, name, kind))
 
 
@@ -200,26 +181,21 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                 line = _without_data(line, kind, f"{path}:{number}")
             if line.strip():
                 try:
-                    record = msgspec.json.decode(line, type=kind)
-                    yield number, _masked(record) if isinstance(record, Event) else record
+                    record: Any = msgspec.json.decode(line, type=kind)
+                    if isinstance(record, Event):  # without secrets: others may have written it
+                        text, data = mask_secrets(record.text), without_secrets(record.data)
+                        record = msgspec.structs.replace(record, text=text, data=data)
+                    yield number, record
                 except msgspec.ValidationError as error:
-                    raise UsageError(
-                        f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
-                        location=f"{path}:{number}",
-                        cause=str(error),
-                        fix=f"read the run with the version of stoker that its {ENVIRONMENT} names",
-                    ) from error
+                    what = f"A line of the run's records is not what this stoker writes ({kind.__name__})."
+                    fix = f"read the run with the version of stoker that its {ENVIRONMENT} names"
+                    raise UsageError(what, location=f"{path}:{number}", cause=str(error), fix=fix) from error
                 except (msgspec.DecodeError, UnicodeDecodeError):  # left incomplete by a kill
                     pass
                 except RecursionError as error:
                     raise make_error(UsageError, "record-nested-too-deeply", f"{path}:{number}") from error
             if not line.endswith(b"\n"):
                 return  # the end of a live run's file: what follows now is the rest of this line
-
-
-def _masked(event: Any) -> Any:
-    """An event without secrets, which others may have written."""
-    return msgspec.structs.replace(event, text=mask_secrets(event.text), data=without_secrets(event.data))
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -249,10 +225,8 @@ def _open_records(path: Path) -> BinaryIO:
 
 
 def read_settings(run: Path) -> dict[str, Any] | None:
-    """The tables of config.toml; None when the run has none.
-
-    Values are not checked (`config.settings.from_toml` does that). Raises UsageError when the file is damaged.
-    """
+    """The tables of config.toml; None when the run has none. Values are not checked (`config.settings.from_toml` does
+    that). Raises UsageError when the file is damaged."""
     path = run / CONFIG
     try:
         return tomllib.loads(regular_files.read_text(path))
@@ -264,10 +238,8 @@ def read_settings(run: Path) -> dict[str, Any] | None:
 
 
 def open_run(text: str | Path) -> Path:
-    """The folder of an existing run, for reading; for a run in a bucket, a copy of its records.
-
-    Raises UsageError, which lists the runs in the same folder, and StorageError.
-    """
+    """The folder of an existing run, for reading; for a run in a bucket, a copy of its records. Raises UsageError,
+    which lists the runs in the same folder, and StorageError."""
     text = expand_variables(text) if isinstance(text, str) else str(text)
     if is_uri(text):
         return fetch_run(parse_uri(text))
@@ -277,20 +249,13 @@ def open_run(text: str | Path) -> Path:
     parent = path.parent if path.parent.exists() else Path("runs")
     runs = sorted(str(p.parent) for p in parent.glob(f"*/{EVENTS}"))[-8:]
     cause = "the folder has no " + EVENTS if path.exists() else "there is no such folder"
-    raise UsageError(
-        f"{str(path)!r} is not a run.",
-        cause=cause,
-        choices=runs,
-        fix="name a run folder that `stoker train` or `stoker watch` wrote",
-    )
+    fix = "name a run folder that `stoker train` or `stoker watch` wrote"
+    raise UsageError(f"{str(path)!r} is not a run.", cause=cause, choices=runs, fix=fix)
 
 
 def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
-    """A run in a bucket as a local folder, for reading: the working copy where it is at least as new, else a copy of
-    the records of all ranks. weights: copies its settings and best (else final, else newest) weights instead.
-
-    Raises UsageError, StorageError.
-    """
+    """A run in a bucket as a local folder, for reading: the working copy where it is as new, else a copy of the records
+    of all ranks, or (weights) of settings and best, final or newest weights. Raises UsageError, StorageError."""
     from stoker.storage import store  # needed for runs in a bucket only
 
     working_dir = working_copy(uri)
@@ -339,41 +304,29 @@ def make_run(parent: Path, name_prefix: str) -> Path:
 def recording(
     path: Path, environment: dict[str, Any], description: str, *, fix: str, **data: Any
 ) -> Iterator[tuple[RunFolder, int]]:
-    """(the run folder of an external job, locked and open for writing; the file descriptor of its lock).
-
-    A folder that has records already gets one more attempt. description: text of the event `started` or `resumed`;
-    data:
-    its data. fix: what the error messages advise. Raises UsageError when the folder belongs to a training of stoker or
-    another process records there, StorageError when it cannot be written.
-    """
+    """(the run folder of an external job, locked and open for writing; the file descriptor of its lock, which holds the
+    lock until the end of the block in a process that inherits it, too). A folder with records gets one more attempt.
+    description: text of the event `started` or `resumed`; data: its data; fix: what the error messages advise. Raises
+    UsageError where stoker trains or another process records, StorageError when the folder cannot be written."""
     if (path / CONFIG).exists():
         raise UsageError("This folder is the run of a training by stoker.", location=path, fix=fix)
     with contextlib.ExitStack() as stack:
         with writing("The run's folder cannot be written.", path, fix="make room, or " + fix):
             path.mkdir(parents=True, exist_ok=True)
-            lock_fd, has_locks = _hold(path, stack, fix)
+            file = stack.enter_context((path / ".lock").open("a"))
+            if (held := lock(file)) is False:
+                raise UsageError("Another job is being recorded there.", location=path, fix=fix)
+            if held:  # until here: a process that the job left behind inherits the descriptor, and would hold it on
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
             folder = RunFolder(path, last_attempt(path) + 1)
             stack.callback(folder.close)
             write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
             kind = "started" if folder.attempt == 1 else "resumed"
             folder.event(kind, f"attempt {folder.attempt}: {description}", **data)
-            if not has_locks:
-                folder.event(
-                    "warning", "this file system has no locks: a second job could write to the same run folder"
-                )
-        yield folder, lock_fd
-
-
-def _hold(path: Path, stack: contextlib.ExitStack, fix: str) -> tuple[int, bool]:
-    """Locks the run; (file descriptor of the lock, whether the file system has locks). A process that inherits the
-    descriptor holds the lock too, until it is released or all holders have ended."""
-    file = stack.enter_context((path / ".lock").open("a"))
-    held = lock(file)
-    if held is False:
-        raise UsageError("Another job is being recorded there.", location=path, fix=fix)
-    if held:
-        stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process that the job left behind may still hold it
-    return file.fileno(), held is True
+            if held is None:
+                text = "this file system has no locks: a second job could write to the same run folder"
+                folder.event("warning", text)
+        yield folder, file.fileno()
 
 
 @contextlib.contextmanager
@@ -386,8 +339,10 @@ def locked(run: Path) -> Iterator[bool | None]:
 
 def sign_lock(run: Path) -> None:
     """Writes into the lock that this process holds who it is. Without room it stays unsigned."""
-    with contextlib.suppress(OSError), open(run / ".lock", "w", opener=_open_without_links) as file:
-        file.write(f"process {os.getpid()} of {platform.node()}")
+    with contextlib.suppress(OSError):
+        fd = os.open(run / ".lock", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINKS, 0o644)
+        with open(fd, "w") as file:
+            file.write(f"process {os.getpid()} of {platform.node()}")
 
 
 def holder_of_lock(run: Path) -> str | None:
@@ -395,10 +350,6 @@ def holder_of_lock(run: Path) -> str | None:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return printable(regular_files.read_text(run / ".lock", max_bytes=1000)) or None
     return None
-
-
-def _open_without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
 
 
 def lock(file: IO[str]) -> bool | None:

@@ -9,6 +9,15 @@ from typing import Any
 import msgspec
 
 
+class Record(msgspec.Struct, kw_only=True):
+    """What the lines of most files begin with."""
+
+    t: float
+    """Unix time, seconds."""
+    attempt: int
+    """Attempt of the run, from 1."""
+
+
 class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of steps.jsonl: at least one second of a run. The phases of a window add up to wall_s × devices."""
 
@@ -59,13 +68,9 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Steps of a watched PyTorch job in the window in which no parameter of the optimizer had a gradient."""
 
 
-class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
+class TraceWindow(Record, kw_only=True, omit_defaults=True):
     """A line of traces.jsonl: a few steps under the profiler. A sample; the profiler slows these steps down."""
 
-    t: float
-    """Unix time, seconds."""
-    attempt: int
-    """Attempt of the run, from 1."""
     step: int
     """Optimizer steps done at the end of the window."""
     window_steps: int
@@ -145,13 +150,9 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that the process had more meanwhile."""
 
 
-class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
+class StackWindow(Record, kw_only=True, omit_defaults=True):
     """A line of stacks.jsonl: what the threads of a job ran, by samples of their stacks."""
 
-    t: float
-    """Unix time, seconds."""
-    attempt: int
-    """Attempt of the run, from 1."""
     pid: int
     """Process whose stacks were sampled."""
     wall_s: float
@@ -174,13 +175,9 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     sum of the rest, without a line."""
 
 
-class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Probe(Record, kw_only=True, omit_defaults=True):
     """A line of probes.jsonl: an experiment. One thing is changed for a few dozen steps; the speed before and after."""
 
-    t: float
-    """Unix time, seconds."""
-    attempt: int
-    """Attempt of the run, from 1."""
     probe: str
     """One of PROBE_KINDS; of `stoker tune`, a lever of knowledge/levers.toml, or one of TUNE_KINDS or LR_KINDS."""
     steps: int
@@ -246,13 +243,9 @@ PROBE_KINDS = ("cached_batch", "double_batch", "no_allreduce", "compiled", "fewe
 """What a probe changes."""
 
 
-class Event(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Event(Record, kw_only=True, omit_defaults=True):
     """A line of events.jsonl: something that happened once."""
 
-    t: float
-    """Unix time, seconds."""
-    attempt: int
-    """Attempt of the run, from 1."""
     kind: str
     """One of EVENT_KINDS."""
     step: int | None = None
@@ -310,13 +303,9 @@ class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Compute processes on it that do not belong to this run."""
 
 
-class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
+class DeviceSample(Record, kw_only=True, omit_defaults=True):
     """A line of devices.jsonl: system telemetry, once a second. Fractions are of the time since the previous line."""
 
-    t: float
-    """Unix time, seconds."""
-    attempt: int
-    """Attempt of the run, from 1."""
     gpus: list[GpuSample] = []
     """One for each GPU that this process may use; none without the NVIDIA driver."""
     cpu_core_utilization: list[float] = []
@@ -365,13 +354,9 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Processes of the cgroup that the kernel's OOM killer killed since the previous line."""
 
 
-class Quarantined(msgspec.Struct, kw_only=True):
+class Quarantined(Record, kw_only=True):
     """A line of quarantine.jsonl: a bad image, and its substitute."""
 
-    t: float
-    """Unix time, seconds."""
-    attempt: int
-    """Attempt of the run, from 1."""
     image_index: int
     """Index of the image in the data set."""
     path: str

@@ -18,29 +18,26 @@ MIN_COMM = 0.01
 """Fraction of the time in `comm` from which waits for other ranks are measured (heuristic: an exchange takes more)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Totals:
     """Sums over a run: all windows of all attempts and ranks, since lost steps cost time as well.
 
     phases: device-seconds by phase; they add up to device_s. input_wait_stages: device-seconds of `input_wait` by
-    stage. wall_s: seconds in which a process trained; the time between attempts is in no window. steps: optimizer
-    steps that were done. step: the number of steps of the newest state; the difference was lost by kills and done
-    again. num_images:
-    images trained on, lost steps included. straggler_s: rank → device-seconds that the others waited for it in
-    collectives (`straggler`). thread_cpu_s: CPU-seconds of the training threads by phase; empty where not measured.
-
-    wall_s, steps and step are those of rank 0, everything else of all ranks.
+    stage. wall_s: seconds in which a process trained. steps: optimizer steps that were done. step: those of the newest
+    state; the difference was lost by kills and done again. num_images: also of lost steps. straggler_s: rank →
+    device-seconds that the others waited for it in collectives (`straggler`). thread_cpu_s: CPU-seconds of the training
+    threads by phase; empty where not measured. wall_s, steps and step are of rank 0, everything else of all ranks.
     """
 
-    phases: dict[str, float]
-    input_wait_stages: dict[str, float]
-    device_s: float
-    wall_s: float
-    devices: int
-    num_images: int
-    steps: int
-    step: int
-    attempts: int
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    input_wait_stages: dict[str, float] = dataclasses.field(default_factory=dict)
+    device_s: float = 0.0
+    wall_s: float = 0.0
+    devices: int = 0
+    num_images: int = 0
+    steps: int = 0
+    step: int = 0
+    attempts: int = 0
     straggler_s: dict[int, float] = dataclasses.field(default_factory=dict)
     thread_cpu_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -49,47 +46,34 @@ class TotalsSum:
     """Sums of the windows of all ranks, rank after rank."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._phases: dict[str, float] = {}
-        self._stages: dict[str, float] = {}
-        self._thread_cpu_s: dict[str, float] = {}
+        self._sums = Totals()
         self._last_windows: dict[int, StepWindow] = {}
-        self._device_s, self._wall_s, self._num_images, self._steps = 0.0, 0.0, 0, 0
         self._comm_waits = _CommWaits() if num_ranks > 1 else None
 
     def add(self, rank: int, window: StepWindow) -> None:
-        _add(self._phases, window.phases)
-        _add(self._stages, window.input_wait_stages)
-        _add(self._thread_cpu_s, window.thread_cpu_s)
-        self._device_s += window.wall_s * window.devices
-        self._num_images += window.num_images
+        sums = self._sums
+        _add(sums.phases, window.phases)
+        _add(sums.input_wait_stages, window.input_wait_stages)
+        _add(sums.thread_cpu_s, window.thread_cpu_s)
+        sums.device_s += window.wall_s * window.devices
+        sums.num_images += window.num_images
         self._last_windows[rank] = window
         if rank == 0:
-            self._wall_s += window.wall_s
-            self._steps += window.window_steps
+            sums.wall_s += window.wall_s
+            sums.steps += window.window_steps
+            sums.step = window.step
         if self._comm_waits is not None:
             self._comm_waits.add(rank, window)
 
     def totals(self, attempts: int) -> Totals:
-        """attempts: number of the newest attempt. All zero without a window; `devices` is that of the last windows of
-        the newest attempt that has any."""
+        """attempts: number of the newest one. `devices`: of the newest that has a window. All zero without one."""
         straggler_s, booked_s = ({}, {}) if self._comm_waits is None else self._comm_waits.straggler_s()
         for name, waited_s in booked_s.items():
-            self._phases[name] = max(0.0, self._phases[name] - waited_s)
-            _add(self._phases, {"straggler": waited_s})
+            self._sums.phases[name] = max(0.0, self._sums.phases[name] - waited_s)
+            _add(self._sums.phases, {"straggler": waited_s})
         attempt = max((window.attempt for window in self._last_windows.values()), default=0)
-        return Totals(
-            phases=self._phases,
-            input_wait_stages=self._stages,
-            device_s=self._device_s,
-            wall_s=self._wall_s,
-            devices=sum(window.devices for window in self._last_windows.values() if window.attempt == attempt),
-            num_images=self._num_images,
-            steps=self._steps,
-            step=self._last_windows[0].step if 0 in self._last_windows else 0,
-            attempts=attempts,
-            straggler_s=straggler_s,
-            thread_cpu_s=self._thread_cpu_s,
-        )
+        devices = sum(window.devices for window in self._last_windows.values() if window.attempt == attempt)
+        return dataclasses.replace(self._sums, devices=devices, attempts=attempts, straggler_s=straggler_s)
 
 
 def list_rank_dirs(run: Path) -> dict[int, Path]:
@@ -104,33 +88,24 @@ def _add(sums: dict[str, float], seconds: dict[str, float]) -> None:
 
 
 class _CommWaits:
-    """How much of `comm` was waiting for a slower rank.
-
-    All ranks end a collective together, and the last one to arrive waits least. So in each interval of COMPARISON_S
-    that ranks have in common, the smallest fraction of `comm` is what the collectives take; what another rank spent in
-    them beyond that, it waited for the slowest rank.
-    """
+    """How much of `comm` was waiting for a slower rank. All ranks end a collective together, and the last one to arrive
+    waits least. So in each interval of COMPARISON_S that ranks have in common, the smallest fraction of `comm` is what
+    the collectives take; what another rank spent in them beyond that, it waited for the slowest rank."""
 
     def __init__(self) -> None:
         self._intervals: dict[tuple[int, int], dict[int, list[float]]] = {}
-        """(attempt, number of the interval) → rank → device-seconds recorded in it, and those of them in `comm`."""
+        """(attempt, number of the interval) → rank → device-seconds in it: all, of `comm`, `compute`, OWN_PHASES."""
 
     def add(self, rank: int, window: StepWindow) -> None:
-        own_s = sum(window.phases.get(name, 0.0) for name in OWN_PHASES)
-        added = (
-            window.wall_s * window.devices,
-            window.phases.get("comm", 0.0),
-            window.phases.get("compute", 0.0),
-            own_s,
-        )
+        comm_s, compute_s, *own = (window.phases.get(name, 0.0) for name in ("comm", "compute", *OWN_PHASES))
+        added = (window.wall_s * window.devices, comm_s, compute_s, sum(own))
         for number, fraction in _split_by_interval(window.t - window.wall_s, window.t):
             sums = self._intervals.setdefault((window.attempt, number), {}).setdefault(rank, [0.0] * len(added))
             for index, seconds in enumerate(added):
                 sums[index] += fraction * seconds
 
     def straggler_s(self) -> tuple[dict[int, float], dict[str, float]]:
-        """(rank → device-seconds that the others waited for it, phase → those that were recorded as this phase);
-        without ranks and phases that have none."""
+        """(rank → device-seconds that the others waited for it, phase → those that were recorded as this phase)."""
         waits: dict[int, float] = {}
         booked: dict[str, float] = {}
         for by_rank in self._intervals.values():
@@ -159,11 +134,7 @@ class _CommWaits:
 
 def _split_by_interval(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:
     """The intervals of COMPARISON_S that [start_s, end_s] overlaps, and its fraction in each; they add up to 1."""
-    if end_s <= start_s:
-        return
-    at_s = start_s
-    while at_s < end_s:
-        number = int(at_s // COMPARISON_S)
-        interval_end_s = min(end_s, (number + 1) * COMPARISON_S)
-        yield number, (interval_end_s - at_s) / (end_s - start_s)
-        at_s = interval_end_s
+    for number in range(int(start_s // COMPARISON_S), int(end_s // COMPARISON_S) + 1):
+        overlap_s = min(end_s, (number + 1) * COMPARISON_S) - max(start_s, number * COMPARISON_S)
+        if overlap_s > 0:
+            yield number, overlap_s / (end_s - start_s)

@@ -2,9 +2,8 @@
 
 All networks of a space use leading channels and blocks of one set of tensors. A step trains the largest, the smallest
 and one random network (the sandwich rule: Yu and Huang 2019, arXiv 1903.05134). A network is then scored without
-training: batch statistics anew from a few batches (section 3.4 there), AP on the validation split. Its cost is measured
-on the device, each network once. What is tried next is in `study.py`, as for settings. AP here only ranks; the found
-network is trained from scratch (`docs/search.md`).
+training: batch statistics anew from a few batches (section 3.4 there), AP on the validation split, measured cost. What
+is tried next is in `study.py`. AP here only ranks; the found network is trained from scratch (`docs/search.md`).
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,6 @@ from stoker.config.durations import parse_duration
 from stoker.config.settings import Config
 from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
-from stoker.data.index import Index
-from stoker.data.index_digest import digest_images
 from stoker.data.loading.samples import compute_max_boxes
 from stoker.errors import ConfigError, needs_package
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth
@@ -47,7 +43,7 @@ from stoker.models.networks import PAFPN, SPPF, CSPLayer
 from stoker.models.retinanet import PRIOR_LOGIT
 from stoker.search import page
 from stoker.search.space import Space
-from stoker.search.study import Claim, Outcome, Study, StudySpec, best_trials, create
+from stoker.search.study import Claim, Outcome, Study, StudySpec, best_trials, create, digest_data
 from stoker.search.worker import work
 from stoker.storage.local_files import write_atomic
 from stoker.training.defaults.derive import total_steps
@@ -401,9 +397,8 @@ class Scores:
 def search_architecture(
     config: Config, space: Space | None, location: Path | None, *, trials: int, folder: Path | None, dry_run: bool,
     say: Callable[[str], None],
-) -> Study | None:  # fmt: skip
-    """Trains the super-network, searches, and writes the networks of the front as recipe files. None: `dry_run`.
-    Raises StokerError before anything is trained."""
+) -> None:  # fmt: skip
+    """Trains the super-network, searches, and writes the networks of the front as recipe files. Raises StokerError."""
     config = with_absolute_paths(config)
     if config.model.model not in (None, "ember_n"):
         raise ConfigError(
@@ -424,13 +419,13 @@ def search_architecture(
     say(f"the super-network is trained for {steps} steps of three networks each; then {trials} networks are scored")
     if dry_run:
         say("nothing was trained or written (--dry-run)")
-        return None
+        return
     torch.manual_seed(resolved.config.run.seed)
     setting = Setting(resolved, space, folder)
     base = {**BASE, "image_size": max(resolved.config.data.image_size)}
     first = {name: _nearest(base[name], choices) for name, choices in space.settings.items()}  # type: ignore[arg-type]
     spec = StudySpec(
-        data=str(config.data.data), digest=_digest(resolved.index), space=space, trials=trials, round=POPULATION,
+        data=str(config.data.data), digest=digest_data(resolved.index), space=space, trials=trials, round=POPULATION,
         settings=msgspec.to_builtins(config.set_fields()), objectives=["ap", "latency_ms"], pruner="none",
         defaults=first, evaluations=1, seed=resolved.config.run.seed, sampler="nsga2",
     )  # fmt: skip
@@ -442,11 +437,6 @@ def search_architecture(
     study = Study(folder)
     write_recipes(setting, study, say)
     say(f"page: {page.write_study(study)}")
-    return study
-
-
-def _digest(index: Index) -> str:
-    return blake2b(digest_images(index, ("train", "val")).encode(), digest_size=16).hexdigest()
 
 
 def write_recipes(setting: Setting, study: Study, say: Callable[[str], None]) -> None:

@@ -16,7 +16,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from stoker import regular_files
 from stoker.config.architectures import find_architecture
 from stoker.config.settings import MAX_TOML_BYTES, SECTION_OF, SECTIONS, Config, check, from_fields, setting_rows
-from stoker.errors import ConfigError, nearest
+from stoker.errors import ConfigError, did_you_mean
 from stoker.knowledge import read_toml
 
 NOT_SEARCHED = frozenset(
@@ -71,8 +71,7 @@ class Space(msgspec.Struct, frozen=True):
 
 
 def read_space(path: Path, parts: Sequence[str] = ()) -> Space:
-    """A space.toml; parts: the names of a space of networks, instead of settings. Raises ConfigError that names file,
-    setting and valid choices."""
+    """A space.toml; parts: the names of a space of networks, instead of settings. Raises ConfigError."""
     try:
         table = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_TOML_BYTES))
     except OSError as error:
@@ -94,8 +93,7 @@ def read_space(path: Path, parts: Sequence[str] = ()) -> Space:
         raise ConfigError("The space is empty.", location=path, fix="width = [8, 16]")
     for name, choices in table.items():
         if name not in parts:
-            near = nearest(name, parts)
-            text = f"A network has no {name!r}" + (f"; did you mean {near!r}?" if near else ".")
+            text = did_you_mean(f"A network has no {name!r}", name, parts)
             raise ConfigError(text, location=path, choices=parts)
         if not isinstance(choices, list) or not choices or len(set(map(repr, choices))) < len(choices):
             raise ConfigError(f"{name} has no list of different choices.", location=path, fix=f"{name} = [8, 16]")
@@ -156,9 +154,8 @@ def defaults_in(space: Space, config: Config) -> dict[str, Any]:
 def _read_entry(name: str, value: Any, location: Path | None) -> Range | list[Scalar]:
     known = sorted(set(SECTION_OF) - NOT_SEARCHED)
     if name not in known:
-        near = nearest(name, known)
         what = f"{name!r} cannot be searched" if name in NOT_SEARCHED else f"There is no setting called {name!r}"
-        raise ConfigError(f"{what}" + (f"; did you mean {near!r}?" if near else "."), location=location, choices=known)
+        raise ConfigError(did_you_mean(what, name, known), location=location, choices=known)
     if isinstance(value, Mapping) and set(value) == {"choices"}:
         value = value["choices"]
     if isinstance(value, list):
@@ -200,12 +197,8 @@ def _check_value(name: str, value: Any, location: Path | None) -> None:
     try:
         check(from_fields({name: value}))
     except ConfigError as error:
-        raise ConfigError(
-            f"The space of {name} contains {value!r}. {error.what}",
-            location=location,
-            cause=error.cause,
-            choices=error.choices or (),
-        ) from error
+        what = f"The space of {name} contains {value!r}. {error.what}"
+        raise ConfigError(what, location=location, cause=error.cause, choices=error.choices) from error
 
 
 def _distribution(name: str, entry: Range | list[Scalar]) -> BaseDistribution:

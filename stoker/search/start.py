@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
 
@@ -22,8 +21,7 @@ from optuna.trial import TrialState
 
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.settings import Config
-from stoker.data.index_digest import digest_images
-from stoker.errors import ConfigError, Preempted, StokerError, UsageError, nearest
+from stoker.errors import ConfigError, Preempted, StokerError, UsageError, did_you_mean
 from stoker.hardware.cgroup import host_cores
 from stoker.launching.jobs import remember, submit
 from stoker.launching.request import check_launch, make_spec
@@ -33,14 +31,7 @@ from stoker.planning.recommend import describe_cost, describe_duration
 from stoker.report import format as fmt
 from stoker.search import page
 from stoker.search.space import Metric, Space, default_space, defaults_in, read_space
-from stoker.search.study import (
-    PRUNERS,
-    RUNGS,
-    Study,
-    StudySpec,
-    best_trials,
-    create,
-)
+from stoker.search.study import PRUNERS, RUNGS, Study, StudySpec, best_trials, create, digest_data
 from stoker.search.worker import describe, trial_config
 from stoker.storage.uri import is_uri
 from stoker.training.run_selection import with_absolute_paths
@@ -113,10 +104,7 @@ def make_study(request: SearchRequest) -> tuple[StudySpec, Config]:
     objectives = _read_objectives(request.objective)
     pruner = request.pruner or ("halving" if len(objectives) == 1 else "none")
     if pruner not in PRUNERS:
-        near = nearest(pruner, PRUNERS)
-        raise UsageError(
-            f"There is no pruner {pruner!r}" + (f"; did you mean {near!r}?" if near else "."), choices=PRUNERS
-        )
+        raise UsageError(did_you_mean(f"There is no pruner {pruner!r}", pruner, PRUNERS), choices=PRUNERS)
     if pruner != "none" and len(objectives) > 1:
         raise UsageError("Trials with two objectives cannot be pruned.", choices=["--pruner none"])
     space = None if request.space is None else read_space(request.space)
@@ -136,11 +124,9 @@ def make_study(request: SearchRequest) -> tuple[StudySpec, Config]:
             f"The space has only {space.size():.0f} points.", location=request.space, fix=f"--trials {space.size():.0f}"
         )
     config, evaluations = _evaluations(config, resolved.config, len(resolved.index.image_indices("train")), pruner)
-    seed = config.run.seed if config.run.seed is not None else 0
-    digest = blake2b(digest_images(resolved.index, ("train", "val")).encode(), digest_size=16).hexdigest()
     return StudySpec(
         data=str(config.data.data),
-        digest=digest,
+        digest=digest_data(resolved.index),
         settings=msgspec.to_builtins(config.set_fields()),
         defaults=defaults_in(space, resolved.config),
         space=space,
@@ -149,7 +135,7 @@ def make_study(request: SearchRequest) -> tuple[StudySpec, Config]:
         objectives=objectives,
         pruner=pruner,  # type: ignore[arg-type]
         evaluations=evaluations,
-        seed=seed,
+        seed=config.run.seed or 0,
     ), config
 
 
@@ -157,10 +143,7 @@ def _read_objectives(text: str) -> list[Metric]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in OBJECTIVES:
-            near = nearest(name, OBJECTIVES)
-            raise UsageError(
-                f"There is no objective {name!r}" + (f"; did you mean {near!r}?" if near else "."), choices=OBJECTIVES
-            )
+            raise UsageError(did_you_mean(f"There is no objective {name!r}", name, OBJECTIVES), choices=OBJECTIVES)
     if names[0] != "ap" or len(names) > 2 or len(set(names)) < len(names):
         raise UsageError(f"--objective {text}: wanted ap, or ap and one other.", choices=["ap", "ap,latency"])
     return [OBJECTIVES[name] for name in names]
@@ -190,10 +173,8 @@ def _evaluations(config: Config, derived: Config, num_images: int, pruner: str) 
         trigger = IntervalTrigger(every, num_images, batch)
         count = math.ceil(steps / max(1, trigger.interval_steps)) if every.value else 1
     if count < 3:
-        raise ConfigError(
-            f"A trial has {fmt.plural(count, 'evaluation')}: too few to prune.",
-            fix="a shorter --eval-every, none at all, or --pruner none",
-        )
+        what = f"A trial has {fmt.plural(count, 'evaluation')}: too few to prune."
+        raise ConfigError(what, fix="a shorter --eval-every, none at all, or --pruner none")
     return config, count
 
 
@@ -240,9 +221,8 @@ def run_workers(study: Study, parallel: int, say: Callable[[str], None]) -> None
                 shown = len(finished)
                 if asked:
                     raise Preempted(f"Stopped by {asked[0]}.", fix="the same command continues the search")
-                for k, worker in list(workers.items()):
-                    if (code := worker.poll()) is None:
-                        continue
+                ended = {k: code for k, worker in workers.items() if (code := worker.poll()) is not None}
+                for k, code in ended.items():
                     del workers[k]
                     if code == 0:
                         continue
@@ -290,15 +270,13 @@ def launch_workers(folder: Path, request: SearchRequest, config: Config, say: Ca
     spec = make_spec(launch, place, request.options, data=str(config.data.data), settings=(), on_cpu=on_cpu)
     if spec.devices > 1 or spec.max_nodes > 1:
         raise UsageError("A trial has one device.", fix="--parallel for more workers, no --devices and --nodes")
-    is_array = place.name == "slurm"
-    spec = dataclasses.replace(
-        spec, arguments=("search", "--worker", str(folder)), tasks=request.parallel if is_array else 1
-    )
+    tasks = request.parallel if place.name == "slurm" else 1
+    spec = dataclasses.replace(spec, arguments=("search", "--worker", str(folder)), tasks=tasks)
     for warning in check_launch(spec, place):
         say(f"warning: {warning}")
     first = submit(spec, place, launch)
     jobs = [first]
-    for k in range(1, 1 if is_array else request.parallel):
+    for k in range(tasks, request.parallel):
         other = dataclasses.replace(spec, attempt=first.attempt + k)
         jobs.append(msgspec.structs.replace(first, id=place.submit(other), attempt=other.attempt))
         remember(jobs[-1])

@@ -5,23 +5,26 @@ sees the results of the rounds before its own only (`round` trials each, as many
 sampler is seeded with (seed, k), and a pruner compares with trials of earlier rounds. So a search that was killed and
 continued tries what an undisturbed one tries, as far as its metrics are reproducible.
 
-Optuna gives a trial of a dead worker a new number (`RetryHeartbeatStaleTrialCallback`), and journal files have no
-heartbeats. Here a worker holds a lock of its trial, which the kernel releases with the process; another worker takes
-the trial over, with its number and its run folder.
+A worker holds a lock of its trial, which the kernel releases with the process; another worker takes the trial over,
+with its number and its run folder (Optuna would give it a new number, and needs heartbeats, which journal files lack).
 """
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 import msgspec
 
+from stoker.data.index import Index
+from stoker.data.index_digest import digest_images
 from stoker.errors import ConfigError, StorageError, UsageError, needs_package, writing
 from stoker.search.space import Metric, Space
 from stoker.storage.local_files import write_atomic
@@ -44,8 +47,7 @@ PRUNERS = ("none", "halving", "hyperband")
 REDUCTION = 3
 """Of three trials at a rung, one goes on (Li et al., Hyperband, JMLR 2018, recommend 3 or 4)."""
 RUNGS = 9
-"""Evaluations of a trial where the user sets no interval: rungs are at 1/9 and 1/3 of it, so a pruned trial costs about
-a third at the most."""
+"""Evaluations of a trial where no interval is set: rungs at 1/9 and 1/3, so a pruned trial costs a third at most."""
 STARTUP_TRIALS = 10
 """Random trials before the sampler models anything: Optuna's default."""
 MAX_CHILDREN = 20
@@ -60,7 +62,7 @@ class StudySpec(msgspec.Struct, frozen=True, kw_only=True):
 
     data: str
     digest: str
-    """Of the images and boxes for training and validation."""
+    """By `digest_data`."""
     settings: dict[str, Any]
     """Of all trials, as the user set them."""
     defaults: dict[str, Any]
@@ -96,8 +98,7 @@ class Outcome(NamedTuple):
 
 
 class _JournalLock(BaseJournalFileLock):
-    """A lock that the kernel releases with its process. Removes the line that a killed process had written in part:
-    Optuna's reader would refuse the journal."""
+    """A lock that the kernel releases with its process. Removes a line written in part, which Optuna would refuse."""
 
     def __init__(self, journal: Path) -> None:
         self._journal = journal
@@ -127,10 +128,8 @@ def open_lock(path: Path, *, wait: bool) -> IO[str] | None:
         return None
     except OSError as error:
         file.close()
-        fix = "a study on a local disk or on NFS with locks"
-        raise StorageError(
-            "The file system of the study has no locks.", location=path, cause=error.strerror, fix=fix
-        ) from error
+        what, fix = "The file system of the study has no locks.", "a study on a local disk or on NFS with locks"
+        raise StorageError(what, location=path, cause=error.strerror, fix=fix) from error
     return file
 
 
@@ -167,8 +166,7 @@ class Study:
         return self.folder / TRIALS / f"{number:04d}"
 
     def claim(self) -> Claim | Literal["wait"] | None:
-        """The next trial: one whose worker died, else a new one. "wait": its round has not begun; None: all trials have
-        ended or are in other hands."""
+        """The next trial: one whose worker died, or a new one. "wait": its round has not begun; None: no trial."""
         spec = self.spec
         with holding(self.folder / LOCKS / "claim"):
             trials = self.trials()
@@ -187,15 +185,9 @@ class Study:
                 return "wait"
             lock = self._lock(number)
             assert lock is not None, "trials are begun under the lock of the study"
-            distributions = spec.space.distributions()
-            params = propose(spec, trials, number)
-            self._optuna.add_trial(
-                create_trial(
-                    state=TrialState.RUNNING,
-                    params=params,
-                    distributions={name: distributions[name] for name in params},
-                )
-            )
+            params, distributions = propose(spec, trials, number), spec.space.distributions()
+            known = {name: distributions[name] for name in params}
+            self._optuna.add_trial(create_trial(state=TrialState.RUNNING, params=params, distributions=known))
             return self._start(Claim(number, lock))
 
     def _lock(self, number: int) -> IO[str] | None:
@@ -249,26 +241,26 @@ def create(folder: Path, spec: StudySpec) -> StudySpec:
             raise UsageError("The folder is not empty and has no study.", location=folder, fix="another --run-dir")
         _write_spec(folder, spec)
         return spec
-    old = read_spec(folder)
-    fix = "another --run-dir, or the command that began the study"
+    old, file, fix = read_spec(folder), folder / STUDY, "another --run-dir, or the command that began the study"
     if old.digest != spec.digest:
         cause = f"it was begun with {old.data}" if old.data != spec.data else "images or boxes of the data set changed"
-        raise ConfigError("The study is of another data set.", location=folder / STUDY, cause=cause, fix=fix)
+        raise ConfigError("The study is of another data set.", location=file, cause=cause, fix=fix)
     if old.space != spec.space:
-        raise ConfigError(
-            "The study has another space.", location=folder / STUDY, cause="; ".join(old.space.lines()), fix=fix
-        )
+        raise ConfigError("The study has another space.", location=file, cause="; ".join(old.space.lines()), fix=fix)
     for name in ("settings", "objectives", "pruner", "seed"):
-        before, now = getattr(old, name), getattr(spec, name)
-        if before != now:
-            raise ConfigError(
-                f"The study was begun with other {name}: {before}, not {now}.", location=folder / STUDY, fix=fix
-            )
+        if (before := getattr(old, name)) != (now := getattr(spec, name)):
+            what = f"The study was begun with other {name}: {before}, not {now}."
+            raise ConfigError(what, location=file, fix=fix)
     if spec.trials < old.trials and spec.trials < len(Study(folder).trials()):
-        raise ConfigError(f"The study has more than {spec.trials} trials already.", location=folder / STUDY, fix=fix)
+        raise ConfigError(f"The study has more than {spec.trials} trials already.", location=file, fix=fix)
     spec = msgspec.structs.replace(old, trials=spec.trials)
     _write_spec(folder, spec)
     return spec
+
+
+def digest_data(index: Index) -> str:
+    """Of the images and boxes for training and validation."""
+    return blake2b(digest_images(index, ("train", "val")).encode(), digest_size=16).hexdigest()
 
 
 def read_spec(folder: Path) -> StudySpec:
@@ -289,24 +281,21 @@ def _write_spec(folder: Path, spec: StudySpec) -> None:
 
 
 def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any]:
-    """What the trial tries: a function of the study, the number and the results of earlier rounds. trials: at least
-    those before it."""
+    """What a trial tries: a function of study, number and results of earlier rounds. trials: at least those before."""
     if number == 0:
         return dict(spec.defaults)
     distributions = spec.space.distributions()
     before = {_point(trial.params) for trial in trials[:number]}
-    sampler = _make_sampler(spec, number, 0)
-    draw = 0
-    while True:
+    for draw in itertools.count():  # in a space of choices, the best point again would teach nothing
+        sampler = _make_sampler(spec, number, draw)
         params = _rounds_before(spec, trials, number, sampler).ask(distributions).params
         if _point(params) not in before:
-            return params
-        draw += 1  # a space of choices: the best point again would teach nothing
-        sampler = _make_sampler(spec, number, draw)
+            break
+    return params
 
 
 def _make_sampler(spec: StudySpec, number: int, draw: int) -> BaseSampler:
-    seed = _seed(spec, number, draw)
+    seed = random.Random(f"{spec.seed}/{number}/{draw}").getrandbits(32)
     if spec.sampler == "nsga2" and draw < MAX_CHILDREN:  # a child may be a network that was tried before
         return NSGAIISampler(population_size=spec.round, seed=seed)
     if draw:
@@ -328,16 +317,14 @@ def _judge(
 
 
 def _rounds_before(spec: StudySpec, trials: Sequence[FrozenTrial], number: int, sampler: BaseSampler) -> optuna.Study:
-    """A study in memory with what trial `number` may know: results of earlier rounds, and the points that its own round
-    tries; the next trial has this number."""
-    study = optuna.create_study(
-        study_name="search", directions=_directions(spec), sampler=sampler, pruner=_make_pruner(spec)
-    )
-    names = set(spec.space.settings)
+    """A study in memory with results of earlier rounds and points of its own one; its next trial has this number."""
+    directions, pruner = _directions(spec), _make_pruner(spec)
+    study = optuna.create_study(study_name="search", directions=directions, sampler=sampler, pruner=pruner)
     for trial in trials[:number]:
         known = trial.number < _round_start(spec, number)
         state = trial.state if known else TrialState.RUNNING
-        if set(trial.params) != names and state != TrialState.RUNNING:
+        is_whole = set(trial.params) == set(spec.space.settings)
+        if not is_whole and state != TrialState.RUNNING:
             # Defaults outside the space: a sampler of several settings together can learn nothing from them.
             state = TrialState.FAIL
         attributes = dict(trial.user_attrs.get("rungs", {})) if known else {}
@@ -349,8 +336,8 @@ def _rounds_before(spec: StudySpec, trials: Sequence[FrozenTrial], number: int, 
             create_trial(
                 state=state,
                 values=trial.values if state in (TrialState.COMPLETE, TrialState.PRUNED) else None,
-                params=trial.params if set(trial.params) == names else {},
-                distributions=trial.distributions if set(trial.params) == names else {},
+                params=trial.params if is_whole else {},
+                distributions=trial.distributions if is_whole else {},
                 system_attrs=attributes,
                 intermediate_values=trial.intermediate_values if known else {},
             )
@@ -374,10 +361,6 @@ def _directions(spec: StudySpec) -> list[StudyDirection]:
 
 def _round_start(spec: StudySpec, number: int) -> int:
     return number // spec.round * spec.round
-
-
-def _seed(spec: StudySpec, number: int, draw: int) -> int:
-    return random.Random(f"{spec.seed}/{number}/{draw}").getrandbits(32)
 
 
 def _point(params: Mapping[str, Any]) -> str:

@@ -51,8 +51,7 @@ def trial_config(study: Study, number: int) -> Config:
 
 
 def train_trial(study: Study, claim: Claim) -> Outcome:
-    """Trains a trial to its end, or until it is pruned; continues one that was begun. Raises StokerError where the next
-    trial would fail, too."""
+    """Trains, or continues, a trial until it ends or is pruned. Raises StokerError where the next would fail, too."""
     from stoker.training.run import train
 
     run, number = study.run_dir(claim.number), claim.number

@@ -2,10 +2,9 @@
 
 obstore signs the requests. This module adds what obstore does not do: the profiles of `~/.aws`, the end of the chain,
 and the name of the identity, for messages. Without credentials, public buckets are read unsigned, as gcsfs and s3fs do;
-the metadata service of the instance is queried once, for at most a second, so that a machine without one does not hang.
-Environment variables are those of the clouds' own tools, also for endpoints (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL,
-STORAGE_EMULATOR_HOST; without TLS where they begin with http://); AWS_SKIP_SIGNATURE=true and
-GOOGLE_SKIP_SIGNATURE=true send unsigned requests.
+the metadata service is queried once, for at most a second, so that a machine without one does not hang. Environment
+variables are those of the clouds' own tools, also for endpoints (ENDPOINT_VARIABLES; without TLS where they begin with
+http://); AWS_SKIP_SIGNATURE=true and GOOGLE_SKIP_SIGNATURE=true send unsigned requests.
 """
 
 import configparser
@@ -162,12 +161,9 @@ def _gcp_credentials() -> Credentials:
             try:
                 text = Path(key_path).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise StorageError(
-                    f"The key file of {variable} cannot be read.",
-                    location=key_path,
-                    cause=str(error),
-                    fix=f"Set {variable} to a key file, or unset it and run: gcloud auth application-default login",
-                ) from error
+                what = f"The key file of {variable} cannot be read."
+                fix = f"Set {variable} to a key file, or unset it and run: gcloud auth application-default login"
+                raise StorageError(what, location=key_path, cause=str(error), fix=fix) from error
             return _parse_key_file(text, variable)
     folder = Path(env.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
     default = folder / "application_default_credentials.json"

@@ -1,12 +1,10 @@
 """Failures of requests to a bucket: the kind of failure, whether and when to retry, and the message for the user.
 
-obstore gives an exception class, and everything else as text: the status, the store's XML, the kind of a network
-failure. Only this module parses that text. It does not include headers such as Retry-After. Codes and messages are in
-`knowledge/storage_failures.toml`.
+obstore gives an exception class, and everything else but headers as text, which only this module parses: the status,
+the store's XML, the kind of a network failure. Codes and messages are in `knowledge/storage_failures.toml`.
 
 Waits have full jitter (AWS Architecture Blog, "Exponential Backoff and Jitter", 2015); only the total time ends a
-request. obstore's own retries are used for parts of uploads only (`clients.py`): they do not retry damaged bodies, and
-repeat conditional writes.
+request. obstore's own retries (parts of uploads only) do not retry damaged bodies, and repeat conditional writes.
 """
 
 import functools
@@ -41,8 +39,7 @@ _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]+)'|<Region>([a-z0-9-]+)</R
 BACKOFF_BASE_S, BACKOFF_MAX_S = 0.1, 20.0
 """The n-th wait is uniform between 0 and min(BACKOFF_MAX_S, BACKOFF_BASE_S · 2ⁿ)."""
 CONNECT_TIMEOUT_DIVISOR = 6
-"""If a store has never responded, failures to connect are reported after 1/6 of the time: a typo in an endpoint should
-not take two minutes to be reported."""
+"""If a store has never responded, failures to connect are reported after 1/6 of the time, as for a wrong endpoint."""
 
 _DONE = {"read": "read", "list": "listed", "write": "written", "delete": "deleted"}
 
@@ -89,8 +86,7 @@ class ObjectTooShort(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """name: short, for counting ("503 SlowDown", "timeout"); message: the store's text; region: of the bucket, if the
-    store tells it."""
+    """name: short, for counting ("503 SlowDown", "timeout"); message: the store's; region: of the bucket, if told."""
 
     kind: FailureKind
     name: str
@@ -130,28 +126,22 @@ def classify_failure(error: Exception) -> Failure:
 
 
 def _failure_kind(error: Exception, head: str, status: int | None, code: str | None) -> FailureKind:
-    knowledge = _knowledge()
+    knowledge, name = _knowledge(), type(error).__name__
     if status in knowledge.retryable_statuses:
         return "retryable"
     if code in knowledge.codes:
         return knowledge.codes[code]
-    if "incorrectly configured region" in head:
-        return "region"
-    if status == 401 or "token request" in head:
-        return "credentials"
-    if type(error).__name__ == "InvalidPathError" or "invalid path: " in head:
-        return "name"
-    if isinstance(error, FileNotFoundError):
-        return "missing"
-    if status == 403:
-        return "denied"
-    if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
-        return "conflict"
-    if status == 416 or "non-partial response" in head or "Range request not supported" in head:
-        return "range"
-    if status in (405, 501) or isinstance(error, NotImplementedError) or type(error).__name__ == "NotSupportedError":
-        return "unsupported"
-    return "other"
+    signs: dict[FailureKind, bool] = {
+        "region": "incorrectly configured region" in head,
+        "credentials": status == 401 or "token request" in head,
+        "name": name == "InvalidPathError" or "invalid path: " in head,
+        "missing": isinstance(error, FileNotFoundError),
+        "denied": status == 403,
+        "conflict": name in ("AlreadyExistsError", "PreconditionError"),
+        "range": status == 416 or "non-partial response" in head or "Range request not supported" in head,
+        "unsupported": status in (405, 501) or isinstance(error, NotImplementedError) or name == "NotSupportedError",
+    }
+    return next((kind for kind, holds in signs.items() if holds), "other")
 
 
 def caused_by(error: StorageError) -> FailureKind | None:
@@ -232,11 +222,8 @@ class Timeouts:
         except ValueError:
             total_s = 0.0
         if not 0.0 < total_s < 86400.0:
-            raise ConfigError(
-                f"STOKER_STORAGE_TIMEOUT_S is {text!r}.",
-                choices=["seconds, above 0 and below 86400"],
-                fix=f"Unset it for the default, {cls.total_s:g}.",
-            )
+            choices, fix = ["seconds, above 0 and below 86400"], f"Unset it for the default, {cls.total_s:g}."
+            raise ConfigError(f"STOKER_STORAGE_TIMEOUT_S is {text!r}.", choices=choices, fix=fix)
         return cls(total_s)
 
 

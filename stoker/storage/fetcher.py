@@ -6,19 +6,20 @@ Retries and checks are in `store.Store.read_async`. The thread keeps its `Fetche
 
 import asyncio
 import atexit
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from stoker.errors import StorageError
 from stoker.storage.store import Store
 
 MAX_IN_FLIGHT = 64
-"""With a latency of 30 ms it reads 2,000 images per second. Twice as many cost half as much CPU again on a thin link
-(`benchmarks/loading/storage.py`)."""
+"""2,000 images/s at 30 ms latency; twice as many cost half as much CPU again on a thin link (benchmarks/loading)."""
 BUDGET_BYTES = 512 * 2**20
 """Default for the bytes in flight. One request is always allowed, even if it is larger."""
 TYPICAL_BYTES = 128 * 1024
@@ -35,19 +36,17 @@ HEDGE_MIN_SAMPLES, HEDGE_WINDOW = 32, 256
 """Responses that a quantile needs, and after which it is computed again; recent responses that count."""
 
 
-class Fetcher:
-    """max_in_flight: reads in flight; budget_bytes: their bytes. Thread-safe; `with` closes it.
-
-    All methods run on the thread of the loop, except the public ones.
-    """
+class Fetcher(contextlib.AbstractContextManager["Fetcher"]):
+    """max_in_flight: reads in flight; budget_bytes: their bytes. Thread-safe; `with` closes it. All methods run on the
+    thread of the loop, except the public ones."""
 
     def __init__(
         self, max_in_flight: int = MAX_IN_FLIGHT, *, budget_bytes: int = BUDGET_BYTES, hedge: bool = True
     ) -> None:
         self._hedging = _Hedging() if hedge else None
         self._max_in_flight, self._budget_bytes = max_in_flight, budget_bytes
-        self._submitted: deque[_Read] = deque()
         self._queued: deque[_Read] = deque()
+        """Other threads append, under the lock; only the loop takes."""
         self._in_flight: set[_Read] = set()
         self._bytes_in_flight = self._num_finished = self._finished_bytes = 0
         self._wakeup_pending = self._closed = False
@@ -58,11 +57,8 @@ class Fetcher:
         atexit.register(self.close)
 
     def submit(self, store: Store, key: str, *, start: int = 0, length: int | None = None) -> "Future[bytes]":
-        """The object's bytes, or `length` of them from `start`: as `Store.read`, with its errors.
-
-        Callbacks of the future run on the thread of the event loop and must be fast. The future can be cancelled until
-        its read has started.
-        """
+        """The object's bytes, or `length` of them from `start`: as `Store.read`, with its errors. Callbacks of the
+        future run on the loop's thread and must be fast. It can be cancelled until its read starts."""
         if os.getpid() != self._pid:
             fix = "Make a Fetcher after the fork, or start processes with the method spawn."
             raise StorageError("This fetcher belongs to the parent process.", fix=fix)
@@ -70,10 +66,10 @@ class Fetcher:
         with self._lock:
             if self._closed:
                 raise read.closed_error()
-            self._submitted.append(read)
+            self._queued.append(read)
             if not self._wakeup_pending:
                 self._wakeup_pending = True  # one wake-up for all requests that come before the loop runs
-                self._loop.call_soon_threadsafe(self._drain_submitted)
+                self._loop.call_soon_threadsafe(self._wake_up)
         return read.future
 
     @property
@@ -95,9 +91,6 @@ class Fetcher:
             self._thread.join(JOIN_TIMEOUT_S)
             _wait_for_obstore_threads(cancelled=bool(self._in_flight))
 
-    def __enter__(self) -> "Fetcher":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -111,7 +104,7 @@ class Fetcher:
                 task.cancel()
             if tasks:
                 self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            for read in [*self._in_flight, *self._queued, *self._submitted]:
+            for read in [*self._in_flight, *self._queued]:
                 if not read.future.done():
                     read.future.set_exception(read.closed_error())
             self._loop.close()
@@ -119,11 +112,9 @@ class Fetcher:
     def _mean_bytes(self) -> int:
         return max(1, self._finished_bytes // self._num_finished) if self._num_finished else TYPICAL_BYTES
 
-    def _drain_submitted(self) -> None:
+    def _wake_up(self) -> None:
         with self._lock:
             self._wakeup_pending = False
-            submitted, self._submitted = self._submitted, deque()
-        self._queued.extend(submitted)
         self._start_queued()
 
     def _start_queued(self) -> None:
@@ -179,19 +170,19 @@ class Fetcher:
         self._start_queued()
 
 
+@dataclass(eq=False, slots=True)
 class _Read:
-    """One read and its tasks."""
+    """One read and its tasks. size_bytes: counts against the byte budget while it is in flight."""
 
-    __slots__ = ("future", "key", "length", "size_bytes", "start", "started_s", "store", "tasks", "timer")
-
-    def __init__(self, store: Store, key: str, start: int, length: int | None) -> None:
-        self.store, self.key, self.start, self.length = store, key, start, length
-        self.future: Future[bytes] = Future()
-        self.tasks: list[asyncio.Task[None]] = []
-        self.timer: asyncio.TimerHandle | None = None
-        self.started_s = 0.0
-        self.size_bytes = 0
-        """Counts against the byte budget while it is in flight."""
+    store: Store
+    key: str
+    start: int
+    length: int | None
+    future: Future[bytes] = field(default_factory=Future)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    started_s: float = 0.0
+    size_bytes: int = 0
 
     def closed_error(self) -> StorageError:
         location = self.store.uri.child(self.key)

@@ -2,9 +2,8 @@
 
 Every write of the object is conditional on the previous version, so only one of several processes can take the lease.
 The lease of a dead process is taken at once on the same machine, where the process can be checked; on another machine
-when it has not been renewed for LEASE_DURATION_S. That compares the clocks of two machines: if one is wrong by more
-than half a minute, it may take a lease that is still held. The previous holder notices at its next renewal and stops
-writing (`Lease.ensure_held`).
+when it has not been renewed for LEASE_DURATION_S. A clock that is wrong by more than half a minute may take one that is
+still held; the previous holder notices at its next renewal and stops writing (`Lease.ensure_held`).
 """
 
 import contextlib
@@ -101,7 +100,7 @@ class Lease:
             start_s = time.monotonic()
             holder = msgspec.structs.replace(self._holder, renew_time=time.time())
             try:
-                self._info = self._store.write(self._uri.key, _encode(holder), if_match=self._info.etag)
+                self._info = self._store.write(self._uri.key, msgspec.json.encode(holder), if_match=self._info.etag)
             except (Conflict, ObjectMissing):
                 current = _read_lease(self._store, self._uri)
                 if current is not None and current[0].token == self._holder.token:  # our write, whose response was lost
@@ -130,19 +129,15 @@ class Lease:
         if self._lost is None:
             released = msgspec.structs.replace(self._holder, renew_time=time.time(), released=True)
             with contextlib.suppress(StorageError):
-                self._store.write(self._uri.key, _encode(released), if_match=self._info.etag)
+                self._store.write(self._uri.key, msgspec.json.encode(released), if_match=self._info.etag)
 
 
 def acquire(
     uri: StorageUri, *, on_message: Callable[[str], None], check_interrupted: Callable[[], None]
 ) -> Lease | None:
-    """Takes the lease at `uri`; None where the store has no conditional writes.
-
-    Waits until a lease of another machine expires. While it waits, `on_message` gets a line every MESSAGE_INTERVAL_S,
-    and `check_interrupted` may raise to end the waiting.
-
-    Raises UsageError with the holder if that is alive; StorageError.
-    """
+    """Takes the lease at `uri`; None where the store has no conditional writes. Waits until a lease of another machine
+    expires. While it waits, `on_message` gets a line every MESSAGE_INTERVAL_S, and `check_interrupted` may raise to end
+    the waiting. Raises UsageError with the holder if that is alive; StorageError."""
     store = open_store(uri)
     new_holder = _this_process()
     last_seen: LeaseHolder | None = None
@@ -167,17 +162,15 @@ def acquire(
                 continue
         acquired_s = time.monotonic()
         new_holder = msgspec.structs.replace(new_holder, renew_time=time.time())
+        data, etag = msgspec.json.encode(new_holder), None if current is None else current[1].etag
         try:
-            if current is None:
-                info = store.write(uri.key, _encode(new_holder), if_absent=True)
-            else:
-                info = store.write(uri.key, _encode(new_holder), if_match=current[1].etag)
+            info = store.write(uri.key, data, if_absent=current is None, if_match=etag)
         except (Conflict, ObjectMissing):  # another process was faster
             continue
         except StorageError as error:
             if caused_by(error) != "other":
                 raise
-            store.write(uri.key, _encode(new_holder))  # raises the real failure, unless the condition was the problem
+            store.write(uri.key, data)  # raises the real failure, unless the condition was the problem
             store.delete(uri.key)
             return None
         return Lease(store, uri, new_holder, info, acquired_s) if _supports_conditional_writes(store, uri) else None
@@ -199,10 +192,6 @@ def read_lease_file(path: Path) -> LeaseHolder | None:
         return msgspec.json.decode(path.read_bytes(), type=LeaseHolder)
     except FileNotFoundError:
         return None
-
-
-def _encode(holder: LeaseHolder) -> bytes:
-    return msgspec.json.encode(holder)
 
 
 def _read_lease(store: Store, uri: StorageUri) -> tuple[LeaseHolder, ObjectInfo] | None:
@@ -247,8 +236,7 @@ def _machine_id() -> str:
 
 
 def _process_start(pid: int) -> float | None:
-    """Start time of a process; None when it does not run. On Linux in clock ticks since boot, which does not change
-    with the clock."""
+    """Start time of a process, on Linux in clock ticks since boot, whatever the clock; None when it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else float(fields[19])

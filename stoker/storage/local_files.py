@@ -41,8 +41,7 @@ def format_bytes(count: int) -> str:
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path next to `path`. It replaces `path` at the end of the block, and is removed after an exception.
-    The block makes the content durable (fsync) where that is needed. A link in place of either is replaced, and its
-    target is not written."""
+    The block does any fsync. A link in place of either is replaced, and its target is not written."""
     name = os.fsencode(path.name)
     shown = path.name if len(name) <= MAX_TEMPORARY_NAME_BYTES else blake2b(name, digest_size=8).hexdigest()
     temporary = path.with_name(f".{shown}.{os.getpid()}.tmp")

@@ -1,17 +1,17 @@
 """A bucket or a web server: read, list, write, delete, from any thread, with retries and errors that say what to do.
 
-Every read is checked against the length in the headers. Whole objects that `read` returns are also checked by MD5 where
-the ETag is one (objects of one part without KMS keys). obstore does not give access to other checksums (x-goog-hash,
-x-amz-checksum-…). Images are read by `read_async` without MD5, which costs as much as the whole request; TLS protects
-the transfer, and decoding is strict. Not here: many concurrent reads (`fetcher.py`), credentials (`clients.py`), kinds
-of failures and the time between retries (`failures.py`).
+Every read is checked against the length in the headers, and whole objects that `read` returns by MD5 where the ETag is
+one (objects of one part without KMS keys); obstore gives no access to other checksums. `read_async` (images) has no
+MD5, which costs as much as the whole request; TLS protects the transfer, and decoding is strict. Not here: many
+concurrent reads (`fetcher.py`), credentials (`clients.py`), kinds of failures, time between retries (`failures.py`).
 
-Downloads are objects as files, and the files of a run that a command needs: a command reads the working copy of a run
-(`uri.py`) if that is at least as new as the bucket, else it downloads into the reading copy. Objects that are removed
-or replaced meanwhile are not an error: the run may be live.
+A command reads the working copy of a run (`uri.py`) if that is at least as new as the bucket, else it downloads what it
+needs into the reading copy. Objects that are removed or replaced meanwhile are not an error: the run may be live.
 """
 
 import asyncio
+import contextlib
+import fnmatch
 import functools
 import hashlib
 import json
@@ -81,10 +81,8 @@ class ObjectInfo:
 
 
 class Store:
-    """One bucket. `open_store` keeps one per process; others can be made, with other timeouts.
-
-    obstore is imported here and in the methods, as trainings on local files do not need it.
-    """
+    """One bucket. `open_store` keeps one per process; others can be made, with other timeouts. obstore is imported here
+    and in the methods, as trainings on local files do not need it."""
 
     def __init__(self, uri: StorageUri, *, timeouts: Timeouts | None = None) -> None:
         with needs_package("obstore", f"Access to {uri.scheme}://{uri.bucket}"):
@@ -114,9 +112,7 @@ class Store:
                     raise CorruptResponse("two reads of the object differ, and the first does not match its ETag")
             return data
 
-        data = self._with_retries("read", key, attempt)
-        self.counters.has_responded = True
-        return data
+        return self._with_retries("read", key, attempt)
 
     async def read_async(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
         """`read` on an event loop, without the MD5."""
@@ -156,10 +152,9 @@ class Store:
         import obstore
 
         def attempt() -> "ObjectMeta | None":
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 return obstore.head(self._clients.reads, key)
-            except FileNotFoundError:
-                return None
+            return None
 
         meta = self._with_retries("read", key, attempt)
         if meta is not None:
@@ -213,18 +208,14 @@ class Store:
         listing = self._with_retries(
             "list", prefix, lambda: obstore.list_with_delimiter(self._clients.reads, prefix or None)
         )
-        self.counters.has_responded = True
         return tuple(sorted(path.rpartition("/")[2] for path in listing["common_prefixes"]))
 
     def write(
         self, key: str, data: bytes | Path, *, if_absent: bool = False, if_match: str | None = None
     ) -> ObjectInfo:
-        """Replaces the object as a whole: a reader never sees a part of it.
-
-        if_absent: only if there is no object; if_match: only if the object has this `etag`; else raises Conflict. Such
-        a conditional write is one request (at most 5 GB, in memory). Other large writes are multipart uploads; the
-        parts of a failed one are billed until a lifecycle rule of the bucket removes them.
-        """
+        """Replaces the object as a whole: a reader never sees a part of it. if_absent: only if there is no object;
+        if_match: only if the object has this `etag`; else raises Conflict: one request (at most 5 GB, in memory). Other
+        large writes are multipart uploads, whose parts are billed after a failure until a rule removes them."""
         import obstore
         from obstore.exceptions import BaseError
 
@@ -250,7 +241,6 @@ class Store:
                 raise
 
         result = self._with_retries("write", key, attempt)
-        self.counters.has_responded = True
         etag = result["version"] if self.uri.scheme == "gs" else result["e_tag"]
         return ObjectInfo(key, size, etag, time.time())
 
@@ -259,13 +249,10 @@ class Store:
         import obstore
 
         def attempt() -> None:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._clients.writes, key)
-            except FileNotFoundError:
-                return
 
         self._with_retries("delete", key, attempt)
-        self.counters.has_responded = True
 
     def _own_write_result(self, key: str, data: bytes | Path) -> "PutResult | None":
         """After an attempt without a response, a conflict may be with our own write: then the object has our bytes."""
@@ -281,9 +268,12 @@ class Store:
         retry_state = RetryState(self.timeouts, self.counters)
         while True:
             try:
-                return attempt()
+                result = attempt()
             except _request_exceptions() as error:
                 time.sleep(self._retry_wait_s(retry_state, error, action, key))
+            else:
+                self.counters.has_responded = True
+                return result
 
     def _retry_wait_s(self, retry_state: RetryState, error: Exception, action: Action, key: str) -> float:
         """Seconds until the next attempt; raises the error for the user if there is none."""
@@ -363,11 +353,8 @@ def fetch_files(
     fallback_checkpoints: str = "",
 ) -> Path:
     """A local folder with these files of the run, if it has them; with all files of its folder `subfolder`; and with
-    the first of `first_existing_of` that it has, else the newest weights in its folder `fallback_checkpoints`. Files
-    that have not changed since the last download are not downloaded again.
-
-    events_file: the file that every run has. Raises UsageError when there is no run, StorageError.
-    """
+    the first of `first_existing_of` that it has, else the newest weights in its folder `fallback_checkpoints`. Only
+    changed files are downloaded. events_file: which every run has. Raises UsageError without a run, StorageError."""
     store = open_store(uri)
     try:
         remote_events = store.read(uri.child(events_file).key)
@@ -386,11 +373,7 @@ def fetch_files(
     for name in dict.fromkeys([*names, *subfolder_names, *fetched_before]):
         _update_file(store, uri, folder, name, etags)
     keys_by_name = list_keys(store, uri) if fallback_checkpoints else {}
-    weight_files = (
-        name
-        for name in keys_by_name
-        if name.startswith(f"{fallback_checkpoints}/step-") and name.endswith(".safetensors")
-    )
+    weight_files = fnmatch.filter(keys_by_name, f"{fallback_checkpoints}/step-*.safetensors")
     for name in (*first_existing_of, *sorted(weight_files, reverse=True)):
         if _update_file(store, uri, folder, name, etags):
             break
@@ -412,18 +395,15 @@ def not_a_run_error(uri: StorageUri, events_file: str) -> UsageError:
 def _update_file(store: Store, uri: StorageUri, folder: Path, name: str, etags: dict[str, str | None]) -> bool:
     """Updates folder/name from the bucket; removes it if the bucket does not have it. Returns whether it does."""
     target, key = folder / name, uri.child(name).key
-    info = store.stat(key)
-    if info is not None and target.is_file() and info.etag is not None and etags.get(name) == info.etag:
-        return True
-    try:
-        if info is None:
-            raise ObjectMissing("There is no such object.", location=uri.child(name))
-        etags[name] = download(store, key, target).etag
-    except ObjectMissing:  # also when it was removed after `stat`
-        target.unlink(missing_ok=True)
-        etags.pop(name, None)
-        return False
-    return True
+    if (info := store.stat(key)) is not None:
+        if target.is_file() and info.etag is not None and etags.get(name) == info.etag:
+            return True
+        with contextlib.suppress(ObjectMissing):  # removed after `stat`
+            etags[name] = download(store, key, target).etag
+            return True
+    target.unlink(missing_ok=True)
+    etags.pop(name, None)
+    return False
 
 
 def download(store: Store, key: str, target: Path) -> ObjectInfo:

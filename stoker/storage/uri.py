@@ -2,18 +2,15 @@
 
 A URI is never a `pathlib.Path`, which drops one of its slashes. Only text is handled here; `store.py` reads objects.
 
-A run in a bucket has two copies in the cache folder. Training writes the *working copy* and uploads it
-(`training/bucket_run.py`). Commands that only read download the files that they need into the *reading copy*
-(`store.py`).
+A run in a bucket has two copies in the cache folder: the *working copy* that training writes and uploads
+(`training/bucket_run.py`), and the *reading copy* with the files that other commands need (`store.py`).
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import quote, unquote
 
 from stoker.errors import ConfigError, nearest
@@ -24,6 +21,7 @@ URI_FILE = ".address"
 """In both copies: the URI of the run. If the user names the copy as the run, training continues with this URI."""
 LEASE_FILE = "lease.json"
 WRITABLE_SCHEMES = ("gs", "s3")
+EXAMPLES = "For example s3://my-bucket/data or gs://my-bucket/data."
 
 _URI_PATTERN = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]+://|(?:{'|'.join(SCHEMES)}):/")
 """Includes unknown schemes, and the one slash that `pathlib` leaves: `parse_uri` reports what is wrong."""
@@ -68,67 +66,55 @@ def is_uri(text: str) -> bool:
 def parse_uri(text: str) -> StorageUri:
     """Raises ConfigError: an unknown scheme, no bucket, an empty part, a query, a password."""
     if not is_uri(text):
-        _raise_config_error(text, "This is not a URI.", cause="it does not begin with a scheme and ://")
+        cause = "it does not begin with a scheme and ://"
+        raise ConfigError("This is not a URI.", location=text, cause=cause, fix=EXAMPLES)
     scheme, _, rest = text.partition(":")
     scheme = scheme.lower()
     if not rest.startswith("//"):
-        fix = f"Write {scheme}://{rest.lstrip('/')}."
-        _raise_config_error(text, "The URI has one slash after its scheme instead of two.", fix=fix)
+        what, fix = "The URI has one slash after its scheme instead of two.", f"Write {scheme}://{rest.lstrip('/')}."
+        raise ConfigError(what, location=text, fix=fix)
     if scheme == "file":
-        _raise_config_error(text, "file:// is not supported.", fix=f"Write the path: {unquote(rest[2:])}")
+        fix = f"Write the path: {unquote(rest[2:])}"
+        raise ConfigError("file:// is not supported.", location=text, fix=fix)
     if scheme not in SCHEMES:
-        closest = nearest(scheme, SCHEMES)
-        hint = f"Write {closest}:{rest}." if closest else "For example s3://my-bucket/data or gs://my-bucket/data."
-        _raise_config_error(
-            text, f"{scheme}:// is not supported.", choices=[f"{name}://" for name in SCHEMES], fix=hint
-        )
+        closest, choices = nearest(scheme, SCHEMES), [f"{name}://" for name in SCHEMES]
+        fix = f"Write {closest}:{rest}." if closest else EXAMPLES
+        raise ConfigError(f"{scheme}:// is not supported.", location=text, choices=choices, fix=fix)
     bucket, _, key = rest[2:].partition("/")
     is_http = scheme in ("https", "http")
     if "@" in bucket:
         without_password = f"{scheme}://…@{bucket.rpartition('@')[2]}"
         fix = "Remove the part before the @: stoker reads credentials from the environment."
-        _raise_config_error(without_password, "The URI contains a user name or a password.", fix=fix)
+        raise ConfigError("The URI contains a user name or a password.", location=without_password, fix=fix)
     if not bucket:
-        example = f"{scheme}://example.org/data" if is_http else f"{scheme}://my-bucket/data"
-        _raise_config_error(text, f"The URI has no {'host' if is_http else 'bucket'}.", fix=f"For example {example}.")
+        what, example = ("host", "example.org") if is_http else ("bucket", "my-bucket")
+        raise ConfigError(f"The URI has no {what}.", location=text, fix=f"For example {scheme}://{example}/data.")
     if is_http:
         if "?" in key or "#" in key:
-            message = "The URI has a query (?…) or a fragment (#…), which stoker does not send."
+            what = "The URI has a query (?…) or a fragment (#…), which stoker does not send."
             fix = "Use the URI of the plain file; for a private bucket, its gs:// or s3:// URI."
-            _raise_config_error(text.partition("?")[0], message, fix=fix)
+            raise ConfigError(what, location=text.partition("?")[0], fix=fix)
         key = unquote(key)
     key = key.removesuffix("/")
     if any(part in ("", ".", "..") for part in key.split("/")) and key:
-        _raise_config_error(text, "A part of the URI is empty, . or ..", fix="Separate names by single slashes.")
+        what = "A part of the URI is empty, . or .."
+        raise ConfigError(what, location=text, fix="Separate names by single slashes.")
     return StorageUri(scheme, bucket, key)
 
 
 def expand_variables(text: str) -> str:
     """A path or a URI with `~`, `$NAME` and `${NAME}` replaced. Raises ConfigError for a variable without a value."""
-    expanded = _VARIABLE_PATTERN.sub(
-        lambda match: _variable_value(match[1] if match[1] is not None else match[2], text), text
-    )
-    return os.path.expanduser(expanded)
 
+    def value_of(match: re.Match[str]) -> str:
+        name: str = match[1] if match[1] is not None else match[2]
+        if value := os.environ.get(name):
+            return value
+        state = "set, but empty" if name in os.environ else "not set"
+        closest = nearest(name, [other for other, value in os.environ.items() if value and other != name])
+        fix = f"Did you mean ${closest}? Otherwise: export {name}=…" if closest else f"export {name}=…"
+        raise ConfigError(f"The environment variable {name or '${}'} is {state}.", location=text, fix=fix)
 
-def _variable_value(name: str, text: str) -> str:
-    if value := os.environ.get(name):
-        return value
-    state = "set, but empty" if name in os.environ else "not set"
-    closest = nearest(name, [other for other, value in os.environ.items() if value and other != name])
-    fix = f"Did you mean ${closest}? Otherwise: export {name}=…" if closest else f"export {name}=…"
-    raise ConfigError(f"The environment variable {name or '${}'} is {state}.", location=text, fix=fix)
-
-
-def _raise_config_error(
-    text: str,
-    message: str,
-    *,
-    cause: str | None = None,
-    choices: Sequence[str] = (),
-    fix: str = "For example s3://my-bucket/data or gs://my-bucket/data.",
-) -> NoReturn:
-    raise ConfigError(message, location=text, cause=cause, choices=choices, fix=fix)
+    return os.path.expanduser(_VARIABLE_PATTERN.sub(value_of, text))
 
 
 def to_run_uri(text: str) -> StorageUri | None:

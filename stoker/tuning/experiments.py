@@ -4,13 +4,11 @@ A separate program, so that `stoker why RUN --probe` does not import torch:
 
     python -m stoker.tuning.experiments runs/mine
 
-It prints a `schemas.Probe` as a JSON line for each experiment. How two configurations are measured is in `trials.py`;
-the run is not touched.
+It prints a `schemas.Probe` as a JSON line for each experiment, and leaves the run as it is. `trials.py` measures.
 """
 
 import contextlib
 import functools
-import statistics
 import sys
 import tempfile
 import time
@@ -24,8 +22,8 @@ from stoker.config.settings import from_run
 from stoker.errors import StokerError
 from stoker.runs.records import CONFIG, last_attempt
 from stoker.runs.schemas import PROBE_KINDS, Probe
-from stoker.tuning.policy import LOOKS, judge, measure_ratio
-from stoker.tuning.trials import NUM_IMAGES, TrialError, TrialProcess, Window, measure_in_turn
+from stoker.tuning.policy import summarize_speed
+from stoker.tuning.trials import NUM_IMAGES, TrialError, TrialProcess, Window, measure_in_turn, new_probe
 
 MAX_EXPERIMENT_S = 40.0
 """After this time an experiment is judged by the pairs that it has."""
@@ -39,9 +37,8 @@ def run_experiments(settings: dict[str, Any], attempt: int, log: Path) -> Iterat
             with contextlib.ExitStack() as stack:
                 values = _measure(kind, settings, functools.partial(_start, stack, log))
         except TrialError as error:
-            values = dict.fromkeys(("before_img_per_s", "after_img_per_s", "ratio", "ratio_low", "ratio_high"), 0.0)
-            values |= {"steps": 0, "reason": error.reason}
-        yield Probe(t=time.time(), attempt=attempt, probe=kind, **values)
+            values = {"reason": error.reason}
+        yield new_probe(kind, attempt=attempt, **values)
 
 
 def _start(stack: contextlib.ExitStack, log: Path, settings: dict[str, Any]) -> TrialProcess:
@@ -84,18 +81,8 @@ def _measure(kind: str, settings: dict[str, Any], start: Callable[[dict[str, Any
 
 def _measure_pairs(before: Window, after: Window, unit: int) -> dict[str, Any]:
     """The fields of an experiment."""
-    until_s = time.monotonic() + MAX_EXPERIMENT_S
-
-    def is_enough(pairs: list[tuple[float, float]]) -> bool:
-        return len(pairs) in LOOKS and (judge(pairs) != "more" or time.monotonic() > until_s)
-
-    found = measure_in_turn(before, after, unit=unit, is_enough=is_enough)
-    ratio, low, high = measure_ratio(found.pairs)
-    return {
-        "steps": found.steps, "ratio": ratio, "ratio_low": low, "ratio_high": high,
-        "before_img_per_s": 1 / statistics.median(a for a, _ in found.pairs),
-        "after_img_per_s": 1 / statistics.median(b for _, b in found.pairs),
-    }  # fmt: skip
+    found = measure_in_turn(before, after, unit=unit, until_s=time.monotonic() + MAX_EXPERIMENT_S)
+    return {"steps": found.steps, **summarize_speed(found.pairs)}
 
 
 def main(run: Path) -> None:

@@ -1,13 +1,12 @@
 """`stoker tune --lr`: a range test, then short trainings that the validation split scores, by successive halving.
 
 What to try next is in `training/lr_policy.py`. The range test is a trial process (`training/trial.py`), a training is
-`stoker train` in a folder of its own. Each is a line of probes.jsonl; a killed search continues, also in the middle of
-a training. Trainings run one after the other, since two would share the device.
+`stoker train` in a folder of its own, one after the other. A killed search continues, also in the middle of a training.
 """
 
+import contextlib
 import functools
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from stoker.config.settings import to_toml
 from stoker.errors import DataError, UsageError
 from stoker.report.console import print_renderables, table
 from stoker.runs import records
-from stoker.runs.records import CONFIG, EVENTS, PROBES, STEPS, RunFolder
+from stoker.runs.records import CONFIG, EVENTS, STEPS
 from stoker.runs.schemas import Event, Probe, StepWindow
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import display_path
@@ -32,7 +31,7 @@ from stoker.tuning import policy
 from stoker.tuning.levers import Facts
 from stoker.tuning.lr_plot import draw
 from stoker.tuning.runner import LOG, TuneRequest, collect_facts, open_folder, resolve, train_briefly
-from stoker.tuning.trials import TrialError, TrialProcess
+from stoker.tuning.trials import TrialError, TrialProcess, TrialRecords, new_probe
 
 RANGE_TEST, TRAINING = "range_test", "lr"
 PLOT = "lr.svg"
@@ -70,31 +69,20 @@ class LrResult(msgspec.Struct, kw_only=True):
 
 
 def tune_lr(request: TuneRequest, on_progress: Callable[[str], None]) -> LrResult:
-    """Searches, or continues a search that was killed. on_progress: called with lines of text.
-
-    Raises UsageError for levers with it, too short a budget, or a folder of other settings; DataError for a folder of
-    other data, data without a validation split, or a model that diverges at every learning rate.
-    """
+    """Searches, or continues a search that was killed. on_progress: called with lines of text. Raises UsageError for
+    levers with it, too short a budget, or a folder of other settings; DataError for a folder of other data, data
+    without a validation split, or a model that diverges at every learning rate."""
     if request.levers or request.allow_accuracy:
         raise UsageError("--lr finds the learning rate only.", fix="leave out --levers and --allow, or --lr")
     if request.budget_s < policy.MIN_BUDGET_S:
         raise UsageError(f"--budget: {request.budget_s:.0f} s are too short for a range test.", fix="--budget 30min")
     resolved = resolve(request)
     if "val" not in resolved.index.splits or not len(resolved.index.image_indices("val")):
-        raise DataError(
-            "The learning rate is judged by the validation split, and there is none.", location=request.target,
-            fix="add one: `stoker data split` makes it",
-        )  # fmt: skip
+        what = "The learning rate is judged by the validation split, and there is none."
+        raise DataError(what, location=request.target, fix="add one: `stoker data split` makes it")
     facts = collect_facts(resolved, request)
-    path = open_folder(request, resolved, facts, on_progress, "tune-lr")
-    with records.locked(path) as is_ours:
-        if is_ours is False:
-            raise UsageError("Another process tunes here.", location=path, fix="wait for its end, or give --out")
-        search = _Search(request, resolved, facts, path, on_progress)
-        try:
-            return search.run()
-        finally:
-            search.folder.close()
+    with open_folder(request, resolved, facts, on_progress, "tune-lr") as trials:
+        return _Search(request, resolved, facts, trials, on_progress).run()
 
 
 class _Search:
@@ -103,37 +91,30 @@ class _Search:
         request: TuneRequest,
         resolved: ResolvedRun,
         facts: Facts,
-        path: Path,
+        trials: TrialRecords,
         on_progress: Callable[[str], None],
     ) -> None:
         self.request, self.resolved, self.facts, self.on_progress = request, resolved, facts, on_progress
-        self.folder = RunFolder(path, 1)
-        newest: dict[int, Probe] = {}
-        for line in records.read_lines(path, PROBES, Probe):
-            newest[line.trial] = line
-        self.trials = [line for line in newest.values() if line.machine == facts.machine and line.data == facts.data]
-        self._last_trial = max(newest, default=0)
-        config = resolved.config
-        length = parse_duration(config.run.max_duration)
-        self.total = total_steps(length, facts.num_images, config.run.batch_size)
+        self.records, run = trials, resolved.config.run
+        self.total = total_steps(parse_duration(run.max_duration), facts.num_images, run.batch_size)
 
     def run(self) -> LrResult:
         """The range test, the trainings, and what follows from them."""
-        ramp = next((line for line in self.trials if line.probe == RANGE_TEST and line.state == "passed"), None)
+        known = self.records.newest()
+        ramp = next((line for line in known if line.probe == RANGE_TEST and line.state == "passed"), None)
         ramp = ramp or self._do(RANGE_TEST, 0, {}, self._range_test)
         if ramp.state != "passed":
-            raise DataError("The range test failed.", location=self.folder.path / LOG, cause=ramp.reason)
+            raise DataError("The range test failed.", location=self.records.path / LOG, cause=ramp.reason)
         center = lr_policy.grid_center(ramp.lrs, ramp.losses)
         step_s = ramp.seconds / ramp.steps
         first = lr_policy.first_steps(step_s, self.request.budget_s, self.total)
         if first < lr_policy.MIN_STEPS:
             rounds, trainings = lr_policy.cost()
             needed = rounds * lr_policy.MIN_STEPS * step_s + trainings * lr_policy.START_S
-            raise UsageError(
-                f"--budget: {self.request.budget_s:.0f} s are too short for the trainings after the range test.",
-                cause=f"a step takes {step_s:.2g} s here, and each training has {lr_policy.MIN_STEPS} steps at least",
-                fix=f"--budget {math.ceil(needed / 60)}min; the range test is not repeated",
-            )
+            what = f"--budget: {self.request.budget_s:.0f} s are too short for the trainings after the range test."
+            cause = f"a step takes {step_s:.2g} s here, and each training has {lr_policy.MIN_STEPS} steps at least"
+            fix = f"--budget {math.ceil(needed / 60)}min; the range test is not repeated"
+            raise UsageError(what, cause=cause, fix=fix)
         self.on_progress(f"trainings of {first}, {2 * first} and {4 * first} steps around {center:.2g}")
         while (action := lr_policy.next_trial(center, self._done(first))) is not None:
             steps, lr = first * 2 ** action[0], action[1]
@@ -141,29 +122,13 @@ class _Search:
         done = self._done(first)
         best = lr_policy.best_of(center, done)
         if best is None:
-            raise DataError(
-                "Training diverges at every learning rate.", location=self.folder.path,
-                fix="look for broken boxes: `stoker data check`",
-            )  # fmt: skip
+            what, fix = "Training diverges at every learning rate.", "look for broken boxes: `stoker data check`"
+            raise DataError(what, location=self.records.path, fix=fix)
         return self._write(best, center, ramp, done)
 
     def _do(self, kind: str, steps: int, changes: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> Probe:
-        self._last_trial += 1
-        probe = Probe(
-            t=time.time(), attempt=1, probe=kind, steps=steps, before_img_per_s=0.0, after_img_per_s=0.0, ratio=0.0,
-            ratio_low=0.0, ratio_high=0.0, trial=self._last_trial, state="run", changes=changes,
-            machine=self.facts.machine, data=self.facts.data,
-        )  # fmt: skip
-        self.folder.append(PROBES, probe)
-        start_s = time.monotonic()
-        try:
-            values = measure()
-        except TrialError as error:
-            values = {"state": "unavailable" if error.unavailable else "failed", "reason": error.reason}
-        values = {"seconds": time.monotonic() - start_s, **values}
-        probe = msgspec.structs.replace(probe, t=time.time(), **values)
-        self.folder.append(PROBES, probe)
-        self.trials.append(probe)
+        trial = max((line.trial for line in self.records.lines), default=0) + 1
+        probe = self.records.run(new_probe(kind, steps=steps, trial=trial, changes=changes), measure)
         self.on_progress(describe(probe))
         return probe
 
@@ -171,11 +136,11 @@ class _Search:
         lr = self.resolved.config.optim.lr
         lrs = lr_policy.ramp(RAMP_LOW * lr, RAMP_HIGH * lr, RAMP_STEPS)
         settings, request = self.resolved.config.set_fields(), self.request
-        log = self.folder.path / LOG
+        log = self.records.path / LOG
         process = TrialProcess(settings, log, request.command, request.budget_s, request.devices)
         losses: list[float] = []
         seconds = 0.0
-        try:
+        with contextlib.closing(process):
             for lr in lrs:
                 reply = process.ask("ramp", lr=lr)
                 seconds += reply.seconds
@@ -183,8 +148,6 @@ class _Search:
                 if lr_policy.has_diverged(losses):
                     break
             process.ask("restore")
-        finally:
-            process.close()
         steps, finite = len(losses), [loss for loss in losses if math.isfinite(loss)]
         if not finite:
             raise TrialError("the first loss is not finite, at the lowest learning rate")
@@ -194,7 +157,7 @@ class _Search:
 
     def _train(self, steps: int, lr: float) -> dict[str, Any]:
         """A short training, whose warm-up and schedule fit its length."""
-        run = self.folder.path / f"lr-{lr:.3g}-{steps}"
+        run = self.records.path / f"lr-{lr:.3g}-{steps}"
         try:
             settings = self.resolved.config.set_fields() | {"lr": lr}
             train_briefly(settings, steps, run, self.request.devices)
@@ -215,17 +178,19 @@ class _Search:
         """The trainings of this length; those that failed count as diverged, those of another budget do not."""
         numbers = {first * 2**number: number for number in range(lr_policy.RUNGS)}
         return {
-            (numbers[line.steps], line.changes["lr"]): _score(line)
-            for line in self.trials
+            (numbers[line.steps], line.changes["lr"]): Score(
+                line.changes["lr"], line.scores.get("ap"), line.scores.get("loss", math.inf)
+            )
+            for line in self.records.newest()
             if line.probe == TRAINING and line.steps in numbers and line.state not in ("planned", "run")
         }
 
     def _write(self, best: Score, center: float, ramp: Probe, done: lr_policy.Done) -> LrResult:
         """config.toml, the plot, and the result."""
-        resolved, path = self.resolved, self.folder.path
+        resolved, path, trials = self.resolved, self.records.path, self.records.newest()
         config, optimizer = resolved.config, resolved.config.optim.optimizer
         assert best.ap is not None
-        steps = max(line.steps for line in self.trials if line.changes.get("lr") == best.lr)
+        steps = max(line.steps for line in trials if line.changes.get("lr") == best.lr)
         others = sorted({score.lr for score in done.values()})
         at_edge = best.lr in (others[0], others[-1])
         reason = (
@@ -249,13 +214,9 @@ class _Search:
         schedule = f"{config.optim.lr_scheduler}, after {config.optim.warmup_steps} steps of warm-up"
         return LrResult(
             folder=display_path(path), machine=self.facts.machine, config=display_path(target), plot=display_path(plot),
-            lr=best.lr, lr_before=config.optim.lr, reason=reason, schedule=schedule, advice=advice, trials=self.trials,
+            lr=best.lr, lr_before=config.optim.lr, reason=reason, schedule=schedule, advice=advice, trials=trials,
             rule="linear" if optimizer == "sgd" else "square root",
         )  # fmt: skip
-
-
-def _score(line: Probe) -> Score:
-    return Score(line.changes["lr"], line.scores.get("ap"), line.scores.get("loss", math.inf))
 
 
 def _events(run: Path, kind: str) -> list[Event]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from stoker.config.durations import parse_duration
-from stoker.errors import UsageError, nearest
+from stoker.errors import UsageError, did_you_mean
 from stoker.knowledge import read_toml
 
 Changes = dict[str, Any]
@@ -80,11 +80,7 @@ def choose_levers(names: Iterable[str], *, allow_accuracy: bool) -> tuple[Lever,
     levers, names = all_levers(), list(names)
     for name in names:
         if name not in levers:
-            near = nearest(name, levers)
-            raise UsageError(
-                f"--levers: there is no lever {name!r}" + (f"; did you mean {near!r}?" if near else "."),
-                choices=levers,
-            )
+            raise UsageError(did_you_mean(f"--levers: there is no lever {name!r}", name, levers), choices=levers)
         if levers[name].tolerance is None and not allow_accuracy:
             raise UsageError(f"--levers {name}: it may cost accuracy.", fix="add --allow accuracy")
     chosen = [levers[name] for name in names] or list(levers.values())
@@ -138,14 +134,6 @@ def _more_workers(settings: Mapping[str, Any], facts: Facts, _phases: Mapping[st
     return [count for count in (2 * facts.cores, facts.cores) if count > now] + ["auto"]
 
 
-def _caches(settings: Mapping[str, Any], facts: Facts, _phases: Mapping[str, float]) -> list[Any]:
-    return facts.cache_kinds if settings["cache"] == "none" and settings["jpeg_decoder"] == "cpu" else []
-
-
-def _fastest_precision(_settings: Mapping[str, Any], facts: Facts, _phases: Mapping[str, float]) -> list[Any]:
-    return [facts.best_precision]
-
-
 def _batches_up_to_recipe(settings: Mapping[str, Any], facts: Facts, _phases: Mapping[str, float]) -> list[Any]:
     """The recipe's batch size, and its parts: its learning rate is known to work for it."""
     largest = min(facts.recipe_batch_size, facts.num_images)
@@ -155,33 +143,21 @@ def _batches_up_to_recipe(settings: Mapping[str, Any], facts: Facts, _phases: Ma
     return [size for size in dict.fromkeys(sizes) if size > settings["batch_size"]]
 
 
-def _interval_value(name: str, settings: Mapping[str, Any], facts: Facts, seconds: float, fraction: float) -> list[Any]:
-    """The interval, in steps, with which the cost is `fraction` of the time; none where it is smaller already. seconds:
-    of one event, over those of an image without it."""
-    batch_size = settings["batch_size"]
+def _rarer(
+    phase: str, fraction: float, settings: Mapping[str, Any], facts: Facts, phases: Mapping[str, float]
+) -> list[Any]:
+    """The interval, in steps, with which evaluations or checkpoints take `fraction` of the time, if they take more."""
+    name, batch_size = f"{phase}_every", settings["batch_size"]
     length = parse_duration(settings["max_duration"], "max-duration")
-    steps = math.ceil(seconds / batch_size * (1 - fraction) / fraction)
-    if name == "eval_every" and length.unit != "minutes":
+    every = interval_images(settings, name, facts, phases)
+    others = sum(seconds for other, seconds in phases.items() if other not in ("eval", "checkpoint"))
+    event_images = phases.get(phase, 0.0) * every / others if every and others else 0.0  # that its time would train on
+    steps = math.ceil(event_images / batch_size * (1 - fraction) / fraction)
+    if phase == "eval" and length.unit != "minutes":
         total = length.value if length.unit == "steps" else length.value * facts.num_images / batch_size
         steps = min(steps, max(1, int(total // MIN_EVALUATIONS)))
     now = interval_images(settings, name, facts, None)
     return [str(steps)] if now is not None and steps * batch_size > 1.05 * now else []
-
-
-def _rarer_evaluations(settings: Mapping[str, Any], facts: Facts, phases: Mapping[str, float]) -> list[Any]:
-    return _interval_value("eval_every", settings, facts, _event_images("eval", settings, facts, phases), MAX_OVERHEAD)
-
-
-def _rarer_checkpoints(settings: Mapping[str, Any], facts: Facts, phases: Mapping[str, float]) -> list[Any]:
-    seconds = _event_images("checkpoint", settings, facts, phases)
-    return _interval_value("checkpoint_every", settings, facts, seconds, MAX_OVERHEAD / 10)
-
-
-def _event_images(phase: str, settings: Mapping[str, Any], facts: Facts, phases: Mapping[str, float]) -> float:
-    """How many images are trained on in the time of one evaluation or checkpoint."""
-    every = interval_images(settings, f"{phase}_every", facts, phases)
-    others = sum(seconds for name, seconds in phases.items() if name not in ("eval", "checkpoint"))
-    return phases.get(phase, 0.0) * every / others if every and others else 0.0
 
 
 def interval_images(
@@ -205,17 +181,15 @@ def _smaller_images(settings: Mapping[str, Any], facts: Facts, _phases: Mapping[
     return [size for size in sizes if min(size) >= 32 and math.prod(size) < math.prod(sides)]
 
 
-def _smaller_models(_settings: Mapping[str, Any], facts: Facts, _phases: Mapping[str, float]) -> list[Any]:
-    return list(facts.smaller_models)
-
-
 RULES: dict[str, Callable[[Mapping[str, Any], Facts, Mapping[str, float]], list[Any]]] = {
     "more_workers": _more_workers,
-    "caches": _caches,
-    "fastest_precision": _fastest_precision,
+    "caches": lambda now, facts, _: (
+        facts.cache_kinds if now["cache"] == "none" and now["jpeg_decoder"] == "cpu" else []
+    ),
+    "fastest_precision": lambda _now, facts, _: [facts.best_precision],
     "batches_up_to_recipe": _batches_up_to_recipe,
-    "rarer_evaluations": _rarer_evaluations,
-    "rarer_checkpoints": _rarer_checkpoints,
+    "rarer_evaluations": functools.partial(_rarer, "eval", MAX_OVERHEAD),
+    "rarer_checkpoints": functools.partial(_rarer, "checkpoint", MAX_OVERHEAD / 10),
     "smaller_images": _smaller_images,
-    "smaller_models": _smaller_models,
+    "smaller_models": lambda _now, facts, _: list(facts.smaller_models),
 }

@@ -1,8 +1,7 @@
 """What `stoker tune` does next, and what a measurement means: pure functions of the lines of probes.jsonl.
 
 No files, no clock, no processes: those are in `runner.py`. So a killed tuning continues by asking again with the lines
-that it wrote, and a test can ask about any history. A trial that pays changes the settings that the next one starts
-from (`Situation`).
+that it wrote. A trial that pays changes the settings that the next one starts from (`Situation`).
 """
 
 import dataclasses
@@ -18,8 +17,7 @@ from stoker.tuning.levers import Changes, Facts, Lever, interval_images, values,
 
 LOOKS = {4: 4.857, 8: 3.128, 16: 2.694}
 """Number of pairs after which a trial is judged → quantile of Student's t, one degree of freedom less. Each interval
-has 98.3 %, so that all three together hold with 95 % (Bonferroni): who looks again and again at 95 % finds something in
-the end."""
+has 98.3 %, so that all three together hold with 95 % (Bonferroni)."""
 MIN_RATIO = 1.01
 """Low end of the interval from which a change is kept. Two processes with equal settings differ by up to a percent, by
 the places of their memory (an assumption)."""
@@ -41,9 +39,8 @@ MEAN_TOLERANCE = 0.01
 MIN_GROUPS = 8
 """Groups of images whose standard error says what a mean is worth."""
 LOSS_BATCHES, MEAN_BATCHES, COMPARE_S = 2, 8, 20.0
-"""Batches of the largest size whose losses are compared one by one; the most that are compared as means, and the
-seconds that these may take. In bfloat16, means of 8 groups of two images differed by up to 4 ± 6 %, of 32 groups by
-2 ± 2 %."""
+"""Batches of the largest size whose losses are compared one by one; the most that are compared as means, and
+their seconds at most. In bfloat16, means of 8 groups of two images differed by up to 4 ± 6 %, of 32 by 2 ± 2 %."""
 BOUNDS, CONFIRM, DONE = "bounds", "confirm", "done"
 
 
@@ -64,6 +61,13 @@ def measure_ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
     logs = [math.log(before / after) for before, after in pairs[:count]]
     mean, half = statistics.fmean(logs), LOOKS[count] * statistics.stdev(logs) / math.sqrt(count)
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def summarize_speed(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The fields of a `Probe` about the speed before and after."""
+    ratio, low, high = measure_ratio(pairs)
+    before, after = (1 / statistics.median(side) for side in zip(*pairs, strict=True))
+    return {"before_img_per_s": before, "after_img_per_s": after, "ratio": ratio, "ratio_low": low, "ratio_high": high}
 
 
 def measure_gain(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
@@ -108,8 +112,7 @@ def mean_difference(before: Sequence[float], after: Sequence[float]) -> tuple[fl
 
 
 def why_another_training(lever: Lever, before: Sequence[float], after: Sequence[float]) -> str:
-    """Empty: it is the same. before, after: of the same images, the first half from before any update. A process leaves
-    out values that are not finite."""
+    """Empty: it is the same. before, after: of the same images, the first half before any update, finite ones only."""
     tolerance, what = lever.tolerance or 0.0, f"the {lever.compare} of the same images"
     if not before or len(before) != len(after):
         return f"another training: {what} are not finite"
@@ -192,13 +195,18 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
         return None
     kept = [trial for trial in trials if trial.kept and not is_suggestion(context.lever(trial.probe))]
     settings = dict(context.settings)
-    for trial in kept:
-        settings |= restore_types(trial.changes)
     windows, seconds = bounds.phases, [before for before, _ in bounds.pairs]
     for trial in kept:
+        settings |= restore_types(trial.changes)
         if trial.phases:
             windows, seconds = trial.phases, [after for _, after in trial.pairs]
-    measured = [trial for trial in trials if trial.probe != BOUNDS and trial.steps and trial.pairs]
+    trial_s, windows_s = FIRST_TRIAL_S, [0.0]
+    for trial in trials:
+        if trial.probe != BOUNDS and trial.steps and trial.pairs:
+            # The next trial takes as many as this one, less where it made the windows shorter.
+            trial_s = max(FIRST_TRIAL_S, trial.seconds / (max(1.0, trial.ratio) if trial.kept else 1.0))
+            images = trial.steps * (trial.changes.get("batch_size") or settings["batch_size"])
+            windows_s.append(images * statistics.fmean(before + after for before, after in trial.pairs))
     return Situation(
         settings,
         add_events(windows, settings, bounds, context.facts),
@@ -206,20 +214,9 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
         bounds,
         kept,
         sum(trial.seconds for trial in trials),
-        _expect_seconds(measured[-1]) if measured else FIRST_TRIAL_S,
-        FIRST_TRIAL_S + max((_window_seconds(trial, settings) for trial in measured), default=0.0),
+        trial_s,
+        FIRST_TRIAL_S + max(windows_s),
     )
-
-
-def _expect_seconds(trial: Probe) -> float:
-    """Of the next trial: as many as this one took, less where it made the windows shorter."""
-    return max(FIRST_TRIAL_S, trial.seconds / (max(1.0, trial.ratio) if trial.kept else 1.0))
-
-
-def _window_seconds(trial: Probe, settings: Mapping[str, Any]) -> float:
-    """All windows of a trial, of both sides."""
-    images = trial.steps * (restore_types(trial.changes).get("batch_size") or settings["batch_size"])
-    return float(images) * statistics.fmean(before + after for before, after in trial.pairs)
 
 
 def restore_types(changes: Changes) -> Changes:
@@ -230,8 +227,7 @@ def restore_types(changes: Changes) -> Changes:
 def add_events(
     phases: Mapping[str, float], settings: Mapping[str, Any], bounds: Probe, facts: Facts
 ) -> dict[str, float]:
-    """The seconds per image of windows, with those of evaluations and checkpoints: one of them, over the images that
-    are trained on until the next."""
+    """The seconds per image of windows, with those of evaluations and checkpoints, by their intervals."""
     events = {
         name: bounds.bounds[name] / every
         for name in ("eval", "checkpoint")
@@ -335,10 +331,7 @@ def _key(changes: Changes) -> bytes:
 
 
 def _all_changes(now: Situation) -> Changes:
-    changes: Changes = {}
-    for trial in now.kept:
-        changes |= trial.changes
-    return changes
+    return {name: value for trial in now.kept for name, value in trial.changes.items()}
 
 
 def final_changes(lines: Iterable[Probe], context: Context) -> tuple[Changes, Probe | None]:

@@ -6,12 +6,13 @@ counts. What to try, and what a measurement means, is in `policy.py`; processes 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from stoker.report import format as fmt
 from stoker.report.console import print_renderables, table
 from stoker.report.explain import explain_run
 from stoker.runs import records
-from stoker.runs.records import CONFIG, FINDINGS, PROBES, RunFolder
+from stoker.runs.records import CONFIG, FINDINGS, PROBES
 from stoker.runs.schemas import Probe
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import display_path, is_uri
@@ -46,7 +47,7 @@ from stoker.training.defaults.derive import derive_for_plan, total_steps
 from stoker.tuning import policy
 from stoker.tuning.levers import Changes, Facts, Lever, choose_levers
 from stoker.tuning.policy import BOUNDS, CONFIRM, DONE, Action, Context
-from stoker.tuning.trials import COMMAND, Measured, TrialError, TrialProcess, compare, measure_in_turn
+from stoker.tuning.trials import COMMAND, TrialError, TrialProcess, TrialRecords, compare, measure_in_turn, new_probe
 
 FIRST = "first.toml"
 """Of the folder: the settings that the tuning began with."""
@@ -57,8 +58,7 @@ TRIAL_SHARE = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """What the command asks for. target: a data set or a run; config: settings of the user, without `target`; devices:
-    of this machine that train together."""
+    """What is asked for. target: a data set or a run; config: the user's, without it; devices: that train together."""
 
     target: str
     config: Config = Config()  # noqa: RUF009  # frozen
@@ -88,28 +88,20 @@ class TuneResult(msgspec.Struct, kw_only=True):
 
 def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult:
     """Measures until no change pays or the budget is spent, or continues that. on_progress: called with lines of text.
-
     Raises UsageError for an unknown lever, too short a budget, a folder of other settings; DataError for a folder of
-    other data; what `stoker train` raises for the data and settings. All before anything is measured.
-    """
+    other data; what `stoker train` raises for the data and settings. All before anything is measured."""
     if request.budget_s < policy.MIN_BUDGET_S:
-        raise UsageError(
-            f"--budget: {request.budget_s:.0f} s are too short for one measurement.",
-            cause=f"the bounds, one trial and the confirmation take {policy.MIN_BUDGET_S} s on a small model",
-            fix="--budget 10min",
-        )
+        what = f"--budget: {request.budget_s:.0f} s are too short for one measurement."
+        cause = f"the bounds, one trial and the confirmation take {policy.MIN_BUDGET_S} s on a small model"
+        raise UsageError(what, cause=cause, fix="--budget 10min")
     levers = choose_levers(request.levers, allow_accuracy=request.allow_accuracy)
     resolved = resolve(request)
     context = Context(levers, collect_facts(resolved, request), resolved.config.set_fields(), request.budget_s)
-    folder = open_folder(request, resolved, context.facts, on_progress)
-    with records.locked(folder) as is_ours, contextlib.ExitStack() as stack:
-        if is_ours is False:
-            raise UsageError("Another process tunes here.", location=folder, fix="wait for its end, or give --out")
-        runner = Runner(context, RunFolder(folder, 1), request, on_progress)
-        stack.callback(runner.close)
-        end = runner.run()
-        changes, confirmation = policy.final_changes(runner.lines, context)
-        trials = policy.newest_lines(runner.lines, context.facts)
+    with open_folder(request, resolved, context.facts, on_progress) as known:
+        with contextlib.closing(Runner(context, known, request, on_progress)) as runner:
+            end = runner.run()
+        changes, confirmation = policy.final_changes(known.lines, context)
+        trials, folder = known.newest(), known.path
         target = folder / CONFIG
         config = resolved.config.replace(**policy.restore_types(changes))
         reasons = {name: reason for name, reason in resolved.reasons.items() if name not in changes}
@@ -129,10 +121,8 @@ def resolve(request: TuneRequest) -> start.ResolvedRun:
     if request.devices < 1:
         raise UsageError(f"--devices {request.devices} is out of range.", choices=["1 or more"])
     if config.run.sync == "auto":
-        raise UsageError(
-            "--sync auto measures its own link when a training starts.",
-            fix="leave it out: the lever sync tries methods",
-        )
+        fix = "leave it out: the lever sync tries methods"
+        raise UsageError("--sync auto measures its own link when a training starts.", fix=fix)
     devices = Devices(request.devices, request.devices)
     if not is_uri(request.target) and (path / CONFIG).is_file():
         if is_held(path):
@@ -146,11 +136,9 @@ def resolve(request: TuneRequest) -> start.ResolvedRun:
         resolved = start.resolve_run(config.replace(data=request.target), None, devices=devices)
     run = resolved.config.run
     if request.devices > 1 and (run.shard or run.num_stages > 1):
-        raise UsageError(
-            "A model that is divided among devices cannot be tuned.",
-            cause="each process of a trial has the whole model",
-            fix="leave out --shard and --stages",
-        )
+        what = "A model that is divided among devices cannot be tuned."
+        cause = "each process of a trial has the whole model"
+        raise UsageError(what, cause=cause, fix="leave out --shard and --stages")
     return resolved
 
 
@@ -162,6 +150,8 @@ def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
     recipe = derive_for_plan(Config().replace(data=config.data.data, model=config.model.model), index, device)[0]
     digest = blake2b(digest_images(index, ("train", "val")).encode(), digest_size=8).hexdigest()
     several = f"{request.devices} × " if request.devices > 1 else ""
+    divisor, allow_accuracy = architecture.size_divisor, request.allow_accuracy
+    suggested = suggest(index, config.set_fields(), multiple=divisor) if allow_accuracy else ()
     return Facts(
         machine=f"{several}{device.name}, {host_cores()} cores, torch {torch.__version__}",
         data=digest,
@@ -174,14 +164,9 @@ def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
         cache_kinds=_cache_kinds(config, index),
         recipe_batch_size=recipe.run.batch_size,
         recipe_optimizer_is_sgd=config.optim.optimizer == "sgd",
-        size_divisor=architecture.size_divisor,
-        smaller_models=_smaller_models(config, index, device) if request.allow_accuracy else {},
-        suggestions={
-            found.lever: found.changes
-            for found in suggest(index, config.set_fields(), multiple=architecture.size_divisor)
-        }
-        if request.allow_accuracy
-        else {},
+        size_divisor=divisor,
+        smaller_models=_smaller_models(config, index, device) if allow_accuracy else {},
+        suggestions={found.lever: found.changes for found in suggested},
     )
 
 
@@ -213,111 +198,89 @@ def _smaller_models(config: Config, index: Index, device: Device) -> dict[str, C
     return found
 
 
+@contextlib.contextmanager
 def open_folder(
     request: TuneRequest,
     resolved: start.ResolvedRun,
     facts: Facts,
     on_progress: Callable[[str], None],
     prefix: str = "tune",
-) -> Path:
-    """A new folder, or that of the tuning which a kill interrupted. Raises UsageError, DataError."""
+) -> Iterator[TrialRecords]:
+    """A new folder, or that of the tuning which a kill interrupted, locked. Raises UsageError, DataError."""
     name = Path(request.target.rstrip("/")).stem or "data"
     folder = request.out or Path("runs") / f"{prefix}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
-    first, text = folder / FIRST, to_toml(resolved.config, {})
-    lines = list(records.read_lines(folder, PROBES, Probe))
-    if not first.exists() or not lines:
-        write_atomic(first, text.encode())
-        return folder
-    if any(line.data != facts.data for line in lines):
-        raise DataError(
-            "The trials of this folder are of other data.", location=folder,
-            cause="images or boxes have changed since, or --out names the folder of another data set",
-            fix="give another folder: --out DIR",
-        )  # fmt: skip
-    if first.read_text(encoding="utf-8") != text:
-        raise UsageError(
-            "The trials of this folder began with other settings.", location=first, fix="give another folder: --out DIR"
-        )
-    others = {line.machine for line in lines} - {facts.machine}
-    if others:
-        on_progress(f"trials on another machine do not count here ({', '.join(sorted(others))}): measuring anew")
-    if any(line.machine == facts.machine for line in lines):
-        on_progress(f"continuing {display_path(folder)}")
-    return folder
+    with records.locked(folder) as is_ours, contextlib.closing(TrialRecords(folder, facts)) as trials:
+        if is_ours is False:
+            raise UsageError("Another process tunes here.", location=folder, fix="wait for its end, or give --out")
+        first, text = folder / FIRST, to_toml(resolved.config, {})
+        machines, fix = {line.machine for line in trials.lines}, "give another folder: --out DIR"
+        if not first.exists() or not trials.lines:
+            write_atomic(first, text.encode())
+        elif any(line.data != facts.data for line in trials.lines):
+            cause = "images or boxes have changed since, or --out names the folder of another data set"
+            raise DataError("The trials of this folder are of other data.", location=folder, cause=cause, fix=fix)
+        elif first.read_text(encoding="utf-8") != text:
+            raise UsageError("The trials of this folder began with other settings.", location=first, fix=fix)
+        else:
+            if others := machines - {facts.machine}:
+                names = ", ".join(sorted(others))
+                on_progress(f"trials on another machine do not count here ({names}): measuring anew")
+            if facts.machine in machines:
+                on_progress(f"continuing {display_path(folder)}")
+        yield trials
 
 
 class Runner:
     """The trials of a tuning, one after the other."""
 
     def __init__(
-        self, context: Context, folder: RunFolder, request: TuneRequest, on_progress: Callable[[str], None]
+        self, context: Context, trials: TrialRecords, request: TuneRequest, on_progress: Callable[[str], None]
     ) -> None:
-        self.context, self.folder, self.request, self.on_progress = context, folder, request, on_progress
-        self.lines = list(records.read_lines(folder.path, PROBES, Probe))
+        self.context, self.records, self.request, self.on_progress = context, trials, request, on_progress
         self._base: TrialProcess | None = None
         self._largest_batch = max(context.facts.recipe_batch_size, context.settings["batch_size"])
 
     def run(self) -> str:
         """Trials until the policy is done; the reason for the end."""
         while True:
-            action = policy.next_action(self.lines, self.context)
+            action = policy.next_action(self.records.lines, self.context)
             if action.kind == DONE:
                 return action.reason
-            self._do(action)
+            probe = new_probe(
+                action.kind, trial=action.trial, state="planned", changes=action.changes, fraction=action.fraction
+            )
+            if action.reason:
+                probe = self.records.write(probe, state="unavailable", reason=action.reason)
+            else:
+                probe = self.records.run(self.records.write(probe), functools.partial(self._measure, action))
+            self.on_progress(describe(probe, self.context))
 
     def close(self) -> None:
-        """Ends the processes and closes the records."""
-        if self._base is not None:
-            self._base.close()
-            self._base = None
-        self.folder.close()
-
-    def _write(self, probe: Probe, **values: Any) -> Probe:
-        probe = msgspec.structs.replace(probe, t=time.time(), **values)
-        self.folder.append(PROBES, probe)
-        self.lines.append(probe)
-        return probe
-
-    def _do(self, action: Action) -> None:
-        """One trial, from its first line to its last."""
-        facts, start_s = self.context.facts, time.monotonic()
-        probe = Probe(
-            t=0.0, attempt=1, probe=action.kind, steps=0, before_img_per_s=0.0, after_img_per_s=0.0, ratio=0.0,
-            ratio_low=0.0, ratio_high=0.0, trial=action.trial, state="planned", changes=action.changes,
-            fraction=action.fraction, machine=facts.machine, data=facts.data,
-        )  # fmt: skip
-        if action.reason:
-            self._finish(probe, state="unavailable", reason=action.reason)
-            return
-        probe = self._write(self._write(probe), state="run")
-        try:
-            values = self._measure(action)
-        except TrialError as error:
-            values = {"state": "unavailable" if error.unavailable else "failed", "reason": error.reason}
-        self._finish(probe, seconds=time.monotonic() - start_s, **values)
-
-    def _finish(self, probe: Probe, **values: Any) -> None:
-        self.on_progress(describe(self._write(probe, **values), self.context))
+        """Ends the processes."""
+        self._replace_base(None)
 
     def _measure(self, action: Action) -> dict[str, Any]:
         """The fields of a trial's last line. Raises TrialError."""
         if action.kind == BOUNDS:
             return self._measure_bounds()
-        now = policy.assess(policy.newest_lines(self.lines, self.context.facts), self.context)
+        now = policy.assess(self.records.newest(), self.context)
         assert now is not None
-        lever = self.context.lever(action.kind)
+        lever, changes = self.context.lever(action.kind), policy.restore_types(action.changes)
+        settings = now.settings | changes
         if lever is not None and policy.is_interval(lever):
-            after = {**now.settings, **policy.restore_types(action.changes)}
             windows = [(seconds, seconds) for seconds in now.seconds]
-            return _summarize(policy.with_events(windows, now.settings, after, now, self.context.facts), 0, {})
+            return _summarize(policy.with_events(windows, now.settings, settings, now, self.context.facts), 0, {})
         if lever is not None and policy.is_suggestion(lever):
-            return self._prove_ap(policy.restore_types(action.changes), now)
+            return self._prove_ap(changes, now)
         until_s = time.monotonic() + TRIAL_SHARE * self.context.budget_s
-        settings = {**now.settings, **policy.restore_types(action.changes)}
-        if action.kind == CONFIRM:
+        if action.kind == CONFIRM:  # in new processes, since what was measured in one may be its own luck
             self._replace_base(None)
-            return self._confirm(settings, until_s, now)
+            closing, before = contextlib.closing, dict(self.context.settings)
+            with closing(self._start(before)) as first, closing(self._start(settings)) as final:
+                found = compare(first, final, until_s=until_s)
+            pairs = policy.with_events(found.pairs, before, settings, now, self.context.facts)
+            return _summarize(pairs, found.steps, found.phases) | {"kept": False, "reason": ""}
         assert lever is not None
         return self._try(lever, now, settings, until_s)
 
@@ -326,10 +289,7 @@ class Runner:
         base = self._start_base(self.context.settings)
         base.warm_up()
         depth = base.batch_size * (base.ready.prefetch_depth + 1)
-        found = measure_in_turn(
-            base.step, base.train_after_steps, unit=base.batch_size,
-            is_enough=lambda pairs: len(pairs) == min(policy.LOOKS),
-        )  # fmt: skip
+        found = measure_in_turn(base.step, base.train_after_steps, unit=base.batch_size, until_s=0.0)
         base.ask("load", depth)  # what was loaded ahead
         images = max(depth, found.steps * base.batch_size // len(found.pairs))
         load = base.ask("load", max(images, base.requested), steady=True)
@@ -346,28 +306,25 @@ class Runner:
     def _try(self, lever: Lever, now: policy.Situation, after: dict[str, Any], until_s: float) -> dict[str, Any]:
         before = now.settings
         base = self._start_base(before)
-        candidate = self._start(after)
-        kept = False
-        try:
+        with contextlib.ExitStack() as stack:
+            candidate = stack.enter_context(contextlib.closing(self._start(after)))
             if lever.tolerance is not None:
                 reason = self._compare_training(lever, base, candidate, now)
                 if reason:
                     return {"state": "failed", "reason": reason}
-            values = _summarize_measured(compare(self._start_base(before), candidate, until_s=until_s))
+            found = compare(self._start_base(before), candidate, until_s=until_s)
+            values = _summarize(found.pairs, found.steps, found.phases)
             if values["kept"] and lever.tolerance is None:
                 pair_s = 1 / values["before_img_per_s"] + 1 / values["after_img_per_s"]
                 values |= self._measure_ap(before, after, pair_s)
-            kept = values["kept"]
-            return values
-        finally:
-            if kept:
+            if values["kept"]:
+                stack.pop_all()  # it goes on
                 self._replace_base(candidate)
-            else:
-                candidate.close()
+            return values
 
     def _prove_ap(self, changes: Changes, now: policy.Situation) -> dict[str, Any]:
         """AP with and without a suggestion, which comes after what is faster. Raises TrialError."""
-        known, _ = policy.final_changes(self.lines, self.context)
+        known, _ = policy.final_changes(self.records.lines, self.context)
         before = {**self.context.settings, **policy.restore_types(known)}
         after = {**before, **changes}
         more = math.prod(after["image_size"]) / math.prod(before["image_size"])
@@ -377,8 +334,7 @@ class Runner:
         return {"state": "passed", "kept": kept, "reason": reason, **found}
 
     def _measure_ap(self, before: dict[str, Any], after: dict[str, Any], pair_s: float) -> dict[str, Any]:
-        """AP of trainings on the same number of images, of each seed. pair_s: seconds of an image in one training and
-        in the other. Raises TrialError."""
+        """AP of trainings on as many images, of each seed. pair_s: seconds of an image in both. Raises TrialError."""
         self._replace_base(None)
         images = policy.AP_SHARE * self.context.budget_s / pair_s / policy.AP_SEEDS
         if images < 10 * max(before["batch_size"], after["batch_size"]):
@@ -389,24 +345,10 @@ class Runner:
             for settings in (before | {"seed": seed}, after | {"seed": seed}):
                 steps = int(images / settings["batch_size"])
                 digest = blake2b(msgspec.json.encode([settings, steps], order="sorted"), digest_size=6).hexdigest()
-                ap.append(train_briefly(settings, steps, self.folder.path / f"ap-{digest}", self.request.devices))
+                ap.append(train_briefly(settings, steps, self.records.path / f"ap-{digest}", self.request.devices))
             pairs.append((ap[0], ap[1]))
         means = tuple(statistics.fmean(values) for values in zip(*pairs, strict=True))
         return {"ap": means, "ap_pairs": pairs, "ap_gain": policy.measure_gain(pairs)}
-
-    def _confirm(self, settings: dict[str, Any], until_s: float, now: policy.Situation) -> dict[str, Any]:
-        """In new processes, since what was measured in one may be its own luck; with evaluations and checkpoints."""
-        first = self._start(dict(self.context.settings))
-        try:
-            final = self._start(settings)
-            try:
-                found = compare(first, final, until_s=until_s)
-                pairs = policy.with_events(found.pairs, first.settings, settings, now, self.context.facts)
-                return _summarize(pairs, found.steps, found.phases) | {"kept": False, "reason": ""}
-            finally:
-                final.close()
-        finally:
-            first.close()
 
     def _compare_training(
         self, lever: Lever, base: TrialProcess, candidate: TrialProcess, now: policy.Situation
@@ -428,7 +370,7 @@ class Runner:
 
     def _start(self, settings: dict[str, Any]) -> TrialProcess:
         request = self.request
-        return TrialProcess(settings, self.folder.path / LOG, request.command, request.budget_s, request.devices)
+        return TrialProcess(settings, self.records.path / LOG, request.command, request.budget_s, request.devices)
 
     def _start_base(self, settings: Any) -> TrialProcess:
         """The process with these settings that is running, or a new one."""
@@ -462,20 +404,13 @@ def train_briefly(settings: dict[str, Any], steps: int, run: Path, devices: int 
     return explain_run(run).ap or 0.0
 
 
-def _summarize_measured(found: Measured) -> dict[str, Any]:
-    return _summarize(found.pairs, found.steps, found.phases)
-
-
 def _summarize(pairs: list[tuple[float, float]], steps: int, phases: dict[str, float], **more: Any) -> dict[str, Any]:
     """The fields of a trial that was measured."""
-    ratio, low, high = policy.measure_ratio(pairs)
-    kept = low > policy.MIN_RATIO
-    return {
-        "state": "passed", "pairs": pairs, "phases": phases, "steps": steps, "ratio": ratio, "ratio_low": low,
-        "ratio_high": high, "kept": kept, "reason": "" if kept else "its interval is not above 1",
-        "before_img_per_s": 1 / statistics.median(a for a, _ in pairs),
-        "after_img_per_s": 1 / statistics.median(b for _, b in pairs), **more,
-    }  # fmt: skip
+    speed = policy.summarize_speed(pairs)
+    kept = speed["ratio_low"] > policy.MIN_RATIO
+    reason = "" if kept else "its interval is not above 1"
+    return {"state": "passed", "pairs": pairs, "phases": phases, "steps": steps, "kept": kept, "reason": reason,
+            **speed, **more}  # fmt: skip
 
 
 def describe_changes(changes: Changes, settings: dict[str, Any] | Any) -> str:
@@ -528,7 +463,7 @@ def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, c
         if lever is None or trial.state != "passed":
             continue
         is_in = trial.kept and set(trial.changes) <= set(changes)
-        text = describe(trial, context)
+        text, what = describe(trial, context), describe_changes(trial.changes, context.settings)
         effect, value = f"trains {trial.ratio:.2f} times as fast", trial.ratio
         if policy.is_suggestion(lever) and trial.ap_gain:
             effect, value = "raises AP", trial.ap_gain[0]
@@ -536,9 +471,7 @@ def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, c
             Finding(
                 id=lever.cause,
                 severity="warning" if is_in else "info",
-                title=f"{describe_changes(trial.changes, context.settings)} {effect}."
-                if is_in
-                else f"{describe_changes(trial.changes, context.settings)} does not pay here.",
+                title=f"{what} {effect}." if is_in else f"{what} does not pay here.",
                 evidence=[Evidence(text=text, value=value, source=PROBES)],
                 fix=f"train with {config}" if is_in else "",
                 command=f"stoker train --config {config}" if is_in else None,

@@ -1,8 +1,7 @@
 """Trial processes and the windows that they measure: two configurations in turn, so that both meet the same noise.
 
-A process waits, stopped by SIGSTOP, while the other one is measured: its loader would go on filling its buffers, which
-takes cores from the other one and would make its own next window too fast. The process itself is
-`stoker/training/trial.py`; what a measurement means is in `policy.py`.
+A process (`training/trial.py`) waits, stopped by SIGSTOP, while the other one is measured: its loader would go on
+filling its buffers, which takes cores and would make its own next window too fast. `policy.py` judges.
 """
 
 import contextlib
@@ -21,8 +20,11 @@ import msgspec
 import psutil
 
 from stoker.errors import PreflightError
+from stoker.runs.records import PROBES, RunFolder, read_lines
+from stoker.runs.schemas import Probe
 from stoker.training.trial import Reply, Request, Start
-from stoker.tuning.policy import LOOKS, judge
+from stoker.tuning.levers import Facts
+from stoker.tuning.policy import LOOKS, judge, newest_lines
 
 COMMAND = (sys.executable, "-m", "stoker.training.trial")
 NUM_IMAGES = 256
@@ -198,11 +200,47 @@ Window = Callable[[int, bool], Reply]
 """Works on so many images; True: `Request.steady`."""
 
 
-def measure_in_turn(
-    before: Window, after: Window, *, unit: int, is_enough: Callable[[list[tuple[float, float]]], bool]
-) -> Measured:
-    """Pairs of windows with the same number of images, in the order A B B A, until `is_enough`. unit: images that are a
-    whole number of steps for both sides."""
+def new_probe(kind: str, **values: Any) -> Probe:
+    """A line of an experiment or a trial; numbers that are not given are 0."""
+    zeros = dict.fromkeys(("before_img_per_s", "after_img_per_s", "ratio", "ratio_low", "ratio_high"), 0.0)
+    return Probe(**{"t": time.time(), "attempt": 1, "probe": kind, "steps": 0, **zeros, **values})
+
+
+class TrialRecords:
+    """The trials of a folder: lines of probes.jsonl, of which the newest of a trial counts."""
+
+    def __init__(self, path: Path, facts: Facts) -> None:
+        self.path, self._facts, self._folder = path, facts, RunFolder(path, 1)
+        self.lines = list(read_lines(path, PROBES, Probe))
+
+    def newest(self) -> list[Probe]:
+        return newest_lines(self.lines, self._facts)
+
+    def write(self, probe: Probe, **values: Any) -> Probe:
+        """Adds a line with these values changed."""
+        own = {"t": time.time(), "machine": self._facts.machine, "data": self._facts.data}
+        probe = msgspec.structs.replace(probe, **own, **values)
+        self._folder.append(PROBES, probe)
+        self.lines.append(probe)
+        return probe
+
+    def run(self, probe: Probe, measure: Callable[[], dict[str, Any]]) -> Probe:
+        """Writes that a trial runs, then its last line, of which `measure` returns the fields."""
+        probe = self.write(probe, state="run")
+        start_s = time.monotonic()
+        try:
+            values = measure()
+        except TrialError as error:
+            values = {"state": "unavailable" if error.unavailable else "failed", "reason": error.reason}
+        return self.write(probe, **{"seconds": time.monotonic() - start_s, **values})
+
+    def close(self) -> None:
+        self._folder.close()
+
+
+def measure_in_turn(before: Window, after: Window, *, unit: int, until_s: float) -> Measured:
+    """Pairs of windows with as many images, in the order A B B A, until it is decided which side is faster, or a look
+    after `until_s` of `time.monotonic`. unit: images that are whole steps for both sides. Raises TrialError."""
     first = [window(2 * unit, False) for window in (before, after)]
     trial_s = sorted(map(_per_image, first))
     images = unit * max(2, min(math.ceil(WINDOW_S[0] / trial_s[0] / unit), int(WINDOW_S[1] / trial_s[1] / unit)))
@@ -210,34 +248,25 @@ def measure_in_turn(
         images = max(images, math.ceil(WINDOW_S[1] / trial_s[0] / unit) * unit)
     pairs: list[tuple[float, float]] = []
     replies: list[Reply] = []
-    while not pairs or not is_enough(pairs):
+    while judge(pairs) == "more" and not (len(pairs) in LOOKS and time.monotonic() > until_s):
         if len(pairs) % 2 == 0:
             a, b = before(images, True), after(images, True)
         else:
             b, a = after(images, True), before(images, True)
         pairs.append((_per_image(a), _per_image(b)))
         replies.append(b)
-    return Measured(pairs, sum_phases(replies), len(pairs) * replies[0].steps)
+    total = sum(reply.images for reply in replies)
+    names = dict.fromkeys(name for reply in replies for name in reply.phases)
+    phases = {name: sum(reply.phases.get(name, 0.0) for reply in replies) / total for name in names}
+    return Measured(pairs, phases, len(pairs) * replies[0].steps)
 
 
 def compare(base: TrialProcess, candidate: TrialProcess, *, until_s: float) -> Measured:
-    """Whole steps of two configurations, until it is decided which is faster; from `until_s` of `time.monotonic` on, no
-    pairs are added that complete no look. Raises TrialError."""
+    """Whole steps of two configurations, as by `measure_in_turn`."""
     for process in (base, candidate):
         process.warm_up()
-
-    def is_enough(pairs: list[tuple[float, float]]) -> bool:
-        return judge(pairs) != "more" or (len(pairs) in LOOKS and time.monotonic() > until_s)
-
     unit = math.lcm(base.batch_size, candidate.batch_size)
-    return measure_in_turn(base.train, candidate.train, unit=unit, is_enough=is_enough)
-
-
-def sum_phases(replies: Sequence[Reply]) -> dict[str, float]:
-    """Seconds per image by phase."""
-    images = sum(reply.images for reply in replies)
-    names = dict.fromkeys(name for reply in replies for name in reply.phases)
-    return {name: sum(reply.phases.get(name, 0.0) for reply in replies) / images for name in names}
+    return measure_in_turn(base.train, candidate.train, unit=unit, until_s=until_s)
 
 
 def _per_image(reply: Reply) -> float:

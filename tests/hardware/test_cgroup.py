@@ -137,12 +137,12 @@ def test_processes_killed_for_memory_are_counted(membership: str, files: dict[st
                 "job/memory.stat": "anon 1\nfile 3000\ninactive_file 2000\nshmem 1000\n",
                 "job/memory.swap.current": "700\n",
             },
-            CgroupMemory(limit=GIB, used=3000, committed=3000, page_cache=2000, swap=700),
+            CgroupMemory(limit=GIB, used=3000, committed=3000, swap=700),
         ),
         (
             "0::/job\n",
             {"cgroup.controllers": "memory\n", "job/memory.max": f"{GIB}\n", "job/memory.current": "5000\n"},
-            CgroupMemory(limit=GIB, used=5000, committed=5000, page_cache=0, swap=None),
+            CgroupMemory(limit=GIB, used=5000, committed=5000, swap=None),
         ),
         (
             "4:memory:/job\n",
@@ -151,7 +151,7 @@ def test_processes_killed_for_memory_are_counted(membership: str, files: dict[st
                 "memory/job/memory.stat": "cache 1\ntotal_cache 3000\ntotal_inactive_file 2000\ntotal_shmem 1000\n"
                 "total_swap 700\n",
             },
-            CgroupMemory(limit=GIB, used=3000, committed=3000, page_cache=2000, swap=700),
+            CgroupMemory(limit=GIB, used=3000, committed=3000, swap=700),
         ),
     ],
     ids=["version 2", "version 2 without swap", "version 1"],

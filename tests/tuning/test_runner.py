@@ -150,9 +150,9 @@ def test_a_window_of_a_bucket_is_long(requested: int, images: int) -> None:
         asked.append((count, steady))
         return Reply(seconds=0.1 * count, images=count, steps=count // 4, requested=requested)
 
-    found = measure_in_turn(window, window, unit=4, is_enough=lambda pairs: len(pairs) == 2)
-    assert asked == [(8, False)] * 2 + [(images, True)] * 4
-    assert found.steps == images // 2
+    found = measure_in_turn(window, window, unit=4, until_s=0.0)  # four pairs, the first look
+    assert asked == [(8, False)] * 2 + [(images, True)] * 8
+    assert found.steps == images
 
 
 KILLED = """

@@ -4,7 +4,7 @@ A row of a chart is a level of the tree (line of the job, its call, innermost fr
 the time. A tooltip has the numbers of a box; a table has those of all. `diagnosis/places.py` makes the tree.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from stoker.diagnosis.places.trees import PlaceNode
 from stoker.report import format as fmt
@@ -29,7 +29,10 @@ def icicle(tree: PlaceNode) -> Markup:
     boxes, height = list(_boxes(tree, tree, 0.0, 0)), _depth(tree) * ROW_HEIGHT
     drawn = tag("svg", boxes, width="100%", height=height, class_="icicle", role="img", aria_label=label)
     heads = ("place", "time", "95 % interval", "fraction", "samples", "mostly")
-    rows = [_row(tree, path) for path in _paths(tree, ())]
+    rows: list[list[Child]] = [
+        [" → ".join(node.name for node in path), *_numbers(tree, path[-1]), path[-1].kind.replace("_", " ")]
+        for path in _paths(tree, ())
+    ]
     numbers = table(f"Places of the {tree.name}", heads, rows, right=range(1, 5), wide=(0,), hidden=True)
     collapsed = tag("details", tag("summary", f"{title}: {fmt.plural(len(rows), 'place')} as a table"), numbers)
     caption = tag("figcaption", tag("b", title), " ", tag("span", total))
@@ -43,25 +46,17 @@ def _depth(node: PlaceNode) -> int:
 def _boxes(tree: PlaceNode, node: PlaceNode, x: float, level: int) -> Iterator[Child]:
     """x: its left edge, a fraction of the width. A box is an SVG of its own, which cuts its text off."""
     width = node.seconds / tree.seconds if tree.seconds > 0 else 0.0
-    color = _color(node) if level else "var(--c9)"
+    phases = (_COLORS.get(name, name) for name in (node.name, node.kind))
+    color = next((PHASE_COLORS[phase] for phase in phases if phase in PHASE_COLORS), "var(--c8)")
+    time, interval, fraction, samples = _numbers(tree, node)
+    described = f"{node.name}: {time} (95 %: {interval}), {fraction} of the {tree.name}, {samples} samples, {node.kind}"
     name = tag("text", node.name, x=5, y=ROW_HEIGHT - 8) if width >= MIN_NAMED else None
     left, top, across = f"{100 * x:.3f}%", level * ROW_HEIGHT, f"{100 * width:.3f}%"
-    fill = tag("rect", width="100%", height=ROW_HEIGHT - 1, style=f"fill:{color}")
-    title = tag("title", _describe(tree, node))
-    yield tag("svg", title, fill, name, x=left, y=top, width=across, height=ROW_HEIGHT)
+    fill = tag("rect", width="100%", height=ROW_HEIGHT - 1, style=f"fill:{color if level else 'var(--c9)'}")
+    yield tag("svg", tag("title", described), fill, name, x=left, y=top, width=across, height=ROW_HEIGHT)
     for child in node.nodes:
         yield from _boxes(tree, child, x, level + 1)
         x += child.seconds / tree.seconds if tree.seconds > 0 else 0.0
-
-
-def _color(node: PlaceNode) -> str:
-    phases = (_COLORS.get(name, name) for name in (node.name, node.kind))
-    return next((PHASE_COLORS[phase] for phase in phases if phase in PHASE_COLORS), "var(--c8)")
-
-
-def _describe(tree: PlaceNode, node: PlaceNode) -> str:
-    time, interval, fraction, samples = _numbers(tree, node)
-    return f"{node.name}: {time} (95 %: {interval}), {fraction} of the {tree.name}, {samples} samples, {node.kind}"
 
 
 def _numbers(tree: PlaceNode, node: PlaceNode) -> tuple[str, str, str, str]:
@@ -74,7 +69,3 @@ def _paths(node: PlaceNode, above: tuple[PlaceNode, ...]) -> Iterator[tuple[Plac
     for child in node.nodes:
         yield (*above, child)
         yield from _paths(child, (*above, child))
-
-
-def _row(tree: PlaceNode, path: Sequence[PlaceNode]) -> list[Child]:
-    return [" → ".join(node.name for node in path), *_numbers(tree, path[-1]), path[-1].kind.replace("_", " ")]

@@ -51,9 +51,7 @@ def render_image(image_eval: ImageEvaluation, class_names: Sequence[str]) -> Mar
 
 def _encode_jpeg(image_eval: ImageEvaluation) -> tuple[str, tuple[int, int], tuple[int, int]]:
     """(JPEG in base64; shown width and height; height and width of the original in the orientation of its boxes).
-
-    Raises OSError, DataError, StorageError.
-    """
+    Raises OSError, DataError, StorageError."""
     data = source.read(image_eval.path, image_eval.byte_range)
     pixels, original = thumbnail(data, Path(image_eval.path), MAX_IMAGE_SIDE, annotated_size=image_eval.size or (0, 0))
     small = Image.fromarray(pixels)

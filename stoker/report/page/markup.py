@@ -33,15 +33,8 @@ def escape(value: object) -> Markup:
 
 def join(*children: Child) -> Markup:
     """Concatenates children."""
-    parts: list[str] = []
-    for child in children:
-        if child is None:
-            continue
-        if isinstance(child, str | int):
-            parts.append(escape(child))
-        else:
-            parts.append(join(*child))
-    return Markup("".join(parts))
+    present = (child for child in children if child is not None)
+    return Markup("".join(escape(child) if isinstance(child, str | int) else join(*child) for child in present))
 
 
 def tag(name: str, *children: Child, **attributes: str | int | float | bool | None) -> Markup:
