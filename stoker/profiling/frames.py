@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from stoker.knowledge import read_toml
 from stoker.profiling.calls import WRAPPER, find_call, find_loop, is_after_step, is_wrapper
 from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, Place, StackWindow
@@ -69,7 +71,6 @@ _TRAINER_FILE = re.compile(
     r"/(site|dist)-packages/(lightning|pytorch_lightning|transformers|accelerate|(tf_)?keras|skorch|ignite|fastai)/"
 )
 """Files of packages that have a training loop."""
-_FRAMEWORK_FILE = re.compile(r"/(site|dist)-packages/(torch|tensorflow|jax|(tf_)?keras)/")
 _JAX_FILE = re.compile(r"/jax/_src/")
 _JAX_CALL = re.compile(r"(jax|flax|optax|chex|haiku|equinox)\.")
 _JAX_OPERATION = re.compile(r"(?!jax\._src\.(api|pjit|pmap|profiler|stages|traceback_util)\b)" + _JAX_CALL.pattern)
@@ -92,17 +93,6 @@ _NOT_JOB_CODE = re.compile(
 Stack = list[Frame]
 Samples = list[tuple[Stack, int]]
 """Stacks of a main thread, each with its number of samples."""
-
-
-class _PlaceKey(NamedTuple):
-    """Fields of `Place`."""
-
-    line: str
-    function: str
-    call: str
-    leaf: str
-    kind: str
-    part: str
 
 
 def find_role(samples: Samples) -> str:
@@ -136,8 +126,8 @@ def make_window(
 ) -> StackWindow | None:
     """The line of some samples; None without any. runnable: fraction of the time in which the thread could run;
     compiled: of earlier lines of the process, to be extended; fields: further ones of `StackWindow`."""
-    places: collections.Counter[_PlaceKey] = collections.Counter()
-    callers: dict[_PlaceKey, collections.Counter[str]] = {}
+    places: collections.Counter[Place] = collections.Counter()
+    callers: dict[Place, collections.Counter[str]] = {}
     main_thread: collections.Counter[str] = collections.Counter()
     frames: collections.Counter[str] = collections.Counter()
     total = sum(count for _, count in samples)
@@ -174,13 +164,13 @@ def make_window(
             resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
         main_thread[resolved] += count
         of_place = AFTER_STEP if later is not None else LOOP_IN_STEP if loop is not None else resolved
-        key = _PlaceKey(line, function, call, leaf, of_place, part)
+        key = Place(line=line, function=function, call=call, leaf=leaf, kind=of_place, part=part, samples=0)
         places[key] += count
         callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, later or loop) if line else ""] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
     listed = [
-        Place(**key._asdict(), samples=count, callers=callers[key].most_common(1)[0][0])
+        msgspec.structs.replace(key, samples=count, callers=callers[key].most_common(1)[0][0])
         for key, count in places.most_common(MAX_PLACES)
     ]
     if rest := total - sum(place.samples for place in listed):
@@ -273,11 +263,7 @@ def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:
 def _inside_worker(stack: Sequence[Frame]) -> Stack:
     """What a loader worker does: the frames inside of its loop, without those of the parent from which it was forked
     and of the loader itself."""
-    inner: Stack = []
-    for frame in stack:
-        if _find_rules(frame.function, frame.file).worker is not None:
-            break
-        inner.append(frame)
+    inner = list(itertools.takewhile(lambda frame: _find_worker_rule([frame]) is None, stack))
     while inner and _LOADER_FILE.search(inner[-1].file):
         inner.pop()
     return inner
@@ -392,18 +378,11 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
     rules = [_find_rule(frame) for frame in stack]
     kinds = [rule.kind for rule in rules if rule is not None]
     covering_kind = next((rule.kind for rule in reversed(rules) if rule is not None and rule.covers_callees), None)
-    if (
-        covering_kind == "input_wait"
-        and kinds
-        and (kinds[0] == "decode" or _kind_from_source_line(stack[0]) == "decode")
-    ):
+    line_kind = _kind_from_source_line(stack[0]) if stack else None
+    if covering_kind == "input_wait" and "decode" in (kinds[0], line_kind):
         return "decode"  # a loader without workers: the training thread decodes
-    if covering_kind is not None:
-        return covering_kind
-    if stack and (line_kind := _kind_from_source_line(stack[0])) is not None:
-        return line_kind
-    if kinds:
-        return kinds[0]
+    if kind := covering_kind or line_kind or next(iter(kinds), None):
+        return kind
     if not active or _is_waiting(stack):
         return "idle"
     return "python" if any(is_job_code(frame) for frame in stack) else "other"
@@ -411,11 +390,10 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
 
 def innermost_job_frame(stack: Sequence[Frame], cwd: str = "") -> str | None:
     """`function (file:line)` of the innermost frame in a file of the job, relative to its working directory `cwd`."""
-    for frame in stack:
-        if is_job_code(frame):
-            name = frame.function.rpartition("<locals>.")[2]
-            return f"{name} ({_relative_file(frame.file, cwd)}:{frame.line})"
-    return None
+    frame = next(filter(is_job_code, stack), None)
+    if frame is None:
+        return None
+    return f"{frame.function.rpartition('<locals>.')[2]} ({_relative_file(frame.file, cwd)}:{frame.line})"
 
 
 def _relative_file(file: str, cwd: str) -> str:
@@ -427,9 +405,7 @@ def _relative_file(file: str, cwd: str) -> str:
 
 def _is_waiting(stack: Sequence[Frame]) -> bool:
     """Whether the innermost function is known to wait without a core."""
-    if not stack:
-        return False
-    return _find_rules(*stack[0][:2]).idle is not None or _kind_from_source_line(stack[0]) == "idle"
+    return bool(stack) and (_find_rules(*stack[0][:2]).idle is not None or _kind_from_source_line(stack[0]) == "idle")
 
 
 def _is_importing(stack: Sequence[Frame]) -> bool:
