@@ -10,7 +10,9 @@ tests/profiling/test_remote_stacks.py compares); from 3.13 on the process says i
 
 import bisect
 import contextlib
+import functools
 import mmap
+import operator
 import os
 import re
 import struct
@@ -363,21 +365,18 @@ class _Function:
     def __init__(self, name: str, file: str, first_line: int, table: bytes | None, version: tuple[int, int]) -> None:
         self.name, self.file, self.table = name, file, table
         self._first_line, self._version = first_line, version
-        self._ends: list[int] = []
-        self._entry_lines: list[int] = []
-        """Of the entries of the table."""
         self.identity: tuple[int, ...] = ()
         """What tells it from another one at the same address."""
 
+    @functools.cached_property
+    def _entries(self) -> list[tuple[int, int]]:
+        read = read_locations if self._version >= (3, 11) else read_pairs
+        return list(read(self.table or b"", self._first_line, self._version))
+
     def line(self, offset: int) -> int:
         """The line of the instruction at an offset in bytes."""
-        if not self._ends:
-            read = read_locations if self._version >= (3, 11) else read_pairs
-            for end, line in read(self.table or b"", self._first_line, self._version):
-                self._ends.append(end)
-                self._entry_lines.append(line)
-        index = bisect.bisect_right(self._ends, offset)
-        return self._entry_lines[index] if index < len(self._entry_lines) else self._first_line
+        index = bisect.bisect_right(self._entries, offset, key=operator.itemgetter(0))
+        return self._entries[index][1] if index < len(self._entries) else self._first_line
 
 
 def read_locations(table: bytes, first_line: int, _: tuple[int, int]) -> Iterator[tuple[int, int]]:
@@ -440,9 +439,7 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
         program = os.readlink(f"/proc/{pid}/exe")
-    except FileNotFoundError as error:
-        raise EndedError from error
-    except ProcessLookupError as error:
+    except (FileNotFoundError, ProcessLookupError) as error:
         raise EndedError from error
     if not maps:
         raise EndedError

@@ -109,14 +109,17 @@ class _Window:
         self.start_s = self._runnable_at_s = time.monotonic()
         self._start_cpu_s = cpu_seconds(process)
         self._start_runnable_s = self._end_runnable_s = _runnable_seconds(process.pid)
-        threads = _list_threads(process.pid)
-        self._start_threads_s = {thread: _runnable_seconds(process.pid, thread) for thread in threads}
-        self._counts: dict[int, collections.Counter[tuple[Frame, ...]]] = {}
+        self._start_threads_s: dict[int, float | None] = {}
+        with contextlib.suppress(OSError):  # it ended
+            for name in os.listdir(f"/proc/{process.pid}/task"):
+                self._start_threads_s[int(name)] = _runnable_seconds(process.pid, int(name))
+        self.counts: dict[int, collections.Counter[tuple[Frame, ...]]] = {}
+        """Thread → samples of each stack."""
 
     def add(self, stacks: Mapping[int, list[Frame]]) -> None:
         """A sample: thread → stack."""
         for thread, stack in stacks.items():
-            self._counts.setdefault(thread, collections.Counter())[tuple(stack)] += 1
+            self.counts.setdefault(thread, collections.Counter())[tuple(stack)] += 1
         if (now_s := time.monotonic()) - self._runnable_at_s > 0.1:  # for the case that the process ends
             self._runnable_at_s = now_s
             self._end_runnable_s = _runnable_seconds(self._process.pid) or self._end_runnable_s
@@ -124,13 +127,10 @@ class _Window:
     def age_s(self) -> float:
         return time.monotonic() - self.start_s
 
-    def has_samples(self) -> bool:
-        return bool(self._counts)
-
     def samples(self) -> tuple[Samples, dict[int, Samples]]:
         """(those of the main thread, kernel's ID → those of each other thread)"""
         found = {
-            thread: [(list(stack), count) for stack, count in counts.items()] for thread, counts in self._counts.items()
+            thread: [(list(stack), count) for stack, count in counts.items()] for thread, counts in self.counts.items()
         }
         return found.pop(self._process.pid, []), found
 
@@ -190,13 +190,6 @@ class _Process:
         self.stacks = self.window = None
 
 
-def _list_threads(pid: int) -> list[int]:
-    """The kernel's IDs of the threads of a process; empty: it ended."""
-    with contextlib.suppress(OSError):
-        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    return []
-
-
 def _runnable_seconds(pid: int, thread: int | None = None) -> float | None:
     """Seconds in which a thread (None: the main one) ran or waited for a core; None: it ended, or the kernel does not
     count them."""
@@ -241,16 +234,10 @@ class StackSampler:
         self._thread = threading.Thread(target=self._thread_main, name="stacks", daemon=True)
 
     def __enter__(self) -> Self:
-        self.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
         """Writes the windows that have begun."""
         self._stop.set()
         self._thread.join(STOP_TIMEOUT_S)  # a thread that hangs is abandoned
@@ -290,7 +277,7 @@ class StackSampler:
                 if target.window is None:
                     continue
                 is_old = target.window.age_s() >= (FIRST_WINDOW_S if target.is_new else WINDOW_S)
-                if is_old or (starts and target.window.has_samples()):
+                if is_old or (starts and target.window.counts):
                     self._end(target)
                     if target.role == "worker":
                         is_due = True  # another one's turn
@@ -448,11 +435,8 @@ class OwnProcessSampler:
         if code:
             self._folder.event("info", f"stacks: the process that samples them ended with exit code {code}")
         assert stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError), stdin:  # OSError: it has ended
             stdin.write(b".")  # closing alone is not seen while a forked worker has the other end, too
-            stdin.flush()
-        with contextlib.suppress(OSError):
-            stdin.close()
         try:
             self._process.wait(STOP_TIMEOUT_S + 1.0)
         except subprocess.TimeoutExpired:
