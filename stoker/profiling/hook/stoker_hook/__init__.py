@@ -20,14 +20,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def _read_patches() -> "dict[str, list[str]]":
-    """Module of a framework → module of the hook, function, its further arguments."""
-    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "patches.txt")) as file:
-        rows = [line.split() for line in file if not line.startswith("#")]
-    return {row[0]: row[1:] for row in rows}
-
-
-PATCHES = _read_patches()
+with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "patches.txt")) as _file:
+    PATCHES = {row[0]: row[1:] for row in (line.split() for line in _file if not line.startswith("#"))}
+"""Module of a framework → module of the hook, function, its further arguments."""
 TRAINERS = ("pytorch_lightning", "lightning", "ultralytics", "transformers", "accelerate", "timm", "mmengine")
 """Packages with a training loop of their own, or parts of one: their names are published besides their framework's."""
 FRAMEWORKS = ("torch", "tensorflow", "keras")
@@ -82,7 +77,7 @@ def _wrap_import(loader: "Any", name: str) -> None:
             if name.partition(".")[0] in TRAINERS:
                 from .clock import clock
 
-                if clock.is_published():
+                if clock.is_published:
                     clock.publish(name.partition(".")[0])
         except Exception as error:  # noqa: BLE001 (the job's import succeeded: it goes on without timing)
             failures.report_failure(name, error)

@@ -30,9 +30,7 @@ from .mistakes import MistakeFinder
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, TypeVar
-
-    Call = TypeVar("Call", bound=Callable[..., Any])
+    from typing import Any
 
 SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr",
@@ -98,13 +96,13 @@ class PhaseClock:
         self.values: Any = [0.0] * (len(SLOTS) + CPU_OFFSET)
         self.thread_id = get_ident()
         self.enabled = True
-        self._is_published = False
+        self.is_published = False
         self._mapping: Any = None
         self._frameworks: list[str] = []
         self._recompiled = ""
         self._current_slot = STARTUP
         self._stack = [STARTUP]
-        self._has_stepped = False
+        self.has_stepped = False
         self._open_sources: list[BatchSource] = []
         self.is_fetching_for_training = False
         """Set while a framework fetches batches of which it says that they are for training."""
@@ -125,7 +123,7 @@ class PhaseClock:
 
     def publish(self, framework: str = "") -> None:
         """Creates the state file and adds the framework to it."""
-        if not self.enabled or (self._is_published and framework in self._frameworks):
+        if not self.enabled or (self.is_published and framework in self._frameworks):
             return
         if framework:
             self._frameworks.append(framework)
@@ -133,7 +131,7 @@ class PhaseClock:
             if self._mapping is not None:
                 self._mapping[:HEADER_BYTES] = self._header()
                 return
-            self._is_published = True
+            self.is_published = True
             path = os.path.join(self._directory, f"{os.getpid()}-{self.values[BEGIN]:.6f}.state")
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -149,12 +147,6 @@ class PhaseClock:
         except Exception as error:  # noqa: BLE001 (no space or no folder: this process is not timed)
             self.enabled = False
             report_failure("state file", error)
-
-    def is_published(self) -> bool:
-        return self._is_published
-
-    def has_stepped(self) -> bool:
-        return self._has_stepped
 
     def set_recompiled(self, function: str) -> None:
         """function: the one that was compiled most often, if any was compiled again; in the header."""
@@ -182,7 +174,7 @@ class PhaseClock:
 
     def _set_slot(self, slot: int) -> None:
         """The time from the last update on is in this slot; before the first step, all but evaluation is startup."""
-        self._current_slot = slot if self._has_stepped or slot == EVAL else STARTUP
+        self._current_slot = slot if self.has_stepped or slot == EVAL else STARTUP
         self.values[CURRENT_SLOT] = self._current_slot
 
     def _set_base_slot(self, slot: int) -> None:
@@ -218,11 +210,11 @@ class PhaseClock:
 
     def is_after_step(self) -> bool:
         """Whether this is the training thread, after a step or an evaluation, and before the next batch."""
-        return self._stack[0] in (AFTER_STEP, EVAL) and self._has_stepped and self.is_outside_phases()
+        return self._stack[0] in (AFTER_STEP, EVAL) and self.has_stepped and self.is_outside_phases()
 
     def may_evaluate(self) -> bool:
         """Whether an evaluation may begin now: after a step, or with a batch that may be one of it."""
-        return self._has_stepped and self._stack[0] in (AFTER_STEP, EVAL, MAYBE_WORK) and self.is_outside_phases()
+        return self.has_stepped and self._stack[0] in (AFTER_STEP, EVAL, MAYBE_WORK) and self.is_outside_phases()
 
     def is_of_training(self, parameters: "Any", fraction: float = 0.5) -> bool:
         """Whether at least this fraction of the optimizer's parameters are among these: a part of the model is not
@@ -253,8 +245,13 @@ class PhaseClock:
         """Whether this is the training thread, outside of explicit phases."""
         return self.enabled and len(self._stack) == 1 and get_ident() == self.thread_id
 
-    def is_in_training_thread(self) -> bool:
-        return self.enabled and get_ident() == self.thread_id
+    def observe(self, look: "Callable[..., None]", *args: "Any") -> None:
+        """Calls a function of `mistakes`, if this is the training thread."""
+        if self.mistakes.is_on and self.enabled and get_ident() == self.thread_id:
+            try:
+                look(*args)
+            except Exception as error:  # noqa: BLE001 (a batch, a module or an optimizer of a kind that is not known)
+                self.mistakes.stop(error)
 
     def is_in(self, slot: int) -> bool:
         """Whether the training thread is in this explicit phase."""
@@ -327,7 +324,7 @@ class PhaseClock:
     def _is_of_jax(self) -> bool:
         """Whether JAX has compiled, and no optimizer has stepped, as it has none: batches of another framework's loader
         tell nothing."""
-        return not self._has_stepped and any(name.startswith("jax") for name in self._frameworks)
+        return not self.has_stepped and any(name.startswith("jax") for name in self._frameworks)
 
     def _mark_as_evaluation(self, source: BatchSource) -> None:
         source.is_training = False
@@ -349,7 +346,7 @@ class PhaseClock:
         try:
             if not self.enabled or get_ident() != self.thread_id:
                 return
-            if not self._is_published:  # a forked child that trains
+            if not self.is_published:  # a forked child that trains
                 self.publish()
             if self._eval_source is not None:  # misclassified: the loop skipped its first batches
                 self._open_sources.append(self._eval_source)
@@ -383,7 +380,7 @@ class PhaseClock:
             if not self.enabled:
                 return
             if get_ident() != self.thread_id:
-                if self._has_stepped or len(self._stack) > 1:
+                if self.has_stepped or len(self._stack) > 1:
                     return
                 self.thread_id = get_ident()
                 self._last_cpu = thread_time()  # the last value was of another thread
@@ -401,8 +398,8 @@ class PhaseClock:
                 if isinstance(lr, float):
                     values[LR] = lr
             self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
-            if not self._has_stepped:
-                self._has_stepped = True
+            if not self.has_stepped:
+                self.has_stepped = True
                 if self.make_device_events is not None:
                     self.device_events = self.make_device_events(self)
             self._stack[0] = AFTER_STEP
@@ -454,17 +451,13 @@ def _count(batch: "Any", count: "Any") -> int:
         return 0
 
 
-def wrap_timed(slot: int, original: "Call") -> "Call":
-    """The function, timed as a phase."""
-    return timed(original, lambda: clock.begin(slot))
-
-
 def patch_timed(module: "Any", phase: str, *names: str) -> None:
     """Times functions of a module, `name` or `Class.name`, as a phase."""
+    slot = SLOTS.index(phase)
     for name in names:
         owner, _, attribute = name.rpartition(".")
         target = getattr(module, owner) if owner else module
-        setattr(target, attribute, wrap_timed(SLOTS.index(phase), getattr(target, attribute)))
+        setattr(target, attribute, timed(getattr(target, attribute), lambda: clock.begin(slot)))
 
 
 def timed_next(

@@ -121,11 +121,11 @@ class MistakeFinder:
         self._sizes: list[int] = []
         self._evaluated: deque[Any] = deque(maxlen=8)
         self._eval_steps = 0
-        self._batches = BatchFinder(self.report, self.withdraw, own_line)
+        self.batches = BatchFinder(self.report, self.withdraw, own_line)
         self._retains = False
         """Whether the newest backward pass keeps its graph."""
         self._cores: float | None = None
-        self._is_on = True
+        self.is_on = True
 
     def report(self, kind: str, place: str = "", **values: "Any") -> None:
         """Writes it into a file for the watcher, unless it is there. Never raises."""
@@ -144,37 +144,23 @@ class MistakeFinder:
                 json.dump(list(self._found.values()), file)
             os.replace(self._path + ".new", self._path)
         except Exception as error:  # noqa: BLE001 (no space, or the watcher is gone)
-            self._stop(error)
+            self.stop(error)
 
     def note_place(self, kind: str) -> None:
         """Something was turned on that is a mistake only if it stays."""
         try:
             self._places[kind] = own_line()
         except Exception as error:  # noqa: BLE001
-            self._stop(error)
+            self.stop(error)
 
     def note_evaluated(self, module: "Any") -> None:
         """The module was put into its mode for evaluation, in the training thread."""
-        if not self._is_on:
-            return
-        try:
-            self._evaluated.append((ref(module), own_line()))
-        except Exception as error:  # noqa: BLE001 (a class without weak references)
-            self._stop(error)
-
-    def note_batch(self, iterator: "Any", batch: "Any") -> None:
-        """The training thread got a batch from an iterator of a DataLoader."""
-        if not self._is_on:
-            return
-        try:
-            self._batches.note(iterator, batch)
-        except Exception as error:  # noqa: BLE001 (a tensor or a data set of a kind that is not known)
-            self._stop(error)
+        self._evaluated.append((ref(module), own_line()))
 
     def before_backward(self, tensors: "Any", create_graph: "Any", retain_graph: "Any") -> None:
         """An outermost backward pass of the training thread begins, from the loss or several tensors. create_graph,
         retain_graph: as of torch.autograd.backward."""
-        if not self._is_on or _is_compiling():
+        if not self.is_on or _is_compiling():
             return
         try:
             self._backwards += 1
@@ -200,63 +186,57 @@ class MistakeFinder:
                 if len(sizes) == len(SIZED_BACKWARDS) and grows and sizes[1] < MAX_NODES:
                     self.report("growing_graph", own_line(), first=sizes[0], last=sizes[-1])
         except Exception as error:  # noqa: BLE001 (a tensor of a kind that is not known)
-            self._stop(error)
+            self.stop(error)
 
     def after_backward(self) -> None:
         """It has ended without an error."""
-        if not self._is_on or _is_compiling():
+        if not self.is_on or _is_compiling():
             return
         try:
             for watched in self._watched.values():
                 watched.end_backward()
         except Exception as error:  # noqa: BLE001 (as above)
-            self._stop(error)
+            self.stop(error)
 
-    def before_step(self, optimizer: "Any", groups: "Any") -> None:
+    def before_step(self, optimizer: "Any") -> None:
         """An optimizer of torch will step."""
         key = id(optimizer)
-        if not self._is_on or key in self._watched or key in self._first_sizes or _is_compiling():
+        if key in self._watched or key in self._first_sizes or _is_compiling():
             return
-        try:
-            if len(self._first_sizes) > 64:
-                self._first_sizes.clear()
-            self._first_sizes[key] = {where: size for where, size in _sizes(groups) if size > 0}
-        except Exception as error:  # noqa: BLE001 (an optimizer with other groups than torch's)
-            self._stop(error)
+        if len(self._first_sizes) > 64:
+            self._first_sizes.clear()
+        self._first_sizes[key] = {where: size for where, size in _sizes(optimizer.param_groups) if size > 0}
 
     def after_step(self, optimizer: "Any", groups: "Any", is_trained: "Callable[[Any], bool]") -> None:
         """An optimizer of torch has stepped. is_trained: whether a module has the parameters that are trained."""
-        if not self._is_on or _is_compiling():
+        if _is_compiling():
             return
-        try:
-            watched = self._watched.get(id(optimizer))
-            if watched is None or watched.optimizer() is not optimizer:
-                self._add(optimizer, groups)
-            elif watched.step():
-                self.report("old_gradients", own_line())
-            self._steps += 1
-            if self._retains and self.count("retained_graph") >= max(LOOK_STEPS, MIN_ON * self._steps):
-                self.report("retained_graph")
-            self._retains = False
-            self._batches.after_step()
-            if self._evaluated:
-                self._look_at_mode(is_trained)
-            if watched is not None and watched.steps in USED_STEPS:
-                self._look_at_used(watched, groups)
-            if watched is not None and watched.steps == watched.look_at:
-                at = watched.look_at
-                watched.look_at = at + LOOK_STEPS if at < FREQUENT_STEPS else 2 * at
-                self._look_at_gradients(groups, id(optimizer))
-                self._look_at_weights(watched, optimizer, groups)
-            if self._steps % LOOK_STEPS == 0:
-                self.look(_torch_aids())
-                self._look_at_threads()
-        except Exception as error:  # noqa: BLE001 (an optimizer with other groups than torch's)
-            self._stop(error)
+        watched = self._watched.get(id(optimizer))
+        if watched is None or watched.optimizer() is not optimizer:
+            self._add(optimizer, groups)
+        elif watched.step():
+            self.report("old_gradients", own_line())
+        self._steps += 1
+        if self._retains and self.count("retained_graph") >= max(LOOK_STEPS, MIN_ON * self._steps):
+            self.report("retained_graph")
+        self._retains = False
+        self.batches.after_step()
+        if self._evaluated:
+            self._look_at_mode(is_trained)
+        if watched is not None and watched.steps in USED_STEPS:
+            self._look_at_used(watched, groups)
+        if watched is not None and watched.steps == watched.look_at:
+            at = watched.look_at
+            watched.look_at = at + LOOK_STEPS if at < FREQUENT_STEPS else 2 * at
+            self._look_at_gradients(groups, id(optimizer))
+            self._look_at_weights(watched, optimizer, groups)
+        if self._steps % LOOK_STEPS == 0:
+            self.look(_torch_aids())
+            self._look_at_threads()
 
     def look(self, aids: "dict[str, bool]") -> None:
         """aids: kind → whether it is on; those of Python are added. One that is on in nearly all looks is reported."""
-        if not self._is_on:
+        if not self.is_on:
             return
         self._num_looks += 1
         for kind, is_on in {**_python_aids(), **aids}.items():
@@ -371,8 +351,8 @@ class MistakeFinder:
             elif not is_so and self._looks.pop(name, 0) >= MIN_LOOKS:
                 self.withdraw(kind)
 
-    def _stop(self, error: BaseException) -> None:
-        self._is_on = False
+    def stop(self, error: BaseException) -> None:
+        self.is_on = False
         report_failure("mistakes", error)
 
 

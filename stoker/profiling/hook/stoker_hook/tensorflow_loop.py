@@ -68,17 +68,9 @@ def _is_outside() -> bool:
     return state.function is None and not state.in_fit and clock.is_outside_phases()
 
 
-def patch_iterators(module: "Any") -> None:
-    """tensorflow.python.data.ops.iterator_ops: `next` of the iterator of a dataset, outside of graphs."""
-    _patch_next(module.OwnedIterator, "_next_internal")
-
-
-def patch_distributed_iterators(module: "Any") -> None:
-    """tensorflow.python.distribute.input_lib: iterators of tf.distribute, which call those of their datasets."""
-    _patch_next(module.DistributedIteratorBase, "__next__")
-
-
-def _patch_next(cls: "Any", name: str) -> None:
+def patch_next(module: "Any", class_name: str, name: str) -> None:
+    """`next` of iterators of a dataset, outside of graphs, and of those of tf.distribute, which call these."""
+    cls = getattr(module, class_name)
     original = getattr(cls, name)
 
     @wraps(original)
@@ -159,12 +151,8 @@ def _count_step(stepper: "Any") -> None:
 
 def _look_for_aids(stepper: "Any") -> None:
     """Each LOOK_STEPS: whether the step runs eagerly, because functions are told to, or as it is in none."""
-    if clock.values[STEPS] % LOOK_STEPS:
-        return
-    try:
-        _look(stepper)
-    except Exception as error:  # noqa: BLE001 (the job goes on)
-        report_failure("mistakes", error)
+    if clock.values[STEPS] % LOOK_STEPS == 0:
+        clock.observe(_look, stepper)
 
 
 def _look(stepper: "Any") -> None:
@@ -210,17 +198,6 @@ def patch_gradients(module: "Any") -> None:
     module.GradientTape.gradient = gradient
 
 
-def patch_keras_optimizer(module: "Any") -> None:
-    """keras.src.backend.tensorflow.optimizer: `apply`, which `apply_gradients` calls."""
-    _patch_apply(module.TFOptimizer, "apply")
-
-
-def patch_old_keras_optimizer(module: "Any") -> None:
-    """keras.src.optimizers.optimizer of Keras 2; in Keras 3 it inherits from that of the backend."""
-    if "apply_gradients" in vars(module.Optimizer):
-        _patch_apply(module.Optimizer, "apply_gradients")
-
-
 def patch_old_keras_model(module: "Any") -> None:
     """engine.training of Keras 2, also as the package tf_keras. Its steps are those of any `tf.function`."""
     patch_timed(module, "eval", "Model.evaluate", "Model.predict", "Model.predict_on_batch")
@@ -228,7 +205,11 @@ def patch_old_keras_model(module: "Any") -> None:
     clock.publish("Keras 2")
 
 
-def _patch_apply(cls: "Any", name: str) -> None:
+def patch_apply(module: "Any", class_name: str, name: str) -> None:
+    """Optimizers of Keras: `apply` of the backend's, which `apply_gradients` calls; in Keras 2 `apply_gradients`."""
+    cls = getattr(module, class_name)
+    if name == "apply_gradients" and name not in vars(cls):  # in Keras 3 it inherits from that of the backend
+        return
     original = getattr(cls, name)
 
     @wraps(original)

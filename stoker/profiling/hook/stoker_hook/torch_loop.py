@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def _report_torch_version() -> None:
     """Adds the version of torch to the state file, if there is one."""
-    if clock.is_published():
+    if clock.is_published:
         clock.publish(f"torch {getattr(modules.get('torch'), '__version__', '')}".rstrip())
 
 
@@ -53,7 +53,7 @@ def patch_dataloader(module: "Any") -> None:
         is_evaluating = not grad_enabled()
         batch = timed_next(self, original_next, workers=workers, is_evaluating=is_evaluating)
         if not is_evaluating:
-            clock.mistakes.note_batch(self, batch)
+            clock.observe(clock.mistakes.batches.note, self, batch)
         return batch
 
     __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def _time_worker_starts(iterator_class: "Any") -> None:
     original_init, original_next = iterator_class.__init__, iterator_class._next_data
 
     def begin() -> "Any":
-        if not clock.has_stepped() or get_ident() != clock.thread_id:
+        if not clock.has_stepped or get_ident() != clock.thread_id:
             return None
         begin_s = monotonic()
 
@@ -84,7 +84,7 @@ def _time_worker_starts(iterator_class: "Any") -> None:
 
     def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
         start(self, *args, **kwargs)
-        clock.values[WORKER_STARTS] += clock.has_stepped() and get_ident() == clock.thread_id
+        clock.values[WORKER_STARTS] += clock.has_stepped and get_ident() == clock.thread_id
         self._stoker_awaits_first = True
 
     def _next_data(self: "Any") -> "Any":
@@ -103,12 +103,10 @@ def patch_optimizers(module: "Any") -> None:
         clock.count_optimizer_step(
             optimizer, groups[0].get("lr") if groups else None, has_gradients=_have_gradients(groups)
         )
-        if clock.is_in_training_thread():
-            clock.mistakes.after_step(optimizer, groups, is_trained)
+        clock.observe(clock.mistakes.after_step, optimizer, groups, is_trained)
 
     def before_step(optimizer: "Any", *_: "Any") -> None:
-        if clock.is_in_training_thread():
-            clock.mistakes.before_step(optimizer, optimizer.param_groups)
+        clock.observe(clock.mistakes.before_step, optimizer)
 
     def is_trained(module: "Any") -> bool:
         # a backbone that is frozen on purpose has less of the optimizer, a model of which only the head is trained more
@@ -170,16 +168,7 @@ def patch_backward(module: "Any") -> None:
 def patch_anomaly_mode(module: "Any") -> None:
     """torch.autograd.anomaly_mode: where the mode for debugging is turned on, as a function or with `with`."""
     for cls in (module.detect_anomaly, module.set_detect_anomaly):
-        cls.__init__ = _noting_place(cls.__init__, "anomaly")
-
-
-def _noting_place(original: "Any", kind: str) -> "Any":
-    @wraps(original)
-    def __init__(*args: "Any", **kwargs: "Any") -> None:
-        clock.mistakes.note_place(kind)
-        original(*args, **kwargs)
-
-    return __init__
+        cls.__init__ = timed(cls.__init__, lambda: clock.mistakes.note_place("anomaly"))
 
 
 def patch_modules(module: "Any") -> None:
@@ -203,8 +192,7 @@ def patch_modules(module: "Any") -> None:
             cls.train = original_train
 
     def eval(self: "Any") -> "Any":
-        if clock.is_in_training_thread():
-            clock.mistakes.note_evaluated(self)
+        clock.observe(clock.mistakes.note_evaluated, self)
         try:
             if clock.may_evaluate() and clock.is_of_training(self.parameters()):
                 clock.set_evaluating(True)
@@ -232,20 +220,17 @@ def patch_serialization(module: "Any") -> None:
 def patch_transformers(module: "Any") -> None:
     patch_timed(module, "checkpoint", "Trainer._save_checkpoint")
     patch_timed(module, "eval", "Trainer.evaluate")
-    original = getattr(module.Trainer, "get_batch_samples", None)  # from version 4.46 on
-    if original is None:
-        return
 
-    @wraps(original)
-    def get_batch_samples(*args: "Any", **kwargs: "Any") -> "Any":
+    def begin() -> "Any":
         """All batches of a step before its first backward, which would look like an evaluation."""
         clock.is_fetching_for_training = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            clock.is_fetching_for_training = False
+        return end
 
-    module.Trainer.get_batch_samples = get_batch_samples
+    def end() -> None:
+        clock.is_fetching_for_training = False
+
+    if hasattr(module.Trainer, "get_batch_samples"):  # from version 4.46 on
+        module.Trainer.get_batch_samples = timed(module.Trainer.get_batch_samples, begin)
 
 
 def patch_compilation(module: "Any") -> None:
