@@ -109,7 +109,7 @@ class PhaseClock:
         self._eval_source: BatchSource | None = None
         self._optimizer: Any = None
         self._other_steps = 0
-        self._num_backwards, self._has_optimizer = 0, False
+        self._num_backwards, self.has_optimizer = 0, False
         self.device_events: Any = None
         """Events of the device, if there is one."""
         self._growth = GrowthFinder(self._report_growth)
@@ -368,11 +368,11 @@ class PhaseClock:
     def count_backward(self, module: "Any") -> None:
         """A backward pass has ended that is in no other one. A job that changes its weights itself has no optimizer
         that steps: then each is a step, after MAX_BACKWARDS of them."""
-        if not self._has_optimizer and get_ident() == self.thread_id:
+        if not self.has_optimizer and get_ident() == self.thread_id:
             self._num_backwards += 1
             if self._num_backwards > MAX_BACKWARDS:
                 self.count_optimizer_step(module, None)
-                self._has_optimizer = False
+                self.has_optimizer = False
 
     def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1, *, has_gradients: bool = True) -> None:
         """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step."""
@@ -387,10 +387,10 @@ class PhaseClock:
             self.confirm_training()
             self.update()
             first = None if self._optimizer is None else self._optimizer()
-            if first is None or self._other_steps > 100 or not self._has_optimizer:
+            if first is None or self._other_steps > 100 or not self.has_optimizer:
                 self._optimizer, first = ref(optimizer), optimizer
             self._other_steps = 0 if first is optimizer else self._other_steps + 1
-            self._has_optimizer = True
+            self.has_optimizer = True
             values = self.values
             if first is optimizer:
                 values[STEPS] += steps

@@ -160,7 +160,8 @@ def patch_backward(module: "Any") -> None:
             depth -= is_training_thread
         if is_training_thread and not depth:
             clock.mistakes.after_backward()
-            clock.count_backward(module)
+            if not clock.has_optimizer:
+                clock.count_backward(module)
 
     module.backward = wrapper
 
