@@ -1,9 +1,9 @@
 """The host's part of a line of devices.jsonl: the machine and the processes of a run.
 
 Rates and fractions are differences since the previous sample, of counters that `machine` and `cgroup` read. A value
-that the machine does not provide (macOS has no /proc, old kernels no pressure) is None. No torch, and cheap: it runs
-once a second next to the training (`sampler`). Files of threads are read less often the more threads there are; values
-that change slowly or cost more are read in every tenth sample and repeated in between.
+that the machine does not provide (macOS has no /proc, old kernels no pressure) is None. It runs once a second next to
+the training (`sampler`), so files of threads are read less often the more threads there are, and values that change
+slowly or cost more in every tenth sample.
 """
 
 import contextlib
@@ -43,11 +43,10 @@ MIN_PROCESS_CORES = 0.05
 """A process that uses less is not named."""
 MAX_NAMES = 3
 OTHERS_INTERVAL_S = 5.0
+"""Time between two readings of all processes: some 40 µs each."""
 
 REPLACED_AT = "STOKER_REPLACED_AT"
-"""Environment variable: the Unix time at which `stoker train` replaced this process by itself
-(`training/supervisor.py`)."""
-"""Time between two readings of all processes: some 40 µs each."""
+"""Environment variable: the Unix time at which `stoker train` replaced this process by itself."""
 
 PRESSURE = {"psi_cpu": "cpu", "psi_memory": "memory", "psi_io": "io"}
 """Field of a sample → name of the kernel's pressure file."""
@@ -80,13 +79,12 @@ class ProcessTreeSampler:
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self.pids = [pid]
         self._pid = pid
-        self._proc = str(proc)
+        self._proc = proc
         self._sample_count = 0
         self._next_walk = 0
         self._previous: tuple[float, dict[str, tuple[int, int]]] | None = None
-        self._threads_running: float | None = None
-        self._threads_active: int | None = None
-        self._bound_cores: tuple[int, int] | None = None
+        self._threads = ProcessTreeSample()
+        """Only what the last walk found of threads."""
         self._own_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
     def sample(self, now_s: float) -> ProcessTreeSample:
@@ -103,46 +101,40 @@ class ProcessTreeSampler:
                 ticks += sum(map(int, fields[11:15]))
                 pages += int(fields[21])
                 most_pages = max(most_pages, int(fields[21]))
-        return ProcessTreeSample(
+        return dataclasses.replace(
+            self._threads,
             cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
             rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
             largest_rss_bytes=most_pages * os.sysconf("SC_PAGE_SIZE"),
-            threads_running=self._threads_running,
-            threads_active=self._threads_active,
-            bound_cores=self._bound_cores,
         )
 
     def _walk(self, now_s: float) -> None:
-        """Lists the processes again, and how long each thread ran or waited for a CPU.
-
-        So a new child is found at once if there are few threads, and within a minute if there are thousands.
-        """
+        """Lists the processes again, and how long each thread ran or waited for a CPU. So a new child is found at once
+        if there are few threads, and within a minute if there are thousands."""
         times_ns: dict[str, tuple[int, int]] = {}  # ran; ran or waited
-        pids = [self._pid]
-        for pid in pids:  # grows during the loop
-            task_dir = f"{self._proc}/{pid}/task"
+        self.pids = machine.list_process_tree(self._pid, self._proc)
+        for pid in self.pids:
             with contextlib.suppress(OSError):  # it ended meanwhile
-                for thread in os.listdir(task_dir):
-                    with contextlib.suppress(OSError):  # the thread ended
-                        pids += map(int, read(f"{task_dir}/{thread}/children").split())
-                    if (times := read_or_none(f"{task_dir}/{thread}/schedstat")) is not None:
+                for thread in os.listdir(f"{self._proc}/{pid}/task"):
+                    if (times := read_or_none(f"{self._proc}/{pid}/task/{thread}/schedstat")) is not None:
                         ran_ns, waited_ns, *_ = map(int, times.split())
                         times_ns[f"{pid}/{thread}"] = ran_ns, ran_ns + waited_ns
         previous = self._previous
         # all 0: this kernel does not count these times (documentation: scheduler/sched-stats)
         self._previous = (now_s, times_ns) if any(busy for _, busy in times_ns.values()) else None
         if previous is None or self._previous is None or now_s <= previous[0]:
-            self._threads_running = self._threads_active = self._bound_cores = None
+            self._threads = ProcessTreeSample()
         else:
             wall_ns = 1e9 * (now_s - previous[0])
             before = {thread: previous[1].get(thread, (0, 0)) for thread in times_ns}
             increase_ns = sum(max(0, busy - before[thread][1]) for thread, (_, busy) in times_ns.items())
-            self._threads_running = min(float(len(times_ns)), increase_ns / wall_ns)
             fractions = {thread: (ran - before[thread][0]) / wall_ns for thread, (ran, _) in times_ns.items()}
-            self._threads_active = sum(fraction >= MIN_ACTIVE_FRACTION for fraction in fractions.values())
             computing = [thread for thread, fraction in fractions.items() if fraction >= MIN_COMPUTING_FRACTION]
-            self._bound_cores = self._count_bound_cores(computing)
-        self.pids = pids
+            self._threads = ProcessTreeSample(
+                threads_running=min(float(len(times_ns)), increase_ns / wall_ns),
+                threads_active=sum(fraction >= MIN_ACTIVE_FRACTION for fraction in fractions.values()),
+                bound_cores=self._count_bound_cores(computing),
+            )
         self._next_walk = self._sample_count + math.ceil(max(1, len(times_ns)) / THREADS_PER_SAMPLE)
 
     def _count_bound_cores(self, computing: list[str]) -> tuple[int, int] | None:
@@ -242,8 +234,7 @@ class HostSampler:
         cgroup: Cgroup | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pid = pid
-        self._root_pid = pid or os.getpid()
+        self._pid, self._root_pid = pid, pid or os.getpid()
         self._proc = proc
         self._cgroup = cgroup or (Cgroup() if pid is None else Cgroup.for_pid(pid))
         self._now = now
