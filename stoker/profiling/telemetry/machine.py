@@ -2,16 +2,17 @@
 
 Stateless functions over files of the kernel; `host` turns their values into rates. A value that this kernel does not
 provide is None. Files are read in a third of pathlib's time, because a sample reads hundreds of them. The log covers
-the whole machine, so a line is evidence only together with a PID or a time; `stoker/diagnosis/` decides. Ordinary users
-and most containers may not read it. What may hang (a driver, a storage that is gone) is asked by a `TimeoutWorker`.
-Limits of the container: `stoker/hardware/cgroup.py`.
+the whole machine, so a line is evidence only together with a PID or a time. What may hang (a driver, a storage that is
+gone) is asked by a `TimeoutWorker`. Limits of the container: `stoker/hardware/cgroup.py`.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -91,20 +92,17 @@ def network_received_bytes(proc_dir: str, interfaces: Path = Path("/sys/class/ne
 
 def disk_usage(path: str) -> tuple[int, int] | None:
     """(used, total) bytes of a file system; None if it does not exist. May hang on a storage that is gone."""
-    try:
-        stats = os.statvfs(path)
-    except OSError:
-        return None
-    return (stats.f_blocks - stats.f_bfree) * stats.f_frsize, stats.f_blocks * stats.f_frsize
+    with contextlib.suppress(OSError):
+        total, used, _ = shutil.disk_usage(path)
+        return used, total
+    return None
 
 
 def free_bytes(path: Path) -> int | None:
     """Free bytes for ordinary users. May hang as `disk_usage`."""
-    try:
-        stats = os.statvfs(path)
-    except OSError:
-        return None
-    return stats.f_bavail * stats.f_frsize
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(path).free
+    return None
 
 
 def list_process_tree(pid: int, proc: Path = Path("/proc"), *, limit: int | None = None) -> list[int]:
@@ -187,23 +185,18 @@ class TimeoutWorker(Generic[Answer]):
         exception of the query."""
         if self._thread is not None and self._thread.is_alive():
             return None
-        answers: list[Answer] = []
-        errors: list[Exception] = []
+        answer: concurrent.futures.Future[Answer] = concurrent.futures.Future()
 
         def ask() -> None:
             try:
-                answers.append(self._query())
+                answer.set_result(self._query())
             except Exception as error:  # noqa: BLE001 (raised in the calling thread)
-                errors.append(error)
+                answer.set_exception(error)
 
         self._thread = threading.Thread(target=ask, name=self._name, daemon=True)
         self._thread.start()
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return None
-        if errors:
-            raise errors[0]
-        return answers[0]
+        return None if self._thread.is_alive() else answer.result(0)
 
     def stop(self, timeout_s: float = 0.2) -> bool:
         """Whether no query is running any more. A thread that hangs is abandoned."""
