@@ -21,7 +21,7 @@ from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 
 DRIVER_TIMEOUT_S = 0.5
-"""How long a line waits for the driver: a healthy one takes milliseconds, or 40 ms if PCIe traffic is sampled."""
+"""How long a line waits for the driver: a healthy one takes milliseconds."""
 
 DRIVER_HANG_S = 10.0
 """A driver that has not answered for this time hangs: opening one that is not loaded takes seconds."""
@@ -41,9 +41,7 @@ class TelemetrySampler:
 
     def __init__(self, run: RunFolder, *, pid: int | None = None, interval_s: float = 1.0) -> None:
         self.last: DeviceSample | None = None
-        self._run = run
-        self._pid = pid
-        self._interval_s = interval_s
+        self._run, self._pid, self._interval_s = run, pid, interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._thread_main, name="telemetry", daemon=True)
 
@@ -84,8 +82,7 @@ class DriverSampler:
     """The GPUs of a run and their errors, queried with a timeout. pid: as in `TelemetrySampler`."""
 
     def __init__(self, run: RunFolder, *, pid: int | None = None) -> None:
-        self._run = run
-        self._pid = pid
+        self._run, self._pid = run, pid
         self._lock = threading.Lock()
         self._gpus: GpuSampler | None = None
         self._tpus: TpuSampler | None = None
@@ -179,25 +176,19 @@ class XidListener:
             self._thread.join(5 * POLL_TIMEOUT_MS / 1e3)
 
     def _listen(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._wait_for_event()
-        except pynvml.NVMLError as error:
-            self._run.event("warning", f"telemetry: errors of the GPUs are no longer received: {error}")
-        else:
-            pynvml.nvmlEventSetFree(self._events)
-
-    def _wait_for_event(self) -> None:
-        try:
-            event = pynvml.nvmlEventSetWait_v2(self._events, POLL_TIMEOUT_MS)
-        except pynvml.NVMLError as error:
-            if error.value == pynvml.NVML_ERROR_TIMEOUT:
+        while not self._stop.is_set():
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, POLL_TIMEOUT_MS)
+            except pynvml.NVMLError as error:
+                if error.value == pynvml.NVML_ERROR_TIMEOUT:
+                    continue
+                self._run.event("warning", f"telemetry: errors of the GPUs are no longer received: {error}")
                 return
-            raise
-        index = self._index_by_handle.get(handle_pointer(event.device))
-        if index is None:  # not a GPU of this run
-            return
-        xid = int(event.eventData)
+            if (index := self._index_by_handle.get(handle_pointer(event.device))) is not None:  # a GPU of this run
+                self._report(index, int(event.eventData))
+        pynvml.nvmlEventSetFree(self._events)
+
+    def _report(self, index: int, xid: int) -> None:
         with self._lock:
             xids = self._pending_xids.setdefault(index, [])
             if len(xids) < MAX_XIDS_PER_SAMPLE:
@@ -209,8 +200,10 @@ class XidListener:
 
 def _register_events(handles: list[Any]) -> Any:
     """NVML's event set; None if no GPU reports errors."""
+    if not handles:
+        return None
     try:
-        events = pynvml.nvmlEventSetCreate() if handles else None
+        events = pynvml.nvmlEventSetCreate()
     except pynvml.NVMLError:  # not supported by this driver
         return None
     any_registered = False
@@ -219,6 +212,7 @@ def _register_events(handles: list[Any]) -> Any:
             if pynvml.nvmlDeviceGetSupportedEventTypes(handle) & pynvml.nvmlEventTypeXidCriticalError:
                 pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
                 any_registered = True
-    if not any_registered and events is not None:
-        pynvml.nvmlEventSetFree(events)
-    return events if any_registered else None
+    if any_registered:
+        return events
+    pynvml.nvmlEventSetFree(events)
+    return None
