@@ -10,6 +10,7 @@ is not changed: `stoker/watch/`.
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -80,11 +81,8 @@ class Measure:
         """Optimizer steps so far, including earlier attempts."""
         self.is_replaceable = False
         """Whether entering another measure closes this one: a framework may not report the end of a training."""
-        self._run = None if run is None else Path(run).expanduser()
-        self._name = name
-        self._price_per_device_hour = price_per_device_hour
-        self._first_step = first_step
-        self._monitor = monitor
+        path = None if run is None else Path(run).expanduser()
+        self._open_writer = functools.partial(RankRecorder, path, name, price_per_device_hour, first_step, monitor)
         self._device = None if device is None else str(device)
         self._num_images = num_images
         self._count_warned = self._workers_reported = False
@@ -118,9 +116,7 @@ class Measure:
         if self.closed or self._thread:
             raise UsageError("This stoker.measure was used before.", fix="call stoker.measure(…) again")
         start_s = time.perf_counter()
-        self._writer = RankRecorder(
-            self._run, self._name, self._price_per_device_hour, self._first_step, _num_entered, self._monitor
-        )
+        self._writer = self._open_writer(loop_index=_num_entered)
         _num_entered += 1
         self.step_count = self._writer.step
         self._written_steps = self.step_count
@@ -392,5 +388,4 @@ def _after_fork() -> None:
         _active = None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
