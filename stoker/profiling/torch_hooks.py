@@ -3,9 +3,8 @@ values that the loop logs.
 
 torch is never imported here: a loop without it is measured by the host's clock alone. Each step checks again, since a
 script may import torch, choose its GPU and join its process group at any time. Nothing here uses a GPU that the loop
-does not use: that would take GPU memory. The host never waits for a logged tensor: those of a window are sent to the
-host together, asynchronously, and read when the next window is written. So the loss of a GPU is in the line after the
-window that it belongs to.
+does not use. The host never waits for a logged tensor: those of a window are sent to the host together, asynchronously,
+so the loss of a GPU is in the line after the window that it belongs to.
 """
 
 import math
@@ -140,11 +139,8 @@ class TorchHooks:
 
     def _find_device(self, torch: Any) -> None:
         if self._is_device_initialized is None:
-            device = (
-                torch.accelerator.current_accelerator()
-                if self._device_name is None
-                else torch.device(self._device_name)
-            )
+            name = self._device_name
+            device = torch.accelerator.current_accelerator() if name is None else torch.device(name)
             if device is None or device.type == "cpu":
                 self._device_pending = False
                 return
@@ -231,9 +227,9 @@ class ScalarLogger:
     def _start_copy(self, device: "Device") -> None:
         import torch
 
+        target = device.torch_device
         stacked = [
-            torch.stack([value.float().to(device.torch_device) for value in values])
-            for values in self._device_values.values()
+            torch.stack([value.float().to(target) for value in values]) for values in self._device_values.values()
         ]
         self._stream = self._stream or device.make_stream()  # only one: torch has few streams and reuses them
         copies, ready = self._stream.to_host(stacked)

@@ -234,7 +234,8 @@ class HostSampler:
         cgroup: Cgroup | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pid, self._root_pid = pid, pid or os.getpid()
+        self._pid = pid
+        self._root_pid = pid or os.getpid()
         self._proc = proc
         self._cgroup = cgroup or (Cgroup() if pid is None else Cgroup.for_pid(pid))
         self._now = now

@@ -41,7 +41,9 @@ class TelemetrySampler:
 
     def __init__(self, run: RunFolder, *, pid: int | None = None, interval_s: float = 1.0) -> None:
         self.last: DeviceSample | None = None
-        self._run, self._pid, self._interval_s = run, pid, interval_s
+        self._run = run
+        self._pid = pid
+        self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._thread_main, name="telemetry", daemon=True)
 
@@ -82,7 +84,8 @@ class DriverSampler:
     """The GPUs of a run and their errors, queried with a timeout. pid: as in `TelemetrySampler`."""
 
     def __init__(self, run: RunFolder, *, pid: int | None = None) -> None:
-        self._run, self._pid = run, pid
+        self._run = run
+        self._pid = pid
         self._lock = threading.Lock()
         self._gpus: GpuSampler | None = None
         self._tpus: TpuSampler | None = None
