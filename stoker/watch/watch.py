@@ -129,10 +129,8 @@ def watch(
         recorder.write_end(code)
         stack.close()
         if os.isatty(2):  # otherwise the output is only the job's
-            print_text(
-                f"stoker watch: {'done' if code == 0 else _describe_exit(code)}; `stoker why {folder.path}`",
-                file=sys.stderr,
-            )
+            ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" if code else "done"
+            print_text(f"stoker watch: {ending}; `stoker why {folder.path}`", file=sys.stderr)
     if code < 0:
         _kill_self(-code)
     return code
@@ -191,7 +189,8 @@ def _move_above_reserved_fds(fd: int) -> int:
 def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: int) -> None:
     """In a new interpreter, by vfork: independent of the threads and the size of this process."""
     devnull = os.open(os.devnull, os.O_RDWR)
-    child_fds = [_copy_high(fd) for fd in (source, target, devnull, lock, done_write_fd)]
+    # copies above all descriptors of the child, so that no dup2 overwrites the source of another
+    child_fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (source, target, devnull, lock, done_write_fd)]
     actions = [(os.POSIX_SPAWN_DUP2, fd, child_fd) for child_fd, fd in enumerate(child_fds)]
     blocked = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}  # until it ignores them
     argv = [sys.executable, "-I", "-S", output_relay.__file__, str(log.absolute())]
@@ -200,11 +199,6 @@ def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: 
     finally:
         for fd in (*child_fds, devnull):
             os.close(fd)
-
-
-def _copy_high(fd: int) -> int:
-    """A copy above all descriptors of the child, so that no dup2 overwrites the source of another."""
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
 
 
 def _start_job(
@@ -250,10 +244,6 @@ def _wait_readable(*fds: int, timeout_s: float | None = None) -> list[int]:
 
 def _file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _describe_exit(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
 
 
 def _kill_self(signum: int) -> None:
@@ -365,13 +355,10 @@ def _stop_signal_fd() -> Iterator[int]:
 def _open_process(pid: int) -> AttachedProcess:
     """The process, if it may be watched. Raises UsageError."""
     try:
-        pidfd = os.pidfd_open(pid) if pid > 0 else -1
-    except OSError:  # the ID of a thread, or there is none
-        pidfd = -1
-    if pidfd < 0:
-        raise UsageError(
-            f"There is no process {pid}.", fix="give the PID of a process, not of a thread: `pgrep -af python`"
-        )
+        pidfd = os.pidfd_open(pid)
+    except (OSError, OverflowError) as error:  # the ID of a thread, or there is none
+        fix = "give the PID of a process, not of a thread: `pgrep -af python`"
+        raise UsageError(f"There is no process {pid}.", fix=fix) from error
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, pidfd)
         try:
