@@ -1,11 +1,8 @@
 """Turns the state files of a watched job's processes into phases of each rank (data source 2).
 
-The hook (`stoker/profiling/hook/`) runs inside the job and keeps a state file of sums for each process that may train
-(`stoker_hook/clock.py` writes it). It can be read at any time, also after the process was killed. The phases of a
-window are the increase of the sums. `recorder.py` writes steps.jsonl.
-
-State files are in a folder in memory (/dev/shm) or in the temporary folder, not in the run folder: they are mapped, and
-a page that network storage cannot return would kill the job.
+`hook/stoker_hook/clock.py` runs inside the job and keeps a state file of sums for each process that may train. The
+phases of a window are the increase of the sums. State files are in memory (/dev/shm) or in the temporary folder, not in
+the run folder: they are mapped, and a page that network storage cannot return would kill the job.
 """
 
 import contextlib
@@ -38,8 +35,7 @@ MAX_EXIT_S = 60.0
 """Time before the end of a job in which a process ended that explains it: launchers wait for the other ranks."""
 MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
 """A process is idle if it used fewer cores for this time, with its main thread asleep and its clock in one slot. The
-cores are those of a hang (`diagnosis/causes/`); the time is longer than a wait for a lock or a device in a
-healthy step (heuristic)."""
+time is longer than a wait for a lock or a device in a healthy step (heuristic)."""
 
 HEADER_BYTES, STATE_BYTES = 1024, 4096
 """As `stoker_hook/clock.py` writes them."""
@@ -73,8 +69,7 @@ HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HookState:
-    """A process of the job at the time of the read. values: seconds and counts by slot of
-    `hook/stoker_hook/clock.py`."""
+    """A process of the job at the time of the read. values: seconds and counts by slot of the hook's clock."""
 
     name: str
     pid: int
@@ -269,10 +264,8 @@ class RankTimeBreakdown:
             ):
                 self._end(state, now_s=self._last_alive_s if state.name == current_name else None)
         current = next((state for state in living if state.name == current_name), None)
-        after_s = self._trained_until_s
-        living = [
-            state for state in living if state.values["steps"] or state.values["begin"] >= after_s
-        ]  # no helper processes
+        after_s = self._trained_until_s  # no helper processes
+        living = [state for state in living if state.values["steps"] or state.values["begin"] >= after_s]
         best = min(living, key=lambda state: (state.values["steps"] <= 0, state.values["begin"]), default=None)
         if best is not None and (current is None or (not current.values["steps"] and best.values["steps"])):
             if current is not None:
@@ -421,11 +414,10 @@ class HookReader:
                 state = dataclasses.replace(state, input_fraction=sum(typical) / len(typical))
             is_running, is_asleep, cpu_s = _read_process(state.pid)
             idle_time = self._idle_times.setdefault(state.name, IdleTime())
-            previous = self._states.get(state.name)
             if cpu_s is not None:
                 idle_time.update(state, cpu_s, now_s, is_asleep=is_asleep)
-            elif previous is not None:
-                cpu_s = previous.process_cpu_s
+            elif state.name in self._states:
+                cpu_s = self._states[state.name].process_cpu_s
             state = dataclasses.replace(state, process_cpu_s=cpu_s, idle=dict(idle_time.seconds))
             self._states[state.name] = state
             if is_running and not state.values["ended"]:
@@ -507,8 +499,7 @@ class HookReader:
 
     def next_windows(self, now_s: float, wall_s: float) -> dict[int, StepWindow]:
         """The window since the last one, for each rank that trains, the lowest first; before the first step, for the
-        lowest rank with all devices. Empty if the job has no state file. now_s: CLOCK_MONOTONIC; wall_s: length of the
-        window."""
+        lowest rank with all devices. Empty if the job has no state file. now_s: CLOCK_MONOTONIC."""
         training = sorted(rank for rank, breakdown in self._ranks.items() if breakdown.steps)
         devices = max(1, self._devices // max(1, len(training)))
         windows = {
@@ -520,9 +511,8 @@ class HookReader:
     def status(self) -> str:
         """The status of this data source as text; begins with `not` if nothing was recorded."""
         trainers = [state for state in self._states.values() if state.values["steps"]]
-        frameworks = ", ".join(
-            sorted({name for state in trainers or self._states.values() for name in state.frameworks})
-        )
+        names = {name for state in trainers or self._states.values() for name in state.frameworks}
+        frameworks = ", ".join(sorted(names))
         failures = "; ".join(sorted({line for path in self._directory.glob("errors-*") for line in _lines(path)}))
         failed = f"; errors: {failures}" if failures else ""
         if trainers:
@@ -535,10 +525,8 @@ class HookReader:
             return f"not recorded: {frameworks} was loaded, but no optimizer has stepped{failed}"
         if (self._directory / "loaded").exists():
             return f"not recorded: no process of the job has loaded torch or Keras{failed}"
-        return (
-            "not recorded: no Python process of the job has loaded the hook (it is not Python, runs with -I or -E, or "
-            f"sets another PYTHONPATH){failed}"
-        )
+        reasons = "it is not Python, runs with -I or -E, or sets another PYTHONPATH"
+        return f"not recorded: no Python process of the job has loaded the hook ({reasons}){failed}"
 
 
 def _read_process(pid: int) -> tuple[bool, bool, float | None]:
@@ -561,16 +549,12 @@ def _lines(path: Path) -> list[str]:
 @contextlib.contextmanager
 def hook_state_dir(enabled: bool) -> Iterator[Path | None]:
     """A new folder for the state files of a job, removed at the end; None if not enabled, or if there is no space."""
-    if not enabled:
-        yield None
-        return
-    shm = Path("/dev/shm")
     with contextlib.ExitStack() as stack:
-        try:
-            parent = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
-            directory = stack.enter_context(temporary_folder(STATE_DIR_PREFIX, parent))
-        except OSError:
-            directory = None
+        directory: Path | None = None
+        if enabled:
+            with contextlib.suppress(OSError):
+                parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+                directory = stack.enter_context(temporary_folder(STATE_DIR_PREFIX, parent))
         yield directory
 
 
