@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import statistics
 import struct
 import tempfile
 import time
@@ -140,12 +141,7 @@ def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
         seconds[slot] -= idle_s[slot]
         seconds["work"] += idle_s[slot]
     phases = _sum_slots_by_phase(state, seconds)
-    if values["device"]:
-        return _device_phase_seconds(
-            phases, busy_s=values["busy"], comm_s=values["device_comm"], syncs=values["syncs"], steps=values["steps"],
-            unseen_s=unseen_s,
-        )  # fmt: skip
-    return phases
+    return _device_phase_seconds(phases, values, unseen_s) if values["device"] else phases
 
 
 def cpu_by_phase(state: HookState) -> dict[str, float]:
@@ -176,10 +172,8 @@ def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str
     return phases
 
 
-def _device_phase_seconds(
-    host: Mapping[str, float], *, busy_s: float, comm_s: float, syncs: float, steps: float, unseen_s: float
-) -> dict[str, float]:
-    """Phases of a device that worked on steps for busy_s by its own clock, comm_s of it waiting for communication.
+def _device_phase_seconds(host: Mapping[str, float], values: Mapping[str, float], unseen_s: float) -> dict[str, float]:
+    """Phases of a device with a clock of its own.
 
     When the device is idle, it waits for the host's waits, up to their length: a wait that is shorter than the device's
     queue costs nothing. The rest is `host`, or `sync` if the host waits for the device in each step, except for
@@ -187,8 +181,8 @@ def _device_phase_seconds(
     """
     phases = {name: host[name] for name in HOST_ONLY_PHASES}
     loop_s = sum(host.values()) - sum(phases.values())
-    busy_s = min(busy_s, loop_s)
-    comm_s = min(comm_s, busy_s)
+    busy_s = min(values["busy"], loop_s)
+    comm_s = min(values["device_comm"], busy_s)
     idle_s = loop_s - busy_s
     waits = {name: host[name] for name in ("input_wait", "comm")}
     waited_s = sum(waits.values())
@@ -198,7 +192,7 @@ def _device_phase_seconds(
     phases["compute"] = busy_s - comm_s
     rest_s = max(0.0, idle_s - waited_s)
     phases["unattributed"] = min(unseen_s, rest_s)
-    phases["sync" if syncs >= steps > 0 else "host"] = rest_s - phases["unattributed"]
+    phases["sync" if values["syncs"] >= values["steps"] > 0 else "host"] = rest_s - phases["unattributed"]
     return phases
 
 
@@ -408,17 +402,17 @@ class HookReader:
             state = read_hook_state(path)
             if state is None:
                 continue
-            if fractions := self._input_fractions.get(state.pid):
-                # In the first trace, steps take batches that were prefetched while the graph was built.
-                typical = fractions[1:] or fractions
-                state = dataclasses.replace(state, input_fraction=sum(typical) / len(typical))
+            fractions = self._input_fractions.get(state.pid, [])
+            # in the first trace, steps take batches that were prefetched while the graph was built
+            fraction = statistics.fmean(fractions[1:] or fractions) if fractions else None
             is_running, is_asleep, cpu_s = _read_process(state.pid)
             idle_time = self._idle_times.setdefault(state.name, IdleTime())
             if cpu_s is not None:
                 idle_time.update(state, cpu_s, now_s, is_asleep=is_asleep)
             elif state.name in self._states:
                 cpu_s = self._states[state.name].process_cpu_s
-            state = dataclasses.replace(state, process_cpu_s=cpu_s, idle=dict(idle_time.seconds))
+            idle_s = dict(idle_time.seconds)
+            state = dataclasses.replace(state, process_cpu_s=cpu_s, idle=idle_s, input_fraction=fraction)
             self._states[state.name] = state
             if is_running and not state.values["ended"]:
                 living.setdefault(state.rank, []).append(state)
