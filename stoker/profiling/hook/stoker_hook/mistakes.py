@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections import deque
+from itertools import islice
 from weakref import ref
 
 from .batches import BatchFinder
@@ -253,11 +254,9 @@ class MistakeFinder:
 
     def _add(self, optimizer: "Any", groups: "Any") -> None:
         """An optimizer steps for the first time."""
-        places = ((one.grad, one, (i, k)) for i, group in enumerate(groups) for k, one in enumerate(group["params"]))
-        grad, parameter, position = next(
-            (place for place in places if place[0] is not None and _is_readable(place[0])), (None, None, (0, 0))
-        )
-        if grad is None or parameter is None:
+        with_grad = (entry for entry in _parameters(groups) if entry[1].grad is not None)
+        position, parameter = next((entry for entry in with_grad if _is_readable(entry[1].grad)), ((0, 0), None))
+        if parameter is None:
             return
         key = (id(parameter), tuple(parameter.shape))
         older, watched = self._owners.get(key), _Watched(optimizer, position)
@@ -289,25 +288,17 @@ class MistakeFinder:
 
     def _look_at_used(self, watched: "_Watched", groups: "Any") -> None:
         """Which parameters of an optimizer have had no gradient in any of the looks."""
-        without, values, total = set(), 0, 0
-        for i, group in enumerate(groups):
-            for k, parameter in enumerate(group["params"]):
-                total += parameter.numel()
-                if (
-                    parameter.grad is None
-                    and parameter.requires_grad
-                    and (watched.unused is None or (i, k) in watched.unused)
-                ):
-                    without.add((i, k))
-                    values += parameter.numel()
-        watched.unused = without
+        sizes = {where: parameter.numel() for where, parameter in _parameters(groups)}
+        without = {
+            where for where, parameter in _parameters(groups) if parameter.grad is None and parameter.requires_grad
+        }
+        watched.unused = without if watched.unused is None else without & watched.unused
+        values, total = sum(sizes[where] for where in watched.unused), sum(sizes.values())
         if watched.steps == USED_STEPS[-1] and MIN_UNUSED * total <= values < total:
-            optimizer = watched.optimizer()
+            optimizer, percent = watched.optimizer(), round(100 * values / total)
             place = "" if optimizer is None else optimizer.__dict__.get(PLACE_ATTR, "")
-            tensors = sum(len(group["params"]) for group in groups)
-            self.report(
-                "unused_parameters", place, unused=len(without), tensors=tensors, percent=round(100 * values / total)
-            )
+            unused = len(watched.unused)
+            self.report("unused_parameters", place, unused=unused, tensors=len(sizes), percent=percent)
 
     def _look_at_threads(self) -> None:
         self._cores = usable_cores() if self._cores is None else self._cores
@@ -334,17 +325,18 @@ class MistakeFinder:
             self.report("eval_mode", place, step=self._steps, layers=", ".join(affected[:3]))
 
     def _look_at_gradients(self, groups: "Any", optimizer: int) -> None:
-        gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
+        gradients = [parameter.grad for _, parameter in _parameters(groups) if parameter.grad is not None]
         gradients = [grad.detach() for grad in gradients if _is_readable(grad) and grad.is_floating_point()]
         smallest = min(gradients, key=lambda grad: grad.numel(), default=None)
         if smallest is None:
             return
         total = float(smallest.reshape(-1)[:MAX_READ].float().abs().sum())  # in half precision, a sum may overflow
-        is_finite = total - total == 0.0
-        is_zero = total == 0.0 and not any(bool(grad.any()) for grad in gradients)
-        is_double = str(smallest.dtype) == "torch.float64"
-        for kind, is_so in (("non_finite_gradients", not is_finite), ("zero_gradients", is_zero),
-                            ("double_precision", is_double)):  # fmt: skip
+        found = {
+            "non_finite_gradients": total - total != 0.0,
+            "zero_gradients": total == 0.0 and not any(bool(grad.any()) for grad in gradients),
+            "double_precision": str(smallest.dtype) == "torch.float64",
+        }
+        for kind, is_so in found.items():
             name = "%s of %d" % (kind, optimizer)  # noqa: UP031
             if is_so and self.count(name) >= MIN_LOOKS:
                 self.report(kind, step=self._steps)
@@ -414,18 +406,17 @@ def _is_readable(grad: "Any") -> bool:
     )
 
 
+def _parameters(groups: "Any") -> "Iterator[tuple[tuple[int, int], Any]]":
+    """(group and index in it, parameter) of each of an optimizer."""
+    return (((i, k), one) for i, group in enumerate(groups) for k, one in enumerate(group["params"]))
+
+
 def _sizes(groups: "Any") -> "Iterator[tuple[tuple[int, int], float]]":
     """(position, mean size of the values) of the first few matrices of an optimizer that have gradients."""
-    found = 0
-    for i, group in enumerate(groups):
-        for k, parameter in enumerate(group["params"]):
-            weight = parameter.detach()
-            if weight.dim() < 2 or parameter.grad is None or not _is_readable(weight) or not weight.is_floating_point():
-                continue
-            yield (i, k), float(weight.reshape(-1)[:MAX_READ].float().abs().mean())
-            found += 1
-            if found == WEIGHTS:
-                return
+    weights = ((where, one.detach()) for where, one in _parameters(groups) if one.dim() >= 2 and one.grad is not None)
+    readable = ((where, one) for where, one in weights if _is_readable(one) and one.is_floating_point())
+    for where, weight in islice(readable, WEIGHTS):
+        yield where, float(weight.reshape(-1)[:MAX_READ].float().abs().mean())
 
 
 def _nodes(tensors: "Any", limit: int) -> "Iterator[Any]":
