@@ -10,6 +10,7 @@ import pytest
 
 from stoker.profiling.hook.stoker_hook import clock as hook
 from stoker.profiling.hook.stoker_hook import tensorflow_loop
+from stoker.profiling.hook.stoker_hook.instruments import timed
 from tests.fixtures.watch_clock import Timed
 
 
@@ -165,7 +166,7 @@ def test_inside_fit_only_traces_are_timed(time: Timed, tensorflow: TensorFlow) -
         for i, _ in enumerate(tensorflow.batches(3)):
             step(i)
 
-    tensorflow_loop.wrap_fit(fit)()
+    timed(fit, tensorflow_loop.begin_fit)()
     assert counts(time) == (0, 0, 0, 2)
     assert not tensorflow.state.in_fit
 

@@ -1,19 +1,18 @@
 """Hooks for TensorFlow and Keras. In loops that users write: batches of eager iterators, calls of a `tf.function`,
-tracing. Of Keras: `fit`, `evaluate` and checkpoints, also on torch.
+tracing. Of Keras: `fit`, `evaluate` and checkpoints, also on torch. `patches.txt` says what is called for which module.
 
 A step is a call of a `tf.function` whose trace took a gradient (`GradientTape.gradient`, as the backward of torch), or
 an optimizer's update outside of graphs. A call that traces is `compile` as a whole: the first run of a new graph
 optimizes and compiles it in C++. A trace is a recompilation if the same Python function was traced in an earlier call.
 A step that is given an iterator fetches its batches inside its graph, as in Keras' `fit` on TensorFlow: only
-TensorFlow's profiler, which is sampled, knows the fraction of that. On torch, the batches of Keras come from an
-EpochIterator, one at a time. On JAX steps return before they are done, so nothing is timed. One function per module of
-a framework, called after its import. Not timed: calls of a ConcreteFunction, sessions of TensorFlow 1.
+TensorFlow's profiler, which is sampled, knows the fraction of that. On JAX steps return before they are done, so
+nothing is timed. Not timed: calls of a ConcreteFunction, sessions of TensorFlow 1.
 """
 
 import os
 import sys
 from _thread import get_ident
-from functools import wraps
+from functools import partial, wraps
 from time import monotonic
 
 from .clock import (
@@ -30,7 +29,7 @@ from .clock import (
     timed_next,
 )  # fmt: skip
 from .failures import STATE_DIR, report_failure
-from .instruments import count_images
+from .instruments import count_images, timed
 from .mistakes import LOOK_STEPS
 
 TYPE_CHECKING = False
@@ -262,11 +261,8 @@ class ProfilerSampler:
         self._steps += 1
         self._graph_s += duration_s
         elapsed_s = monotonic() - self._start_s
-        if (
-            self._steps >= MAX_STEPS
-            or elapsed_s >= MAX_TRACE_S
-            or (elapsed_s >= MIN_TRACE_S and self._steps >= MIN_STEPS)
-        ):
+        is_enough = elapsed_s >= MIN_TRACE_S and self._steps >= MIN_STEPS
+        if is_enough or self._steps >= MAX_STEPS or elapsed_s >= MAX_TRACE_S:
             self._stop()
 
     def _stop(self) -> None:
@@ -331,10 +327,6 @@ def patch_epoch_iterator(module: "Any") -> None:
 
 
 def patch_torch_trainer(module: "Any") -> None:
-    trainer = module.TorchTrainer
-    patch_timed(module, "eval", "TorchTrainer.evaluate", "TorchTrainer.predict", "TorchTrainer.predict_on_batch")
-    clock.publish(_framework_name("torch"))
-
     def wrap_step(self: "Any", step: "Any") -> "Any":
         @wraps(step)
         def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
@@ -344,30 +336,16 @@ def patch_torch_trainer(module: "Any") -> None:
 
         return wrapper
 
-    _patch_train_function(trainer, wrap_step)
+    _patch_trainer(module.TorchTrainer, "torch", wrap_step)
 
 
-def wrap_fit(original: "Any") -> "Any":
-    """Keras' `fit`, in which other calls than its steps are not timed."""
-
-    @wraps(original)
-    def fit(*args: "Any", **kwargs: "Any") -> "Any":
-        was_in_fit, state.in_fit = state.in_fit, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            state.in_fit = was_in_fit
-
-    return fit
+def begin_fit() -> "Any":
+    """Keras' `fit` begins, in which other calls than its steps are not timed. Returns what ends it."""
+    was_in_fit, state.in_fit = state.in_fit, True
+    return partial(setattr, state, "in_fit", was_in_fit)
 
 
 def patch_tensorflow_trainer(module: "Any") -> None:
-    trainer = module.TensorFlowTrainer
-    names = ("evaluate", "predict", "predict_on_batch")
-    patch_timed(module, "eval", *(f"TensorFlowTrainer.{name}" for name in names))
-    clock.publish(_framework_name("tensorflow"))
-    trainer.fit = wrap_fit(trainer.fit)
-
     def wrap_step(self: "Any", step: "Any") -> "Any":
         def train_function(*args: "Any", **kwargs: "Any") -> "Any":
             # `train_on_batch` has its batch already: its step is timed as that of any `tf.function`
@@ -378,11 +356,14 @@ def patch_tensorflow_trainer(module: "Any") -> None:
 
         return train_function
 
-    _patch_train_function(trainer, wrap_step)
+    module.TensorFlowTrainer.fit = timed(module.TensorFlowTrainer.fit, begin_fit)
+    _patch_trainer(module.TensorFlowTrainer, "tensorflow", wrap_step)
 
 
-def _patch_train_function(trainer: "Any", wrap: "Any") -> None:
-    """Wraps each model's train_function when it is created."""
+def _patch_trainer(trainer: "Any", backend: str, wrap: "Any") -> None:
+    """Times evaluations, and wraps each model's train_function when it is created."""
+    patch_timed(trainer, "eval", "evaluate", "predict", "predict_on_batch")
+    clock.publish(f"Keras {getattr(sys.modules.get('keras.src.version'), '__version__', '')} on {backend}")
     original = trainer.make_train_function
 
     @wraps(original)
@@ -396,8 +377,3 @@ def _patch_train_function(trainer: "Any", wrap: "Any") -> None:
         return result
 
     trainer.make_train_function = make_train_function
-
-
-def _framework_name(backend: str) -> str:
-    version = getattr(sys.modules.get("keras.src.version"), "__version__", "")
-    return f"Keras {version} on {backend}"
