@@ -1,5 +1,4 @@
-"""The phase of a process's training thread, as sums of seconds by slot, in memory that the watcher can read at any
-time.
+"""The phase of a process's training thread, as sums of seconds by slot, in memory that the watcher reads at any time.
 
 Each instant since the clock started is in exactly one slot, so the slots add up to the elapsed time. Work without an
 explicit phase is classified by what follows: work on a batch is training if a backward or an optimizer step comes
@@ -9,8 +8,8 @@ the call of `.eval()` of the model that the optimizer trains to the next `.train
 last step stays in `after_step`: the job ends.
 
 The state file has 1,024 bytes of JSON (process, names of the slots), then a double per slot, in a mapped file of 4,096
-bytes; it needs no thread, no write and no lock, and remains after a SIGKILL. One process trains in one thread; other
-threads are not counted. Loader workers never have a state file. Reader: `stoker/watch/hook_reader.py`.
+bytes, which remains after a SIGKILL. One process trains in one thread; other threads are not counted. Loader workers
+never have a state file. Reader: `stoker/watch/hook_reader.py`.
 """
 
 import atexit
@@ -114,12 +113,16 @@ class PhaseClock:
         """Events of the device, if there is one."""
         self._growth = GrowthFinder(self._report_growth)
         self.mistakes = MistakeFinder(self._directory)
-        for unknown in (RANK, LR, WORKERS, RECOMPILES):
+        for unknown in (LR, WORKERS, RECOMPILES):
             self.values[unknown] = -1.0
         self.values[BEGIN] = self.values[LAST_UPDATE] = self._last = monotonic()
         self._last_cpu = thread_time()
         self.values[CURRENT_SLOT] = STARTUP
-        self.values[RANK] = _rank_from_env()
+        # within this machine, as launchers name it
+        ranks = (
+            os.environ.get(name, "") for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "RANK")
+        )
+        self.values[RANK] = next((float(rank) for rank in ranks if rank.isdigit()), -1.0)
 
     def publish(self, framework: str = "") -> None:
         """Creates the state file and adds the framework to it."""
@@ -433,14 +436,6 @@ class PhaseClock:
         self.enabled = False
         self.values[ENDED] = 1.0
         report_failure(location, error)
-
-
-def _rank_from_env() -> float:
-    """The rank within this machine, as launchers name it; −1 if not known."""
-    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "RANK"):
-        if os.environ.get(name, "").isdigit():
-            return float(os.environ[name])
-    return -1.0
 
 
 def _count(batch: "Any", count: "Any") -> int:
