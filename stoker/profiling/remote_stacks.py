@@ -1,8 +1,7 @@
 """Reads the Python stacks of another process from its memory, without stopping it (64-bit Linux, CPython 3.8 to 3.14).
 
 A thread's frames are in one piece of memory (from Python 3.11 on), so a few reads of /proc/PID/mem copy a stack in some
-10 µs, before the process can change much of it: hardly a read fails, also where frames change all the time, and a
-sample costs so little that there are enough of them (`stacks.py`). Names and line tables of functions are read once.
+10 µs, before the process can change much of it. Names and line tables of functions are read once.
 
 Where things are in the memory of a version is in its headers (Include/internal/, found by `offsetof`:
 tests/profiling/test_remote_stacks.py compares); from 3.13 on the process says it itself (pycore_debug_offsets.h).
@@ -10,6 +9,7 @@ tests/profiling/test_remote_stacks.py compares); from 3.13 on the process says i
 
 import bisect
 import contextlib
+import dataclasses
 import functools
 import mmap
 import operator
@@ -142,10 +142,8 @@ class RemoteStacks:
         main_thread = self._word(self._runtime + layout.main_thread) if layout.main_thread else 0
         for address, state in self._threads():
             thread_id = _word_at(state, layout.thread_id)
-            if layout.native_id:
-                kernel_id = _word_at(state, layout.native_id)
-            else:
-                kernel_id = self._kernel_id(thread_id, main_thread)
+            native_id = _word_at(state, layout.native_id) if layout.native_id else None
+            kernel_id = self._kernel_id(thread_id, main_thread) if native_id is None else native_id
             if thread_id == main_thread or kernel_id == self._main_id:
                 kernel_id = self.pid
             elif self._main_id != self.pid:
@@ -237,10 +235,9 @@ class RemoteStacks:
         function = self._functions[code]
         frame = None
         if function.table is not None:
+            offset = instruction * (2 if self.version >= (3, 10) else 1)
             if self._layout.instructions:
                 offset = instruction - code - self._layout.instructions
-            else:
-                offset = instruction * (2 if self.version >= (3, 10) else 1)
             if not -2 <= offset < 2**24:  # below 0: it has not begun
                 raise _ChangedError
             frame = Frame(function.name, function.file, function.line(max(0, offset)))
@@ -278,9 +275,7 @@ class RemoteStacks:
         if not file.startswith(("/", "<")):  # of the script, before Python 3.9
             file = os.path.join(self._cwd, file)
         lines = None if file == "<shim>" else self._bytes(table + 32, size)  # such an entry in Python 3.12
-        function = _Function(name, file, first_line, lines, self.version)
-        function.identity = identity
-        return function
+        return _Function(name, file, first_line, lines, self.version, identity)
 
     def _text_at(self, address: int) -> str:
         header = self._bytes(address, 40)
@@ -300,14 +295,12 @@ class RemoteStacks:
             return LAYOUTS[self.version]
         if self.version not in ((3, 13), (3, 14)):
             raise UnreadableError(f"Python {'.'.join(map(str, self.version))} is not known, 3.8 to 3.14 are")
-        header = struct.unpack("<8s48Q", self._bytes(self._runtime, 8 + 48 * 8))
-        cookie, _, free_threaded, *fields = header
+        cookie, _, free_threaded, *fields = struct.unpack("<8s48Q", self._bytes(self._runtime, 8 + 48 * 8))
         if cookie != b"xdebugpy" or free_threaded:
             raise UnreadableError("a Python without the interpreter's lock has other stacks")
         main_thread = 656 if self.version == (3, 13) else 0
-        runtime, interpreter, rest = fields[:3], fields[3:7], fields[16:]
-        if self.version == (3, 14):  # with threads_main, code_object_generation and tlbc_generation
-            rest = fields[19:]
+        # 3.14: with threads_main, code_object_generation and tlbc_generation
+        runtime, interpreter, rest = fields[:3], fields[3:7], fields[16 if self.version == (3, 13) else 19 :]
         thread, rest = rest[:9], rest[9:]
         frame, code = rest[:6], rest[6:] if self.version == (3, 13) else rest[8:]
         return _Layout(
@@ -359,24 +352,27 @@ class _ChangedError(Exception):
     """What was read does not fit together: it changed meanwhile."""
 
 
+@dataclasses.dataclass
 class _Function:
-    """A code object. table: of its lines; None: it is something else."""
+    """A code object. table: of its lines, None: it is something else; identity: what tells it from another one at the
+    same address."""
 
-    def __init__(self, name: str, file: str, first_line: int, table: bytes | None, version: tuple[int, int]) -> None:
-        self.name, self.file, self.table = name, file, table
-        self._first_line, self._version = first_line, version
-        self.identity: tuple[int, ...] = ()
-        """What tells it from another one at the same address."""
+    name: str
+    file: str
+    first_line: int
+    table: bytes | None
+    version: tuple[int, int]
+    identity: tuple[int, ...] = ()
 
     @functools.cached_property
     def _entries(self) -> list[tuple[int, int]]:
-        read = read_locations if self._version >= (3, 11) else read_pairs
-        return list(read(self.table or b"", self._first_line, self._version))
+        read = read_locations if self.version >= (3, 11) else read_pairs
+        return list(read(self.table or b"", self.first_line, self.version))
 
     def line(self, offset: int) -> int:
         """The line of the instruction at an offset in bytes."""
         index = bisect.bisect_right(self._entries, offset, key=operator.itemgetter(0))
-        return self._entries[index][1] if index < len(self._entries) else self._first_line
+        return self._entries[index][1] if index < len(self._entries) else self.first_line
 
 
 def read_locations(table: bytes, first_line: int, _: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,8 @@
 """Samples the Python stacks of a watched or measured job into stacks.jsonl (data source 1).
 
-They are read from outside, from the memory of its processes (`remote_stacks.py`), without stopping the job, also if it
-is stopped. A sample takes some 50 µs of a CPU, none of the job's; there are so many that all of this stays below
-MAX_CPU_FRACTION of a core. What they say is in `frames.py`. If stacks cannot be read, the reason is reported once.
+They are read from outside, from the memory of its processes (`remote_stacks.py`), without stopping the job. A sample
+takes some 50 µs of a CPU; there are so many that all of this stays below MAX_CPU_FRACTION of a core. What they say is
+in `frames.py`. If stacks cannot be read, the reason is reported once.
 """
 
 import collections
@@ -33,8 +33,7 @@ WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 MAX_RATE_HZ, MIN_RATE_HZ = 20.0, 1.0
 """Samples a second: as many as may be taken for MAX_CPU_FRACTION."""
 MAX_CPU_FRACTION = 0.01
-"""Fraction of a core that sampling may take, with what is written of it. Half of the 2 % of a job that watching may
-cost (benchmarks/diagnosis/watch_overhead.py)."""
+"""Fraction of a core that sampling may take, half of what watching may (benchmarks/diagnosis/watch_overhead.py)."""
 START_S = 60.0
 """Time that is added to that so far, by which what else than samples costs is divided."""
 MAX_PROCESSES = 8
@@ -46,8 +45,7 @@ MAX_TREE = 512
 PROCESS_POLL_S = 2.0
 """Time between polls of the processes, a tenth of that until one was sampled."""
 MAX_FAILURES, MAX_FAILING_S = 5, 30.0
-"""Polls at which a process cannot be read, and the time since it was first seen, after which it is skipped: a process
-that starts has no interpreter yet."""
+"""Polls at which a process cannot be read, and its age, from which it is skipped: a new one has no interpreter yet."""
 STOP_TIMEOUT_S = 5.0
 
 PERMISSION_HINT = (
@@ -205,8 +203,7 @@ class StackSampler:
 
     pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_ranks:
     PID → rank of the live processes that train, as far as the hook knows them; then only these and their loader workers
-    are sampled, and not a launcher that waits for them. own_rank: `pid` is the only process of this rank that trains:
-    other ranks have samplers of their own.
+    are sampled. own_rank: `pid` is the only process of this rank that trains: other ranks have samplers of their own.
     """
 
     def __init__(
