@@ -148,9 +148,8 @@ def _step_lines(source: _Source | None, scope: ast.AST, *, with_backward: bool =
     """Lines with a step of an optimizer, or with a call of a function of this file, or method, that takes one."""
     step_functions = source.step_functions if source is not None else frozenset()
     return [
-        node.lineno for node in _walk(scope)
-        if isinstance(node, ast.Call)
-        and (_is_step(node) or _own_name(node.func) in step_functions or (with_backward and _is_backward(node)))
+        node.lineno for node in _walk(scope) if isinstance(node, ast.Call)
+        and (_is_step(node, with_backward=with_backward) or _own_name(node.func) in step_functions)
     ]  # fmt: skip
 
 
@@ -163,30 +162,24 @@ def _own_name(node: ast.expr) -> str:
 
 _UPDATES = frozenset({"apply_gradients", "apply_updates"})
 """Of TensorFlow's optimizers and Flax's states, and of optax."""
-
-
-def _is_step(node: ast.Call) -> bool:
-    """Whether it is `optimizer.step(…)`, `scaler.step(…)` or another update of weights, but not the step of a
-    schedule."""
-    if not isinstance(node.func, ast.Attribute):
-        return False
-    if node.func.attr != "step":
-        return node.func.attr in _UPDATES
-    return re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
-
-
 _BACKWARDS = frozenset({"backward", "manual_backward", "minimize"})
 
 
-def _is_backward(node: ast.Call) -> bool:
-    return isinstance(node.func, ast.Attribute) and node.func.attr in _BACKWARDS
+def _is_step(node: ast.Call, *, with_backward: bool = False) -> bool:
+    """Whether it is `optimizer.step(…)`, `scaler.step(…)` or another update of weights, but not the step of a
+    schedule. with_backward: also a backward pass."""
+    if not isinstance(node.func, ast.Attribute):
+        return False
+    if node.func.attr != "step":
+        return node.func.attr in _UPDATES or (with_backward and node.func.attr in _BACKWARDS)
+    return re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
 
 
 def _takes_step(function: ast.AST) -> bool:
     """Whether it takes a step of an optimizer, and none in a loop."""
-    nodes = list(_walk(function))
-    steps = [node.lineno for node in nodes if isinstance(node, ast.Call) and _is_step(node)]
-    return bool(steps) and not any(_covers(node, step) for node in nodes if isinstance(node, _LOOPS) for step in steps)
+    steps = _step_lines(None, function)
+    loops = [node for node in _walk(function) if isinstance(node, _LOOPS)]
+    return bool(steps) and not any(_covers(loop, step) for loop in loops for step in steps)
 
 
 _GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})
