@@ -202,8 +202,7 @@ def _runs_operations_of_jax(stack: Stack, compiled: CompiledCalls) -> bool:
 
 
 def _is_on_host(stack: Stack) -> bool:
-    """Whether a line of the job has called a package that computes on the host alone, as for a figure that a training
-    step draws."""
+    """Whether a line of the job has called a package that computes on the host alone, as for a figure."""
     return any(_HOST_FILE.search(frame.file) for frame in itertools.takewhile(lambda f: not is_job_code(f), stack))
 
 
@@ -311,8 +310,7 @@ def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None)
 
 def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
     """The frame of the training loop, if it is in a line after the step; None: it is not."""
-    for index in range(len(stack) - 1, -1, -1):
-        frame = stack[index]
+    for index, frame in reversed([*enumerate(stack)]):
         if is_job_code(frame) and is_after_step(frame.file, frame.line, _base_name(frame.function)):
             # a function of the line itself, as a lambda, says more than the line
             while index and stack[index - 1][1:] == frame[1:]:
@@ -375,7 +373,9 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
         return HELPER
     if _is_importing(stack):
         return "other"
-    rules = [_find_rule(frame) for frame in stack]
+    # code of an import is not training
+    rules = [_find_rules(function, file).frame for function, file, _ in stack
+             if function != "<module>" or "importlib" in file]  # fmt: skip
     kinds = [rule.kind for rule in rules if rule is not None]
     covering_kind = next((rule.kind for rule in reversed(rules) if rule is not None and rule.covers_callees), None)
     line_kind = _kind_from_source_line(stack[0]) if stack else None
@@ -410,18 +410,8 @@ def _is_waiting(stack: Sequence[Frame]) -> bool:
 
 def _is_importing(stack: Sequence[Frame]) -> bool:
     """Whether an installed module is being imported."""
-    for frame in stack:
-        if is_job_code(frame):
-            return False
-        if _base_name(frame.function) == "_find_and_load":
-            return True
-    return False
-
-
-def _find_rule(frame: Frame) -> FrameRule | None:
-    if frame.function == "<module>" and "importlib" not in frame.file:  # code of an import is not training
-        return None
-    return _find_rules(frame.function, frame.file).frame
+    inner = itertools.takewhile(lambda frame: not is_job_code(frame), stack)
+    return any(_base_name(frame.function) == "_find_and_load" for frame in inner)
 
 
 class _Rules(NamedTuple):
