@@ -23,6 +23,7 @@ import psutil
 from stoker import regular_files
 from stoker.profiling import hook
 from stoker.profiling.calls import describe_growth
+from stoker.profiling.hook.stoker_hook.clock import HEADER_BYTES, SLOTS, STATE_BYTES
 from stoker.profiling.stacks import cpu_seconds, is_alive
 from stoker.runs.schemas import StepWindow
 from stoker.storage.local_files import temporary_folder
@@ -38,8 +39,6 @@ MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
 """A process is idle if it used fewer cores for this time, with its main thread asleep and its clock in one slot. The
 time is longer than a wait for a lock or a device in a healthy step (heuristic)."""
 
-HEADER_BYTES, STATE_BYTES = 1024, 4096
-"""As `stoker_hook/clock.py` writes them."""
 _MAX_RANK, _MAX_VALUE = 1 << 20, 1e15
 
 _INPUT_WAIT_OP = re.compile(rb"^(?:MultiDevice)?Iterator\w{0,60}GetNext\w{0,60}Op::(?:DoCompute|ComputeAsync)")
@@ -55,12 +54,6 @@ to `host`; after the last step the job ends. `_sum_slots_by_phase` splits `graph
 
 WORKING_SLOTS = ("compute", "maybe_work", "graph")
 """Slots in which the process should compute: time in which it does nothing is `unattributed`."""
-
-_OTHER_SLOTS = (
-    "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr", "device", "busy",
-    "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s", "steps_without_gradients",
-)  # fmt: skip
-_SLOTS = frozenset({*_OTHER_SLOTS, *SLOT_PHASES, "graph"})
 
 _COUNTS = ("steps", "num_images", "recompiles", "worker_starts", "worker_start_s", "steps_without_gradients")
 
@@ -118,7 +111,7 @@ def read_hook_state(path: Path) -> HookState | None:
         cpu = dict(zip(time_slots, numbers[len(slots) :], strict=True))
     except (ValueError, struct.error, OSError, msgspec.MsgspecError):
         return None
-    if not (values.keys() >= _SLOTS and all(abs(number) < _MAX_VALUE for number in numbers)):
+    if not (values.keys() >= set(SLOTS) and all(abs(number) < _MAX_VALUE for number in numbers)):
         return None
     if not (0 <= values["current_slot"] < len(slots) and values["rank"] < _MAX_RANK):
         return None

@@ -5,9 +5,8 @@ A job that is started keeps its session, process group, terminal, stdin, directo
 variables that make its Python processes load the hook (`hook/`). Its stdout and stderr are pipes, or ptys if they were
 terminals. `output_relay.py` reads them, and `recorder.py` reads output.log. If the recording fails, the job goes on.
 
-A running job is not changed: it is observed from outside, by the driver, /proc, its cgroup, its stacks, and its output
-only if that is a readable file. Ctrl-C ends the watching, never the job. Linux only: it needs /proc, pidfds, and
-the sender of a signal.
+A running job is not changed: it is observed from outside, and its output only if that is a readable file. Ctrl-C ends
+the watching, never the job. Linux only: it needs /proc, pidfds, and the sender of a signal.
 """
 
 import contextlib
@@ -46,9 +45,7 @@ from stoker.watch.hook_reader import add_hook_env, hook_state_dir
 from stoker.watch.output_relay import RotatingLog
 from stoker.watch.recorder import DEFAULT_COVERAGE, HOOK_SOURCE, STACKS_SOURCE, Recorder, job_name, open_run_folder
 
-FORWARDED_SIGNALS = frozenset(
-    {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-)
+FORWARDED_SIGNALS = frozenset(output_relay.IGNORED_SIGNALS) - {signal.SIGPIPE}
 """Signals that control a job."""
 
 PYTHON_IGNORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)

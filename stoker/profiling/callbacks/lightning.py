@@ -68,15 +68,13 @@ class StokerCallback(load_class("Callback", "lightning.pytorch", "pytorch_lightn
         session, start, stop = self._session, profiler.start, profiler.stop
 
         def timed_start(action_name: str) -> Any:
-            phase = _find_phase(action_name)
-            if phase is not None:
+            if phase := _find_phase(action_name):
                 session.begin(phase)
             return start(action_name)
 
         def timed_stop(action_name: str) -> Any:
             result = stop(action_name)
-            phase = _find_phase(action_name)
-            if phase is not None:
+            if phase := _find_phase(action_name):
                 session.end(phase)
             return result
 
