@@ -115,8 +115,7 @@ class Delivery:
                 self._warn(f"the command of an alert ended with {process.returncode}: {tail}")
 
     def _post_webhook(self, url: str, alert: Finding) -> None:
-        """The format of Slack's incoming webhooks, {"text": …}; Mattermost, Discord (…/slack) and Teams accept it
-        too."""
+        """The format of Slack's webhooks, {"text": …}, which Mattermost, Discord (…/slack) and Teams accept."""
         text = f"stoker: {self._folder.path.name} on {os.uname().nodename}: {alert.title}"
         body = json.dumps({"text": text}).encode()
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})

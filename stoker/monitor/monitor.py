@@ -37,8 +37,7 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
     name: msgspec.json.Decoder(kind) for name, kind in ((STEPS, StepWindow), (DEVICES, DeviceSample), (EVENTS, Event))
 }
 _TAIL_BYTES = 65536
-"""How much of the end of an existing file is read, to find the first lines of this attempt behind those of earlier
-ones."""
+"""Read of the end of an existing file, to find the first lines of this attempt behind those of earlier ones."""
 
 
 @contextlib.contextmanager
@@ -267,8 +266,7 @@ def _pass_on_lines(
 class JsonLog:
     """`--log-format json`: writes all events, and a line of progress every PROGRESS_EVERY_S, as one JSON object each.
 
-    `severity`, `message` and `time` are the names that the collectors of Google, Amazon and most others recognize;
-    `data` is the record as in the run folder.
+    `severity`, `message` and `time` are names that the collectors of Google, Amazon and most others recognize.
     """
 
     def __init__(self, file: TextIO, *, run: str) -> None:

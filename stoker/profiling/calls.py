@@ -75,8 +75,7 @@ _REPEATS = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 @functools.lru_cache(maxsize=4096)
 def is_after_step(file: str, line: int, function: str) -> bool:
     """Whether a line of a training loop comes after its step: of the loops around the line, in the function of that
-    name, the innermost one that takes a step of an optimizer does so in a line before. What such a line computes is no
-    part of the step."""
+    name, the innermost one that takes a step of an optimizer does so in a line before."""
     source = _read_source(file)
     for scope in _scopes(source, line, function):
         around = [node for node in _walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
@@ -186,8 +185,7 @@ _GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "
 
 
 def find_growing_line(file: str, name: str) -> int:
-    """The first line that adds to a container, by the last part of its name (`cache` of `self.cache`); 0: none does, or
-    the file cannot be read."""
+    """The first line that adds to a container, by the last part of its name (`cache` of `self.cache`); 0: not known."""
     source, wanted = _read_source(file), _last_name(ast.parse(name, mode="eval").body)
     lines: list[int] = []
     for node in ast.walk(source.tree) if source is not None else ():
@@ -204,8 +202,7 @@ def find_growing_line(file: str, name: str) -> int:
 
 
 def describe_growth(holders: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the hook found that grows (`stoker_hook/growth.py`), as `schemas.Holder`, the largest first: with the line
-    that adds to it, `losses in train.py:41`."""
+    """What the hook found, as `schemas.Holder`: with the line that adds to it, `losses in train.py:41`."""
     described = []
     for holder in holders:
         line = find_growing_line(holder["file"], holder["name"])

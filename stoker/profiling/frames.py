@@ -186,8 +186,7 @@ def make_window(
 
 
 def _find_compiled(stack: Stack) -> tuple[str, str] | None:
-    """(line, call) of a stack in which JAX compiles a function of the job; None: it compiles none, or one of its own,
-    as of an operation on arrays."""
+    """(line, call) of a stack in which JAX compiles a function of the job; None: none, or one of its own."""
     found = _line_and_call(stack)
     if not any(_JAX_FILE.search(frame.file) for frame in stack) or not all(found):
         return None
@@ -260,8 +259,7 @@ def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:
 
 
 def _inside_worker(stack: Sequence[Frame]) -> Stack:
-    """What a loader worker does: the frames inside of its loop, without those of the parent from which it was forked
-    and of the loader itself."""
+    """What a loader worker does: the frames inside of its loop, without those of the loader itself."""
     inner = list(itertools.takewhile(lambda frame: _find_worker_rule([frame]) is None, stack))
     while inner and _LOADER_FILE.search(inner[-1].file):
         inner.pop()
@@ -297,8 +295,7 @@ def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -
 
 
 def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> str:
-    """`Place.callers` of a stack: lines of the job's own code further out, one for each function, up to what a loader
-    has called. at: as of `find_place`."""
+    """`Place.callers` of a stack, up to what a loader has called. at: as of `find_place`."""
     if at is None and any(map(is_job_code, inside := _inside_loader(stack))):
         stack = inside
     own = [frame for frame in stack if is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file)]
@@ -338,8 +335,7 @@ def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
 
 
 def find_part(stack: Sequence[Frame]) -> str:
-    """The part of stoker that a stack of its own training is in, by its outermost frame in a row of frames.toml; empty:
-    a stack of another program."""
+    """The part of stoker that a stack of its own training is in, by its outermost frame in frames.toml; else empty."""
     if not stack or not stack[-1].file.startswith(PACKAGE_ROOT):
         return ""
     rules = (_find_rules(frame.function, frame.file).part for frame in reversed(stack))

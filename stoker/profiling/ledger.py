@@ -1,8 +1,7 @@
 """The ledger: assigns every second of a run to exactly one phase. The phases always add up to the wall time.
 
 It has two sources. The training thread says what it does (`phase`, `compute`); events on the device say when the device
-computed. Both are lines of labeled intervals, which are merged into one. At each instant the first rule that applies
-decides:
+computed. Both are lines of labeled intervals. At each instant the first rule that applies decides:
 
 1. the device works on an optimizer step      -> `compute`; `recovery` if an earlier attempt did this step and lost it;
    or it is in a device phase                 -> `comm` or `h2d`, as the thread set it while issuing the work
@@ -89,8 +88,7 @@ class ProfilerRanges(Protocol):
 
 
 class _Interval(msgspec.Struct, frozen=True, gc=False):  # 7 × cheaper than a NamedTuple; 8 per step
-    """What the thread is in, or what the device does (None: no phase), from start_s on. stage: of the thread's
-    `input_wait`."""
+    """What the thread is in, or what the device does (None: no phase), from start_s on. stage: of an `input_wait`."""
 
     start_s: float
     label: str | None
@@ -335,8 +333,7 @@ class Ledger:
                 self._calibrated_s = now_s
 
     def _device_is_idle(self) -> bool:
-        """Whether the device has finished its work, or does so within some 30 µs. One query only if it is still at
-        earlier work than the newest event."""
+        """Whether the device has finished its work, or does so within some 30 µs."""
         for _ in range(_MAX_POLLS):
             self._resolve_events(self._now())
             if len(self._pending) != 1:

@@ -4,8 +4,7 @@ It measures and writes records, nothing else: the loop's results, their order, i
 not change. If the recording fails, one warning is printed and the loop goes on without records. All calls must come
 from the thread that entered the block. If that is the main thread, its stacks and those of loader workers are sampled
 as in a watched job (`stacks.py`). `run_writer.py` writes the records and shares the run folder between ranks,
-`torch_hooks.py` observes torch. Cost and use: docs/measure.md. Callbacks for frameworks: `callbacks/`; jobs whose code
-is not changed: `stoker/watch/`.
+`torch_hooks.py` observes torch. Use: docs/measure.md. Jobs whose code is not changed: `stoker/watch/`.
 """
 
 import atexit

@@ -211,8 +211,7 @@ class RemoteStacks:
         return stack  # deeper than any that is needed
 
     def _frame_memory(self, frame: int, chunks: list[tuple[int, bytes]]) -> tuple[bytes, int]:
-        """(memory, offset of the frame in it; 0: it is in no piece of a thread's memory). chunks: what was read of
-        these pieces so far."""
+        """(memory, offset of the frame in it; 0: it is in no piece of a thread's memory). chunks: what was read."""
         for start, memory in chunks:
             if start <= frame <= start + len(memory) - _FRAME_BYTES:
                 return memory, frame - start
@@ -224,8 +223,7 @@ class RemoteStacks:
         return self._bytes(frame, _FRAME_BYTES), 0  # of a generator, or an object
 
     def _resolve(self, code: int, instruction: int) -> Frame | None:
-        """The frame of a function at an instruction; None: it is no function, but an entry from C. Raises
-        _ChangedError."""
+        """The frame of a function at an instruction; None: it is an entry from C. Raises _ChangedError."""
         if len(self._functions) > MAX_FUNCTIONS:
             self._functions.clear()
             self.forget()
@@ -354,8 +352,7 @@ class _ChangedError(Exception):
 
 @dataclasses.dataclass
 class _Function:
-    """A code object. table: of its lines, None: it is something else; identity: what tells it from another one at the
-    same address."""
+    """A code object. table: of its lines, None: it is something else; identity: differs from others at its address."""
 
     name: str
     file: str
@@ -418,8 +415,7 @@ def _word_at(memory: bytes, offset: int) -> int:
 
 
 def _frame_reader(layout: _Layout) -> tuple[Callable[[bytes, int], tuple[int, ...]], int]:
-    """(what reads the words of a frame: its code and the frame before in their order, and the instruction; the number
-    of the code)"""
+    """(what reads of a frame its code and the frame before, in their order, and the instruction; index of the code)"""
     first, second = sorted((layout.code, layout.previous))
     kind = "Q" if layout.instructions else "i"
     text = f"<{first}xQ{second - first - 8}xQ{layout.instruction - second - 8}x{kind}"

@@ -133,8 +133,7 @@ class _Window:
         return found.pop(self._process.pid, []), found
 
     def cpu_fractions(self) -> tuple[float | None, float | None]:
-        """Cores that the process used, and the fraction of the time in which its main thread ran or waited for a core;
-        None: it ended, or it is not known."""
+        """Cores that the process used, and the fraction of time in which its main thread could run; None: not known."""
         wall_s, cpu_s = self.age_s(), cpu_seconds(self._process)
         process_cpu, runnable = None, None
         if wall_s > 0 and cpu_s is not None and self._start_cpu_s is not None and is_alive(self._process):
@@ -189,8 +188,7 @@ class _Process:
 
 
 def _runnable_seconds(pid: int, thread: int | None = None) -> float | None:
-    """Seconds in which a thread (None: the main one) ran or waited for a core; None: it ended, or the kernel does not
-    count them."""
+    """Seconds in which a thread (None: the main one) ran or waited for a core; None: not known."""
     try:
         running_ns, waiting_ns, _ = Path(f"/proc/{pid}/task/{thread or pid}/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -363,8 +361,7 @@ class StackSampler:
         self._rate_hz = affordable_rate(self._cost_s, MAX_RATE_HZ, left)
 
     def _find_targets(self, now_s: float) -> list[_Process]:
-        """The processes to sample: those that train or may train, the busiest first, and the loader worker whose turn
-        it is."""
+        """Those that train or may train, the busiest first, and the loader worker whose turn it is."""
         alive: dict[psutil.Process, _Process] = {}
         for pid in list_process_tree(self._pid, limit=MAX_TREE):
             if pid == os.getpid() != self._pid:
@@ -450,8 +447,7 @@ record(*sys.argv[2:])
 
 
 def record(path: str, attempt: str, pid: str, rank: str) -> None:
-    """In a process of its own: samples the process that has started it, until that writes to its standard input or
-    ends."""
+    """In a process of its own: samples the process that has started it, until that writes to its stdin or ends."""
     folder = RunFolder(Path(path), int(attempt))
     sampler = StackSampler(
         folder, int(pid), own_rank=int(rank),

@@ -161,8 +161,7 @@ class TorchHooks:
 
 
 class ScalarSummary(NamedTuple):
-    """losses: means over the finite values; lr: the newest; not_finite: the first loss that was not finite, the first
-    time."""
+    """losses: means over the finite values; lr: the newest; not_finite: the first loss that was not, once."""
 
     losses: dict[str, float]
     lr: float | None

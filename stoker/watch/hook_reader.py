@@ -31,8 +31,7 @@ from stoker.storage.local_files import temporary_folder
 HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
 MAX_TRACE_BYTES, MAX_ERROR_BYTES = 1 << 28, 1 << 16
-"""Read of what the job leaves next to the states: of a trace of TensorFlow's profiler, which has some MB, and of a file
-of the hook's errors."""
+"""Read of a trace of TensorFlow's profiler, which has some MB, and of other files that the hook leaves."""
 MAX_EXIT_S = 60.0
 """Time before the end of a job in which a process ended that explains it: launchers wait for the other ranks."""
 MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
@@ -190,8 +189,7 @@ def _device_phase_seconds(host: Mapping[str, float], values: Mapping[str, float]
 
 
 def input_wait_s(trace: bytes) -> float:
-    """Seconds in which a step fetched a batch, by a trace of TensorFlow's profiler; overlapping ones count once. Raises
-    ValueError if the bytes are not a trace."""
+    """Seconds in which steps fetched a batch, by a trace of TensorFlow's profiler. Raises ValueError if it is none."""
     from google.protobuf.message import DecodeError
 
     from stoker.data.formats.tfrecord_bytes import message_class  # loads numpy, which other jobs do not need
@@ -210,8 +208,7 @@ def input_wait_s(trace: bytes) -> float:
 
 Key = TypeVar("Key")
 Sum = tuple[str, str]
-"""What is summed up: ("phase", its name) in seconds, ("cpu", name of a phase) in CPU-seconds of the training thread,
-("count", name)."""
+"""("phase", name) in seconds, ("cpu", name of a phase) in CPU-seconds of the training thread, or ("count", name)."""
 
 
 class RankTimeBreakdown:
@@ -370,8 +367,7 @@ class IdleTime:
 
 
 class HookReader:
-    """All processes of a job. directory: of their state files; None: the job has no hook. devices: GPUs that the job
-    may use, at least 1."""
+    """All processes of a job. directory: of their state files; None: there is no hook. devices: GPUs, at least 1."""
 
     def __init__(self, directory: Path | None, *, devices: int, now_s: float) -> None:
         self._directory = directory or Path(os.devnull)

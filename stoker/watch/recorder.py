@@ -39,8 +39,7 @@ DEFAULT_COVERAGE = {
     STACKS_SOURCE: stacks.RECORDED,
     HOOK_SOURCE: "not recorded: no process of the job has trained so far",
 }
-"""Data source of a watched job → status, written in the first event of the run. A change is another event, with the
-status of all sources."""
+"""Data source of a watched job → status, in the first event of the run. A change is another event, with all of them."""
 
 POLL_INTERVAL_S, MIN_WINDOW_S, MAX_IDLE_WINDOW_S = 0.25, 1.0, 10.0
 """Interval of polling the output; minimum length of a window, and of one without progress."""
@@ -148,8 +147,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def following(self, job: int) -> Iterator[None]:
-        """Records the job inside the block: its output four times a second, driver and kernel once, its processes and
-        stacks every few seconds."""
+        """Records the job inside the block."""
         thread = threading.Thread(target=self._thread_main, name="recorder", daemon=True)
         self._processes = JobProcesses(job)
         sampler = stacks.StackSampler(
@@ -331,11 +329,9 @@ class LogTail:
 
 
 class JobProcesses:
-    """State of a job's processes: their PIDs, out-of-memory kills in their cgroups, and empty input files that they
-    read.
+    """State of a job's processes: their PIDs, out-of-memory kills in their cgroups, and empty files that they read.
 
-    pid: the root. `poll` is called every few seconds and costs a few milliseconds. An empty file counts if it was open
-    for reading only in two polls.
+    pid: the root. `poll` costs a few milliseconds. An empty file counts if it was open for reading only in two polls.
     """
 
     def __init__(self, pid: int) -> None:

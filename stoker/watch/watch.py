@@ -150,8 +150,7 @@ Stream = tuple[int, int, list[int]]
 
 
 def _streams() -> list[Stream]:
-    """The job's stdout and stderr: one stream for both if they are the same, to keep the order. Closed ones stay
-    closed."""
+    """The job's stdout and stderr: one stream for both if they are the same, to keep the order."""
     streams: list[tuple[os.stat_result, Stream]] = []
     for target in (1, 2):
         try:
@@ -268,8 +267,7 @@ def attach(pid: int, run: str | None = None, monitor: MonitoringOptions = Monito
     known or the job is still running.
 
     run: run folder; default runs/watch-NAME-N. monitor: alerts and metrics. Raises UsageError if there is no such
-    process or it may not be watched; ConfigError if `monitor` is not valid; StorageError if the run folder cannot be
-    used.
+    process or it may not be watched, ConfigError, StorageError if `monitor` or the run folder cannot be used.
     """
     _check_platform()
     job = _open_process(pid)

@@ -58,8 +58,7 @@ class Session:
 
 
 def load_class(name: str, *modules: str, install: str) -> Any:
-    """A class of the first module that is loaded, else of the first that can be imported. Raises PreflightError with
-    what to install."""
+    """A class of the first module that is loaded, else of the first that can be imported. Raises PreflightError."""
     missing: ImportError | None = None
     for module in sorted(modules, key=lambda module: module not in sys.modules):
         try:

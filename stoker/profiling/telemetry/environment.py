@@ -175,8 +175,7 @@ def detect_cloud(root: Path = Path("/")) -> str | None:
 
 
 def describe_storage(location: str | Path, root: Path = Path("/")) -> dict[str, Any]:
-    """The storage of a folder or bucket URI. kind: file system or object store; network: whether bytes come over a
-    network."""
+    """The storage of a folder or bucket URI. kind: file system or object store; network: whether it is remote."""
     if "://" in str(location):
         return {"kind": str(location).partition("://")[0], "network": True}
     kind = query_with_timeout(lambda: _filesystem(os.path.realpath(location), root), None)

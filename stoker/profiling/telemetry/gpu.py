@@ -58,8 +58,7 @@ class GpuLost(Exception):
 
 
 def query(function: Callable[..., Value], *arguments: Any, refused: set[str] | None = None) -> Value | None:
-    """The result, or None if this GPU or driver has none. refused: remembers queries that always fail. Raises
-    GpuLost."""
+    """The result; None: this GPU or driver has none. refused: remembers queries that always fail. Raises GpuLost."""
     name = function.__name__ + "".join(f" {argument}" for argument in arguments if isinstance(argument, int))
     if refused is not None and name in refused:
         return None

@@ -1,9 +1,8 @@
 """The host's part of a line of devices.jsonl: the machine and the processes of a run.
 
 Rates and fractions are differences since the previous sample, of counters that `machine` and `cgroup` read. A value
-that the machine does not provide (macOS has no /proc, old kernels no pressure) is None. It runs once a second next to
-the training (`sampler`), so files of threads are read less often the more threads there are, and values that change
-slowly or cost more in every tenth sample.
+that the machine does not provide (macOS has no /proc, old kernels no pressure) is None. To be cheap, files of threads
+are read less often the more threads there are, and values that change slowly or cost more in every tenth sample.
 """
 
 import contextlib
@@ -73,8 +72,7 @@ class ProcessTreeSample:
 
 
 class ProcessTreeSampler:
-    """Samples the tree of `pid` repeatedly, from /proc: psutil takes four times as long. pids: its processes, as of the
-    last time that all threads were read."""
+    """Samples the tree of `pid` from /proc: psutil takes four times as long. pids: processes, as of the last walk."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self.pids = [pid]
@@ -221,8 +219,7 @@ class HostSampler:
     """Samples the host. The first sample covers the time since the creation of this object.
 
     pid: root of the process tree whose CPU time, memory, threads and files are read, with its cgroup, network and
-    /dev/shm; default: this process. run_dir: where free bytes are queried; proc: folder of the kernel's process files;
-    now: a monotonic clock in seconds.
+    /dev/shm; default: this process. run_dir: where free bytes are queried; now: a monotonic clock in seconds.
     """
 
     def __init__(

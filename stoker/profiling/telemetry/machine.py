@@ -30,8 +30,7 @@ _RECORD_BYTES = 8192
 
 
 def read(path: str) -> bytes:
-    """The whole file. Raises OSError. The kernel returns most files a page at a time, whatever the size of the
-    buffer."""
+    """The whole file, of which the kernel may return a page at a time. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = b""
@@ -172,8 +171,7 @@ def _next_record(fd: int) -> bytes:
 
 
 class TimeoutWorker(Generic[Answer]):
-    """Repeats a query, each time in a daemon thread, which does not delay process exit. A query that is not answered
-    yet is not started again."""
+    """Repeats a query, each time in a daemon thread. A query that is not answered yet is not started again."""
 
     def __init__(self, query: Callable[[], Answer], *, name: str) -> None:
         self._query = query
@@ -181,8 +179,7 @@ class TimeoutWorker(Generic[Answer]):
         self._thread: threading.Thread | None = None
 
     def call(self, timeout_s: float) -> Answer | None:
-        """The answer of a query that starts now; None if it does not come in time: a late answer is dropped. Raises the
-        exception of the query."""
+        """The answer of a query that starts now; None: it does not come in time. Raises the exception of the query."""
         if self._thread is not None and self._thread.is_alive():
             return None
         answer: concurrent.futures.Future[Answer] = concurrent.futures.Future()

@@ -151,9 +151,8 @@ class DriverSampler:
 class XidListener:
     """Receives errors that the driver reports for the GPUs (Xids), in a thread, until `stop`: the driver delivers them
     only to a process that waits for them. The first one of a GPU and number is written at once, as an event
-    `gpu_fault`, because the driver may hang afterwards; all numbers are in the next line of devices.jsonl. What a
-    number means is in `stoker/diagnosis/`. For a driver without these events (vGPU, WSL, very old GPUs) there is no
-    thread."""
+    `gpu_fault`, because the driver may hang afterwards; all numbers are in the next line of devices.jsonl. For a driver
+    without these events (vGPU, WSL, very old GPUs) there is no thread."""
 
     def __init__(self, gpus: Sequence[Gpu], run: RunFolder) -> None:
         self._run = run

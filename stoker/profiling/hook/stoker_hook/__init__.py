@@ -2,10 +2,8 @@
 
 `start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
 it: `torch_loop.py`, `tensorflow_loop.py`, which is also for Keras, and `jax_loop.py`. They report to `clock.py`, whose
-values are in shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by
-stoker itself.
-Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once
-(`failures.py`), and the job goes on.
+values are in shared memory that the watcher reads (`stoker/watch/hook_reader.py`). Only the standard library and syntax
+of Python 3.8; nothing of stoker. An error here is written to a file once (`failures.py`), and the job goes on.
 """
 
 import os
@@ -45,8 +43,7 @@ class PatchingFinder:
 
 
 def _publish_clock() -> None:
-    """Publishes the clock, except in children of multiprocessing, which are mostly loader workers: those publish it
-    when they train."""
+    """Publishes the clock. Children of multiprocessing, mostly loader workers, publish it only when they train."""
     process = sys.modules.get("multiprocessing.process")
     if process is None or process.parent_process() is None:
         try:
@@ -58,8 +55,7 @@ def _publish_clock() -> None:
 
 
 def _wrap_import(loader: "Any", name: str) -> None:
-    """Publishes the clock before the import of a framework (many libraries only look whether there is one), and patches
-    other modules after theirs."""
+    """Publishes the clock before a framework is loaded (many programs only look for it), patches others after that."""
     execute: Callable[[ModuleType], None] | None = getattr(loader, "exec_module", None)
     if execute is None:
         return

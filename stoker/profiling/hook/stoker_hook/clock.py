@@ -67,8 +67,7 @@ SOURCE_ATTR = "_stoker_source"
 
 
 class BatchSource:
-    """An iterator of batches. workers: processes that load them, −1 if not known. is_training: None until it is
-    known."""
+    """An iterator of batches. workers: processes that load them, −1: not known. is_training: None: not known yet."""
 
     __slots__ = ("batches", "is_training", "num_images", "unproven_batches", "workers")
 
@@ -220,8 +219,7 @@ class PhaseClock:
         return self.has_stepped and self._stack[0] in (AFTER_STEP, EVAL, MAYBE_WORK) and self.is_outside_phases()
 
     def is_of_training(self, parameters: "Any", fraction: float = 0.5) -> bool:
-        """Whether at least this fraction of the optimizer's parameters are among these: a part of the model is not
-        enough."""
+        """Whether at least this fraction of the optimizer's parameters are among these."""
         trained = self._trained()
         return bool(trained) and len(trained & {id(p) for p in parameters}) >= fraction * len(trained)
 
@@ -325,8 +323,7 @@ class PhaseClock:
             self.disable("wait", error)
 
     def _is_of_jax(self) -> bool:
-        """Whether JAX has compiled, and no optimizer has stepped, as it has none: batches of another framework's loader
-        tell nothing."""
+        """Whether JAX has compiled, and no optimizer has stepped, as it has none: then batches tell nothing."""
         return not self.has_stepped and any(name.startswith("jax") for name in self._frameworks)
 
     def _mark_as_evaluation(self, source: BatchSource) -> None:

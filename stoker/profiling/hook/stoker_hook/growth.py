@@ -3,8 +3,7 @@
 The clock calls `GrowthFinder.check` after a step, in the training thread. Every CHECK_S it reads the memory of the
 process; only if that has grown in most of the last windows, it compares the lengths of globals of the job's own
 modules, locals of the functions that run, attributes of objects there, and values of dictionaries there with those of
-the look before. The time between looks doubles up to MAX_GAP_S. No code of the job is called, no reference is kept, and
-no failure reaches the job.
+the look before. No code of the job is called, no reference is kept, and no failure reaches the job.
 """
 
 import os
@@ -26,11 +25,9 @@ MIN_GROWTH_BYTES = 16 << 20
 """Of the memory over the windows; less is not looked for."""
 FIRST_GAP_S, MAX_GAP_S = 10.0, 300.0
 MAX_LOOK_S, MAX_CONTAINERS, MAX_FRAMES, MAX_VALUES, MAX_HOLDERS = 0.005, 4000, 40, 64, 3
-"""Of a look: CPU-seconds, containers, frames, values of a dictionary or attributes that are looked at; then what is
-reported."""
+"""Of a look: CPU-seconds, containers, frames, values of a dictionary or attributes; then what is reported."""
 MIN_SHARE = 0.1
-"""Of the growth of the process, by the estimate, from which a container is reported; one that keeps graphs always
-is."""
+"""Of the growth of the process, from which a container is reported; one that keeps graphs always is."""
 SAMPLED_ITEMS = 4
 
 NOT_OWN = re.compile(
@@ -44,8 +41,7 @@ _SKIPPED_TYPES = (type, type(sys), type(NOT_OWN.search), type(len), type(lambda:
 
 
 class GrowthFinder:
-    """report: called with a list of holders (`_describe`), the largest first. memory_bytes: of the process and of its
-    device; for tests."""
+    """report: called with a list of holders (`_describe`), the largest first. memory_bytes: a function, for tests."""
 
     def __init__(self, report: "Callable[[list[dict[str, Any]]], None]", memory_bytes: "Any" = None) -> None:
         self._start_s = self.next_s = 0.0

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S, WARMUP_STEPS = 4.0, 60.0, 3
-"""Seconds from the first trace to the second, twice as long to each one after it, up to the longest; steps before the
-first one, in which the graph is built."""
+"""Seconds from the first trace to the second, then twice as long to each, up to the longest; steps before the first."""
 MAX_STEPS, MIN_TRACE_S, MIN_STEPS, MAX_TRACE_S = 50, 1.5, 3, 20.0
 """A trace ends after MAX_STEPS, after MIN_TRACE_S if it has MIN_STEPS, or after MAX_TRACE_S."""
 OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}
@@ -82,8 +81,7 @@ def patch_next(module: "Any", class_name: str, name: str) -> None:
 
 
 def patch_functions(module: "Any") -> None:
-    """tensorflow.python.eager.polymorphic_function.polymorphic_function (up to 2.9 `def_function`): each call of a
-    `tf.function`."""
+    """polymorphic_function of tensorflow.python.eager (up to 2.9 `def_function`): each call of a `tf.function`."""
     cls = module.Function
     if cls.__module__ != module.__name__:  # the old name of the module
         return

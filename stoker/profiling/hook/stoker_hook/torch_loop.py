@@ -174,8 +174,7 @@ def patch_anomaly_mode(module: "Any") -> None:
 
 def patch_modules(module: "Any") -> None:
     """torch.nn.modules.module: `.eval()` of the whole model after a step, or with a batch of which nothing is known
-    yet, begins an evaluation; its `.train()`, which is patched only until then because some loops call it in each step,
-    ends it."""
+    yet, begins an evaluation; its `.train()` ends it, and is patched only until then: some loops call it each step."""
     cls = module.Module
     original_eval, original_train = cls.eval, cls.train
     evaluated: list[Any] = []
@@ -208,8 +207,7 @@ def patch_modules(module: "Any") -> None:
 
 
 def patch_serialization(module: "Any") -> None:
-    """torch.serialization, and what saves without it: a state that is pickled into a file, and files that are brought
-    to the disk by the training thread."""
+    """torch.serialization, and what saves without it: a pickled state, files that are brought to the disk."""
     import os
     import pickle
 
@@ -283,10 +281,9 @@ def make_device_events(phase_clock: "Any") -> "Any":
 
 class DeviceEvents:
     """The time in which the device worked, by two events on the training stream from a batch to its step, read later by
-    `query()`; the job never waits for one. Not for CPUs, where the training thread does the work.
+    `query()`; the job never waits for one. Untested on a GPU (docs/gpu-status.md).
 
-    new_event: creates an event with record(), query(), elapsed_time(other) in milliseconds. Untested on a GPU
-    (docs/gpu-status.md).
+    new_event: creates an event with record(), query(), elapsed_time(other) in milliseconds.
     """
 
     def __init__(self, new_event: "Any") -> None:
