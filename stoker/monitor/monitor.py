@@ -50,10 +50,7 @@ def monitoring(
     log_file: TextIO | None = None,
 ) -> Iterator[None]:
     """Monitors the run inside the block, and reads its records once more at the end. stop: ends the run as a signal
-    does.
-
-    Raises ConfigError before anything starts, if an option is not valid.
-    """
+    does. Raises ConfigError before anything starts, if an option is not valid."""
     options.validate()
     with contextlib.ExitStack() as stack:
         alerts = Alerts(options.rules(), time.time())

@@ -165,8 +165,7 @@ _BACKWARDS = frozenset({"backward", "manual_backward", "minimize"})
 
 
 def _is_step(node: ast.Call, *, with_backward: bool = False) -> bool:
-    """Whether it is `optimizer.step(…)`, `scaler.step(…)` or another update of weights, but not the step of a
-    schedule. with_backward: also a backward pass."""
+    """Whether it is `optimizer.step(…)` or another update of weights, no schedule. with_backward: also a backward."""
     if not isinstance(node.func, ast.Attribute):
         return False
     if node.func.attr != "step":

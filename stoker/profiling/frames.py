@@ -317,8 +317,7 @@ def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
 
 
 def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of own code in a Python loop inside of the training step; None: there is none, or a module
-    is called in it, as in a loop over layers."""
+    """The innermost frame of own code in a Python loop inside of the training step; None: none, or one over layers."""
     found: Frame | None = None
     for frame in stack:
         if found is None and _LAYER_FILE.search(frame.file):

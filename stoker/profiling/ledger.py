@@ -24,8 +24,7 @@ The host bounds the time of every event: it is not before the event was issued, 
 so drift between the two clocks (10 ppm are a second a day) is corrected: to within a step while the device is never
 idle, to within microseconds where it is, since an idle device reaches the first event of a step at once.
 
-Windows end at the present: a step that the device has begun and not finished is `compute` until now, and the rest of it
-belongs to the next window. Only events that are not complete are kept.
+Windows end at the present: a step that the device has begun and not finished is `compute` until now.
 
 The CPU time of the thread by phase (`TimeBreakdown.thread_cpu_s`) distinguishes a thread that runs Python from one that
 waits. It follows rules 2 to 5; on a CPU device, a step has its own `compute` or `recovery`. Intervals that are
@@ -219,9 +218,8 @@ class Ledger:
             _insert_interval(self._device_changes, self._device, None, start_s, end_s)
 
     def begin(self, name: str) -> Callable[[], None]:
-        """The thread begins something in `name` that other code may interrupt it with: a collective inside the backward
-        pass, a save inside a step. Returns the function that ends it. On an accelerator, `comm` and `h2d` are as in
-        `phase`; others are attributed at the end."""
+        """The thread begins something in `name` inside of another phase: a collective in the backward pass, a save in a
+        step. Returns what ends it. On an accelerator, `comm` and `h2d` are as in `phase`; others are attributed."""
         if name in _DEVICE_PHASES and not self._clock.on_host:
             stack = contextlib.ExitStack()
             stack.enter_context(self.phase(name))

@@ -112,8 +112,7 @@ class RemoteStacks:
         self._checked: set[int] = set()
         """Those that are known to be still there."""
         self._known: dict[int, tuple[int, bytes, Stack]] = {}
-        """Of a thread, by its piece of memory: the newest frame, the memory up to it and the stack at the last sample.
-        Most threads wait, or are in the same call of C, at the next one."""
+        """Piece of memory of a thread → the newest frame, the memory up to it and the stack at the last sample."""
         self._outer_ids: dict[int, int] | None = None
         """Kernel ID in the namespace of the process → here; None: not read yet."""
         self._kernel_id_offset: int | None = None
@@ -316,8 +315,8 @@ class RemoteStacks:
         return self._outer_ids.get(kernel_id, kernel_id)
 
     def _kernel_id(self, thread_id: int, main_thread: int) -> int:
-        """Before Python 3.11: the ID in the C library's structure of a thread, at its `thread_id`; where that is, the
-        one of the main thread shows. If it is not found: thread_id."""
+        """Before Python 3.11, the ID in the C library's structure of a thread, at the offset at which the main thread
+        has it; thread_id: it is not found."""
         try:
             if self._kernel_id_offset is None:
                 found = struct.unpack("<480i", self._bytes(main_thread + _THREAD_HEADER_BYTES, 1920))
@@ -459,8 +458,7 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
 
 
 def find_symbol(file: str, name: str) -> tuple[int, bool] | None:
-    """(address, whether it is relative to the first page of the file in memory) of a symbol in a 64-bit ELF file; None:
-    it has none of this name, or is no such file."""
+    """(address, whether relative to the file's first page in memory) of a symbol in a 64-bit ELF file, or None."""
     try:
         with open(file, "rb") as opened:
             status = os.fstat(opened.fileno())

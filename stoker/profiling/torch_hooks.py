@@ -127,8 +127,7 @@ class TorchHooks:
         return self._ledger.begin(phase) if self._is_training_thread() else None
 
     def _begin_compilation(self) -> Callable[[], None]:
-        """Any thread may compile: a backward pass does so in a thread of autograd, and the training thread waits for
-        it. So the interval is kept for the training thread."""
+        """Any thread may compile, as one of autograd in a backward pass: so the training thread adds the interval."""
         start_s = time.perf_counter()
 
         def end() -> None:
@@ -170,8 +169,7 @@ class ScalarSummary(NamedTuple):
 
 
 class ScalarLogger:
-    """The values of `Measure.log` since the last window. Numbers and CPU tensors are added up at once; device tensors
-    are copied on the device, so that the loop may change them."""
+    """The values of `Measure.log` since the last window. Device tensors are copied, as the loop may change them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}

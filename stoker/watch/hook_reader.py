@@ -239,8 +239,7 @@ class RankTimeBreakdown:
         return self.steps > self._reported.get(("count", "steps"), 0.0)
 
     def update(self, living: list[HookState], ended: list[HookState], now_s: float) -> None:
-        """living, ended: processes of the rank. The training process is followed until it ends, the first one of
-        several. Its last phase lasts until it was last seen alive."""
+        """living, ended: processes of the rank. The first one that trains is followed until it was last seen alive."""
         current_name = None if self._current is None else self._current.name
         for state in ended:
             if state.name == current_name or (
@@ -337,8 +336,7 @@ def _add(a: Mapping[Key, float], b: Mapping[Key, float]) -> dict[Key, float]:
 
 
 def _scale(due: Mapping[str, float], total: float) -> dict[str, float]:
-    """The positive values, scaled so that they add up to the total: less than is due of some if earlier time was
-    assigned to a phase that turned out to be wrong."""
+    """The positive values, scaled so that they add up to the total."""
     due = {name: value for name, value in due.items() if value > 0}
     factor = max(0.0, total) / sum(due.values()) if due else 0.0
     return {name: value * factor for name, value in due.items()} if factor else {}
@@ -444,13 +442,11 @@ class HookReader:
         return next((state.recompiled for state in self._states.values() if state.recompiled), "")
 
     def growing(self) -> list[dict[str, Any]]:
-        """What holds the memory that grows, of the process that reported last (`stoker_hook/growth.py`); empty: nothing
-        was found. Raises nothing for a file that the hook has not written."""
+        """What holds the memory that grows, of the process that reported last (`stoker_hook/growth.py`)."""
         return describe_growth(next(reversed(self._reports("*.growth")), []))
 
     def mistakes(self) -> list[dict[str, Any]]:
-        """What the hook of any process has reported (`stoker_hook/mistakes.py`), each kind once: `kind`, `place` and
-        values. Raises nothing for a file that the hook has not written."""
+        """What the hook has reported (`stoker_hook/mistakes.py`), each kind once: `kind`, `place` and values."""
         found: dict[str, dict[str, Any]] = {}
         for report in self._reports("*.mistakes"):
             for mistake in report:

@@ -111,8 +111,7 @@ def job_name(command: list[str]) -> str:
 class Recorder:
     """Records a job in its run folder.
 
-    output: of the job; default: output.log, which the relay writes. hook_dir: folder of the hook's state files
-    (`hook_reader.py`); None: the job has no hook.
+    output: of the job; default: output.log, which the relay writes. hook_dir: of the hook's state files; None: no hook.
     """
 
     def __init__(

@@ -221,8 +221,7 @@ def _wait_for_job(job_pid: int) -> int:
 
 
 def _drain_output(done_fd: int, log: Path) -> None:
-    """Waits until the relays have written everything, but not for processes that outlive the job, and not for a slow
-    reader: the relays continue to serve these."""
+    """Waits until the relays have written everything, but not for processes that outlive the job or a slow reader."""
     size = _file_size(log)
     while not _wait_readable(done_fd, timeout_s=DRAIN_S):
         previous_size, size = size, _file_size(log)

@@ -1,7 +1,6 @@
 """`stoker.measure` as callbacks of training frameworks: `lightning.py`, `huggingface.py`. None is a dependency.
 
-Their base, `Session`, is a measured loop whose parts begin and end in calls of a framework, not in blocks. It contains
-no framework's names and no timing of its own; that is `stoker.profiling.measure`.
+Their base, `Session`, is a measured loop whose parts begin and end in calls of a framework, not in blocks.
 """
 
 import contextlib

@@ -269,8 +269,7 @@ def _count_other_processes(gpu: Gpu, own_pids: set[int] | None) -> int | None:
 
 
 def in_host_pid_namespace() -> bool:
-    """Whether this process uses the PIDs of the host, as the driver does. In a container with its own PID namespace,
-    the driver's PIDs cannot be matched to processes."""
+    """Whether this process uses the PIDs of the host, as the driver does; not in a container with its own namespace."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == INITIAL_PID_NAMESPACE_INODE
     except OSError:  # not a Linux

@@ -107,8 +107,7 @@ class ProcessTreeSampler:
         )
 
     def _walk(self, now_s: float) -> None:
-        """Lists the processes again, and how long each thread ran or waited for a CPU. So a new child is found at once
-        if there are few threads, and within a minute if there are thousands."""
+        """Lists the processes again, and how long each thread ran or waited for a CPU."""
         times_ns: dict[str, tuple[int, int]] = {}  # ran; ran or waited
         self.pids = machine.list_process_tree(self._pid, self._proc)
         for pid in self.pids:
@@ -136,8 +135,7 @@ class ProcessTreeSampler:
         self._next_walk = self._sample_count + math.ceil(max(1, len(times_ns)) / THREADS_PER_SAMPLE)
 
     def _count_bound_cores(self, computing: list[str]) -> tuple[int, int] | None:
-        """As `ProcessTreeSample.bound_cores`, of these threads of `task` folders. They might use what the first process
-        of the job may, or this one, which watches it."""
+        """`ProcessTreeSample.bound_cores`. They might use what the job's first process or its watcher may."""
         with contextlib.suppress(OSError):  # one of them ended
             bound = {
                 core

@@ -105,8 +105,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def list_process_tree(pid: int, proc: Path = Path("/proc"), *, limit: int | None = None) -> list[int]:
-    """A process and all its descendants, at most `limit`, the process first. From the kernel's lists of children:
-    reading all processes takes tens of milliseconds on a large machine."""
+    """A process and all its descendants, at most `limit`, the process first. From the kernel's lists of children."""
     pids = [pid]
     for member in pids:  # grows during the loop
         with contextlib.suppress(OSError):  # it ended meanwhile

@@ -233,8 +233,7 @@ class PhaseClock:
         return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
     def set_evaluating(self, is_evaluating: bool) -> None:
-        """Between steps: the model that is trained was put into its mode for evaluation, or for training. Batches of
-        which nothing is known are then of the evaluation."""
+        """Between steps: the mode of the model that is trained was set. Batches may have begun an evaluation before."""
         self.update()
         if is_evaluating and self._stack[0] == MAYBE_WORK:
             for source in [source for source in self._open_sources if source.is_training is None]:
@@ -366,8 +365,7 @@ class PhaseClock:
             self.disable("trains", error)
 
     def count_backward(self, module: "Any") -> None:
-        """A backward pass has ended that is in no other one. A job that changes its weights itself has no optimizer
-        that steps: then each is a step, after MAX_BACKWARDS of them."""
+        """An outermost backward pass has ended. Of a job without an optimizer, each is a step, after MAX_BACKWARDS."""
         if not self.has_optimizer and get_ident() == self.thread_id:
             self._num_backwards += 1
             if self._num_backwards > MAX_BACKWARDS:

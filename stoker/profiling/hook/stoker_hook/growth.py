@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 CHECK_S, MAX_CHECK_S, WINDOWS = 5.0, 600.0, 4
-"""Time between reads of the memory, a twentieth of that since the first one between these bounds, so that growth by
-epochs is seen as well; and how many of these make a trend."""
+"""Time between reads of the memory, a twentieth of that since the first one in these bounds; how many make a trend."""
 MIN_GROWTH_BYTES = 16 << 20
 """Of the memory over the windows; less is not looked for."""
 FIRST_GAP_S, MAX_GAP_S = 10.0, 300.0

@@ -107,8 +107,8 @@ def _time_exchange(original: "Any", begin: "Begin", is_training_thread: "Callabl
 
 
 def time_compilations(handler: "Any", begin: "Begin") -> "OnEnd":
-    """handler: `callback_handler` of torch._dynamo.callback, which torch.compile loads. Times from the start to the end
-    of a compilation, including a later one of the backward. Returns what ends it."""
+    """Times compilations, also those of the backward. handler: `callback_handler` of torch._dynamo.callback. Returns
+    what ends it."""
     open_ends: list[Any] = []
 
     def on_start(*_: "Any") -> None:

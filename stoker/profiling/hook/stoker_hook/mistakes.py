@@ -29,16 +29,14 @@ MIN_LOOKS, MIN_ON = 3, 0.9
 WATCHED_STEPS, MIN_OLD = 40, 0.9
 """Steps of an optimizer in which its gradients are followed, and the fraction of them that began with old ones."""
 MIN_REPLACED, MAX_REPLACED_STEPS = 4, 200
-"""Optimizers that took the place of others of so few steps, from which the loop makes them again and again: one that
-freezes a part of the model first has two, and stages of a training are longer."""
+"""Optimizers that took the place of others of so few steps, from which the loop makes them again and again."""
 MAX_READ = 4096
 """Values of a gradient, or of a weight, that are read."""
 WEIGHTS, GROWTH_STEPS, MIN_WEIGHT_GROWTH = 3, (16, 400), 5.0
 """Matrices of an optimizer whose size before its first step is known, the steps from and up to which they are looked at
 again, and the growth from which these are far too large."""
 USED_STEPS, MIN_UNUSED = (17, 34, 51), 0.55
-"""Steps of an optimizer, odd and even ones, at which it is seen which of its parameters have no gradient, and the
-fraction of its values that have none in all of them."""
+"""Steps of an optimizer, odd and even, at which parameters without a gradient are looked for; fraction of values."""
 PLACE_ATTR = "_stoker_place"
 """Attribute of an optimizer: the line that made it."""
 LOSS_BACKWARDS, MAX_LOSS_NODES = (1, 2, 5, 20), 300
@@ -55,8 +53,8 @@ _TRAINS_ONLY = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth", "Instance
 
 
 class _Watched:
-    """An optimizer. position: (group, index) of a parameter that has a gradient; nothing may refer to the parameter
-    itself, not even weakly, as torch.utils.swap_tensors refuses that."""
+    """An optimizer. position: (group, index) of a parameter that has a gradient; torch.utils.swap_tensors refuses
+    parameters to which something refers, also weakly."""
 
     __slots__ = ("before", "is_cleared", "look_at", "old", "optimizer", "position", "saw_backward", "sizes", "steps",
                  "unused")  # fmt: skip
@@ -159,8 +157,7 @@ class MistakeFinder:
         self._evaluated.append((ref(module), own_line()))
 
     def before_backward(self, tensors: "Any", create_graph: "Any", retain_graph: "Any") -> None:
-        """An outermost backward pass of the training thread begins, from the loss or several tensors. create_graph,
-        retain_graph: as of torch.autograd.backward."""
+        """An outermost backward pass begins, with these arguments of torch.autograd.backward."""
         if not self.is_on or _is_compiling():
             return
         try:

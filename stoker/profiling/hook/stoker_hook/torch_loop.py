@@ -260,8 +260,7 @@ def patch_collectives(module: "Any") -> None:
 
 
 def _begin_exchange() -> "Any":
-    """The part of DDP's all-reduce that the backward does not hide. On a GPU, two events on the training stream measure
-    it: the stream waits for the communication."""
+    """The part of DDP's all-reduce that the backward does not hide; on a GPU, by two events on the training stream."""
     if clock.device_events is None:
         return clock.begin(COMM)
     clock.device_events.comm_begins()
