@@ -114,10 +114,7 @@ def read_hook_state(path: Path) -> HookState | None:
         return None
     if not (0 <= values["current_slot"] < len(slots) and values["rank"] < _MAX_RANK):
         return None
-    return HookState(
-        name=path.name, pid=header.pid, frameworks=header.frameworks, slots=slots, values=values, cpu=cpu,
-        recompiled=header.recompiled,
-    )  # fmt: skip
+    return HookState(name=path.name, values=values, cpu=cpu, **msgspec.structs.asdict(header))
 
 
 def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:

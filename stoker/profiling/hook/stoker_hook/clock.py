@@ -218,19 +218,12 @@ class PhaseClock:
         """Whether an evaluation may begin now: after a step, or with a batch that may be one of it."""
         return self.has_stepped and self._stack[0] in (AFTER_STEP, EVAL, MAYBE_WORK) and self.is_outside_phases()
 
-    def is_of_training(self, parameters: "Any", fraction: float = 0.5) -> bool:
-        """Whether at least this fraction of the optimizer's parameters are among these."""
-        trained = self._trained()
-        return bool(trained) and len(trained & {id(p) for p in parameters}) >= fraction * len(trained)
-
-    def trains_most_of(self, parameters: "Any") -> bool:
-        """Whether the optimizer has at least half of these."""
-        trained, own = self._trained(), {id(p) for p in parameters}
-        return 2 * len(trained & own) >= len(own)
-
-    def _trained(self) -> "set[int]":
+    def is_of_training(self, parameters: "Any", of_optimizer: float = 0.5, of_own: float = 0.0) -> bool:
+        """Whether at least these fractions of the optimizer's parameters are among these, and the other way round."""
         optimizer = None if self._optimizer is None else self._optimizer()
-        return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+        trained = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+        own = {id(p) for p in parameters}
+        return bool(trained) and len(trained & own) >= max(of_optimizer * len(trained), of_own * len(own))
 
     def set_evaluating(self, is_evaluating: bool) -> None:
         """Between steps: the mode of the model that is trained was set. Batches may have begun an evaluation before."""

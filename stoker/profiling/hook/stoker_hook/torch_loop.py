@@ -110,7 +110,7 @@ def patch_optimizers(module: "Any") -> None:
 
     def is_trained(module: "Any") -> bool:
         # a backbone that is frozen on purpose has less of the optimizer, a model of which only the head is trained more
-        return clock.is_of_training(module.parameters(), 0.95) and clock.trains_most_of(module.parameters())
+        return clock.is_of_training(module.parameters(), 0.95, 0.5)
 
     original = module.Optimizer.__init__
 
