@@ -285,9 +285,9 @@ class Measure:
         self._write(self._ledger.finish(), wait=device_ok)
 
     def _write(self, breakdown: TimeBreakdown | None, *, wait: bool = False) -> None:
-        scalars = self._scalars.take(self._torch_hooks.device, wait=wait)
-        if scalars.not_finite is not None:
-            self._writer.event("warning", scalars.not_finite, step=self.step_count, not_finite=scalars.not_finite)
+        scalars, not_finite = self._scalars.take(self._torch_hooks.device, wait=wait)
+        if not_finite is not None:
+            self._writer.event("warning", not_finite, step=self.step_count, not_finite=not_finite)
         if breakdown is None or breakdown.wall_s <= 0:
             return
         window = StepWindow(
@@ -299,9 +299,7 @@ class Measure:
             wall_s=breakdown.wall_s,
             devices=1,
             phases=breakdown.phases,
-            losses=scalars.losses,
-            lr=scalars.lr,
-            grad_norm=scalars.grad_norm,
+            **scalars,
             memory_peak_bytes=self._torch_hooks.peak_bytes(),
             host_bound_steps=breakdown.host_bound_steps,
             thread_cpu_s=breakdown.thread_cpu_s,

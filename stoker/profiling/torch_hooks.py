@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -159,15 +159,6 @@ class TorchHooks:
         self._clock.use_device(self.device)
 
 
-class ScalarSummary(NamedTuple):
-    """losses: means over the finite values; lr: the newest; not_finite: the first loss that was not, once."""
-
-    losses: dict[str, float]
-    lr: float | None
-    grad_norm: float | None
-    not_finite: str | None
-
-
 class ScalarLogger:
     """The values of `Measure.log` since the last window. Device tensors are copied, as the loop may change them."""
 
@@ -195,8 +186,9 @@ class ScalarLogger:
                 needed = "a number, or a tensor of one number"
                 raise UsageError(f"m.log({key}=…) needs {needed}; it is a {type(value).__name__}.") from error
 
-    def take(self, device: "Device | None", *, wait: bool = False) -> ScalarSummary:
-        """Returns the values on the host and starts the copies of the others. wait: for the copies."""
+    def take(self, device: "Device | None", *, wait: bool = False) -> tuple[dict[str, Any], str | None]:
+        """(fields of `StepWindow`: means of the finite losses, newest lr; the first loss that was not finite, once), of
+        the values on the host; starts the copies of the others. wait: for the copies."""
         self._read_copies(wait=wait)
         if device is None:  # not known yet, or not used by torch: keep only the newest values
             self._device_values = {name: values[-1:] for name, values in self._device_values.items()}
@@ -205,11 +197,10 @@ class ScalarLogger:
             if wait:
                 self._read_copies(wait=True)
         means = {name: total / count for name, (total, count) in self._sums.items()}
-        summary = ScalarSummary(
-            losses=means, lr=self._lr, grad_norm=means.pop(GRAD_NORM_KEY, None), not_finite=self._not_finite
-        )
+        fields = {"lr": self._lr, "grad_norm": means.pop(GRAD_NORM_KEY, None), "losses": means}
+        not_finite = self._not_finite
         self._sums, self._lr, self._not_finite = {}, None, None
-        return summary
+        return fields, not_finite
 
     def _add_value(self, name: str, value: float) -> None:
         if name == LR_KEY:
