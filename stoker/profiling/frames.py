@@ -57,9 +57,7 @@ def _rule(kind: str, file: str, function: str = ".+", covers_callees: bool = Fal
 
 
 _TABLE = read_toml("frames.toml")
-WORKER_RULES, FRAME_RULES, IDLE_RULES, PART_RULES = (
-    [_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame", "idle", "part")
-)
+RULES = {name: [_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame", "idle", "part")}
 _LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
 
 PACKAGE_ROOT = "/site-packages/stoker/"
@@ -255,7 +253,8 @@ def _inside_loader(stack: Sequence[Frame]) -> Stack:
 
 
 def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:
-    return next((rule for frame in stack if (rule := _find_rules(frame.function, frame.file).worker) is not None), None)
+    rules = (_find_rule("worker", frame.function, frame.file) for frame in stack)
+    return next((rule for rule in rules if rule is not None), None)
 
 
 def _inside_worker(stack: Sequence[Frame]) -> Stack:
@@ -337,7 +336,7 @@ def find_part(stack: Sequence[Frame]) -> str:
     """The part of stoker that a stack of its own training is in, by its outermost frame in frames.toml; else empty."""
     if not stack or not stack[-1].file.startswith(PACKAGE_ROOT):
         return ""
-    rules = (_find_rules(frame.function, frame.file).part for frame in reversed(stack))
+    rules = (_find_rule("part", frame.function, frame.file) for frame in reversed(stack))
     return next((rule.kind for rule in rules if rule is not None), "training loop")
 
 
@@ -369,7 +368,7 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
     if _is_importing(stack):
         return "other"
     # code of an import is not training
-    rules = [_find_rules(function, file).frame for function, file, _ in stack
+    rules = [_find_rule("frame", function, file) for function, file, _ in stack
              if function != "<module>" or "importlib" in file]  # fmt: skip
     kinds = [rule.kind for rule in rules if rule is not None]
     covering_kind = next((rule.kind for rule in reversed(rules) if rule is not None and rule.covers_callees), None)
@@ -400,7 +399,9 @@ def _relative_file(file: str, cwd: str) -> str:
 
 def _is_waiting(stack: Sequence[Frame]) -> bool:
     """Whether the innermost function is known to wait without a core."""
-    return bool(stack) and (_find_rules(*stack[0][:2]).idle is not None or _kind_from_source_line(stack[0]) == "idle")
+    if not stack:
+        return False
+    return _find_rule("idle", *stack[0][:2]) is not None or _kind_from_source_line(stack[0]) == "idle"
 
 
 def _is_importing(stack: Sequence[Frame]) -> bool:
@@ -409,24 +410,11 @@ def _is_importing(stack: Sequence[Frame]) -> bool:
     return any(_base_name(frame.function) == "_find_and_load" for frame in inner)
 
 
-class _Rules(NamedTuple):
-    """The first row of each table of frames.toml that matches a frame."""
-
-    worker: FrameRule | None
-    frame: FrameRule | None
-    idle: FrameRule | None
-    part: FrameRule | None
-
-
-@functools.lru_cache(maxsize=8192)
-def _find_rules(function: str, file: str) -> _Rules:
+@functools.lru_cache(maxsize=32768)
+def _find_rule(table: str, function: str, file: str) -> FrameRule | None:
+    """The first row of a table of frames.toml that matches a frame."""
     name = _base_name(function)
-    return _Rules(
-        *(
-            next((rule for rule in rules if rule.file.search(file) and rule.function.match(name)), None)
-            for rules in (WORKER_RULES, FRAME_RULES, IDLE_RULES, PART_RULES)
-        )
-    )
+    return next((rule for rule in RULES[table] if rule.file.search(file) and rule.function.match(name)), None)
 
 
 def _base_name(function: str) -> str:
