@@ -273,7 +273,7 @@ class PhaseClock:
                 else:
                     self._mark_as_evaluation(source)
             if self.device_events is not None:
-                self.device_events.pause()
+                self.device_events.end(BUSY)
             wait_slot = MAYBE_WAIT if source.is_training is None else INPUT_WAIT if source.is_training else EVAL
             self._stack.append(wait_slot)
             self._set_slot(wait_slot)
@@ -296,7 +296,7 @@ class PhaseClock:
                 self._count_batches(source)
             self._set_base_slot(COMPUTE if source.is_training else MAYBE_WORK)
             if self.device_events is not None:
-                self.device_events.resume()
+                self.device_events.begin(BUSY)
         except Exception as error:  # noqa: BLE001
             self.disable("wait", error)
 
@@ -396,7 +396,7 @@ class PhaseClock:
             self._stack[0] = AFTER_STEP
             self._set_slot(self._stack[-1])
             if self.device_events is not None:
-                self.device_events.pause()
+                self.device_events.end(BUSY)
             if self._last >= self._growth.next_s:
                 self._growth.check(self._last)
         except Exception as error:  # noqa: BLE001

@@ -5,7 +5,7 @@ One function per module of torch, called after the import of that module. Steps 
 
 from _thread import get_ident
 from collections import deque
-from functools import wraps
+from functools import partial, wraps
 from sys import modules
 from time import monotonic
 from weakref import ref
@@ -263,8 +263,8 @@ def _begin_exchange() -> "Any":
     """The part of DDP's all-reduce that the backward does not hide; on a GPU, by two events on the training stream."""
     if clock.device_events is None:
         return clock.begin(COMM)
-    clock.device_events.comm_begins()
-    return clock.device_events.comm_ends
+    clock.device_events.begin(DEVICE_COMM)
+    return partial(clock.device_events.end, DEVICE_COMM)
 
 
 def make_device_events(phase_clock: "Any") -> "Any":
@@ -288,43 +288,27 @@ class DeviceEvents:
     def __init__(self, new_event: "Any") -> None:
         self._new_event = new_event
         self._free_events: list[Any] = []
-        self._start_event: Any = None
-        self._comm_start_event: Any = None
+        self._starts: dict[int, Any] = {}
         self._pending: deque[Any] = deque()
 
-    def resume(self) -> None:
-        """A batch has arrived: work of the device begins."""
-        if self._start_event is None:
-            self._start_event = self._record()
+    def begin(self, slot: int) -> None:
+        """Work of the device begins: on a batch that has arrived (BUSY), or to communicate (DEVICE_COMM)."""
+        if slot not in self._starts:
+            self._starts[slot] = self._record()
 
-    def pause(self) -> None:
-        """The work on the batch has been issued."""
-        if self._start_event is not None:
-            self._add_interval(BUSY, self._start_event)
-            self._start_event = None
-        self._resolve()
-
-    def comm_begins(self) -> None:
-        self._comm_start_event = self._record()
-
-    def comm_ends(self) -> None:
-        if self._comm_start_event is not None:
-            self._add_interval(DEVICE_COMM, self._comm_start_event)
-            self._comm_start_event = None
+    def end(self, slot: int) -> None:
+        """This work has been issued."""
+        if slot in self._starts:
+            self._pending.append((slot, self._starts.pop(slot), self._record()))
+        while slot == BUSY and self._pending and self._pending[0][2].query():
+            done, start, end = self._pending.popleft()
+            clock.values[done] += start.elapsed_time(end) / 1e3
+            self._free_events += (start, end)
 
     def _record(self) -> "Any":
         event = self._free_events.pop() if self._free_events else self._new_event()
         event.record()
         return event
-
-    def _add_interval(self, slot: int, start: "Any") -> None:
-        self._pending.append((slot, start, self._record()))
-
-    def _resolve(self) -> None:
-        while self._pending and self._pending[0][2].query():
-            slot, start, end = self._pending.popleft()
-            clock.values[slot] += start.elapsed_time(end) / 1e3
-            self._free_events += (start, end)
 
 
 def _count_syncs(torch: "Any") -> None:
