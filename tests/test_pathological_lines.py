@@ -2,6 +2,7 @@
 no faster. CPU time of this process is compared, not wall-clock time."""
 
 import functools
+import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ from stoker.diagnosis.endings import line_patterns
 from stoker.diagnosis.termination import MAX_LINE_CHARS, MAX_OUTPUT_BYTES
 from stoker.report.explain import explain_log
 from stoker.watch.output import MAX_LINE_LENGTH, LineSplitter, ProgressParser, ProgressWindows
-from stoker.watch.recorder import _feed_lines
 
 USUAL_UNITS = (
     "1234567890", " ", "a=", "a=1 ", "a-", "a.", "[", "'", "'a': 1, ", '"', ".", "/", "1/", ":", "\r50%|##",
@@ -44,9 +44,10 @@ def lines(unit: str, size: int, line_length: int | None) -> bytes:
 def watch(data: bytes) -> ProgressWindows:
     splitter, parser = LineSplitter(), ProgressParser()
     windows = ProgressWindows(attempt=1, devices=1, start_s=0.0)
-    for start in range(0, len(data), 65536):
-        _feed_lines(windows, parser, splitter.feed(data[start : start + 65536]))
-    _feed_lines(windows, parser, splitter.feed(b"", final=True))
+    parts = (splitter.feed(data[start : start + 65536]) for start in range(0, len(data), 65536))
+    for line in itertools.chain(*parts, splitter.feed(b"", final=True)):
+        if (progress := parser.read(line)) is not None:
+            windows.add(progress)
     windows.window(1.0)
     return windows
 

@@ -138,8 +138,7 @@ def parse_rule(text: str) -> Rule:
 
 
 class Alerts:
-    """Evaluates rules on lines of records. start_t: Unix time from which `seconds_since_step` counts before the first
-    step."""
+    """Evaluates rules on lines of records. start_t: Unix time from which `seconds_since_step` counts at first."""
 
     def __init__(self, rules: Iterable[Rule], start_t: float) -> None:
         self._rules = [_RuleState(rule) for rule in rules]

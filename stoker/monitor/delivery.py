@@ -71,9 +71,8 @@ class Delivery:
         self._thread.join(KILL_TIMEOUT_S)
         undelivered = max(0, self._pending.qsize() - 1) + self._is_delivering
         if undelivered:  # a webhook that hangs is abandoned: its thread is a daemon
-            self._warn(
-                f"{undelivered} alerts were not delivered within {CLOSE_TIMEOUT_S:.1f} s after the end of the run"
-            )
+            limit = f"{CLOSE_TIMEOUT_S:.1f} s after the end of the run"
+            self._warn(f"{undelivered} alerts were not delivered within {limit}")
 
     def _deliver(self) -> None:
         while not self._closed.is_set() and (pending := self._pending.get()) is not None:
@@ -116,11 +115,9 @@ class Delivery:
                 self._warn(f"the command of an alert ended with {process.returncode}: {tail}")
 
     def _post_webhook(self, url: str, alert: Finding) -> None:
-        """The format of Slack's incoming webhooks, {"text": …}; Mattermost, Discord (…/slack) and Teams accept it
-        too."""
-        body = json.dumps(
-            {"text": f"stoker: {self._folder.path.name} on {os.uname().nodename}: {alert.title}"}
-        ).encode()
+        """The format of Slack's webhooks, {"text": …}, which Mattermost, Discord (…/slack) and Teams accept."""
+        text = f"stoker: {self._folder.path.name} on {os.uname().nodename}: {alert.title}"
+        body = json.dumps({"text": text}).encode()
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:

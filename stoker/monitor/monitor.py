@@ -1,10 +1,9 @@
 """The thread that follows the records of a running job and passes each new line to the enabled sinks: alerts, metrics,
 the log in JSON, experiment trackers.
 
-Used as a block around a run: `with monitoring(folder, options, stop=…)`. A sink that fails is disabled with a warning
-event; the run continues. Trackers (Weights & Biases, MLflow) are optional extras of the package: each reads its own
-variables (WANDB_PROJECT, WANDB_MODE; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME) and credentials. A later attempt of a
-run continues the same tracked run: its id depends on the run folder and the time of its first line.
+A sink that fails is disabled with a warning event; the run continues. Trackers (Weights & Biases, MLflow) are optional
+extras of the package: each reads its own variables (WANDB_PROJECT, WANDB_MODE; MLFLOW_TRACKING_URI,
+MLFLOW_EXPERIMENT_NAME) and credentials. A later attempt of a run continues the same tracked run.
 """
 
 import contextlib
@@ -38,8 +37,7 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
     name: msgspec.json.Decoder(kind) for name, kind in ((STEPS, StepWindow), (DEVICES, DeviceSample), (EVENTS, Event))
 }
 _TAIL_BYTES = 65536
-"""How much of the end of an existing file is read, to find the first lines of this attempt behind those of earlier
-ones."""
+"""Read of the end of an existing file, to find the first lines of this attempt behind those of earlier ones."""
 
 
 @contextlib.contextmanager
@@ -52,10 +50,7 @@ def monitoring(
     log_file: TextIO | None = None,
 ) -> Iterator[None]:
     """Monitors the run inside the block, and reads its records once more at the end. stop: ends the run as a signal
-    does.
-
-    Raises ConfigError before anything starts, if an option is not valid.
-    """
+    does. Raises ConfigError before anything starts, if an option is not valid."""
     options.validate()
     with contextlib.ExitStack() as stack:
         alerts = Alerts(options.rules(), time.time())
@@ -111,7 +106,9 @@ def _start_tracker(folder: RunFolder, name: str, stack: contextlib.ExitStack) ->
     settings = {
         key: value for section, entries in tables.items() if section != "reasons" for key, value in entries.items()
     }
-    run_id = tracker_run_id(folder.path, first_event.t if first_event is not None else 0.0)
+    # the same for all attempts
+    identity = f"{folder.path.absolute()} {0.0 if first_event is None else first_event.t}"
+    run_id = hashlib.sha256(identity.encode()).hexdigest()[:16]
     try:
         tracker = TRACKERS[name](name=folder.path.name, run_id=run_id, settings=settings)
     except ImportError as error:
@@ -160,22 +157,18 @@ class MlflowTracker:
     def __init__(self, *, name: str, run_id: str, settings: dict[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
 
-        self._client: Any = MlflowClient()
+        client: Any = MlflowClient()
         experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
-        experiment = self._client.get_experiment_by_name(experiment_name)
-        experiment_id = (
-            self._client.create_experiment(experiment_name) if experiment is None else experiment.experiment_id
-        )
-        existing_runs = self._client.search_runs(
-            [experiment_id], filter_string=f"tags.`stoker.id` = '{run_id}'", max_results=1
-        )
-        if existing_runs:
-            self._run_id = existing_runs[0].info.run_id
-            self._client.update_run(self._run_id, status="RUNNING")
+        experiment = client.get_experiment_by_name(experiment_name)
+        experiment_id = client.create_experiment(experiment_name) if experiment is None else experiment.experiment_id
+        found = client.search_runs([experiment_id], filter_string=f"tags.`stoker.id` = '{run_id}'", max_results=1)
+        run = found[0] if found else client.create_run(experiment_id, run_name=name, tags={"stoker.id": run_id})
+        self._client, self._run_id = client, run.info.run_id
+        if found:
+            client.update_run(self._run_id, status="RUNNING")
         else:
-            self._run_id = self._client.create_run(experiment_id, run_name=name, tags={"stoker.id": run_id}).info.run_id
             for key, value in settings.items():
-                self._client.log_param(self._run_id, key, value)
+                client.log_param(self._run_id, key, value)
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Sends all values in one request: each second has dozens of values."""
@@ -190,11 +183,6 @@ class MlflowTracker:
 
 
 TRACKERS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
-
-
-def tracker_run_id(run: Path, start_t: float) -> str:
-    """The same id for all attempts of a run."""
-    return hashlib.sha256(f"{run.absolute()} {start_t}".encode()).hexdigest()[:16]
 
 
 def tracker_metrics(line: RecordLine) -> dict[str, float]:
@@ -275,8 +263,7 @@ def _pass_on_lines(
 class JsonLog:
     """`--log-format json`: writes all events, and a line of progress every PROGRESS_EVERY_S, as one JSON object each.
 
-    `severity`, `message` and `time` are the names that the collectors of Google, Amazon and most others recognize;
-    `data` is the record as in the run folder.
+    `severity`, `message` and `time` are names that the collectors of Google, Amazon and most others recognize.
     """
 
     def __init__(self, file: TextIO, *, run: str) -> None:

@@ -91,8 +91,7 @@ class Exporter(Collector):
 
 
 class Server:
-    """Serves an exporter until `close`. host: the address to listen on. port: 0 for a free one; the attribute `port` is
-    the actual one."""
+    """Serves an exporter until `close`. host: the address to listen on. port: 0 for a free one, then the actual one."""
 
     def __init__(self, exporter: Exporter, host: str, port: int) -> None:
         registry = CollectorRegistry(auto_describe=False)

@@ -75,8 +75,7 @@ _REPEATS = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 @functools.lru_cache(maxsize=4096)
 def is_after_step(file: str, line: int, function: str) -> bool:
     """Whether a line of a training loop comes after its step: of the loops around the line, in the function of that
-    name, the innermost one that takes a step of an optimizer does so in a line before. What such a line computes is no
-    part of the step."""
+    name, the innermost one that takes a step of an optimizer does so in a line before."""
     source = _read_source(file)
     for scope in _scopes(source, line, function):
         around = [node for node in _walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
@@ -148,9 +147,8 @@ def _step_lines(source: _Source | None, scope: ast.AST, *, with_backward: bool =
     """Lines with a step of an optimizer, or with a call of a function of this file, or method, that takes one."""
     step_functions = source.step_functions if source is not None else frozenset()
     return [
-        node.lineno for node in _walk(scope)
-        if isinstance(node, ast.Call)
-        and (_is_step(node) or _own_name(node.func) in step_functions or (with_backward and _is_backward(node)))
+        node.lineno for node in _walk(scope) if isinstance(node, ast.Call)
+        and (_is_step(node, with_backward=with_backward) or _own_name(node.func) in step_functions)
     ]  # fmt: skip
 
 
@@ -163,38 +161,30 @@ def _own_name(node: ast.expr) -> str:
 
 _UPDATES = frozenset({"apply_gradients", "apply_updates"})
 """Of TensorFlow's optimizers and Flax's states, and of optax."""
-
-
-def _is_step(node: ast.Call) -> bool:
-    """Whether it is `optimizer.step(…)`, `scaler.step(…)` or another update of weights, but not the step of a
-    schedule."""
-    if not isinstance(node.func, ast.Attribute):
-        return False
-    if node.func.attr != "step":
-        return node.func.attr in _UPDATES
-    return re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
-
-
 _BACKWARDS = frozenset({"backward", "manual_backward", "minimize"})
 
 
-def _is_backward(node: ast.Call) -> bool:
-    return isinstance(node.func, ast.Attribute) and node.func.attr in _BACKWARDS
+def _is_step(node: ast.Call, *, with_backward: bool = False) -> bool:
+    """Whether it is `optimizer.step(…)` or another update of weights, no schedule. with_backward: also a backward."""
+    if not isinstance(node.func, ast.Attribute):
+        return False
+    if node.func.attr != "step":
+        return node.func.attr in _UPDATES or (with_backward and node.func.attr in _BACKWARDS)
+    return re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
 
 
 def _takes_step(function: ast.AST) -> bool:
     """Whether it takes a step of an optimizer, and none in a loop."""
-    nodes = list(_walk(function))
-    steps = [node.lineno for node in nodes if isinstance(node, ast.Call) and _is_step(node)]
-    return bool(steps) and not any(_covers(node, step) for node in nodes if isinstance(node, _LOOPS) for step in steps)
+    steps = _step_lines(None, function)
+    loops = [node for node in _walk(function) if isinstance(node, _LOOPS)]
+    return bool(steps) and not any(_covers(loop, step) for loop in loops for step in steps)
 
 
 _GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})
 
 
 def find_growing_line(file: str, name: str) -> int:
-    """The first line that adds to a container, by the last part of its name (`cache` of `self.cache`); 0: none does, or
-    the file cannot be read."""
+    """The first line that adds to a container, by the last part of its name (`cache` of `self.cache`); 0: not known."""
     source, wanted = _read_source(file), _last_name(ast.parse(name, mode="eval").body)
     lines: list[int] = []
     for node in ast.walk(source.tree) if source is not None else ():
@@ -211,8 +201,7 @@ def find_growing_line(file: str, name: str) -> int:
 
 
 def describe_growth(holders: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the hook found that grows (`stoker_hook/growth.py`), as `schemas.Holder`, the largest first: with the line
-    that adds to it, `losses in train.py:41`."""
+    """What the hook found, as `schemas.Holder`: with the line that adds to it, `losses in train.py:41`."""
     described = []
     for holder in holders:
         line = find_growing_line(holder["file"], holder["name"])

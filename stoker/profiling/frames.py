@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from stoker.knowledge import read_toml
 from stoker.profiling.calls import WRAPPER, find_call, find_loop, is_after_step, is_wrapper
 from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, Place, StackWindow
@@ -55,9 +57,7 @@ def _rule(kind: str, file: str, function: str = ".+", covers_callees: bool = Fal
 
 
 _TABLE = read_toml("frames.toml")
-WORKER_RULES, FRAME_RULES, IDLE_RULES, PART_RULES = (
-    [_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame", "idle", "part")
-)
+RULES = {name: [_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame", "idle", "part")}
 _LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
 
 PACKAGE_ROOT = "/site-packages/stoker/"
@@ -69,7 +69,6 @@ _TRAINER_FILE = re.compile(
     r"/(site|dist)-packages/(lightning|pytorch_lightning|transformers|accelerate|(tf_)?keras|skorch|ignite|fastai)/"
 )
 """Files of packages that have a training loop."""
-_FRAMEWORK_FILE = re.compile(r"/(site|dist)-packages/(torch|tensorflow|jax|(tf_)?keras)/")
 _JAX_FILE = re.compile(r"/jax/_src/")
 _JAX_CALL = re.compile(r"(jax|flax|optax|chex|haiku|equinox)\.")
 _JAX_OPERATION = re.compile(r"(?!jax\._src\.(api|pjit|pmap|profiler|stages|traceback_util)\b)" + _JAX_CALL.pattern)
@@ -92,17 +91,6 @@ _NOT_JOB_CODE = re.compile(
 Stack = list[Frame]
 Samples = list[tuple[Stack, int]]
 """Stacks of a main thread, each with its number of samples."""
-
-
-class _PlaceKey(NamedTuple):
-    """Fields of `Place`."""
-
-    line: str
-    function: str
-    call: str
-    leaf: str
-    kind: str
-    part: str
 
 
 def find_role(samples: Samples) -> str:
@@ -136,8 +124,8 @@ def make_window(
 ) -> StackWindow | None:
     """The line of some samples; None without any. runnable: fraction of the time in which the thread could run;
     compiled: of earlier lines of the process, to be extended; fields: further ones of `StackWindow`."""
-    places: collections.Counter[_PlaceKey] = collections.Counter()
-    callers: dict[_PlaceKey, collections.Counter[str]] = {}
+    places: collections.Counter[Place] = collections.Counter()
+    callers: dict[Place, collections.Counter[str]] = {}
     main_thread: collections.Counter[str] = collections.Counter()
     frames: collections.Counter[str] = collections.Counter()
     total = sum(count for _, count in samples)
@@ -174,13 +162,13 @@ def make_window(
             resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
         main_thread[resolved] += count
         of_place = AFTER_STEP if later is not None else LOOP_IN_STEP if loop is not None else resolved
-        key = _PlaceKey(line, function, call, leaf, of_place, part)
+        key = Place(line=line, function=function, call=call, leaf=leaf, kind=of_place, part=part, samples=0)
         places[key] += count
         callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, later or loop) if line else ""] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
     listed = [
-        Place(**key._asdict(), samples=count, callers=callers[key].most_common(1)[0][0])
+        msgspec.structs.replace(key, samples=count, callers=callers[key].most_common(1)[0][0])
         for key, count in places.most_common(MAX_PLACES)
     ]
     if rest := total - sum(place.samples for place in listed):
@@ -196,8 +184,7 @@ def make_window(
 
 
 def _find_compiled(stack: Stack) -> tuple[str, str] | None:
-    """(line, call) of a stack in which JAX compiles a function of the job; None: it compiles none, or one of its own,
-    as of an operation on arrays."""
+    """(line, call) of a stack in which JAX compiles a function of the job; None: none, or one of its own."""
     found = _line_and_call(stack)
     if not any(_JAX_FILE.search(frame.file) for frame in stack) or not all(found):
         return None
@@ -212,8 +199,7 @@ def _runs_operations_of_jax(stack: Stack, compiled: CompiledCalls) -> bool:
 
 
 def _is_on_host(stack: Stack) -> bool:
-    """Whether a line of the job has called a package that computes on the host alone, as for a figure that a training
-    step draws."""
+    """Whether a line of the job has called a package that computes on the host alone, as for a figure."""
     return any(_HOST_FILE.search(frame.file) for frame in itertools.takewhile(lambda f: not is_job_code(f), stack))
 
 
@@ -267,17 +253,13 @@ def _inside_loader(stack: Sequence[Frame]) -> Stack:
 
 
 def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:
-    return next((rule for frame in stack if (rule := _find_rules(frame.function, frame.file).worker) is not None), None)
+    rules = (_find_rule("worker", frame.function, frame.file) for frame in stack)
+    return next((rule for rule in rules if rule is not None), None)
 
 
 def _inside_worker(stack: Sequence[Frame]) -> Stack:
-    """What a loader worker does: the frames inside of its loop, without those of the parent from which it was forked
-    and of the loader itself."""
-    inner: Stack = []
-    for frame in stack:
-        if _find_rules(frame.function, frame.file).worker is not None:
-            break
-        inner.append(frame)
+    """What a loader worker does: the frames inside of its loop, without those of the loader itself."""
+    inner = list(itertools.takewhile(lambda frame: _find_worker_rule([frame]) is None, stack))
     while inner and _LOADER_FILE.search(inner[-1].file):
         inner.pop()
     return inner
@@ -312,8 +294,7 @@ def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -
 
 
 def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> str:
-    """`Place.callers` of a stack: lines of the job's own code further out, one for each function, up to what a loader
-    has called. at: as of `find_place`."""
+    """`Place.callers` of a stack, up to what a loader has called. at: as of `find_place`."""
     if at is None and any(map(is_job_code, inside := _inside_loader(stack))):
         stack = inside
     own = [frame for frame in stack if is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file)]
@@ -325,8 +306,7 @@ def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None)
 
 def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
     """The frame of the training loop, if it is in a line after the step; None: it is not."""
-    for index in range(len(stack) - 1, -1, -1):
-        frame = stack[index]
+    for index, frame in reversed([*enumerate(stack)]):
         if is_job_code(frame) and is_after_step(frame.file, frame.line, _base_name(frame.function)):
             # a function of the line itself, as a lambda, says more than the line
             while index and stack[index - 1][1:] == frame[1:]:
@@ -336,8 +316,7 @@ def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
 
 
 def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of own code in a Python loop inside of the training step; None: there is none, or a module
-    is called in it, as in a loop over layers."""
+    """The innermost frame of own code in a Python loop inside of the training step; None: none, or one over layers."""
     found: Frame | None = None
     for frame in stack:
         if found is None and _LAYER_FILE.search(frame.file):
@@ -354,11 +333,10 @@ def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
 
 
 def find_part(stack: Sequence[Frame]) -> str:
-    """The part of stoker that a stack of its own training is in, by its outermost frame in a row of frames.toml; empty:
-    a stack of another program."""
+    """The part of stoker that a stack of its own training is in, by its outermost frame in frames.toml; else empty."""
     if not stack or not stack[-1].file.startswith(PACKAGE_ROOT):
         return ""
-    rules = (_find_rules(frame.function, frame.file).part for frame in reversed(stack))
+    rules = (_find_rule("part", frame.function, frame.file) for frame in reversed(stack))
     return next((rule.kind for rule in rules if rule is not None), "training loop")
 
 
@@ -389,21 +367,16 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
         return HELPER
     if _is_importing(stack):
         return "other"
-    rules = [_find_rule(frame) for frame in stack]
+    # code of an import is not training
+    rules = [_find_rule("frame", function, file) for function, file, _ in stack
+             if function != "<module>" or "importlib" in file]  # fmt: skip
     kinds = [rule.kind for rule in rules if rule is not None]
     covering_kind = next((rule.kind for rule in reversed(rules) if rule is not None and rule.covers_callees), None)
-    if (
-        covering_kind == "input_wait"
-        and kinds
-        and (kinds[0] == "decode" or _kind_from_source_line(stack[0]) == "decode")
-    ):
+    line_kind = _kind_from_source_line(stack[0]) if stack else None
+    if covering_kind == "input_wait" and "decode" in (kinds[0], line_kind):
         return "decode"  # a loader without workers: the training thread decodes
-    if covering_kind is not None:
-        return covering_kind
-    if stack and (line_kind := _kind_from_source_line(stack[0])) is not None:
-        return line_kind
-    if kinds:
-        return kinds[0]
+    if kind := covering_kind or line_kind or next(iter(kinds), None):
+        return kind
     if not active or _is_waiting(stack):
         return "idle"
     return "python" if any(is_job_code(frame) for frame in stack) else "other"
@@ -411,11 +384,10 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
 
 def innermost_job_frame(stack: Sequence[Frame], cwd: str = "") -> str | None:
     """`function (file:line)` of the innermost frame in a file of the job, relative to its working directory `cwd`."""
-    for frame in stack:
-        if is_job_code(frame):
-            name = frame.function.rpartition("<locals>.")[2]
-            return f"{name} ({_relative_file(frame.file, cwd)}:{frame.line})"
-    return None
+    frame = next(filter(is_job_code, stack), None)
+    if frame is None:
+        return None
+    return f"{frame.function.rpartition('<locals>.')[2]} ({_relative_file(frame.file, cwd)}:{frame.line})"
 
 
 def _relative_file(file: str, cwd: str) -> str:
@@ -429,43 +401,20 @@ def _is_waiting(stack: Sequence[Frame]) -> bool:
     """Whether the innermost function is known to wait without a core."""
     if not stack:
         return False
-    return _find_rules(*stack[0][:2]).idle is not None or _kind_from_source_line(stack[0]) == "idle"
+    return _find_rule("idle", *stack[0][:2]) is not None or _kind_from_source_line(stack[0]) == "idle"
 
 
 def _is_importing(stack: Sequence[Frame]) -> bool:
     """Whether an installed module is being imported."""
-    for frame in stack:
-        if is_job_code(frame):
-            return False
-        if _base_name(frame.function) == "_find_and_load":
-            return True
-    return False
+    inner = itertools.takewhile(lambda frame: not is_job_code(frame), stack)
+    return any(_base_name(frame.function) == "_find_and_load" for frame in inner)
 
 
-def _find_rule(frame: Frame) -> FrameRule | None:
-    if frame.function == "<module>" and "importlib" not in frame.file:  # code of an import is not training
-        return None
-    return _find_rules(frame.function, frame.file).frame
-
-
-class _Rules(NamedTuple):
-    """The first row of each table of frames.toml that matches a frame."""
-
-    worker: FrameRule | None
-    frame: FrameRule | None
-    idle: FrameRule | None
-    part: FrameRule | None
-
-
-@functools.lru_cache(maxsize=8192)
-def _find_rules(function: str, file: str) -> _Rules:
+@functools.lru_cache(maxsize=32768)
+def _find_rule(table: str, function: str, file: str) -> FrameRule | None:
+    """The first row of a table of frames.toml that matches a frame."""
     name = _base_name(function)
-    return _Rules(
-        *(
-            next((rule for rule in rules if rule.file.search(file) and rule.function.match(name)), None)
-            for rules in (WORKER_RULES, FRAME_RULES, IDLE_RULES, PART_RULES)
-        )
-    )
+    return next((rule for rule in RULES[table] if rule.file.search(file) and rule.function.match(name)), None)
 
 
 def _base_name(function: str) -> str:

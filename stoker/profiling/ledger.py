@@ -1,8 +1,7 @@
 """The ledger: assigns every second of a run to exactly one phase. The phases always add up to the wall time.
 
 It has two sources. The training thread says what it does (`phase`, `compute`); events on the device say when the device
-computed. Both are lines of labeled intervals, which are merged into one. At each instant the first rule that applies
-decides:
+computed. Both are lines of labeled intervals. At each instant the first rule that applies decides:
 
 1. the device works on an optimizer step      -> `compute`; `recovery` if an earlier attempt did this step and lost it;
    or it is in a device phase                 -> `comm` or `h2d`, as the thread set it while issuing the work
@@ -11,33 +10,25 @@ decides:
 4. no phase was set since the start           -> `startup`
 5. otherwise                                  -> `unattributed`, or the `default_phase` of the ledger
 
-So a device that still works on step n while the thread waits for the images of step n + 1 is computing: waiting for
-images costs only the time in which the device is idle. A phase inside `compute` interrupts the step on the device too:
-events are recorded before and after it.
+So a device that still works on step n while the thread waits for the images of step n + 1 is computing. A phase inside
+`compute` interrupts the step on the device too: events are recorded before and after it. After an `input_wait`, the
+thread may say what it waited for (`split_input_wait`): these stages, too, cover only the time in which the device was
+idle, and add up to the phase exactly. Time that none of them covers is `queue`.
 
-After an `input_wait`, the thread may say what it waited for (`split_input_wait`), as intervals of stages. They refine
-the thread's line before the merge, so stages also cover only the time in which the device was idle, and they add up to
-the phase exactly. Time that no interval covers is `queue`.
-
-Events bracket a step, so a device that idles *between* the kernels of a step counts as computing. Such steps are
-detected when the thread has issued the last kernel and the device has already finished: they are counted
-(`host_bound_steps`). Profiler windows measure how long the device idled (`trace.py`).
+Events bracket a step, so a device that idles *between* the kernels of a step counts as computing. A step that the
+device has finished when the thread has issued its last kernel is counted (`host_bound_steps`). Profiler windows measure
+how long the device idled (`trace.py`).
 
 The host bounds the time of every event: it is not before the event was issued, not before the last query that returned
 "not complete", and not after the query that returned "complete". An event outside these bounds shifts all later ones,
-so drift between the device clock and the host clock (10 ppm are a second a day) is corrected: to within a step while
-the device is never idle, to within microseconds where it is, since an idle device reaches the first event of a step at
-once.
+so drift between the two clocks (10 ppm are a second a day) is corrected: to within a step while the device is never
+idle, to within microseconds where it is, since an idle device reaches the first event of a step at once.
 
-Windows end at the present: a step that the device has begun and not finished is `compute` until now, and the rest of it
-belongs to the next window. So nothing is estimated later. Only events that are not complete are kept: as many as the
-queue of the device holds.
+Windows end at the present: a step that the device has begun and not finished is `compute` until now.
 
-Besides the time, the CPU time of the thread by phase (`TimeBreakdown.thread_cpu_s`) distinguishes a thread that runs
-Python from one that waits. It follows the thread's own line, rules 2 to 5: the innermost phase; `host` while a step is
-issued; on a CPU device the step's own `compute` or `recovery`. Intervals that are attributed afterwards (`attribute`)
-move time but no CPU time, because that clock was not read at their ends. `startup` has CPU time from the creation of
-the ledger on.
+The CPU time of the thread by phase (`TimeBreakdown.thread_cpu_s`) distinguishes a thread that runs Python from one that
+waits. It follows rules 2 to 5; on a CPU device, a step has its own `compute` or `recovery`. Intervals that are
+attributed afterwards (`attribute`) move no CPU time, because that clock was not read at their ends.
 
 Cost: `benchmarks/steps/ledger.py`. Not thread-safe: only the training thread may call it. The device's clock is
 `stoker/hardware/device.py`.
@@ -96,8 +87,7 @@ class ProfilerRanges(Protocol):
 
 
 class _Interval(msgspec.Struct, frozen=True, gc=False):  # 7 × cheaper than a NamedTuple; 8 per step
-    """What the thread is in, or what the device does (None: no phase), from start_s on. stage: of the thread's
-    `input_wait`."""
+    """What the thread is in, or what the device does (None: no phase), from start_s on. stage: of an `input_wait`."""
 
     start_s: float
     label: str | None
@@ -228,9 +218,8 @@ class Ledger:
             _insert_interval(self._device_changes, self._device, None, start_s, end_s)
 
     def begin(self, name: str) -> Callable[[], None]:
-        """The thread begins something in `name` that other code may interrupt it with: a collective inside the backward
-        pass, a save inside a step. Returns the function that ends it. On an accelerator, `comm` and `h2d` are as in
-        `phase`; others are attributed at the end."""
+        """The thread begins something in `name` inside of another phase: a collective in the backward pass, a save in a
+        step. Returns what ends it. On an accelerator, `comm` and `h2d` are as in `phase`; others are attributed."""
         if name in _DEVICE_PHASES and not self._clock.on_host:
             stack = contextlib.ExitStack()
             stack.enter_context(self.phase(name))
@@ -342,8 +331,7 @@ class Ledger:
                 self._calibrated_s = now_s
 
     def _device_is_idle(self) -> bool:
-        """Whether the device has finished its work, or does so within some 30 µs. One query only if it is still at
-        earlier work than the newest event."""
+        """Whether the device has finished its work, or does so within some 30 µs."""
         for _ in range(_MAX_POLLS):
             self._resolve_events(self._now())
             if len(self._pending) != 1:

@@ -4,12 +4,12 @@ It measures and writes records, nothing else: the loop's results, their order, i
 not change. If the recording fails, one warning is printed and the loop goes on without records. All calls must come
 from the thread that entered the block. If that is the main thread, its stacks and those of loader workers are sampled
 as in a watched job (`stacks.py`). `run_writer.py` writes the records and shares the run folder between ranks,
-`torch_hooks.py` observes torch. Cost and use: docs/measure.md. Callbacks for frameworks: `callbacks/`; jobs whose code
-is not changed: `stoker/watch/`.
+`torch_hooks.py` observes torch. Use: docs/measure.md. Jobs whose code is not changed: `stoker/watch/`.
 """
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -80,11 +80,8 @@ class Measure:
         """Optimizer steps so far, including earlier attempts."""
         self.is_replaceable = False
         """Whether entering another measure closes this one: a framework may not report the end of a training."""
-        self._run = None if run is None else Path(run).expanduser()
-        self._name = name
-        self._price_per_device_hour = price_per_device_hour
-        self._first_step = first_step
-        self._monitor = monitor
+        path = None if run is None else Path(run).expanduser()
+        self._open_writer = functools.partial(RankRecorder, path, name, price_per_device_hour, first_step, monitor)
         self._device = None if device is None else str(device)
         self._num_images = num_images
         self._count_warned = self._workers_reported = False
@@ -118,9 +115,7 @@ class Measure:
         if self.closed or self._thread:
             raise UsageError("This stoker.measure was used before.", fix="call stoker.measure(…) again")
         start_s = time.perf_counter()
-        self._writer = RankRecorder(
-            self._run, self._name, self._price_per_device_hour, self._first_step, _num_entered, self._monitor
-        )
+        self._writer = self._open_writer(loop_index=_num_entered)
         _num_entered += 1
         self.step_count = self._writer.step
         self._written_steps = self.step_count
@@ -150,8 +145,7 @@ class Measure:
         return TimedBatches(self, batches)
 
     def step(self, *, num_images: int | None = None) -> contextlib.AbstractContextManager[None]:
-        """Around one optimizer step: forward, backward, optimizer. num_images: of this step, if its batches did not
-        come through `data`. A step that raises is not counted."""
+        """Around one optimizer step, which counts unless it raises. num_images: of a batch that is not from `data`."""
         return self._step_block(steps=1, num_images=num_images)
 
     def micro_step(self) -> contextlib.AbstractContextManager[None]:
@@ -291,9 +285,9 @@ class Measure:
         self._write(self._ledger.finish(), wait=device_ok)
 
     def _write(self, breakdown: TimeBreakdown | None, *, wait: bool = False) -> None:
-        scalars = self._scalars.take(self._torch_hooks.device, wait=wait)
-        if scalars.not_finite is not None:
-            self._writer.event("warning", scalars.not_finite, step=self.step_count, not_finite=scalars.not_finite)
+        scalars, not_finite = self._scalars.take(self._torch_hooks.device, wait=wait)
+        if not_finite is not None:
+            self._writer.event("warning", not_finite, step=self.step_count, not_finite=not_finite)
         if breakdown is None or breakdown.wall_s <= 0:
             return
         window = StepWindow(
@@ -305,9 +299,7 @@ class Measure:
             wall_s=breakdown.wall_s,
             devices=1,
             phases=breakdown.phases,
-            losses=scalars.losses,
-            lr=scalars.lr,
-            grad_norm=scalars.grad_norm,
+            **scalars,
             memory_peak_bytes=self._torch_hooks.peak_bytes(),
             host_bound_steps=breakdown.host_bound_steps,
             thread_cpu_s=breakdown.thread_cpu_s,
@@ -392,5 +384,4 @@ def _after_fork() -> None:
         _active = None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,8 +1,7 @@
 """Reads the Python stacks of another process from its memory, without stopping it (64-bit Linux, CPython 3.8 to 3.14).
 
 A thread's frames are in one piece of memory (from Python 3.11 on), so a few reads of /proc/PID/mem copy a stack in some
-10 µs, before the process can change much of it: hardly a read fails, also where frames change all the time, and a
-sample costs so little that there are enough of them (`stacks.py`). Names and line tables of functions are read once.
+10 µs, before the process can change much of it. Names and line tables of functions are read once.
 
 Where things are in the memory of a version is in its headers (Include/internal/, found by `offsetof`:
 tests/profiling/test_remote_stacks.py compares); from 3.13 on the process says it itself (pycore_debug_offsets.h).
@@ -10,7 +9,10 @@ tests/profiling/test_remote_stacks.py compares); from 3.13 on the process says i
 
 import bisect
 import contextlib
+import dataclasses
+import functools
 import mmap
+import operator
 import os
 import re
 import struct
@@ -110,8 +112,7 @@ class RemoteStacks:
         self._checked: set[int] = set()
         """Those that are known to be still there."""
         self._known: dict[int, tuple[int, bytes, Stack]] = {}
-        """Of a thread, by its piece of memory: the newest frame, the memory up to it and the stack at the last sample.
-        Most threads wait, or are in the same call of C, at the next one."""
+        """Piece of memory of a thread → the newest frame, the memory up to it and the stack at the last sample."""
         self._outer_ids: dict[int, int] | None = None
         """Kernel ID in the namespace of the process → here; None: not read yet."""
         self._kernel_id_offset: int | None = None
@@ -140,10 +141,8 @@ class RemoteStacks:
         main_thread = self._word(self._runtime + layout.main_thread) if layout.main_thread else 0
         for address, state in self._threads():
             thread_id = _word_at(state, layout.thread_id)
-            if layout.native_id:
-                kernel_id = _word_at(state, layout.native_id)
-            else:
-                kernel_id = self._kernel_id(thread_id, main_thread)
+            native_id = _word_at(state, layout.native_id) if layout.native_id else None
+            kernel_id = self._kernel_id(thread_id, main_thread) if native_id is None else native_id
             if thread_id == main_thread or kernel_id == self._main_id:
                 kernel_id = self.pid
             elif self._main_id != self.pid:
@@ -211,8 +210,7 @@ class RemoteStacks:
         return stack  # deeper than any that is needed
 
     def _frame_memory(self, frame: int, chunks: list[tuple[int, bytes]]) -> tuple[bytes, int]:
-        """(memory, offset of the frame in it; 0: it is in no piece of a thread's memory). chunks: what was read of
-        these pieces so far."""
+        """(memory, offset of the frame in it; 0: it is in no piece of a thread's memory). chunks: what was read."""
         for start, memory in chunks:
             if start <= frame <= start + len(memory) - _FRAME_BYTES:
                 return memory, frame - start
@@ -224,8 +222,7 @@ class RemoteStacks:
         return self._bytes(frame, _FRAME_BYTES), 0  # of a generator, or an object
 
     def _resolve(self, code: int, instruction: int) -> Frame | None:
-        """The frame of a function at an instruction; None: it is no function, but an entry from C. Raises
-        _ChangedError."""
+        """The frame of a function at an instruction; None: it is an entry from C. Raises _ChangedError."""
         if len(self._functions) > MAX_FUNCTIONS:
             self._functions.clear()
             self.forget()
@@ -235,10 +232,9 @@ class RemoteStacks:
         function = self._functions[code]
         frame = None
         if function.table is not None:
+            offset = instruction * (2 if self.version >= (3, 10) else 1)
             if self._layout.instructions:
                 offset = instruction - code - self._layout.instructions
-            else:
-                offset = instruction * (2 if self.version >= (3, 10) else 1)
             if not -2 <= offset < 2**24:  # below 0: it has not begun
                 raise _ChangedError
             frame = Frame(function.name, function.file, function.line(max(0, offset)))
@@ -276,9 +272,7 @@ class RemoteStacks:
         if not file.startswith(("/", "<")):  # of the script, before Python 3.9
             file = os.path.join(self._cwd, file)
         lines = None if file == "<shim>" else self._bytes(table + 32, size)  # such an entry in Python 3.12
-        function = _Function(name, file, first_line, lines, self.version)
-        function.identity = identity
-        return function
+        return _Function(name, file, first_line, lines, self.version, identity)
 
     def _text_at(self, address: int) -> str:
         header = self._bytes(address, 40)
@@ -298,14 +292,12 @@ class RemoteStacks:
             return LAYOUTS[self.version]
         if self.version not in ((3, 13), (3, 14)):
             raise UnreadableError(f"Python {'.'.join(map(str, self.version))} is not known, 3.8 to 3.14 are")
-        header = struct.unpack("<8s48Q", self._bytes(self._runtime, 8 + 48 * 8))
-        cookie, _, free_threaded, *fields = header
+        cookie, _, free_threaded, *fields = struct.unpack("<8s48Q", self._bytes(self._runtime, 8 + 48 * 8))
         if cookie != b"xdebugpy" or free_threaded:
             raise UnreadableError("a Python without the interpreter's lock has other stacks")
         main_thread = 656 if self.version == (3, 13) else 0
-        runtime, interpreter, rest = fields[:3], fields[3:7], fields[16:]
-        if self.version == (3, 14):  # with threads_main, code_object_generation and tlbc_generation
-            rest = fields[19:]
+        # 3.14: with threads_main, code_object_generation and tlbc_generation
+        runtime, interpreter, rest = fields[:3], fields[3:7], fields[16 if self.version == (3, 13) else 19 :]
         thread, rest = rest[:9], rest[9:]
         frame, code = rest[:6], rest[6:] if self.version == (3, 13) else rest[8:]
         return _Layout(
@@ -323,8 +315,8 @@ class RemoteStacks:
         return self._outer_ids.get(kernel_id, kernel_id)
 
     def _kernel_id(self, thread_id: int, main_thread: int) -> int:
-        """Before Python 3.11: the ID in the C library's structure of a thread, at its `thread_id`; where that is, the
-        one of the main thread shows. If it is not found: thread_id."""
+        """Before Python 3.11, the ID in the C library's structure of a thread, at the offset at which the main thread
+        has it; thread_id: it is not found."""
         try:
             if self._kernel_id_offset is None:
                 found = struct.unpack("<480i", self._bytes(main_thread + _THREAD_HEADER_BYTES, 1920))
@@ -357,27 +349,26 @@ class _ChangedError(Exception):
     """What was read does not fit together: it changed meanwhile."""
 
 
+@dataclasses.dataclass
 class _Function:
-    """A code object. table: of its lines; None: it is something else."""
+    """A code object. table: of its lines, None: it is something else; identity: differs from others at its address."""
 
-    def __init__(self, name: str, file: str, first_line: int, table: bytes | None, version: tuple[int, int]) -> None:
-        self.name, self.file, self.table = name, file, table
-        self._first_line, self._version = first_line, version
-        self._ends: list[int] = []
-        self._entry_lines: list[int] = []
-        """Of the entries of the table."""
-        self.identity: tuple[int, ...] = ()
-        """What tells it from another one at the same address."""
+    name: str
+    file: str
+    first_line: int
+    table: bytes | None
+    version: tuple[int, int]
+    identity: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def _entries(self) -> list[tuple[int, int]]:
+        read = read_locations if self.version >= (3, 11) else read_pairs
+        return list(read(self.table or b"", self.first_line, self.version))
 
     def line(self, offset: int) -> int:
         """The line of the instruction at an offset in bytes."""
-        if not self._ends:
-            read = read_locations if self._version >= (3, 11) else read_pairs
-            for end, line in read(self.table or b"", self._first_line, self._version):
-                self._ends.append(end)
-                self._entry_lines.append(line)
-        index = bisect.bisect_right(self._ends, offset)
-        return self._entry_lines[index] if index < len(self._entry_lines) else self._first_line
+        index = bisect.bisect_right(self._entries, offset, key=operator.itemgetter(0))
+        return self._entries[index][1] if index < len(self._entries) else self.first_line
 
 
 def read_locations(table: bytes, first_line: int, _: tuple[int, int]) -> Iterator[tuple[int, int]]:
@@ -423,8 +414,7 @@ def _word_at(memory: bytes, offset: int) -> int:
 
 
 def _frame_reader(layout: _Layout) -> tuple[Callable[[bytes, int], tuple[int, ...]], int]:
-    """(what reads the words of a frame: its code and the frame before in their order, and the instruction; the number
-    of the code)"""
+    """(what reads of a frame its code and the frame before, in their order, and the instruction; index of the code)"""
     first, second = sorted((layout.code, layout.previous))
     kind = "Q" if layout.instructions else "i"
     text = f"<{first}xQ{second - first - 8}xQ{layout.instruction - second - 8}x{kind}"
@@ -440,9 +430,7 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
         program = os.readlink(f"/proc/{pid}/exe")
-    except FileNotFoundError as error:
-        raise EndedError from error
-    except ProcessLookupError as error:
+    except (FileNotFoundError, ProcessLookupError) as error:
         raise EndedError from error
     if not maps:
         raise EndedError
@@ -470,8 +458,7 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
 
 
 def find_symbol(file: str, name: str) -> tuple[int, bool] | None:
-    """(address, whether it is relative to the first page of the file in memory) of a symbol in a 64-bit ELF file; None:
-    it has none of this name, or is no such file."""
+    """(address, whether relative to the file's first page in memory) of a symbol in a 64-bit ELF file, or None."""
     try:
         with open(file, "rb") as opened:
             status = os.fstat(opened.fileno())

@@ -1,9 +1,8 @@
 """Writes the records of a measured loop, and shares the run folder between the ranks of a job.
 
 Rank 0 creates the folder and writes to it like any run; the other ranks write `ranks/000N/steps.jsonl` in it. Rank 0
-publishes the folder and the attempt in the store of torch.distributed, as soon as the process group exists; until then
-the other ranks keep their windows. So no rank waits, and no collective is issued. All ranks must see the folder; a rank
-that does not see it warns once and goes on without records.
+publishes the folder in the store of torch.distributed, as soon as the process group exists; until then the other ranks
+keep their windows. So no rank waits. A rank that does not see the folder warns once and goes on without records.
 """
 
 import contextlib
@@ -48,9 +47,8 @@ class RankRecorder:
     """Writes the records of one rank.
 
     first_step: optimizer steps done before a resume; None: the number on record. loop_index: how many loops this
-    process has measured before, so that all ranks use the same key. monitor: alerts and metrics, of rank 0.
-
-    In rank 0, raises UsageError and StorageError if the folder cannot be used, ConfigError if `monitor` is not valid.
+    process has measured before, so that all ranks use the same key. monitor: alerts and metrics, of rank 0. There,
+    raises UsageError and StorageError if the folder cannot be used, ConfigError if `monitor` is not valid.
     """
 
     def __init__(
@@ -59,8 +57,8 @@ class RankRecorder:
         name: str | None,
         price_per_device_hour: float | None,
         first_step: int | None,
-        loop_index: int,
         monitor: MonitoringOptions,
+        loop_index: int,
     ) -> None:
         self.rank, self.world_size = get_rank_and_world_size()
         self.step, self.redo_until_step = first_step or 0, 0
@@ -151,9 +149,9 @@ class RankRecorder:
         if run is None:
             with writing("The run folder cannot be created.", RUNS_DIR, fix=_FIX):
                 run = make_run(RUNS_DIR, name)
-        options = {"measured": True, "ranks": self.world_size} | (
-            {} if price_per_device_hour is None else {"price_per_device_hour": price_per_device_hour}
-        )
+        options: dict[str, Any] = {"measured": True, "ranks": self.world_size}
+        if price_per_device_hour is not None:
+            options["price_per_device_hour"] = price_per_device_hour
         environment = describe_loop(dirs={"run": run})
         recorder = recording(run, environment, " ".join(environment["argv"]), fix=_FIX, **options)
         self.folder, self.lock = self._stack.enter_context(recorder)
@@ -208,11 +206,9 @@ def exit_code_for(error: BaseException | None) -> int:
     """The exit code of the process if the error is not caught."""
     if isinstance(error, StokerError):
         return error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return 130
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
-    return 0 if error is None else 1
+    return 0 if error is None else 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _script_name() -> str:

@@ -1,8 +1,8 @@
 """Samples the Python stacks of a watched or measured job into stacks.jsonl (data source 1).
 
-They are read from outside, from the memory of its processes (`remote_stacks.py`), without stopping the job, also if it
-is stopped. A sample takes some 50 µs of a CPU, none of the job's; there are so many that all of this stays below
-MAX_CPU_FRACTION of a core. What they say is in `frames.py`. If stacks cannot be read, the reason is reported once.
+They are read from outside, from the memory of its processes (`remote_stacks.py`), without stopping the job. A sample
+takes some 50 µs of a CPU; there are so many that all of this stays below MAX_CPU_FRACTION of a core. What they say is
+in `frames.py`. If stacks cannot be read, the reason is reported once.
 """
 
 import collections
@@ -33,8 +33,7 @@ WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 MAX_RATE_HZ, MIN_RATE_HZ = 20.0, 1.0
 """Samples a second: as many as may be taken for MAX_CPU_FRACTION."""
 MAX_CPU_FRACTION = 0.01
-"""Fraction of a core that sampling may take, with what is written of it. Half of the 2 % of a job that watching may
-cost (benchmarks/diagnosis/watch_overhead.py)."""
+"""Fraction of a core that sampling may take, half of what watching may (benchmarks/diagnosis/watch_overhead.py)."""
 START_S = 60.0
 """Time that is added to that so far, by which what else than samples costs is divided."""
 MAX_PROCESSES = 8
@@ -46,8 +45,7 @@ MAX_TREE = 512
 PROCESS_POLL_S = 2.0
 """Time between polls of the processes, a tenth of that until one was sampled."""
 MAX_FAILURES, MAX_FAILING_S = 5, 30.0
-"""Polls at which a process cannot be read, and the time since it was first seen, after which it is skipped: a process
-that starts has no interpreter yet."""
+"""Polls at which a process cannot be read, and its age, from which it is skipped: a new one has no interpreter yet."""
 STOP_TIMEOUT_S = 5.0
 
 PERMISSION_HINT = (
@@ -109,14 +107,17 @@ class _Window:
         self.start_s = self._runnable_at_s = time.monotonic()
         self._start_cpu_s = cpu_seconds(process)
         self._start_runnable_s = self._end_runnable_s = _runnable_seconds(process.pid)
-        threads = _list_threads(process.pid)
-        self._start_threads_s = {thread: _runnable_seconds(process.pid, thread) for thread in threads}
-        self._counts: dict[int, collections.Counter[tuple[Frame, ...]]] = {}
+        self._start_threads_s: dict[int, float | None] = {}
+        with contextlib.suppress(OSError):  # it ended
+            for name in os.listdir(f"/proc/{process.pid}/task"):
+                self._start_threads_s[int(name)] = _runnable_seconds(process.pid, int(name))
+        self.counts: dict[int, collections.Counter[tuple[Frame, ...]]] = {}
+        """Thread → samples of each stack."""
 
     def add(self, stacks: Mapping[int, list[Frame]]) -> None:
         """A sample: thread → stack."""
         for thread, stack in stacks.items():
-            self._counts.setdefault(thread, collections.Counter())[tuple(stack)] += 1
+            self.counts.setdefault(thread, collections.Counter())[tuple(stack)] += 1
         if (now_s := time.monotonic()) - self._runnable_at_s > 0.1:  # for the case that the process ends
             self._runnable_at_s = now_s
             self._end_runnable_s = _runnable_seconds(self._process.pid) or self._end_runnable_s
@@ -124,19 +125,15 @@ class _Window:
     def age_s(self) -> float:
         return time.monotonic() - self.start_s
 
-    def has_samples(self) -> bool:
-        return bool(self._counts)
-
     def samples(self) -> tuple[Samples, dict[int, Samples]]:
         """(those of the main thread, kernel's ID → those of each other thread)"""
         found = {
-            thread: [(list(stack), count) for stack, count in counts.items()] for thread, counts in self._counts.items()
+            thread: [(list(stack), count) for stack, count in counts.items()] for thread, counts in self.counts.items()
         }
         return found.pop(self._process.pid, []), found
 
     def cpu_fractions(self) -> tuple[float | None, float | None]:
-        """Cores that the process used, and the fraction of the time in which its main thread ran or waited for a core;
-        None: it ended, or it is not known."""
+        """Cores that the process used, and the fraction of time in which its main thread could run; None: not known."""
         wall_s, cpu_s = self.age_s(), cpu_seconds(self._process)
         process_cpu, runnable = None, None
         if wall_s > 0 and cpu_s is not None and self._start_cpu_s is not None and is_alive(self._process):
@@ -190,16 +187,8 @@ class _Process:
         self.stacks = self.window = None
 
 
-def _list_threads(pid: int) -> list[int]:
-    """The kernel's IDs of the threads of a process; empty: it ended."""
-    with contextlib.suppress(OSError):
-        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    return []
-
-
 def _runnable_seconds(pid: int, thread: int | None = None) -> float | None:
-    """Seconds in which a thread (None: the main one) ran or waited for a core; None: it ended, or the kernel does not
-    count them."""
+    """Seconds in which a thread (None: the main one) ran or waited for a core; None: not known."""
     try:
         running_ns, waiting_ns, _ = Path(f"/proc/{pid}/task/{thread or pid}/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -212,8 +201,7 @@ class StackSampler:
 
     pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_ranks:
     PID → rank of the live processes that train, as far as the hook knows them; then only these and their loader workers
-    are sampled, and not a launcher that waits for them. own_rank: `pid` is the only process of this rank that trains:
-    other ranks have samplers of their own.
+    are sampled. own_rank: `pid` is the only process of this rank that trains: other ranks have samplers of their own.
     """
 
     def __init__(
@@ -241,16 +229,10 @@ class StackSampler:
         self._thread = threading.Thread(target=self._thread_main, name="stacks", daemon=True)
 
     def __enter__(self) -> Self:
-        self.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
         """Writes the windows that have begun."""
         self._stop.set()
         self._thread.join(STOP_TIMEOUT_S)  # a thread that hangs is abandoned
@@ -290,7 +272,7 @@ class StackSampler:
                 if target.window is None:
                     continue
                 is_old = target.window.age_s() >= (FIRST_WINDOW_S if target.is_new else WINDOW_S)
-                if is_old or (starts and target.window.has_samples()):
+                if is_old or (starts and target.window.counts):
                     self._end(target)
                     if target.role == "worker":
                         is_due = True  # another one's turn
@@ -379,8 +361,7 @@ class StackSampler:
         self._rate_hz = affordable_rate(self._cost_s, MAX_RATE_HZ, left)
 
     def _find_targets(self, now_s: float) -> list[_Process]:
-        """The processes to sample: those that train or may train, the busiest first, and the loader worker whose turn
-        it is."""
+        """Those that train or may train, the busiest first, and the loader worker whose turn it is."""
         alive: dict[psutil.Process, _Process] = {}
         for pid in list_process_tree(self._pid, limit=MAX_TREE):
             if pid == os.getpid() != self._pid:
@@ -448,11 +429,8 @@ class OwnProcessSampler:
         if code:
             self._folder.event("info", f"stacks: the process that samples them ended with exit code {code}")
         assert stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError), stdin:  # OSError: it has ended
             stdin.write(b".")  # closing alone is not seen while a forked worker has the other end, too
-            stdin.flush()
-        with contextlib.suppress(OSError):
-            stdin.close()
         try:
             self._process.wait(STOP_TIMEOUT_S + 1.0)
         except subprocess.TimeoutExpired:
@@ -469,8 +447,7 @@ record(*sys.argv[2:])
 
 
 def record(path: str, attempt: str, pid: str, rank: str) -> None:
-    """In a process of its own: samples the process that has started it, until that writes to its standard input or
-    ends."""
+    """In a process of its own: samples the process that has started it, until that writes to its stdin or ends."""
     folder = RunFolder(Path(path), int(attempt))
     sampler = StackSampler(
         folder, int(pid), own_rank=int(rank),

@@ -3,9 +3,8 @@ values that the loop logs.
 
 torch is never imported here: a loop without it is measured by the host's clock alone. Each step checks again, since a
 script may import torch, choose its GPU and join its process group at any time. Nothing here uses a GPU that the loop
-does not use: that would take GPU memory. The host never waits for a logged tensor: those of a window are sent to the
-host together, asynchronously, and read when the next window is written. So the loss of a GPU is in the line after the
-window that it belongs to.
+does not use. The host never waits for a logged tensor: those of a window are sent to the host together, asynchronously,
+so the loss of a GPU is in the line after the window that it belongs to.
 """
 
 import math
@@ -14,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -128,8 +127,7 @@ class TorchHooks:
         return self._ledger.begin(phase) if self._is_training_thread() else None
 
     def _begin_compilation(self) -> Callable[[], None]:
-        """Any thread may compile: a backward pass does so in a thread of autograd, and the training thread waits for
-        it. So the interval is kept for the training thread."""
+        """Any thread may compile, as one of autograd in a backward pass: so the training thread adds the interval."""
         start_s = time.perf_counter()
 
         def end() -> None:
@@ -140,11 +138,8 @@ class TorchHooks:
 
     def _find_device(self, torch: Any) -> None:
         if self._is_device_initialized is None:
-            device = (
-                torch.accelerator.current_accelerator()
-                if self._device_name is None
-                else torch.device(self._device_name)
-            )
+            name = self._device_name
+            device = torch.accelerator.current_accelerator() if name is None else torch.device(name)
             if device is None or device.type == "cpu":
                 self._device_pending = False
                 return
@@ -164,19 +159,8 @@ class TorchHooks:
         self._clock.use_device(self.device)
 
 
-class ScalarSummary(NamedTuple):
-    """losses: means over the finite values; lr: the newest; not_finite: the first loss that was not finite, the first
-    time."""
-
-    losses: dict[str, float]
-    lr: float | None
-    grad_norm: float | None
-    not_finite: str | None
-
-
 class ScalarLogger:
-    """The values of `Measure.log` since the last window. Numbers and CPU tensors are added up at once; device tensors
-    are copied on the device, so that the loop may change them."""
+    """The values of `Measure.log` since the last window. Device tensors are copied, as the loop may change them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
@@ -202,8 +186,9 @@ class ScalarLogger:
                 needed = "a number, or a tensor of one number"
                 raise UsageError(f"m.log({key}=…) needs {needed}; it is a {type(value).__name__}.") from error
 
-    def take(self, device: "Device | None", *, wait: bool = False) -> ScalarSummary:
-        """Returns the values on the host and starts the copies of the others. wait: for the copies."""
+    def take(self, device: "Device | None", *, wait: bool = False) -> tuple[dict[str, Any], str | None]:
+        """(fields of `StepWindow`: means of the finite losses, newest lr; the first loss that was not finite, once), of
+        the values on the host; starts the copies of the others. wait: for the copies."""
         self._read_copies(wait=wait)
         if device is None:  # not known yet, or not used by torch: keep only the newest values
             self._device_values = {name: values[-1:] for name, values in self._device_values.items()}
@@ -212,11 +197,10 @@ class ScalarLogger:
             if wait:
                 self._read_copies(wait=True)
         means = {name: total / count for name, (total, count) in self._sums.items()}
-        summary = ScalarSummary(
-            losses=means, lr=self._lr, grad_norm=means.pop(GRAD_NORM_KEY, None), not_finite=self._not_finite
-        )
+        fields = {"lr": self._lr, "grad_norm": means.pop(GRAD_NORM_KEY, None), "losses": means}
+        not_finite = self._not_finite
         self._sums, self._lr, self._not_finite = {}, None, None
-        return summary
+        return fields, not_finite
 
     def _add_value(self, name: str, value: float) -> None:
         if name == LR_KEY:
@@ -231,9 +215,9 @@ class ScalarLogger:
     def _start_copy(self, device: "Device") -> None:
         import torch
 
+        target = device.torch_device
         stacked = [
-            torch.stack([value.float().to(device.torch_device) for value in values])
-            for values in self._device_values.values()
+            torch.stack([value.float().to(target) for value in values]) for values in self._device_values.values()
         ]
         self._stream = self._stream or device.make_stream()  # only one: torch has few streams and reuses them
         copies, ready = self._stream.to_host(stacked)

@@ -5,13 +5,12 @@ host did while the device was idle. A thread turns the recorded events into the 
 pieces, because a thread that runs Python delays the training thread.
 
 A window costs time: starting and stopping the profiler, during which training waits (phase `idle`); steps that are
-slower under it; the CPU time of the thread. All of this is measured, and the next window waits until the sum is at most
-BUDGET_FRACTION of the time since the start. The first one is taken as soon as training is steady, so a run of a few
-minutes may pay more. One step more is recorded than is counted: the window begins where the device finishes that step.
+slower under it; the CPU time of the thread. The next window waits until the measured sum is at most BUDGET_FRACTION of
+the time since the start; a run of a few minutes may pay more for its first one. One step more is recorded than is
+counted: the window begins where the device finishes that step.
 
-A CPU is not traced, since all its work is on the host. On request (`Tracer.request`) its operators are written as a
-Chrome trace. If another profiler of the device runs (Nsight Systems), no windows are taken: CUPTI allows only one. A
-failure of the profiler is reported as a warning, once, and training goes on.
+A CPU is traced on request only (`Tracer.request`), as a Chrome trace of its operators. If another profiler of the
+device runs (Nsight Systems), no windows are taken: CUPTI allows only one. If the profiler fails, training goes on.
 """
 
 import dataclasses
@@ -20,9 +19,8 @@ import re
 import statistics
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torch.autograd.profiler import profile
@@ -164,8 +162,7 @@ class Tracer:
             self._writer.join()
 
     def _is_due(self, now_s: float) -> bool:
-        """A window that nobody requested is so late that it is within the budget too, if it costs as much as the
-        others."""
+        """A window that nobody requested is within the budget, too, if it costs as much as the others."""
         if self._writer is not None and self._writer.is_alive():
             return False
         if self._requested or not self._enabled or self._steps < FIRST_STEP:
@@ -258,24 +255,16 @@ class Tracer:
             write_atomic(path, gzip.compress(raw_path.read_bytes(), 6))
         finally:
             raw_path.unlink(missing_ok=True)
-        _keep_newest(trace_dir)
+        for old in sorted(trace_dir.glob("*.json.gz"), key=lambda file: file.stat().st_mtime)[:-MAX_CHROME_TRACES]:
+            old.unlink(missing_ok=True)
         first = step - window.steps + 1
         self._log_event("info", f"{TRACE_FILES}/{path.name}: steps {first:,} to {step:,}, for ui.perfetto.dev")
-
-
-def _keep_newest(trace_dir: Path) -> None:
-    paths = sorted(trace_dir.glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
-    for path in paths[:-MAX_CHROME_TRACES]:
-        path.unlink(missing_ok=True)
 
 
 def read_events(profiler: profile, base_ns: int) -> list[TraceEvent]:
     """The events of a profiler, in seconds since base_ns (Unix time). Reads in pieces."""
     trace_events: list[TraceEvent] = []
-    results = profiler.kineto_results
-    if results is None:
-        return trace_events
-    events = results.events()
+    events = [] if profiler.kineto_results is None else profiler.kineto_results.events()
     for start in range(0, len(events), _CHUNK_EVENTS):
         for event in events[start : start + _CHUNK_EVENTS]:
             name = event.name()
@@ -311,9 +300,9 @@ def summarize_window(
     if end_s <= start_s:
         return None
     kernels = [event for event in counted if event.kind == "kernel"]
-    seconds_by_name: dict[str, float] = {}
+    seconds_by_name: defaultdict[str, float] = defaultdict(float)
     for kernel in kernels:
-        seconds_by_name[kernel.name] = seconds_by_name.get(kernel.name, 0.0) + kernel.duration_s
+        seconds_by_name[kernel.name] += kernel.duration_s
     kernel_s = sum(seconds_by_name.values())
     tensor_core_s = sum(seconds for name, seconds in seconds_by_name.items() if _TENSOR_CORES.search(name.lower()))
     collectives = {name for name in seconds_by_name if _COLLECTIVE.search(name)}
@@ -358,12 +347,10 @@ def _longest_gaps(
 ) -> list[Gap]:
     """With the innermost event of the host in the middle of each gap."""
     edges = [start_s, *(edge for interval in busy for edge in interval), end_s]
-    gaps = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
-
-    def make_gap(start: float, end: float) -> Gap:
-        middle = (start + end) / 2
-        active = [event for event in host_events if event.start_s <= middle < event.end_s]
+    intervals = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
+    gaps: list[Gap] = []
+    for start, end in sorted(intervals, key=lambda interval: interval[0] - interval[1])[:MAX_GAPS]:
+        active = [event for event in host_events if event.start_s <= (start + end) / 2 < event.end_s]
         innermost = max(active, key=lambda event: event.start_s, default=None)
-        return Gap(duration_s=end - start, host_op="" if innermost is None else innermost.name)
-
-    return [make_gap(*gap) for gap in sorted(gaps, key=lambda gap: gap[0] - gap[1])[:MAX_GAPS]]
+        gaps.append(Gap(duration_s=end - start, host_op="" if innermost is None else innermost.name))
+    return gaps

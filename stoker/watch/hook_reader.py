@@ -1,17 +1,15 @@
 """Turns the state files of a watched job's processes into phases of each rank (data source 2).
 
-The hook (`stoker/profiling/hook/`) runs inside the job and keeps a state file of sums for each process that may train
-(`stoker_hook/clock.py` writes it). It can be read at any time, also after the process was killed. The phases of a
-window are the increase of the sums. `recorder.py` writes steps.jsonl.
-
-State files are in a folder in memory (/dev/shm) or in the temporary folder, not in the run folder: they are mapped, and
-a page that network storage cannot return would kill the job.
+`hook/stoker_hook/clock.py` runs inside the job and keeps a state file of sums for each process that may train. The
+phases of a window are the increase of the sums. State files are in memory (/dev/shm) or in the temporary folder, not in
+the run folder: they are mapped, and a page that network storage cannot return would kill the job.
 """
 
 import contextlib
 import dataclasses
 import os
 import re
+import statistics
 import struct
 import tempfile
 import time
@@ -25,6 +23,7 @@ import psutil
 from stoker import regular_files
 from stoker.profiling import hook
 from stoker.profiling.calls import describe_growth
+from stoker.profiling.hook.stoker_hook.clock import HEADER_BYTES, SLOTS, STATE_BYTES
 from stoker.profiling.stacks import cpu_seconds, is_alive
 from stoker.runs.schemas import StepWindow
 from stoker.storage.local_files import temporary_folder
@@ -32,17 +31,13 @@ from stoker.storage.local_files import temporary_folder
 HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
 MAX_TRACE_BYTES, MAX_ERROR_BYTES = 1 << 28, 1 << 16
-"""Read of what the job leaves next to the states: of a trace of TensorFlow's profiler, which has some MB, and of a file
-of the hook's errors."""
+"""Read of a trace of TensorFlow's profiler, which has some MB, and of other files that the hook leaves."""
 MAX_EXIT_S = 60.0
 """Time before the end of a job in which a process ended that explains it: launchers wait for the other ranks."""
 MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
 """A process is idle if it used fewer cores for this time, with its main thread asleep and its clock in one slot. The
-cores are those of a hang (`diagnosis/causes/`); the time is longer than a wait for a lock or a device in a
-healthy step (heuristic)."""
+time is longer than a wait for a lock or a device in a healthy step (heuristic)."""
 
-HEADER_BYTES, STATE_BYTES = 1024, 4096
-"""As `stoker_hook/clock.py` writes them."""
 _MAX_RANK, _MAX_VALUE = 1 << 20, 1e15
 
 _INPUT_WAIT_OP = re.compile(rb"^(?:MultiDevice)?Iterator\w{0,60}GetNext\w{0,60}Op::(?:DoCompute|ComputeAsync)")
@@ -59,12 +54,6 @@ to `host`; after the last step the job ends. `_sum_slots_by_phase` splits `graph
 WORKING_SLOTS = ("compute", "maybe_work", "graph")
 """Slots in which the process should compute: time in which it does nothing is `unattributed`."""
 
-_OTHER_SLOTS = (
-    "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr", "device", "busy",
-    "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s", "steps_without_gradients",
-)  # fmt: skip
-_SLOTS = frozenset({*_OTHER_SLOTS, *SLOT_PHASES, "graph"})
-
 _COUNTS = ("steps", "num_images", "recompiles", "worker_starts", "worker_start_s", "steps_without_gradients")
 
 HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
@@ -73,8 +62,7 @@ HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HookState:
-    """A process of the job at the time of the read. values: seconds and counts by slot of
-    `hook/stoker_hook/clock.py`."""
+    """A process of the job at the time of the read. values: seconds and counts by slot of the hook's clock."""
 
     name: str
     pid: int
@@ -122,14 +110,11 @@ def read_hook_state(path: Path) -> HookState | None:
         cpu = dict(zip(time_slots, numbers[len(slots) :], strict=True))
     except (ValueError, struct.error, OSError, msgspec.MsgspecError):
         return None
-    if not (values.keys() >= _SLOTS and all(abs(number) < _MAX_VALUE for number in numbers)):
+    if not (values.keys() >= set(SLOTS) and all(abs(number) < _MAX_VALUE for number in numbers)):
         return None
     if not (0 <= values["current_slot"] < len(slots) and values["rank"] < _MAX_RANK):
         return None
-    return HookState(
-        name=path.name, pid=header.pid, frameworks=header.frameworks, slots=slots, values=values, cpu=cpu,
-        recompiled=header.recompiled,
-    )  # fmt: skip
+    return HookState(name=path.name, values=values, cpu=cpu, **msgspec.structs.asdict(header))
 
 
 def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
@@ -145,12 +130,7 @@ def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
         seconds[slot] -= idle_s[slot]
         seconds["work"] += idle_s[slot]
     phases = _sum_slots_by_phase(state, seconds)
-    if values["device"]:
-        return _device_phase_seconds(
-            phases, busy_s=values["busy"], comm_s=values["device_comm"], syncs=values["syncs"], steps=values["steps"],
-            unseen_s=unseen_s,
-        )  # fmt: skip
-    return phases
+    return _device_phase_seconds(phases, values, unseen_s) if values["device"] else phases
 
 
 def cpu_by_phase(state: HookState) -> dict[str, float]:
@@ -181,10 +161,8 @@ def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str
     return phases
 
 
-def _device_phase_seconds(
-    host: Mapping[str, float], *, busy_s: float, comm_s: float, syncs: float, steps: float, unseen_s: float
-) -> dict[str, float]:
-    """Phases of a device that worked on steps for busy_s by its own clock, comm_s of it waiting for communication.
+def _device_phase_seconds(host: Mapping[str, float], values: Mapping[str, float], unseen_s: float) -> dict[str, float]:
+    """Phases of a device with a clock of its own.
 
     When the device is idle, it waits for the host's waits, up to their length: a wait that is shorter than the device's
     queue costs nothing. The rest is `host`, or `sync` if the host waits for the device in each step, except for
@@ -192,8 +170,8 @@ def _device_phase_seconds(
     """
     phases = {name: host[name] for name in HOST_ONLY_PHASES}
     loop_s = sum(host.values()) - sum(phases.values())
-    busy_s = min(busy_s, loop_s)
-    comm_s = min(comm_s, busy_s)
+    busy_s = min(values["busy"], loop_s)
+    comm_s = min(values["device_comm"], busy_s)
     idle_s = loop_s - busy_s
     waits = {name: host[name] for name in ("input_wait", "comm")}
     waited_s = sum(waits.values())
@@ -203,13 +181,12 @@ def _device_phase_seconds(
     phases["compute"] = busy_s - comm_s
     rest_s = max(0.0, idle_s - waited_s)
     phases["unattributed"] = min(unseen_s, rest_s)
-    phases["sync" if syncs >= steps > 0 else "host"] = rest_s - phases["unattributed"]
+    phases["sync" if values["syncs"] >= values["steps"] > 0 else "host"] = rest_s - phases["unattributed"]
     return phases
 
 
 def input_wait_s(trace: bytes) -> float:
-    """Seconds in which a step fetched a batch, by a trace of TensorFlow's profiler; overlapping ones count once. Raises
-    ValueError if the bytes are not a trace."""
+    """Seconds in which steps fetched a batch, by a trace of TensorFlow's profiler. Raises ValueError if it is none."""
     from google.protobuf.message import DecodeError
 
     from stoker.data.formats.tfrecord_bytes import message_class  # loads numpy, which other jobs do not need
@@ -228,8 +205,7 @@ def input_wait_s(trace: bytes) -> float:
 
 Key = TypeVar("Key")
 Sum = tuple[str, str]
-"""What is summed up: ("phase", its name) in seconds, ("cpu", name of a phase) in CPU-seconds of the training thread,
-("count", name)."""
+"""("phase", name) in seconds, ("cpu", name of a phase) in CPU-seconds of the training thread, or ("count", name)."""
 
 
 class RankTimeBreakdown:
@@ -260,8 +236,7 @@ class RankTimeBreakdown:
         return self.steps > self._reported.get(("count", "steps"), 0.0)
 
     def update(self, living: list[HookState], ended: list[HookState], now_s: float) -> None:
-        """living, ended: processes of the rank. The training process is followed until it ends, the first one of
-        several. Its last phase lasts until it was last seen alive."""
+        """living, ended: processes of the rank. The first one that trains is followed until it was last seen alive."""
         current_name = None if self._current is None else self._current.name
         for state in ended:
             if state.name == current_name or (
@@ -269,10 +244,8 @@ class RankTimeBreakdown:
             ):
                 self._end(state, now_s=self._last_alive_s if state.name == current_name else None)
         current = next((state for state in living if state.name == current_name), None)
-        after_s = self._trained_until_s
-        living = [
-            state for state in living if state.values["steps"] or state.values["begin"] >= after_s
-        ]  # no helper processes
+        after_s = self._trained_until_s  # no helper processes
+        living = [state for state in living if state.values["steps"] or state.values["begin"] >= after_s]
         best = min(living, key=lambda state: (state.values["steps"] <= 0, state.values["begin"]), default=None)
         if best is not None and (current is None or (not current.values["steps"] and best.values["steps"])):
             if current is not None:
@@ -360,8 +333,7 @@ def _add(a: Mapping[Key, float], b: Mapping[Key, float]) -> dict[Key, float]:
 
 
 def _scale(due: Mapping[str, float], total: float) -> dict[str, float]:
-    """The positive values, scaled so that they add up to the total: less than is due of some if earlier time was
-    assigned to a phase that turned out to be wrong."""
+    """The positive values, scaled so that they add up to the total."""
     due = {name: value for name, value in due.items() if value > 0}
     factor = max(0.0, total) / sum(due.values()) if due else 0.0
     return {name: value * factor for name, value in due.items()} if factor else {}
@@ -390,8 +362,7 @@ class IdleTime:
 
 
 class HookReader:
-    """All processes of a job. directory: of their state files; None: the job has no hook. devices: GPUs that the job
-    may use, at least 1."""
+    """All processes of a job. directory: of their state files; None: there is no hook. devices: GPUs, at least 1."""
 
     def __init__(self, directory: Path | None, *, devices: int, now_s: float) -> None:
         self._directory = directory or Path(os.devnull)
@@ -415,18 +386,17 @@ class HookReader:
             state = read_hook_state(path)
             if state is None:
                 continue
-            if fractions := self._input_fractions.get(state.pid):
-                # In the first trace, steps take batches that were prefetched while the graph was built.
-                typical = fractions[1:] or fractions
-                state = dataclasses.replace(state, input_fraction=sum(typical) / len(typical))
+            fractions = self._input_fractions.get(state.pid, [])
+            # in the first trace, steps take batches that were prefetched while the graph was built
+            fraction = statistics.fmean(fractions[1:] or fractions) if fractions else None
             is_running, is_asleep, cpu_s = _read_process(state.pid)
             idle_time = self._idle_times.setdefault(state.name, IdleTime())
-            previous = self._states.get(state.name)
             if cpu_s is not None:
                 idle_time.update(state, cpu_s, now_s, is_asleep=is_asleep)
-            elif previous is not None:
-                cpu_s = previous.process_cpu_s
-            state = dataclasses.replace(state, process_cpu_s=cpu_s, idle=dict(idle_time.seconds))
+            elif state.name in self._states:
+                cpu_s = self._states[state.name].process_cpu_s
+            idle_s = dict(idle_time.seconds)
+            state = dataclasses.replace(state, process_cpu_s=cpu_s, idle=idle_s, input_fraction=fraction)
             self._states[state.name] = state
             if is_running and not state.values["ended"]:
                 living.setdefault(state.rank, []).append(state)
@@ -469,13 +439,11 @@ class HookReader:
         return next((state.recompiled for state in self._states.values() if state.recompiled), "")
 
     def growing(self) -> list[dict[str, Any]]:
-        """What holds the memory that grows, of the process that reported last (`stoker_hook/growth.py`); empty: nothing
-        was found. Raises nothing for a file that the hook has not written."""
+        """What holds the memory that grows, of the process that reported last (`stoker_hook/growth.py`)."""
         return describe_growth(next(reversed(self._reports("*.growth")), []))
 
     def mistakes(self) -> list[dict[str, Any]]:
-        """What the hook of any process has reported (`stoker_hook/mistakes.py`), each kind once: `kind`, `place` and
-        values. Raises nothing for a file that the hook has not written."""
+        """What the hook has reported (`stoker_hook/mistakes.py`), each kind once: `kind`, `place` and values."""
         found: dict[str, dict[str, Any]] = {}
         for report in self._reports("*.mistakes"):
             for mistake in report:
@@ -507,8 +475,7 @@ class HookReader:
 
     def next_windows(self, now_s: float, wall_s: float) -> dict[int, StepWindow]:
         """The window since the last one, for each rank that trains, the lowest first; before the first step, for the
-        lowest rank with all devices. Empty if the job has no state file. now_s: CLOCK_MONOTONIC; wall_s: length of the
-        window."""
+        lowest rank with all devices. Empty if the job has no state file. now_s: CLOCK_MONOTONIC."""
         training = sorted(rank for rank, breakdown in self._ranks.items() if breakdown.steps)
         devices = max(1, self._devices // max(1, len(training)))
         windows = {
@@ -520,9 +487,8 @@ class HookReader:
     def status(self) -> str:
         """The status of this data source as text; begins with `not` if nothing was recorded."""
         trainers = [state for state in self._states.values() if state.values["steps"]]
-        frameworks = ", ".join(
-            sorted({name for state in trainers or self._states.values() for name in state.frameworks})
-        )
+        names = {name for state in trainers or self._states.values() for name in state.frameworks}
+        frameworks = ", ".join(sorted(names))
         failures = "; ".join(sorted({line for path in self._directory.glob("errors-*") for line in _lines(path)}))
         failed = f"; errors: {failures}" if failures else ""
         if trainers:
@@ -535,10 +501,8 @@ class HookReader:
             return f"not recorded: {frameworks} was loaded, but no optimizer has stepped{failed}"
         if (self._directory / "loaded").exists():
             return f"not recorded: no process of the job has loaded torch or Keras{failed}"
-        return (
-            "not recorded: no Python process of the job has loaded the hook (it is not Python, runs with -I or -E, or "
-            f"sets another PYTHONPATH){failed}"
-        )
+        reasons = "it is not Python, runs with -I or -E, or sets another PYTHONPATH"
+        return f"not recorded: no Python process of the job has loaded the hook ({reasons}){failed}"
 
 
 def _read_process(pid: int) -> tuple[bool, bool, float | None]:
@@ -561,16 +525,12 @@ def _lines(path: Path) -> list[str]:
 @contextlib.contextmanager
 def hook_state_dir(enabled: bool) -> Iterator[Path | None]:
     """A new folder for the state files of a job, removed at the end; None if not enabled, or if there is no space."""
-    if not enabled:
-        yield None
-        return
-    shm = Path("/dev/shm")
     with contextlib.ExitStack() as stack:
-        try:
-            parent = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
-            directory = stack.enter_context(temporary_folder(STATE_DIR_PREFIX, parent))
-        except OSError:
-            directory = None
+        directory: Path | None = None
+        if enabled:
+            with contextlib.suppress(OSError):
+                parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+                directory = stack.enter_context(temporary_folder(STATE_DIR_PREFIX, parent))
         yield directory
 
 

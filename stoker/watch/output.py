@@ -1,10 +1,9 @@
 """Progress from a training job's output: pure functions, a line in, `Progress` or None out; and windows of them.
 
 Supported are the TF Object Detection API, Keras, torchvision's MetricLogger, Ultralytics, Lightning, the Hugging Face
-Trainer, JSON, the layouts of some 30 other programs (tests/watch/test_log_lines.py has a line of each), and plain
-`loss=` or `loss:`; the patterns are in `knowledge/progress_lines.toml`. None of them matches prose:
-a loss counts only as a number after its name, in a line that also has a step counter, or has only such pairs.
-`LineSplitter` makes lines from bytes, `ProgressWindows` adds the values up.
+Trainer, JSON, some 30 other programs (tests/watch/test_log_lines.py has a line of each), and plain `loss=` or `loss:`;
+the patterns are in `knowledge/progress_lines.toml`. None of them matches prose: a loss counts only as a number after
+its name, in a line that also has a step counter, or has only such pairs.
 """
 
 import codecs
@@ -156,10 +155,9 @@ def parse_dict(line: str) -> Progress | None:
 def parse_layout(line: str) -> Progress | None:
     """A line in one of the layouts."""
     match = next((match for layout in LAYOUTS.values() if (match := layout.search(line)) is not None), None)
-    return None if match is None else _layout_progress(match.groupdict())
-
-
-def _layout_progress(group: dict[str, str | None]) -> Progress | None:
+    if match is None:
+        return None
+    group: dict[str, str | None] = match.groupdict()
     words = group.get("words") or ""
     text = group.get("pairs_with_loss") or group.get("pairs") or words
     pairs = {name.lower(): parse_number(value) for name, value in _PARTS["word_pair"].findall(words)} | _pairs(text)
@@ -176,9 +174,7 @@ def _layout_progress(group: dict[str, str | None]) -> Progress | None:
     if not losses and ("pairs_with_loss" in group or (title and epoch is None)):  # a download, a validation, predict
         return None
     step_time = _PARTS["step_time"].search(text)
-    step_s = (
-        pairs.get("time", pairs.get("batch")) if group.get("step_s") is None else parse_number(group["step_s"] or "")
-    )
+    step_s = parse_number(group["step_s"] or "") if group.get("step_s") else pairs.get("time", pairs.get("batch"))
     if step_time is not None:
         step_s = parse_number(step_time[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[step_time[2]]
     step, total = group.get("step"), group.get("total") or ""
@@ -261,12 +257,9 @@ class ProgressWindows:
     """Adds up progress into windows of steps.jsonl: steps since the job's start, mean losses, speed.
 
     Jobs count differently: since the start of the run, or from 0 in each epoch; a line may also come twice. Here a
-    counter that falls, or a new epoch, continues where the previous one ended. Wall time is measured by the watcher.
-    Phases come from the hook if it was loaded (`hook_reader.py`), else only from values of the job itself
-    (torchvision's `data:` is `input_wait`); the rest is `unattributed`.
-
-    start_s: Unix time of the job's start; devices: GPUs that it may use, at least
-    1."""
+    counter that falls, or a new epoch, continues where the previous one ended. Phases come from the hook if it was
+    loaded (`hook_reader.py`), else only from values of the job itself (torchvision's `data:` is `input_wait`); the rest
+    is `unattributed`. start_s: Unix time of the job's start; devices: GPUs that it may use, at least 1."""
 
     attempt: int
     devices: int
@@ -321,9 +314,8 @@ class ProgressWindows:
             phases={"unattributed": wall_s * self.devices},
         )  # fmt: skip
         window.t, window.attempt, window.wall_s, phases = now_s, self.attempt, wall_s, window.phases
-        if not window.step and (
-            self.step or self._has_losses
-        ):  # its start is over, but the hook knows no steps of such a job
+        # its start is over, but the hook knows no steps of such a job
+        if not window.step and (self.step or self._has_losses):
             phases["unattributed"] = phases.get("unattributed", 0.0) + phases.pop("startup", 0.0)
             window.thread_cpu_s = {}
         if self._input_wait_fraction and steps and "input_wait" not in phases and "unattributed" in phases:

@@ -71,8 +71,7 @@ class RotatingLog:
 
 
 def relay(source: int, target: int, log: RotatingLog, standby: socket.socket) -> bool:
-    """Copies until the job's output ends (True) or the standby process dies (False). A target pipe without a reader
-    also ends it: then the job gets a broken pipe, as without the relay."""
+    """Copies until the output ends, or nobody reads the target pipe (True), or the standby process dies (False)."""
     while True:
         ready, _, _ = select.select([source, standby.fileno()], [], [])
         if source not in ready:

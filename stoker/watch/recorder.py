@@ -6,6 +6,7 @@ read from /proc, only files that any user who may see the job can read. Neighbor
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -38,8 +39,7 @@ DEFAULT_COVERAGE = {
     STACKS_SOURCE: stacks.RECORDED,
     HOOK_SOURCE: "not recorded: no process of the job has trained so far",
 }
-"""Data source of a watched job → status, written in the first event of the run. A change is another event, with the
-status of all sources."""
+"""Data source of a watched job → status, in the first event of the run. A change is another event, with all of them."""
 
 POLL_INTERVAL_S, MIN_WINDOW_S, MAX_IDLE_WINDOW_S = 0.25, 1.0, 10.0
 """Interval of polling the output; minimum length of a window, and of one without progress."""
@@ -76,14 +76,16 @@ def open_run_folder(
     environment: of the job; default: of a job that this process starts. data: for the event that begins the attempt.
     Raises UsageError if the folder belongs to a training or a live job; StorageError if it cannot be written.
     """
-    path = _make_run_dir(command) if run is None else Path(run).expanduser()
     command_text = " ".join(mask_argv(command))
     fix = "give another folder: --run-dir DIR"
+    if run is None:
+        with writing("The run folder cannot be created.", RUNS_DIR, fix=fix):
+            path = make_run(RUNS_DIR, f"watch-{job_name(command)}")
+    else:
+        path = Path(run).expanduser()
     described = describe_job(command) if environment is None else dict(environment)
-    output_position = _output_position(path / OUTPUT)
-    with recording(
-        path, described, command_text, fix=fix, coverage=dict(coverage), **output_position, **data
-    ) as opened:
+    data = {"coverage": dict(coverage), **_output_position(path / OUTPUT), **data}
+    with recording(path, described, command_text, fix=fix, **data) as opened:
         yield opened
 
 
@@ -96,32 +98,20 @@ def _output_position(log: Path) -> dict[str, int]:
         return {"output_offset": size, "output_head": zlib.crc32(file.read(min(size, CHECKSUM_BYTES)))}
 
 
-def _make_run_dir(command: list[str]) -> Path:
-    """Creates runs/watch-NAME-N."""
-    with writing("The run folder cannot be created.", RUNS_DIR, fix="give another folder: --run-dir DIR"):
-        return make_run(RUNS_DIR, f"watch-{job_name(command)}")
-
-
 def job_name(command: list[str]) -> str:
     """A short name: the Python script or module, else the program."""
-    args = command[1:]
-    for i, arg in enumerate(args):
-        if arg == "-m" and i + 1 < len(args):
-            return _name(args[i + 1])
-        if arg.endswith(".py"):
-            return _name(Path(arg).stem)
-    return _name(Path(command[0]).name)
-
-
-def _name(text: str) -> str:
-    return re.sub(r"[^\w.]+", "_", text).strip("._") or "job"
+    name = Path(command[0]).name
+    for arg, following in itertools.pairwise([*command[1:], ""]):
+        if (arg == "-m" and following) or arg.endswith(".py"):
+            name = following if arg == "-m" else Path(arg).stem
+            break
+    return re.sub(r"[^\w.]+", "_", name).strip("._") or "job"
 
 
 class Recorder:
     """Records a job in its run folder.
 
-    output: of the job; default: output.log, which the relay writes. hook_dir: folder of the hook's state files
-    (`hook_reader.py`); None: the job has no hook.
+    output: of the job; default: output.log, which the relay writes. hook_dir: of the hook's state files; None: no hook.
     """
 
     def __init__(
@@ -156,8 +146,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def following(self, job: int) -> Iterator[None]:
-        """Records the job inside the block: its output four times a second, driver and kernel once, its processes and
-        stacks every few seconds."""
+        """Records the job inside the block."""
         thread = threading.Thread(target=self._thread_main, name="recorder", daemon=True)
         self._processes = JobProcesses(job)
         sampler = stacks.StackSampler(
@@ -234,16 +223,12 @@ class Recorder:
             is_behind, deadline_s = False, time.monotonic() + (MAX_LAST_READ_S if stopping else MAX_READ_S)
             for data in self._read_output():
                 last_output_s = time.monotonic()
-                new_lines = lines.feed(data)
-                _feed_lines(windows, parser, new_lines)
-                self._find_warnings(new_lines)
+                self._read_lines(lines.feed(data), parser)
                 if time.monotonic() > deadline_s:
                     is_behind = True
                     break
             if stopping:
-                last_lines = lines.feed(b"", final=True)
-                _feed_lines(windows, parser, last_lines)
-                self._find_warnings(last_lines)
+                self._read_lines(lines.feed(b"", final=True), parser)
                 if is_behind:
                     text = "the end of the job's output was not read: steps in it are not recorded"
                     self._folder.event("warning", text)
@@ -280,9 +265,11 @@ class Recorder:
             if stopping:
                 return
 
-    def _find_warnings(self, lines: list[str]) -> None:
-        """Notes each mistake of which a framework warns in a line, once."""
+    def _read_lines(self, lines: list[str], parser: ProgressParser) -> None:
+        """Adds up their progress, and notes each mistake of which a framework warns in one of them, once."""
         for line in lines:
+            if (progress := parser.read(line)) is not None:
+                self._windows.add(progress)
             for part in [part for part in self._warnings if part in line]:
                 shown = line.strip()[:MAX_WARNING]
                 self._printed.append({"kind": self._warnings.pop(part), "place": "", "line": shown})
@@ -306,12 +293,6 @@ class Recorder:
             name = f"{RANKS}/{rank:04d}"
             (self._folder.path / name).mkdir(parents=True, exist_ok=True)
             self._folder.append(f"{name}/{STEPS}", other)
-
-
-def _feed_lines(windows: ProgressWindows, parser: ProgressParser, lines: list[str]) -> None:
-    for line in lines:
-        if (progress := parser.read(line)) is not None:
-            windows.add(progress)
 
 
 class LogTail:
@@ -347,11 +328,9 @@ class LogTail:
 
 
 class JobProcesses:
-    """State of a job's processes: their PIDs, out-of-memory kills in their cgroups, and empty input files that they
-    read.
+    """State of a job's processes: their PIDs, out-of-memory kills in their cgroups, and empty files that they read.
 
-    pid: the root. `poll` is called every few seconds and costs a few milliseconds. An empty file counts if it was open
-    for reading only in two polls.
+    pid: the root. `poll` costs a few milliseconds. An empty file counts if it was open for reading only in two polls.
     """
 
     def __init__(self, pid: int) -> None:

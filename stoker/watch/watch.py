@@ -5,9 +5,8 @@ A job that is started keeps its session, process group, terminal, stdin, directo
 variables that make its Python processes load the hook (`hook/`). Its stdout and stderr are pipes, or ptys if they were
 terminals. `output_relay.py` reads them, and `recorder.py` reads output.log. If the recording fails, the job goes on.
 
-A running job is not changed: it is observed from outside, by the driver, /proc, its cgroup, its stacks, and its output
-only if that is a readable file. Ctrl-C ends the watching, never the job. Linux only: it needs /proc, pidfds, and
-the sender of a signal.
+A running job is not changed: it is observed from outside, and its output only if that is a readable file. Ctrl-C ends
+the watching, never the job. Linux only: it needs /proc, pidfds, and the sender of a signal.
 """
 
 import contextlib
@@ -46,9 +45,7 @@ from stoker.watch.hook_reader import add_hook_env, hook_state_dir
 from stoker.watch.output_relay import RotatingLog
 from stoker.watch.recorder import DEFAULT_COVERAGE, HOOK_SOURCE, STACKS_SOURCE, Recorder, job_name, open_run_folder
 
-FORWARDED_SIGNALS = frozenset(
-    {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-)
+FORWARDED_SIGNALS = frozenset(output_relay.IGNORED_SIGNALS) - {signal.SIGPIPE}
 """Signals that control a job."""
 
 PYTHON_IGNORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -129,10 +126,8 @@ def watch(
         recorder.write_end(code)
         stack.close()
         if os.isatty(2):  # otherwise the output is only the job's
-            print_text(
-                f"stoker watch: {'done' if code == 0 else _describe_exit(code)}; `stoker why {folder.path}`",
-                file=sys.stderr,
-            )
+            ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" if code else "done"
+            print_text(f"stoker watch: {ending}; `stoker why {folder.path}`", file=sys.stderr)
     if code < 0:
         _kill_self(-code)
     return code
@@ -155,8 +150,7 @@ Stream = tuple[int, int, list[int]]
 
 
 def _streams() -> list[Stream]:
-    """The job's stdout and stderr: one stream for both if they are the same, to keep the order. Closed ones stay
-    closed."""
+    """The job's stdout and stderr: one stream for both if they are the same, to keep the order."""
     streams: list[tuple[os.stat_result, Stream]] = []
     for target in (1, 2):
         try:
@@ -191,7 +185,8 @@ def _move_above_reserved_fds(fd: int) -> int:
 def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: int) -> None:
     """In a new interpreter, by vfork: independent of the threads and the size of this process."""
     devnull = os.open(os.devnull, os.O_RDWR)
-    child_fds = [_copy_high(fd) for fd in (source, target, devnull, lock, done_write_fd)]
+    # copies above all descriptors of the child, so that no dup2 overwrites the source of another
+    child_fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (source, target, devnull, lock, done_write_fd)]
     actions = [(os.POSIX_SPAWN_DUP2, fd, child_fd) for child_fd, fd in enumerate(child_fds)]
     blocked = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}  # until it ignores them
     argv = [sys.executable, "-I", "-S", output_relay.__file__, str(log.absolute())]
@@ -200,11 +195,6 @@ def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: 
     finally:
         for fd in (*child_fds, devnull):
             os.close(fd)
-
-
-def _copy_high(fd: int) -> int:
-    """A copy above all descriptors of the child, so that no dup2 overwrites the source of another."""
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
 
 
 def _start_job(
@@ -231,8 +221,7 @@ def _wait_for_job(job_pid: int) -> int:
 
 
 def _drain_output(done_fd: int, log: Path) -> None:
-    """Waits until the relays have written everything, but not for processes that outlive the job, and not for a slow
-    reader: the relays continue to serve these."""
+    """Waits until the relays have written everything, but not for processes that outlive the job or a slow reader."""
     size = _file_size(log)
     while not _wait_readable(done_fd, timeout_s=DRAIN_S):
         previous_size, size = size, _file_size(log)
@@ -250,10 +239,6 @@ def _wait_readable(*fds: int, timeout_s: float | None = None) -> list[int]:
 
 def _file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _describe_exit(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
 
 
 def _kill_self(signum: int) -> None:
@@ -281,8 +266,7 @@ def attach(pid: int, run: str | None = None, monitor: MonitoringOptions = Monito
     known or the job is still running.
 
     run: run folder; default runs/watch-NAME-N. monitor: alerts and metrics. Raises UsageError if there is no such
-    process or it may not be watched; ConfigError if `monitor` is not valid; StorageError if the run folder cannot be
-    used.
+    process or it may not be watched, ConfigError, StorageError if `monitor` or the run folder cannot be used.
     """
     _check_platform()
     job = _open_process(pid)
@@ -365,13 +349,10 @@ def _stop_signal_fd() -> Iterator[int]:
 def _open_process(pid: int) -> AttachedProcess:
     """The process, if it may be watched. Raises UsageError."""
     try:
-        pidfd = os.pidfd_open(pid) if pid > 0 else -1
-    except OSError:  # the ID of a thread, or there is none
-        pidfd = -1
-    if pidfd < 0:
-        raise UsageError(
-            f"There is no process {pid}.", fix="give the PID of a process, not of a thread: `pgrep -af python`"
-        )
+        pidfd = os.pidfd_open(pid)
+    except (OSError, OverflowError) as error:  # the ID of a thread, or there is none
+        fix = "give the PID of a process, not of a thread: `pgrep -af python`"
+        raise UsageError(f"There is no process {pid}.", fix=fix) from error
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, pidfd)
         try:

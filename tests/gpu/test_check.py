@@ -33,8 +33,6 @@ def test_the_driver_answers_what_is_asked_of_it() -> None:
     assert state.version
     assert state.num_gpus == len(state.gpus)
     gpu = state.gpus[0]
-    assert gpu.bus_id is not None
-    assert Path("/sys/bus/pci/devices", gpu.bus_id).exists()
     assert gpu.persistence is not None
     assert gpu.compute_mode is not None
 

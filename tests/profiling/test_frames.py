@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.profiling.frames import (
-    FRAME_RULES,
     HELPER,
     KINDS,
+    RULES,
     Frame,
     classify,
     find_callers,
@@ -280,7 +280,7 @@ def test_no_stack_makes_it_fail(frames: list[Frame], active: bool) -> None:
 
 
 def test_every_kind_of_the_table_is_one() -> None:
-    assert {rule.kind for rule in FRAME_RULES} <= {*KINDS, HELPER}
+    assert {rule.kind for rule in RULES["frame"]} <= {*KINDS, HELPER}
 
 
 def test_garbage_collection_is_seen_by_the_text_of_its_line(tmp_path: Path) -> None:

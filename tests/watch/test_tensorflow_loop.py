@@ -10,6 +10,7 @@ import pytest
 
 from stoker.profiling.hook.stoker_hook import clock as hook
 from stoker.profiling.hook.stoker_hook import tensorflow_loop
+from stoker.profiling.hook.stoker_hook.instruments import timed
 from tests.fixtures.watch_clock import Timed
 
 
@@ -69,7 +70,7 @@ class TensorFlow:
             monkeypatch.setattr(module, "clock", time.clock)
         monkeypatch.setattr(tensorflow_loop, "state", self.state)
         monkeypatch.setattr(tensorflow_loop.sampler, "_next_s", float("inf"))  # there is no profiler
-        tensorflow_loop.patch_iterators(self.iterators)
+        tensorflow_loop.patch_next(self.iterators, "OwnedIterator", "_next_internal")
         tensorflow_loop.patch_functions(self.functions)
         tensorflow_loop.patch_tracing(self.func_graph)
         tensorflow_loop.patch_gradients(self.backprop)
@@ -148,7 +149,7 @@ def test_gradients_and_updates_outside_of_graphs(time: Timed, tensorflow: Tensor
         def apply(self) -> None:
             time.takes(0.5)
 
-    tensorflow_loop.patch_keras_optimizer(SimpleNamespace(TFOptimizer=TFOptimizer))
+    tensorflow_loop.patch_apply(SimpleNamespace(TFOptimizer=TFOptimizer), "TFOptimizer", "apply")
     optimizer = TFOptimizer()
     for _ in tensorflow.batches(3):
         time.takes(2.0)
@@ -165,7 +166,7 @@ def test_inside_fit_only_traces_are_timed(time: Timed, tensorflow: TensorFlow) -
         for i, _ in enumerate(tensorflow.batches(3)):
             step(i)
 
-    tensorflow_loop.wrap_fit(fit)()
+    timed(fit, tensorflow_loop.begin_fit)()
     assert counts(time) == (0, 0, 0, 2)
     assert not tensorflow.state.in_fit
 
@@ -196,5 +197,5 @@ def test_errors_and_other_threads(time: Timed, tensorflow: TensorFlow) -> None:
 def test_a_module_without_the_expected_class_is_an_attribute_error() -> None:
     """`__init__.py` reports it in the data sources of the run, and the job goes on."""
     with pytest.raises(AttributeError):
-        tensorflow_loop.patch_iterators(SimpleNamespace())
+        tensorflow_loop.patch_next(SimpleNamespace(), "OwnedIterator", "_next_internal")
     tensorflow_loop.patch_functions(SimpleNamespace(Function=dict, __name__="an old name"))

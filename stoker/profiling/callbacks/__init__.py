@@ -1,7 +1,6 @@
 """`stoker.measure` as callbacks of training frameworks: `lightning.py`, `huggingface.py`. None is a dependency.
 
-Their base, `Session`, is a measured loop whose parts begin and end in calls of a framework, not in blocks. It contains
-no framework's names and no timing of its own; that is `stoker.profiling.measure`.
+Their base, `Session`, is a measured loop whose parts begin and end in calls of a framework, not in blocks.
 """
 
 import contextlib
@@ -58,8 +57,7 @@ class Session:
 
 
 def load_class(name: str, *modules: str, install: str) -> Any:
-    """A class of the first module that is loaded, else of the first that can be imported. Raises PreflightError with
-    what to install."""
+    """A class of the first module that is loaded, else of the first that can be imported. Raises PreflightError."""
     missing: ImportError | None = None
     for module in sorted(modules, key=lambda module: module not in sys.modules):
         try:

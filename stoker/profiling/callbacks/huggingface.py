@@ -5,8 +5,7 @@
 
 The Trainer calls its callbacks when a step begins and ends, and when other work has ended. The time before a step is
 the wait for its batches; the time before `on_evaluate` and `on_save` is evaluation and saving. Callbacks do not receive
-errors: a training that raised is recorded as failed by the next one, at process exit, or by
-`StokerCallback.close(error)`.
+errors: a training that raised is recorded as failed by the next one, at process exit, or by `StokerCallback.close`.
 """
 
 import time
@@ -19,8 +18,7 @@ _LOG_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 
 class StokerCallback(load_class("TrainerCallback", "transformers", install="transformers accelerate")):  # type: ignore[misc]
-    """run, settings: arguments of `stoker.measure`. The images of a step are counted as the batch size, also for a
-    smaller last batch."""
+    """run, settings: arguments of `stoker.measure`. Each step counts as many images as a whole batch has."""
 
     def __init__(self, run: str | None = None, **settings: Any) -> None:
         super().__init__()

@@ -18,8 +18,7 @@ _ACTIONS = {".train_dataloader_next": "input_wait", ".batch_to_device": "h2d", "
 
 
 class StokerCallback(load_class("Callback", "lightning.pytorch", "pytorch_lightning", install="lightning")):  # type: ignore[misc]
-    """run, settings: arguments of `stoker.measure`. For one fit at a time; another fit with the same folder is another
-    attempt."""
+    """run, settings: arguments of `stoker.measure`. Another fit with the same folder is another attempt."""
 
     def __init__(self, run: str | None = None, **settings: Any) -> None:
         super().__init__()
@@ -68,15 +67,13 @@ class StokerCallback(load_class("Callback", "lightning.pytorch", "pytorch_lightn
         session, start, stop = self._session, profiler.start, profiler.stop
 
         def timed_start(action_name: str) -> Any:
-            phase = _find_phase(action_name)
-            if phase is not None:
+            if phase := _find_phase(action_name):
                 session.begin(phase)
             return start(action_name)
 
         def timed_stop(action_name: str) -> Any:
             result = stop(action_name)
-            phase = _find_phase(action_name)
-            if phase is not None:
+            if phase := _find_phase(action_name):
                 session.end(phase)
             return result
 

@@ -1,8 +1,7 @@
 """Describes once what a run ran on, for environment.json: versions, machine, limits, GPUs, environment variables.
 
-Runs are explained, compared and repeated from it. It never contains a secret: variables are selected by name, names
-that look like a secret are left out, and secrets in values and arguments are masked (`secrets`). No network requests. A
-fact that is not available is None: containers often hide it. GPUs: `gpu`.
+It never contains a secret: variables are selected by name, names that look like a secret are left out, and secrets in
+values and arguments are masked (`secrets`). No network requests. A fact that is not available is None.
 """
 
 import contextlib
@@ -44,7 +43,7 @@ NETWORK_FILESYSTEMS = re.compile(
 """File systems that read over a network, or through a program that may do so."""
 
 QUERY_TIMEOUT_S = 20.0
-"""Timeout of one query at the start: a driver or a storage may hang."""
+"""Of one query: a driver or a storage may hang."""
 
 
 def describe(
@@ -149,8 +148,7 @@ def _os_name() -> str:
 
 
 def _cpu_model() -> str:
-    path = Path("/proc/cpuinfo")
-    match = re.search(r"^model name\s*:\s*(.+)$", path.read_text() if path.exists() else "", re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", read_text_or_none("/proc/cpuinfo") or "", re.MULTILINE)
     return match[1] if match else platform.processor() or platform.machine()
 
 
@@ -172,14 +170,12 @@ def detect_cloud(root: Path = Path("/")) -> str | None:
     """The cloud of this machine, by its firmware."""
     for row in read_toml("clouds.toml")["clouds"]:
         if re.match(row["pattern"], read_text_or_none(f"{root}/sys/class/dmi/id/{row['file']}") or ""):
-            cloud: str = row["cloud"]
-            return cloud
+            return str(row["cloud"])
     return None
 
 
 def describe_storage(location: str | Path, root: Path = Path("/")) -> dict[str, Any]:
-    """The storage of a folder or bucket URI. kind: file system or object store; network: whether bytes come over a
-    network."""
+    """The storage of a folder or bucket URI. kind: file system or object store; network: whether it is remote."""
     if "://" in str(location):
         return {"kind": str(location).partition("://")[0], "network": True}
     kind = query_with_timeout(lambda: _filesystem(os.path.realpath(location), root), None)

@@ -1,13 +1,11 @@
 """Samples the GPUs through NVIDIA's driver library (NVML), and reads what `stoker check` asks it once.
 
-Only this module, `sampler` and `stoker/hardware/device.py` contain CUDA's names.
-
 A machine without a driver has no GPUs and a `reason`; a counter that a GPU does not have is None, never 0; a GPU that
 is lost during the run is a sample without values, and a `reason`. Errors of the driver never raise. NVML numbers GPUs
 by their position on the PCI bus; CUDA_VISIBLE_DEVICES uses the same numbers if all GPUs are alike, and on a mixed
 machine with CUDA_DEVICE_ORDER=PCI_BUS_ID. A MIG slice has its own memory, processes and GPM counters; power, clocks,
-temperature and memory errors are those of the whole GPU, and utilization is not available. Who samples, and how often:
-`sampler`."""
+temperature and memory errors are those of the whole GPU, and utilization is not available. Only this module, `sampler`
+and `stoker/hardware/device.py` contain CUDA's names."""
 
 import ctypes
 import dataclasses
@@ -60,8 +58,7 @@ class GpuLost(Exception):
 
 
 def query(function: Callable[..., Value], *arguments: Any, refused: set[str] | None = None) -> Value | None:
-    """The result, or None if this GPU or driver has none. refused: remembers queries that always fail. Raises
-    GpuLost."""
+    """The result; None: this GPU or driver has none. refused: remembers queries that always fail. Raises GpuLost."""
     name = function.__name__ + "".join(f" {argument}" for argument in arguments if isinstance(argument, int))
     if refused is not None and name in refused:
         return None
@@ -272,8 +269,7 @@ def _count_other_processes(gpu: Gpu, own_pids: set[int] | None) -> int | None:
 
 
 def in_host_pid_namespace() -> bool:
-    """Whether this process uses the PIDs of the host, as the driver does. In a container with its own PID namespace,
-    the driver's PIDs cannot be matched to processes."""
+    """Whether this process uses the PIDs of the host, as the driver does; not in a container with its own namespace."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == INITIAL_PID_NAMESPACE_INODE
     except OSError:  # not a Linux
@@ -363,8 +359,6 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     lost: str = ""
     """The driver's message, if it is."""
     name: str | None = None
-    bus_id: str | None = None
-    """0000:3b:00.0, as in /sys/bus/pci/devices."""
     persistence: bool | None = None
     compute_mode: int | None = None
     rows_pending: bool | None = None
@@ -414,12 +408,10 @@ def _read_gpu(gpu: Gpu, sample: GpuSample) -> GpuState:
     try:
         rows = gpu.query(pynvml.nvmlDeviceGetRemappedRows)
         persistence = gpu.query(pynvml.nvmlDeviceGetPersistenceMode)
-        pci = gpu.query(pynvml.nvmlDeviceGetPciInfo)
         processes = query(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, gpu.handle)
         return GpuState(
             sample=sample,
             name=query(pynvml.nvmlDeviceGetName, gpu.handle),
-            bus_id=None if pci is None else _sysfs_name(pci.busId),
             persistence=None if persistence is None else bool(persistence),
             compute_mode=gpu.query(pynvml.nvmlDeviceGetComputeMode),
             rows_pending=None if rows is None else bool(rows[2]),
@@ -430,9 +422,3 @@ def _read_gpu(gpu: Gpu, sample: GpuSample) -> GpuState:
         )
     except GpuLost as lost:
         return GpuState(sample=sample, lost=str(lost))
-
-
-def _sysfs_name(bus_id: bytes | str) -> str:
-    """NVML writes 00000000:3B:00.0, sysfs 0000:3b:00.0."""
-    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
-    return text.lower()[-12:]

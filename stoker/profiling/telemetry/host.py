@@ -1,13 +1,11 @@
 """The host's part of a line of devices.jsonl: the machine and the processes of a run.
 
 Rates and fractions are differences since the previous sample, of counters that `machine` and `cgroup` read. A value
-that the machine does not provide (macOS has no /proc, old kernels no pressure) is None. No torch, and cheap: it runs
-once a second next to the training (`sampler`). Files of threads are read less often the more threads there are; values
-that change slowly or cost more are read in every tenth sample and repeated in between.
+that the machine does not provide (macOS has no /proc, old kernels no pressure) is None. To be cheap, files of threads
+are read less often the more threads there are, and values that change slowly or cost more in every tenth sample.
 """
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
@@ -43,11 +41,10 @@ MIN_PROCESS_CORES = 0.05
 """A process that uses less is not named."""
 MAX_NAMES = 3
 OTHERS_INTERVAL_S = 5.0
+"""Time between two readings of all processes: some 40 µs each."""
 
 REPLACED_AT = "STOKER_REPLACED_AT"
-"""Environment variable: the Unix time at which `stoker train` replaced this process by itself
-(`training/supervisor.py`)."""
-"""Time between two readings of all processes: some 40 µs each."""
+"""Environment variable: the Unix time at which `stoker train` replaced this process by itself."""
 
 PRESSURE = {"psi_cpu": "cpu", "psi_memory": "memory", "psi_io": "io"}
 """Field of a sample → name of the kernel's pressure file."""
@@ -55,44 +52,25 @@ RATES = ("process_cpu", "net_received_bytes_s", *PRESSURE)
 """Fields that are the increase of a counter per second; of other counters, the increase is recorded."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProcessTreeSample:
-    """A process tree at one moment. None: not available."""
-
-    cpu_s: float | None = None
-    """CPU-seconds so far, including children that ended and were waited for."""
-    rss_bytes: int | None = None
-    """Shared memory counts in each process."""
-    largest_rss_bytes: int | None = None
-    """Of the process that has the most."""
-    threads_running: float | None = None
-    """Mean number of threads that ran or waited for a CPU, between the last two times that all threads were read."""
-    threads_active: int | None = None
-    """Threads that did more than wake up meanwhile."""
-    bound_cores: tuple[int, int] | None = None
-    """Cores that those of them which computed are bound to, and that they might use; None: these are as many."""
-
-
 class ProcessTreeSampler:
-    """Samples the tree of `pid` repeatedly, from /proc: psutil takes four times as long. pids: its processes, as of the
-    last time that all threads were read."""
+    """Samples the tree of `pid` from /proc: psutil takes four times as long. pids: processes, as of the last walk."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self.pids = [pid]
         self._pid = pid
-        self._proc = str(proc)
+        self._proc = proc
         self._sample_count = 0
         self._next_walk = 0
         self._previous: tuple[float, dict[str, tuple[int, int]]] | None = None
-        self._threads_running: float | None = None
-        self._threads_active: int | None = None
-        self._bound_cores: tuple[int, int] | None = None
+        self._threads: dict[str, Any] = {}
+        """Fields of `DeviceSample` that the last walk found."""
         self._own_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
-    def sample(self, now_s: float) -> ProcessTreeSample:
-        """now_s: from a monotonic clock."""
+    def sample(self, now_s: float) -> tuple[float | None, dict[str, Any]]:
+        """(CPU-seconds so far, including children that ended and were waited for; None: not known, fields of
+        `DeviceSample`). now_s: from a monotonic clock."""
         if not os.path.exists(f"{self._proc}/{self._pid}/stat"):
-            return ProcessTreeSample(rss_bytes=None if os.path.exists(f"{self._proc}/stat") else _rss_bytes(self._pid))
+            return None, {} if os.path.exists(f"{self._proc}/stat") else {"rss_bytes": _rss_bytes(self._pid)}
         if self._sample_count >= self._next_walk:
             self._walk(now_s)
         self._sample_count += 1
@@ -103,61 +81,46 @@ class ProcessTreeSampler:
                 ticks += sum(map(int, fields[11:15]))
                 pages += int(fields[21])
                 most_pages = max(most_pages, int(fields[21]))
-        return ProcessTreeSample(
-            cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
-            rss_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
-            largest_rss_bytes=most_pages * os.sysconf("SC_PAGE_SIZE"),
-            threads_running=self._threads_running,
-            threads_active=self._threads_active,
-            bound_cores=self._bound_cores,
-        )
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        memory = {"rss_bytes": pages * page_bytes, "largest_rss_bytes": most_pages * page_bytes}
+        return ticks / os.sysconf("SC_CLK_TCK"), memory | self._threads
 
     def _walk(self, now_s: float) -> None:
-        """Lists the processes again, and how long each thread ran or waited for a CPU.
-
-        So a new child is found at once if there are few threads, and within a minute if there are thousands.
-        """
+        """Lists the processes again, and how long each thread ran or waited for a CPU."""
         times_ns: dict[str, tuple[int, int]] = {}  # ran; ran or waited
-        pids = [self._pid]
-        for pid in pids:  # grows during the loop
-            task_dir = f"{self._proc}/{pid}/task"
+        self.pids = machine.list_process_tree(self._pid, self._proc)
+        for pid in self.pids:
             with contextlib.suppress(OSError):  # it ended meanwhile
-                for thread in os.listdir(task_dir):
-                    with contextlib.suppress(OSError):  # the thread ended
-                        pids += map(int, read(f"{task_dir}/{thread}/children").split())
-                    if (times := read_or_none(f"{task_dir}/{thread}/schedstat")) is not None:
+                for thread in os.listdir(f"{self._proc}/{pid}/task"):
+                    if (times := read_or_none(f"{self._proc}/{pid}/task/{thread}/schedstat")) is not None:
                         ran_ns, waited_ns, *_ = map(int, times.split())
                         times_ns[f"{pid}/{thread}"] = ran_ns, ran_ns + waited_ns
         previous = self._previous
         # all 0: this kernel does not count these times (documentation: scheduler/sched-stats)
         self._previous = (now_s, times_ns) if any(busy for _, busy in times_ns.values()) else None
-        if previous is None or self._previous is None or now_s <= previous[0]:
-            self._threads_running = self._threads_active = self._bound_cores = None
-        else:
+        self._threads = {}
+        if previous is not None and self._previous is not None and now_s > previous[0]:
             wall_ns = 1e9 * (now_s - previous[0])
             before = {thread: previous[1].get(thread, (0, 0)) for thread in times_ns}
             increase_ns = sum(max(0, busy - before[thread][1]) for thread, (_, busy) in times_ns.items())
-            self._threads_running = min(float(len(times_ns)), increase_ns / wall_ns)
             fractions = {thread: (ran - before[thread][0]) / wall_ns for thread, (ran, _) in times_ns.items()}
-            self._threads_active = sum(fraction >= MIN_ACTIVE_FRACTION for fraction in fractions.values())
             computing = [thread for thread, fraction in fractions.items() if fraction >= MIN_COMPUTING_FRACTION]
-            self._bound_cores = self._count_bound_cores(computing)
-        self.pids = pids
+            self._threads = {
+                "threads_running": min(float(len(times_ns)), increase_ns / wall_ns),
+                "threads_active": sum(fraction >= MIN_ACTIVE_FRACTION for fraction in fractions.values()),
+                **self._count_bound_cores(computing),
+            }
         self._next_walk = self._sample_count + math.ceil(max(1, len(times_ns)) / THREADS_PER_SAMPLE)
 
-    def _count_bound_cores(self, computing: list[str]) -> tuple[int, int] | None:
-        """As `ProcessTreeSample.bound_cores`, of these threads of `task` folders. They might use what the first process
-        of the job may, or this one, which watches it."""
+    def _count_bound_cores(self, computing: list[str]) -> dict[str, int]:
+        """Fields of `DeviceSample`. The threads might use what the job's first process or its watcher may."""
         with contextlib.suppress(OSError):  # one of them ended
-            bound = {
-                core
-                for thread in computing
-                for core in _allowed_cores(f"{self._proc}/{thread.replace('/', '/task/')}/status")
-            }
+            files = (f"{self._proc}/{thread.replace('/', '/task/')}/status" for thread in computing)
+            bound = {core for file in files for core in _allowed_cores(file)}
             unbound = max(self._own_cores, len(_allowed_cores(f"{self._proc}/{self._pid}/status")))
             if bound and len(bound) < unbound:
-                return len(bound), unbound
-        return None
+                return {"bound_cores": len(bound), "unbound_cores": unbound}
+        return {}
 
 
 def _allowed_cores(status: str) -> list[int]:
@@ -229,8 +192,7 @@ class HostSampler:
     """Samples the host. The first sample covers the time since the creation of this object.
 
     pid: root of the process tree whose CPU time, memory, threads and files are read, with its cgroup, network and
-    /dev/shm; default: this process. run_dir: where free bytes are queried; proc: folder of the kernel's process files;
-    now: a monotonic clock in seconds.
+    /dev/shm; default: this process. run_dir: where free bytes are queried; now: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -287,16 +249,11 @@ class HostSampler:
             gpus=list(gpus),
             cpu_core_utilization=utilization,
             busiest_processes=self._other_processes.sample(now_s, other_cores, run_pids),
-            rss_bytes=tree.rss_bytes,
-            largest_rss_bytes=tree.largest_rss_bytes,
-            threads_running=tree.threads_running,
-            threads_active=tree.threads_active,
-            bound_cores=None if tree.bound_cores is None else tree.bound_cores[0],
-            unbound_cores=None if tree.bound_cores is None else tree.bound_cores[1],
             shm_used_bytes=None if shm is None else shm[0],
             shm_total_bytes=None if shm is None else shm[1],
             **self._slow_values,
             **values,
+            **tree,
             **self._read_memory(),
         )
 
@@ -319,22 +276,18 @@ class HostSampler:
             "max_fds": max_fds,
         }
 
-    def _read_counters(self) -> tuple[float, dict[str, float | None], ProcessTreeSample]:
-        """The time, counters in seconds and bytes by the field of the sample, and the processes."""
+    def _read_counters(self) -> tuple[float, dict[str, float | None], dict[str, Any]]:
+        """The time, counters in seconds and bytes by the field of the sample, and fields of the processes."""
         time_s = self._now()
-        tree = self._processes.sample(time_s)
-        own_cpu_s = time.process_time() if tree.cpu_s is None and self._pid is None else tree.cpu_s
-        return (
-            time_s,
-            {
-                "process_cpu": own_cpu_s,
-                "net_received_bytes_s": machine.network_received_bytes(f"{self._proc}/{self._root_pid}"),
-                **{name: machine.pressure_s(self._proc / "pressure" / file) for name, file in PRESSURE.items()},
-                "throttled_s": self._cgroup.throttled_s(),
-                "oom_kills": self._cgroup.oom_kills(),
-            },
-            tree,
-        )
+        cpu_s, tree = self._processes.sample(time_s)
+        counters = {
+            "process_cpu": time.process_time() if cpu_s is None and self._pid is None else cpu_s,
+            "net_received_bytes_s": machine.network_received_bytes(f"{self._proc}/{self._root_pid}"),
+            **{name: machine.pressure_s(self._proc / "pressure" / file) for name, file in PRESSURE.items()},
+            "throttled_s": self._cgroup.throttled_s(),
+            "oom_kills": self._cgroup.oom_kills(),
+        }
+        return time_s, counters, tree
 
     def _read_memory(self) -> dict[str, Any]:
         """Of the cgroup if its limit is lower, else of the machine. Page cache does not count as used."""

@@ -2,16 +2,17 @@
 
 Stateless functions over files of the kernel; `host` turns their values into rates. A value that this kernel does not
 provide is None. Files are read in a third of pathlib's time, because a sample reads hundreds of them. The log covers
-the whole machine, so a line is evidence only together with a PID or a time; `stoker/diagnosis/` decides. Ordinary users
-and most containers may not read it. What may hang (a driver, a storage that is gone) is asked by a `TimeoutWorker`.
-Limits of the container: `stoker/hardware/cgroup.py`.
+the whole machine, so a line is evidence only together with a PID or a time. What may hang (a driver, a storage that is
+gone) is asked by a `TimeoutWorker`. Limits of the container: `stoker/hardware/cgroup.py`.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +30,7 @@ _RECORD_BYTES = 8192
 
 
 def read(path: str) -> bytes:
-    """The whole file. Raises OSError. The kernel returns most files a page at a time, whatever the size of the
-    buffer."""
+    """The whole file, of which the kernel may return a page at a time. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = b""
@@ -91,25 +91,21 @@ def network_received_bytes(proc_dir: str, interfaces: Path = Path("/sys/class/ne
 
 def disk_usage(path: str) -> tuple[int, int] | None:
     """(used, total) bytes of a file system; None if it does not exist. May hang on a storage that is gone."""
-    try:
-        stats = os.statvfs(path)
-    except OSError:
-        return None
-    return (stats.f_blocks - stats.f_bfree) * stats.f_frsize, stats.f_blocks * stats.f_frsize
+    with contextlib.suppress(OSError):
+        total, used, _ = shutil.disk_usage(path)
+        return used, total
+    return None
 
 
 def free_bytes(path: Path) -> int | None:
     """Free bytes for ordinary users. May hang as `disk_usage`."""
-    try:
-        stats = os.statvfs(path)
-    except OSError:
-        return None
-    return stats.f_bavail * stats.f_frsize
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(path).free
+    return None
 
 
 def list_process_tree(pid: int, proc: Path = Path("/proc"), *, limit: int | None = None) -> list[int]:
-    """A process and all its descendants, at most `limit`, the process first. From the kernel's lists of children:
-    reading all processes takes tens of milliseconds on a large machine."""
+    """A process and all its descendants, at most `limit`, the process first. From the kernel's lists of children."""
     pids = [pid]
     for member in pids:  # grows during the loop
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -174,8 +170,7 @@ def _next_record(fd: int) -> bytes:
 
 
 class TimeoutWorker(Generic[Answer]):
-    """Repeats a query, each time in a daemon thread, which does not delay process exit. A query that is not answered
-    yet is not started again."""
+    """Repeats a query, each time in a daemon thread. A query that is not answered yet is not started again."""
 
     def __init__(self, query: Callable[[], Answer], *, name: str) -> None:
         self._query = query
@@ -183,27 +178,21 @@ class TimeoutWorker(Generic[Answer]):
         self._thread: threading.Thread | None = None
 
     def call(self, timeout_s: float) -> Answer | None:
-        """The answer of a query that starts now; None if it does not come in time: a late answer is dropped. Raises the
-        exception of the query."""
+        """The answer of a query that starts now; None: it does not come in time. Raises the exception of the query."""
         if self._thread is not None and self._thread.is_alive():
             return None
-        answers: list[Answer] = []
-        errors: list[Exception] = []
+        answer: concurrent.futures.Future[Answer] = concurrent.futures.Future()
 
         def ask() -> None:
             try:
-                answers.append(self._query())
+                answer.set_result(self._query())
             except Exception as error:  # noqa: BLE001 (raised in the calling thread)
-                errors.append(error)
+                answer.set_exception(error)
 
         self._thread = threading.Thread(target=ask, name=self._name, daemon=True)
         self._thread.start()
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return None
-        if errors:
-            raise errors[0]
-        return answers[0]
+        return None if self._thread.is_alive() else answer.result(0)
 
     def stop(self, timeout_s: float = 0.2) -> bool:
         """Whether no query is running any more. A thread that hangs is abandoned."""

@@ -21,7 +21,7 @@ from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 
 DRIVER_TIMEOUT_S = 0.5
-"""How long a line waits for the driver: a healthy one takes milliseconds, or 40 ms if PCIe traffic is sampled."""
+"""How long a line waits for the driver: a healthy one takes milliseconds."""
 
 DRIVER_HANG_S = 10.0
 """A driver that has not answered for this time hangs: opening one that is not loaded takes seconds."""
@@ -151,9 +151,8 @@ class DriverSampler:
 class XidListener:
     """Receives errors that the driver reports for the GPUs (Xids), in a thread, until `stop`: the driver delivers them
     only to a process that waits for them. The first one of a GPU and number is written at once, as an event
-    `gpu_fault`, because the driver may hang afterwards; all numbers are in the next line of devices.jsonl. What a
-    number means is in `stoker/diagnosis/`. For a driver without these events (vGPU, WSL, very old GPUs) there is no
-    thread."""
+    `gpu_fault`, because the driver may hang afterwards; all numbers are in the next line of devices.jsonl. For a driver
+    without these events (vGPU, WSL, very old GPUs) there is no thread."""
 
     def __init__(self, gpus: Sequence[Gpu], run: RunFolder) -> None:
         self._run = run
@@ -179,25 +178,19 @@ class XidListener:
             self._thread.join(5 * POLL_TIMEOUT_MS / 1e3)
 
     def _listen(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._wait_for_event()
-        except pynvml.NVMLError as error:
-            self._run.event("warning", f"telemetry: errors of the GPUs are no longer received: {error}")
-        else:
-            pynvml.nvmlEventSetFree(self._events)
-
-    def _wait_for_event(self) -> None:
-        try:
-            event = pynvml.nvmlEventSetWait_v2(self._events, POLL_TIMEOUT_MS)
-        except pynvml.NVMLError as error:
-            if error.value == pynvml.NVML_ERROR_TIMEOUT:
+        while not self._stop.is_set():
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, POLL_TIMEOUT_MS)
+            except pynvml.NVMLError as error:
+                if error.value == pynvml.NVML_ERROR_TIMEOUT:
+                    continue
+                self._run.event("warning", f"telemetry: errors of the GPUs are no longer received: {error}")
                 return
-            raise
-        index = self._index_by_handle.get(handle_pointer(event.device))
-        if index is None:  # not a GPU of this run
-            return
-        xid = int(event.eventData)
+            if (index := self._index_by_handle.get(handle_pointer(event.device))) is not None:  # a GPU of this run
+                self._report(index, int(event.eventData))
+        pynvml.nvmlEventSetFree(self._events)
+
+    def _report(self, index: int, xid: int) -> None:
         with self._lock:
             xids = self._pending_xids.setdefault(index, [])
             if len(xids) < MAX_XIDS_PER_SAMPLE:
@@ -209,8 +202,10 @@ class XidListener:
 
 def _register_events(handles: list[Any]) -> Any:
     """NVML's event set; None if no GPU reports errors."""
+    if not handles:
+        return None
     try:
-        events = pynvml.nvmlEventSetCreate() if handles else None
+        events = pynvml.nvmlEventSetCreate()
     except pynvml.NVMLError:  # not supported by this driver
         return None
     any_registered = False
@@ -219,6 +214,7 @@ def _register_events(handles: list[Any]) -> Any:
             if pynvml.nvmlDeviceGetSupportedEventTypes(handle) & pynvml.nvmlEventTypeXidCriticalError:
                 pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
                 any_registered = True
-    if not any_registered and events is not None:
-        pynvml.nvmlEventSetFree(events)
-    return events if any_registered else None
+    if any_registered:
+        return events
+    pynvml.nvmlEventSetFree(events)
+    return None

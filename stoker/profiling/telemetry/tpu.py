@@ -16,8 +16,7 @@ INTERVAL_S, TIMEOUT_S = 10.0, 20.0
 
 
 def parse_tpu_info(output: str) -> list[GpuSample]:
-    """The chips in the tables that `tpu-info` prints: memory, duty cycle, use of the TensorCore. A value that it does
-    not print is absent."""
+    """The chips in the tables of `tpu-info`: memory, duty cycle, use of the TensorCore; absent: it is not printed."""
     samples: dict[int, GpuSample] = {}
     section = ""
     for line in output.splitlines():

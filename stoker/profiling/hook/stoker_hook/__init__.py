@@ -2,10 +2,8 @@
 
 `start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
 it: `torch_loop.py`, `tensorflow_loop.py`, which is also for Keras, and `jax_loop.py`. They report to `clock.py`, whose
-values are in shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by
-stoker itself.
-Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once
-(`failures.py`), and the job goes on.
+values are in shared memory that the watcher reads (`stoker/watch/hook_reader.py`). Only the standard library and syntax
+of Python 3.8; nothing of stoker. An error here is written to a file once (`failures.py`), and the job goes on.
 """
 
 import os
@@ -20,14 +18,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def _read_patches() -> "dict[str, list[str]]":
-    """Module of a framework → module of the hook, function, its further arguments."""
-    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "patches.txt")) as file:
-        rows = [line.split() for line in file if not line.startswith("#")]
-    return {row[0]: row[1:] for row in rows}
-
-
-PATCHES = _read_patches()
+with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "patches.txt")) as _file:
+    PATCHES = {row[0]: row[1:] for row in (line.split() for line in _file if not line.startswith("#"))}
+"""Module of a framework → module of the hook, function, its further arguments."""
 TRAINERS = ("pytorch_lightning", "lightning", "ultralytics", "transformers", "accelerate", "timm", "mmengine")
 """Packages with a training loop of their own, or parts of one: their names are published besides their framework's."""
 FRAMEWORKS = ("torch", "tensorflow", "keras")
@@ -50,8 +43,7 @@ class PatchingFinder:
 
 
 def _publish_clock() -> None:
-    """Publishes the clock, except in children of multiprocessing, which are mostly loader workers: those publish it
-    when they train."""
+    """Publishes the clock. Children of multiprocessing, mostly loader workers, publish it only when they train."""
     process = sys.modules.get("multiprocessing.process")
     if process is None or process.parent_process() is None:
         try:
@@ -63,8 +55,7 @@ def _publish_clock() -> None:
 
 
 def _wrap_import(loader: "Any", name: str) -> None:
-    """Publishes the clock before the import of a framework (many libraries only look whether there is one), and patches
-    other modules after theirs."""
+    """Publishes the clock before a framework is loaded (many programs only look for it), patches others after that."""
     execute: Callable[[ModuleType], None] | None = getattr(loader, "exec_module", None)
     if execute is None:
         return
@@ -82,7 +73,7 @@ def _wrap_import(loader: "Any", name: str) -> None:
             if name.partition(".")[0] in TRAINERS:
                 from .clock import clock
 
-                if clock.is_published():
+                if clock.is_published:
                     clock.publish(name.partition(".")[0])
         except Exception as error:  # noqa: BLE001 (the job's import succeeded: it goes on without timing)
             failures.report_failure(name, error)

@@ -1,5 +1,4 @@
-"""The phase of a process's training thread, as sums of seconds by slot, in memory that the watcher can read at any
-time.
+"""The phase of a process's training thread, as sums of seconds by slot, in memory that the watcher reads at any time.
 
 Each instant since the clock started is in exactly one slot, so the slots add up to the elapsed time. Work without an
 explicit phase is classified by what follows: work on a batch is training if a backward or an optimizer step comes
@@ -9,8 +8,8 @@ the call of `.eval()` of the model that the optimizer trains to the next `.train
 last step stays in `after_step`: the job ends.
 
 The state file has 1,024 bytes of JSON (process, names of the slots), then a double per slot, in a mapped file of 4,096
-bytes; it needs no thread, no write and no lock, and remains after a SIGKILL. One process trains in one thread; other
-threads are not counted. Loader workers never have a state file. Reader: `stoker/watch/hook_reader.py`.
+bytes, which remains after a SIGKILL. One process trains in one thread; other threads are not counted. Loader workers
+never have a state file. Reader: `stoker/watch/hook_reader.py`.
 """
 
 import atexit
@@ -30,9 +29,7 @@ from .mistakes import MistakeFinder
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, TypeVar
-
-    Call = TypeVar("Call", bound=Callable[..., Any])
+    from typing import Any
 
 SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr",
@@ -70,8 +67,7 @@ SOURCE_ATTR = "_stoker_source"
 
 
 class BatchSource:
-    """An iterator of batches. workers: processes that load them, −1 if not known. is_training: None until it is
-    known."""
+    """An iterator of batches. workers: processes that load them, −1: not known. is_training: None: not known yet."""
 
     __slots__ = ("batches", "is_training", "num_images", "unproven_batches", "workers")
 
@@ -98,34 +94,38 @@ class PhaseClock:
         self.values: Any = [0.0] * (len(SLOTS) + CPU_OFFSET)
         self.thread_id = get_ident()
         self.enabled = True
-        self._is_published = False
+        self.is_published = False
         self._mapping: Any = None
         self._frameworks: list[str] = []
         self._recompiled = ""
         self._current_slot = STARTUP
         self._stack = [STARTUP]
-        self._has_stepped = False
+        self.has_stepped = False
         self._open_sources: list[BatchSource] = []
         self.is_fetching_for_training = False
         """Set while a framework fetches batches of which it says that they are for training."""
         self._eval_source: BatchSource | None = None
         self._optimizer: Any = None
         self._other_steps = 0
-        self._num_backwards, self._has_optimizer = 0, False
+        self._num_backwards, self.has_optimizer = 0, False
         self.device_events: Any = None
         """Events of the device, if there is one."""
         self._growth = GrowthFinder(self._report_growth)
         self.mistakes = MistakeFinder(self._directory)
-        for unknown in (RANK, LR, WORKERS, RECOMPILES):
+        for unknown in (LR, WORKERS, RECOMPILES):
             self.values[unknown] = -1.0
         self.values[BEGIN] = self.values[LAST_UPDATE] = self._last = monotonic()
         self._last_cpu = thread_time()
         self.values[CURRENT_SLOT] = STARTUP
-        self.values[RANK] = _rank_from_env()
+        # within this machine, as launchers name it
+        ranks = (
+            os.environ.get(name, "") for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "RANK")
+        )
+        self.values[RANK] = next((float(rank) for rank in ranks if rank.isdigit()), -1.0)
 
     def publish(self, framework: str = "") -> None:
         """Creates the state file and adds the framework to it."""
-        if not self.enabled or (self._is_published and framework in self._frameworks):
+        if not self.enabled or (self.is_published and framework in self._frameworks):
             return
         if framework:
             self._frameworks.append(framework)
@@ -133,7 +133,7 @@ class PhaseClock:
             if self._mapping is not None:
                 self._mapping[:HEADER_BYTES] = self._header()
                 return
-            self._is_published = True
+            self.is_published = True
             path = os.path.join(self._directory, f"{os.getpid()}-{self.values[BEGIN]:.6f}.state")
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -149,12 +149,6 @@ class PhaseClock:
         except Exception as error:  # noqa: BLE001 (no space or no folder: this process is not timed)
             self.enabled = False
             report_failure("state file", error)
-
-    def is_published(self) -> bool:
-        return self._is_published
-
-    def has_stepped(self) -> bool:
-        return self._has_stepped
 
     def set_recompiled(self, function: str) -> None:
         """function: the one that was compiled most often, if any was compiled again; in the header."""
@@ -182,7 +176,7 @@ class PhaseClock:
 
     def _set_slot(self, slot: int) -> None:
         """The time from the last update on is in this slot; before the first step, all but evaluation is startup."""
-        self._current_slot = slot if self._has_stepped or slot == EVAL else STARTUP
+        self._current_slot = slot if self.has_stepped or slot == EVAL else STARTUP
         self.values[CURRENT_SLOT] = self._current_slot
 
     def _set_base_slot(self, slot: int) -> None:
@@ -218,30 +212,21 @@ class PhaseClock:
 
     def is_after_step(self) -> bool:
         """Whether this is the training thread, after a step or an evaluation, and before the next batch."""
-        return self._stack[0] in (AFTER_STEP, EVAL) and self._has_stepped and self.is_outside_phases()
+        return self._stack[0] in (AFTER_STEP, EVAL) and self.has_stepped and self.is_outside_phases()
 
     def may_evaluate(self) -> bool:
         """Whether an evaluation may begin now: after a step, or with a batch that may be one of it."""
-        return self._has_stepped and self._stack[0] in (AFTER_STEP, EVAL, MAYBE_WORK) and self.is_outside_phases()
+        return self.has_stepped and self._stack[0] in (AFTER_STEP, EVAL, MAYBE_WORK) and self.is_outside_phases()
 
-    def is_of_training(self, parameters: "Any", fraction: float = 0.5) -> bool:
-        """Whether at least this fraction of the optimizer's parameters are among these: a part of the model is not
-        enough."""
-        trained = self._trained()
-        return bool(trained) and len(trained & {id(p) for p in parameters}) >= fraction * len(trained)
-
-    def trains_most_of(self, parameters: "Any") -> bool:
-        """Whether the optimizer has at least half of these."""
-        trained, own = self._trained(), {id(p) for p in parameters}
-        return 2 * len(trained & own) >= len(own)
-
-    def _trained(self) -> "set[int]":
+    def is_of_training(self, parameters: "Any", of_optimizer: float = 0.5, of_own: float = 0.0) -> bool:
+        """Whether at least these fractions of the optimizer's parameters are among these, and the other way round."""
         optimizer = None if self._optimizer is None else self._optimizer()
-        return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+        trained = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+        own = {id(p) for p in parameters}
+        return bool(trained) and len(trained & own) >= max(of_optimizer * len(trained), of_own * len(own))
 
     def set_evaluating(self, is_evaluating: bool) -> None:
-        """Between steps: the model that is trained was put into its mode for evaluation, or for training. Batches of
-        which nothing is known are then of the evaluation."""
+        """Between steps: the model that is trained changed its mode. Batches of unknown use are of an evaluation."""
         self.update()
         if is_evaluating and self._stack[0] == MAYBE_WORK:
             for source in [source for source in self._open_sources if source.is_training is None]:
@@ -253,8 +238,13 @@ class PhaseClock:
         """Whether this is the training thread, outside of explicit phases."""
         return self.enabled and len(self._stack) == 1 and get_ident() == self.thread_id
 
-    def is_in_training_thread(self) -> bool:
-        return self.enabled and get_ident() == self.thread_id
+    def observe(self, look: "Callable[..., None]", *args: "Any") -> None:
+        """Calls a function of `mistakes`, if this is the training thread."""
+        if self.mistakes.is_on and self.enabled and get_ident() == self.thread_id:
+            try:
+                look(*args)
+            except Exception as error:  # noqa: BLE001 (a batch, a module or an optimizer of a kind that is not known)
+                self.mistakes.stop(error)
 
     def is_in(self, slot: int) -> bool:
         """Whether the training thread is in this explicit phase."""
@@ -283,7 +273,7 @@ class PhaseClock:
                 else:
                     self._mark_as_evaluation(source)
             if self.device_events is not None:
-                self.device_events.pause()
+                self.device_events.end(BUSY)
             wait_slot = MAYBE_WAIT if source.is_training is None else INPUT_WAIT if source.is_training else EVAL
             self._stack.append(wait_slot)
             self._set_slot(wait_slot)
@@ -306,7 +296,7 @@ class PhaseClock:
                 self._count_batches(source)
             self._set_base_slot(COMPUTE if source.is_training else MAYBE_WORK)
             if self.device_events is not None:
-                self.device_events.resume()
+                self.device_events.begin(BUSY)
         except Exception as error:  # noqa: BLE001
             self.disable("wait", error)
 
@@ -325,9 +315,8 @@ class PhaseClock:
             self.disable("wait", error)
 
     def _is_of_jax(self) -> bool:
-        """Whether JAX has compiled, and no optimizer has stepped, as it has none: batches of another framework's loader
-        tell nothing."""
-        return not self._has_stepped and any(name.startswith("jax") for name in self._frameworks)
+        """Whether JAX has compiled, and no optimizer has stepped, as it has none: then batches tell nothing."""
+        return not self.has_stepped and any(name.startswith("jax") for name in self._frameworks)
 
     def _mark_as_evaluation(self, source: BatchSource) -> None:
         source.is_training = False
@@ -349,7 +338,7 @@ class PhaseClock:
         try:
             if not self.enabled or get_ident() != self.thread_id:
                 return
-            if not self._is_published:  # a forked child that trains
+            if not self.is_published:  # a forked child that trains
                 self.publish()
             if self._eval_source is not None:  # misclassified: the loop skipped its first batches
                 self._open_sources.append(self._eval_source)
@@ -369,13 +358,12 @@ class PhaseClock:
             self.disable("trains", error)
 
     def count_backward(self, module: "Any") -> None:
-        """A backward pass has ended that is in no other one. A job that changes its weights itself has no optimizer
-        that steps: then each is a step, after MAX_BACKWARDS of them."""
-        if not self._has_optimizer and get_ident() == self.thread_id:
+        """An outermost backward pass has ended. Of a job without an optimizer, each is a step, after MAX_BACKWARDS."""
+        if not self.has_optimizer and get_ident() == self.thread_id:
             self._num_backwards += 1
             if self._num_backwards > MAX_BACKWARDS:
                 self.count_optimizer_step(module, None)
-                self._has_optimizer = False
+                self.has_optimizer = False
 
     def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1, *, has_gradients: bool = True) -> None:
         """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step."""
@@ -383,17 +371,17 @@ class PhaseClock:
             if not self.enabled:
                 return
             if get_ident() != self.thread_id:
-                if self._has_stepped or len(self._stack) > 1:
+                if self.has_stepped or len(self._stack) > 1:
                     return
                 self.thread_id = get_ident()
                 self._last_cpu = thread_time()  # the last value was of another thread
             self.confirm_training()
             self.update()
             first = None if self._optimizer is None else self._optimizer()
-            if first is None or self._other_steps > 100 or not self._has_optimizer:
+            if first is None or self._other_steps > 100 or not self.has_optimizer:
                 self._optimizer, first = ref(optimizer), optimizer
             self._other_steps = 0 if first is optimizer else self._other_steps + 1
-            self._has_optimizer = True
+            self.has_optimizer = True
             values = self.values
             if first is optimizer:
                 values[STEPS] += steps
@@ -401,14 +389,14 @@ class PhaseClock:
                 if isinstance(lr, float):
                     values[LR] = lr
             self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
-            if not self._has_stepped:
-                self._has_stepped = True
+            if not self.has_stepped:
+                self.has_stepped = True
                 if self.make_device_events is not None:
                     self.device_events = self.make_device_events(self)
             self._stack[0] = AFTER_STEP
             self._set_slot(self._stack[-1])
             if self.device_events is not None:
-                self.device_events.pause()
+                self.device_events.end(BUSY)
             if self._last >= self._growth.next_s:
                 self._growth.check(self._last)
         except Exception as error:  # noqa: BLE001
@@ -438,14 +426,6 @@ class PhaseClock:
         report_failure(location, error)
 
 
-def _rank_from_env() -> float:
-    """The rank within this machine, as launchers name it; −1 if not known."""
-    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "RANK"):
-        if os.environ.get(name, "").isdigit():
-            return float(os.environ[name])
-    return -1.0
-
-
 def _count(batch: "Any", count: "Any") -> int:
     try:
         return int(count(batch))
@@ -454,17 +434,13 @@ def _count(batch: "Any", count: "Any") -> int:
         return 0
 
 
-def wrap_timed(slot: int, original: "Call") -> "Call":
-    """The function, timed as a phase."""
-    return timed(original, lambda: clock.begin(slot))
-
-
 def patch_timed(module: "Any", phase: str, *names: str) -> None:
     """Times functions of a module, `name` or `Class.name`, as a phase."""
+    slot = SLOTS.index(phase)
     for name in names:
         owner, _, attribute = name.rpartition(".")
         target = getattr(module, owner) if owner else module
-        setattr(target, attribute, wrap_timed(SLOTS.index(phase), getattr(target, attribute)))
+        setattr(target, attribute, timed(getattr(target, attribute), lambda: clock.begin(slot)))
 
 
 def timed_next(

@@ -59,8 +59,7 @@ class _Exit:
 
 
 def _note(status: "Any") -> None:
-    """Writes the error that is handled now, if this is a failure; else what an earlier call wrote is removed: the
-    process went on. Raises nothing."""
+    """Writes the error that is handled now, if this is a failure; else removes what an earlier call wrote."""
     try:
         if get_ident() != _main_thread:
             return

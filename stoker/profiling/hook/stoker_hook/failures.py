@@ -1,5 +1,4 @@
-"""Failures of the hook: each is written once into the state directory, and the job goes on. The base of all its
-modules."""
+"""Failures of the hook: each is written once into the state directory, and the job goes on."""
 
 import os
 

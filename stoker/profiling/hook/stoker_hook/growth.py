@@ -1,10 +1,9 @@
 """Which lists, dictionaries, sets and deques of the job's own code grow while its memory does.
 
 The clock calls `GrowthFinder.check` after a step, in the training thread. Every CHECK_S it reads the memory of the
-process; only if that has grown in most of the last windows, by a line and not at once, it looks at the globals of the
-job's own modules, the locals of the functions that run, attributes of objects there, and values of dictionaries there.
-A look stops after MAX_LOOK_S of CPU time, and the time between looks doubles up to MAX_GAP_S. Lengths are compared with
-those of the look before. No code of the job is called, no reference is kept, and no failure reaches the job.
+process; only if that has grown in most of the last windows, it compares the lengths of globals of the job's own
+modules, locals of the functions that run, attributes of objects there, and values of dictionaries there with those of
+the look before. No code of the job is called, no reference is kept, and no failure reaches the job.
 """
 
 import os
@@ -20,17 +19,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 CHECK_S, MAX_CHECK_S, WINDOWS = 5.0, 600.0, 4
-"""Time between reads of the memory, a twentieth of that since the first one between these bounds, so that growth by
-epochs is seen as well; and how many of these make a trend."""
+"""Time between reads of the memory, a twentieth of that since the first one in these bounds; how many make a trend."""
 MIN_GROWTH_BYTES = 16 << 20
 """Of the memory over the windows; less is not looked for."""
 FIRST_GAP_S, MAX_GAP_S = 10.0, 300.0
 MAX_LOOK_S, MAX_CONTAINERS, MAX_FRAMES, MAX_VALUES, MAX_HOLDERS = 0.005, 4000, 40, 64, 3
-"""Of a look: CPU-seconds, containers, frames, values of a dictionary or attributes that are looked at; then what is
-reported."""
+"""Of a look: CPU-seconds, containers, frames, values of a dictionary or attributes; then what is reported."""
 MIN_SHARE = 0.1
-"""Of the growth of the process, by the estimate, from which a container is reported; one that keeps graphs always
-is."""
+"""Of the growth of the process, from which a container is reported; one that keeps graphs always is."""
 SAMPLED_ITEMS = 4
 
 NOT_OWN = re.compile(
@@ -44,8 +40,7 @@ _SKIPPED_TYPES = (type, type(sys), type(NOT_OWN.search), type(len), type(lambda:
 
 
 class GrowthFinder:
-    """report: called with a list of holders (`_describe`), the largest first. memory_bytes: of the process and of its
-    device; for tests."""
+    """report: called with a list of holders (`_describe`), the largest first. memory_bytes: a function, for tests."""
 
     def __init__(self, report: "Callable[[list[dict[str, Any]]], None]", memory_bytes: "Any" = None) -> None:
         self._start_s = self.next_s = 0.0
@@ -88,10 +83,8 @@ class GrowthFinder:
             return False
         used = [value for _, value in self._memory]
         rises = [after - before for before, after in zip(used, used[1:])]  # noqa: B905, RUF007 (Python 3.8)
-        growth = used[-1] - used[0]
-        return (
-            growth >= MIN_GROWTH_BYTES and sum(rise > 0 for rise in rises) >= WINDOWS - 1 and max(rises) < 0.8 * growth
-        )
+        growth, num_rises = used[-1] - used[0], sum(rise > 0 for rise in rises)
+        return growth >= MIN_GROWTH_BYTES and num_rises >= WINDOWS - 1 and max(rises) < 0.8 * growth
 
     def _look(self) -> "tuple[dict[str, int], list[dict[str, Any]]]":
         """(key of a container → its length, those that grew since the last look)."""
@@ -183,14 +176,12 @@ def _describe(where: str, name: str, container: "Any", before: int, after: int) 
     file, _, function = where.rpartition(":")
     items = _newest(container)
     sizes = [_size(item, 2) for item in items]
-    tensors = [
-        item for item in items for item in (item if type(item) in (tuple, list) else (item,)) if _is_tensor(item)
-    ]
+    parts = (part for item in items for part in (item if type(item) in (tuple, list) else (item,)))
     return {
         "file": file, "function": function, "name": name, "type": type(container).__name__, "before": before,
         "after": after, "bytes": int(sum(sizes) / max(1, len(sizes)) * (after - before)),
         "items": type(items[-1]).__name__ if items else "",
-        "graph": any(tensor.grad_fn is not None for tensor in tensors),
+        "graph": any(_is_tensor(part) and part.grad_fn is not None for part in parts),
     }  # fmt: skip
 
 
@@ -217,12 +208,10 @@ def _size(item: "Any", depth: int) -> float:
         return float(item.element_size() * item.nelement())
     if kind.__module__ == "numpy" and hasattr(kind, "nbytes"):
         return float(item.nbytes)
-    if kind in (list, tuple) and depth and item:
-        some = item[:SAMPLED_ITEMS]
-        return 56 + len(item) * (8 + sum(_size(one, depth - 1) for one in some) / len(some))
-    if kind is dict and depth and item:
-        values = list(item.values())[:SAMPLED_ITEMS]
-        return 64 + len(item) * (100 + sum(_size(one, depth - 1) for one in values) / len(values))
+    if kind in (list, tuple, dict) and depth and item:
+        some = list(islice(item.values() if kind is dict else item, SAMPLED_ITEMS))
+        own, each = (64, 100) if kind is dict else (56, 8)
+        return own + len(item) * (each + sum(_size(one, depth - 1) for one in some) / len(some))
     return float(sys.getsizeof(item)) if kind in (str, bytes, bytearray, int, float, list, tuple, dict) else 64.0
 
 

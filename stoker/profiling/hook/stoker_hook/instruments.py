@@ -6,14 +6,13 @@ not to be timed (another thread, a phase inside the same phase). Nothing here im
 
 Waits for other ranks (torch 2.0 to 2.15):
 
-* `Work.wait`: every collective, send and receive that is called from Python passes here, also `barrier`, collectives of
-  objects and `async_op` ones. With gloo the thread waits in it; with NCCL it returns at once and the stream waits.
+* `Work.wait`: all collectives, sends and receives that are called from Python. With gloo the thread waits in it; with
+  NCCL it returns at once and the stream waits.
 * `ProcessGroup.monitored_barrier`, which waits in C++.
 * `_broadcast_coalesced`: DistributedDataParallel copies its buffers (of batch norm) in C++ before each forward pass.
 * `torch.autograd.backward`: DistributedDataParallel waits for its buckets in a callback of the autograd engine. Such
-  callbacks run in the order in which they were queued, on the streams of the caller of backward. So a callback that is
-  queued with the first gradient runs before that wait, and one that it queues in turn runs after it. The time between
-  the two is the communication that no computation hid.
+  callbacks run in the order in which they were queued. So a callback that is queued with the first gradient runs before
+  that wait, and one that it queues in turn after it: between the two is the communication that no computation hid.
 
 Not measured: communication inside compiled graphs, and FSDP, which waits between streams.
 """
@@ -70,17 +69,11 @@ def patch_collectives(
     begin_exchange: for the wait at the end of a backward pass, default `begin_wait`; it may be called in a thread of
     autograd, for which the training thread waits meanwhile. is_training_thread: whether a backward pass is timed.
     """
-    dist = modules["torch.distributed"]
-    begin_exchange = begin_exchange or begin_wait
-    return [
-        Patch(dist.Work, "wait", lambda original: timed(original, begin_wait)),
-        Patch(dist.ProcessGroup, "monitored_barrier", lambda original: timed(original, begin_wait)),
-        Patch(dist, "_broadcast_coalesced", lambda original: timed(original, begin_wait)),
-        Patch(
-            modules["torch.autograd"], "backward",
-            lambda original: _time_exchange(original, begin_exchange, is_training_thread),
-        ),
-    ]  # fmt: skip
+    dist, begin = modules["torch.distributed"], begin_exchange or begin_wait
+    waits = ((dist.Work, "wait"), (dist.ProcessGroup, "monitored_barrier"), (dist, "_broadcast_coalesced"))
+    patches = [Patch(owner, name, lambda original: timed(original, begin_wait)) for owner, name in waits]
+    backward = Patch(modules["torch.autograd"], "backward", lambda f: _time_exchange(f, begin, is_training_thread))
+    return [*patches, backward]
 
 
 def _time_exchange(original: "Any", begin: "Begin", is_training_thread: "Callable[[], bool]") -> "Any":
@@ -114,8 +107,8 @@ def _time_exchange(original: "Any", begin: "Begin", is_training_thread: "Callabl
 
 
 def time_compilations(handler: "Any", begin: "Begin") -> "OnEnd":
-    """handler: `callback_handler` of torch._dynamo.callback, which torch.compile loads. Times from the start to the end
-    of a compilation, including a later one of the backward. Returns what ends it."""
+    """Times compilations, also those of the backward. handler: `callback_handler` of torch._dynamo.callback. Returns
+    what ends it."""
     open_ends: list[Any] = []
 
     def on_start(*_: "Any") -> None:

@@ -28,7 +28,7 @@ def patch_monitoring(module: "Any") -> None:
             return
         try:
             process = modules.get("multiprocessing.process")
-            if clock.has_stepped() or (process is not None and process.parent_process() is not None):
+            if clock.has_stepped or (process is not None and process.parent_process() is not None):
                 return  # torch or TensorFlow trains here, or a loader worker compiles
             _look_for_aids(MIN_LOOKS)
             version = getattr(modules.get("jax"), "__version__", "")
@@ -54,7 +54,7 @@ def _look_for_aids(looks: int) -> None:
     try:
         config = getattr(modules.get("jax"), "config", None)
         for kind in AIDS:
-            if clock.is_published() and getattr(config, kind, False) and clock.mistakes.count(kind) >= looks:
+            if clock.is_published and getattr(config, kind, False) and clock.mistakes.count(kind) >= looks:
                 clock.mistakes.report(kind)
     except Exception as error:  # noqa: BLE001 (the job goes on)
         report_failure("jax", error)

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections import deque
+from itertools import islice
 from weakref import ref
 
 from .batches import BatchFinder
@@ -28,16 +29,14 @@ MIN_LOOKS, MIN_ON = 3, 0.9
 WATCHED_STEPS, MIN_OLD = 40, 0.9
 """Steps of an optimizer in which its gradients are followed, and the fraction of them that began with old ones."""
 MIN_REPLACED, MAX_REPLACED_STEPS = 4, 200
-"""Optimizers that took the place of others of so few steps, from which the loop makes them again and again: one that
-freezes a part of the model first has two, and stages of a training are longer."""
+"""Optimizers that took the place of others of so few steps, from which the loop makes them again and again."""
 MAX_READ = 4096
 """Values of a gradient, or of a weight, that are read."""
 WEIGHTS, GROWTH_STEPS, MIN_WEIGHT_GROWTH = 3, (16, 400), 5.0
 """Matrices of an optimizer whose size before its first step is known, the steps from and up to which they are looked at
 again, and the growth from which these are far too large."""
 USED_STEPS, MIN_UNUSED = (17, 34, 51), 0.55
-"""Steps of an optimizer, odd and even ones, at which it is seen which of its parameters have no gradient, and the
-fraction of its values that have none in all of them."""
+"""Steps of an optimizer, odd and even, at which parameters without a gradient are looked for; fraction of values."""
 PLACE_ATTR = "_stoker_place"
 """Attribute of an optimizer: the line that made it."""
 LOSS_BACKWARDS, MAX_LOSS_NODES = (1, 2, 5, 20), 300
@@ -54,8 +53,8 @@ _TRAINS_ONLY = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth", "Instance
 
 
 class _Watched:
-    """An optimizer. position: (group, index) of a parameter that has a gradient; nothing may refer to the parameter
-    itself, not even weakly, as torch.utils.swap_tensors refuses that."""
+    """An optimizer. position: (group, index) of a parameter that has a gradient; torch.utils.swap_tensors refuses
+    parameters to which something refers, also weakly."""
 
     __slots__ = ("before", "is_cleared", "look_at", "old", "optimizer", "position", "saw_backward", "sizes", "steps",
                  "unused")  # fmt: skip
@@ -121,11 +120,11 @@ class MistakeFinder:
         self._sizes: list[int] = []
         self._evaluated: deque[Any] = deque(maxlen=8)
         self._eval_steps = 0
-        self._batches = BatchFinder(self.report, self.withdraw, own_line)
+        self.batches = BatchFinder(self.report, self.withdraw, own_line)
         self._retains = False
         """Whether the newest backward pass keeps its graph."""
         self._cores: float | None = None
-        self._is_on = True
+        self.is_on = True
 
     def report(self, kind: str, place: str = "", **values: "Any") -> None:
         """Writes it into a file for the watcher, unless it is there. Never raises."""
@@ -144,37 +143,22 @@ class MistakeFinder:
                 json.dump(list(self._found.values()), file)
             os.replace(self._path + ".new", self._path)
         except Exception as error:  # noqa: BLE001 (no space, or the watcher is gone)
-            self._stop(error)
+            self.stop(error)
 
     def note_place(self, kind: str) -> None:
         """Something was turned on that is a mistake only if it stays."""
         try:
             self._places[kind] = own_line()
         except Exception as error:  # noqa: BLE001
-            self._stop(error)
+            self.stop(error)
 
     def note_evaluated(self, module: "Any") -> None:
         """The module was put into its mode for evaluation, in the training thread."""
-        if not self._is_on:
-            return
-        try:
-            self._evaluated.append((ref(module), own_line()))
-        except Exception as error:  # noqa: BLE001 (a class without weak references)
-            self._stop(error)
-
-    def note_batch(self, iterator: "Any", batch: "Any") -> None:
-        """The training thread got a batch from an iterator of a DataLoader."""
-        if not self._is_on:
-            return
-        try:
-            self._batches.note(iterator, batch)
-        except Exception as error:  # noqa: BLE001 (a tensor or a data set of a kind that is not known)
-            self._stop(error)
+        self._evaluated.append((ref(module), own_line()))
 
     def before_backward(self, tensors: "Any", create_graph: "Any", retain_graph: "Any") -> None:
-        """An outermost backward pass of the training thread begins, from the loss or several tensors. create_graph,
-        retain_graph: as of torch.autograd.backward."""
-        if not self._is_on or _is_compiling():
+        """An outermost backward pass begins, with these arguments of torch.autograd.backward."""
+        if not self.is_on or _is_compiling():
             return
         try:
             self._backwards += 1
@@ -200,63 +184,57 @@ class MistakeFinder:
                 if len(sizes) == len(SIZED_BACKWARDS) and grows and sizes[1] < MAX_NODES:
                     self.report("growing_graph", own_line(), first=sizes[0], last=sizes[-1])
         except Exception as error:  # noqa: BLE001 (a tensor of a kind that is not known)
-            self._stop(error)
+            self.stop(error)
 
     def after_backward(self) -> None:
         """It has ended without an error."""
-        if not self._is_on or _is_compiling():
+        if not self.is_on or _is_compiling():
             return
         try:
             for watched in self._watched.values():
                 watched.end_backward()
         except Exception as error:  # noqa: BLE001 (as above)
-            self._stop(error)
+            self.stop(error)
 
-    def before_step(self, optimizer: "Any", groups: "Any") -> None:
+    def before_step(self, optimizer: "Any") -> None:
         """An optimizer of torch will step."""
         key = id(optimizer)
-        if not self._is_on or key in self._watched or key in self._first_sizes or _is_compiling():
+        if key in self._watched or key in self._first_sizes or _is_compiling():
             return
-        try:
-            if len(self._first_sizes) > 64:
-                self._first_sizes.clear()
-            self._first_sizes[key] = {where: size for where, size in _sizes(groups) if size > 0}
-        except Exception as error:  # noqa: BLE001 (an optimizer with other groups than torch's)
-            self._stop(error)
+        if len(self._first_sizes) > 64:
+            self._first_sizes.clear()
+        self._first_sizes[key] = {where: size for where, size in _sizes(optimizer.param_groups) if size > 0}
 
     def after_step(self, optimizer: "Any", groups: "Any", is_trained: "Callable[[Any], bool]") -> None:
         """An optimizer of torch has stepped. is_trained: whether a module has the parameters that are trained."""
-        if not self._is_on or _is_compiling():
+        if _is_compiling():
             return
-        try:
-            watched = self._watched.get(id(optimizer))
-            if watched is None or watched.optimizer() is not optimizer:
-                self._add(optimizer, groups)
-            elif watched.step():
-                self.report("old_gradients", own_line())
-            self._steps += 1
-            if self._retains and self.count("retained_graph") >= max(LOOK_STEPS, MIN_ON * self._steps):
-                self.report("retained_graph")
-            self._retains = False
-            self._batches.after_step()
-            if self._evaluated:
-                self._look_at_mode(is_trained)
-            if watched is not None and watched.steps in USED_STEPS:
-                self._look_at_used(watched, groups)
-            if watched is not None and watched.steps == watched.look_at:
-                at = watched.look_at
-                watched.look_at = at + LOOK_STEPS if at < FREQUENT_STEPS else 2 * at
-                self._look_at_gradients(groups, id(optimizer))
-                self._look_at_weights(watched, optimizer, groups)
-            if self._steps % LOOK_STEPS == 0:
-                self.look(_torch_aids())
-                self._look_at_threads()
-        except Exception as error:  # noqa: BLE001 (an optimizer with other groups than torch's)
-            self._stop(error)
+        watched = self._watched.get(id(optimizer))
+        if watched is None or watched.optimizer() is not optimizer:
+            self._add(optimizer, groups)
+        elif watched.step():
+            self.report("old_gradients", own_line())
+        self._steps += 1
+        if self._retains and self.count("retained_graph") >= max(LOOK_STEPS, MIN_ON * self._steps):
+            self.report("retained_graph")
+        self._retains = False
+        self.batches.after_step()
+        if self._evaluated:
+            self._look_at_mode(is_trained)
+        if watched is not None and watched.steps in USED_STEPS:
+            self._look_at_used(watched, groups)
+        if watched is not None and watched.steps == watched.look_at:
+            at = watched.look_at
+            watched.look_at = at + LOOK_STEPS if at < FREQUENT_STEPS else 2 * at
+            self._look_at_gradients(groups, id(optimizer))
+            self._look_at_weights(watched, optimizer, groups)
+        if self._steps % LOOK_STEPS == 0:
+            self.look(_torch_aids())
+            self._look_at_threads()
 
     def look(self, aids: "dict[str, bool]") -> None:
         """aids: kind → whether it is on; those of Python are added. One that is on in nearly all looks is reported."""
-        if not self._is_on:
+        if not self.is_on:
             return
         self._num_looks += 1
         for kind, is_on in {**_python_aids(), **aids}.items():
@@ -273,11 +251,9 @@ class MistakeFinder:
 
     def _add(self, optimizer: "Any", groups: "Any") -> None:
         """An optimizer steps for the first time."""
-        places = ((one.grad, one, (i, k)) for i, group in enumerate(groups) for k, one in enumerate(group["params"]))
-        grad, parameter, position = next(
-            (place for place in places if place[0] is not None and _is_readable(place[0])), (None, None, (0, 0))
-        )
-        if grad is None or parameter is None:
+        with_grad = (entry for entry in _parameters(groups) if entry[1].grad is not None)
+        position, parameter = next((entry for entry in with_grad if _is_readable(entry[1].grad)), ((0, 0), None))
+        if parameter is None:
             return
         key = (id(parameter), tuple(parameter.shape))
         older, watched = self._owners.get(key), _Watched(optimizer, position)
@@ -309,25 +285,17 @@ class MistakeFinder:
 
     def _look_at_used(self, watched: "_Watched", groups: "Any") -> None:
         """Which parameters of an optimizer have had no gradient in any of the looks."""
-        without, values, total = set(), 0, 0
-        for i, group in enumerate(groups):
-            for k, parameter in enumerate(group["params"]):
-                total += parameter.numel()
-                if (
-                    parameter.grad is None
-                    and parameter.requires_grad
-                    and (watched.unused is None or (i, k) in watched.unused)
-                ):
-                    without.add((i, k))
-                    values += parameter.numel()
-        watched.unused = without
+        sizes = {where: parameter.numel() for where, parameter in _parameters(groups)}
+        without = {
+            where for where, parameter in _parameters(groups) if parameter.grad is None and parameter.requires_grad
+        }
+        watched.unused = without if watched.unused is None else without & watched.unused
+        values, total = sum(sizes[where] for where in watched.unused), sum(sizes.values())
         if watched.steps == USED_STEPS[-1] and MIN_UNUSED * total <= values < total:
-            optimizer = watched.optimizer()
+            optimizer, percent = watched.optimizer(), round(100 * values / total)
             place = "" if optimizer is None else optimizer.__dict__.get(PLACE_ATTR, "")
-            tensors = sum(len(group["params"]) for group in groups)
-            self.report(
-                "unused_parameters", place, unused=len(without), tensors=tensors, percent=round(100 * values / total)
-            )
+            unused = len(watched.unused)
+            self.report("unused_parameters", place, unused=unused, tensors=len(sizes), percent=percent)
 
     def _look_at_threads(self) -> None:
         self._cores = usable_cores() if self._cores is None else self._cores
@@ -354,25 +322,26 @@ class MistakeFinder:
             self.report("eval_mode", place, step=self._steps, layers=", ".join(affected[:3]))
 
     def _look_at_gradients(self, groups: "Any", optimizer: int) -> None:
-        gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
+        gradients = [parameter.grad for _, parameter in _parameters(groups) if parameter.grad is not None]
         gradients = [grad.detach() for grad in gradients if _is_readable(grad) and grad.is_floating_point()]
         smallest = min(gradients, key=lambda grad: grad.numel(), default=None)
         if smallest is None:
             return
         total = float(smallest.reshape(-1)[:MAX_READ].float().abs().sum())  # in half precision, a sum may overflow
-        is_finite = total - total == 0.0
-        is_zero = total == 0.0 and not any(bool(grad.any()) for grad in gradients)
-        is_double = str(smallest.dtype) == "torch.float64"
-        for kind, is_so in (("non_finite_gradients", not is_finite), ("zero_gradients", is_zero),
-                            ("double_precision", is_double)):  # fmt: skip
+        found = {
+            "non_finite_gradients": total - total != 0.0,
+            "zero_gradients": total == 0.0 and not any(bool(grad.any()) for grad in gradients),
+            "double_precision": str(smallest.dtype) == "torch.float64",
+        }
+        for kind, is_so in found.items():
             name = "%s of %d" % (kind, optimizer)  # noqa: UP031
             if is_so and self.count(name) >= MIN_LOOKS:
                 self.report(kind, step=self._steps)
             elif not is_so and self._looks.pop(name, 0) >= MIN_LOOKS:
                 self.withdraw(kind)
 
-    def _stop(self, error: BaseException) -> None:
-        self._is_on = False
+    def stop(self, error: BaseException) -> None:
+        self.is_on = False
         report_failure("mistakes", error)
 
 
@@ -434,18 +403,17 @@ def _is_readable(grad: "Any") -> bool:
     )
 
 
+def _parameters(groups: "Any") -> "Iterator[tuple[tuple[int, int], Any]]":
+    """(group and index in it, parameter) of each of an optimizer."""
+    return (((i, k), one) for i, group in enumerate(groups) for k, one in enumerate(group["params"]))
+
+
 def _sizes(groups: "Any") -> "Iterator[tuple[tuple[int, int], float]]":
     """(position, mean size of the values) of the first few matrices of an optimizer that have gradients."""
-    found = 0
-    for i, group in enumerate(groups):
-        for k, parameter in enumerate(group["params"]):
-            weight = parameter.detach()
-            if weight.dim() < 2 or parameter.grad is None or not _is_readable(weight) or not weight.is_floating_point():
-                continue
-            yield (i, k), float(weight.reshape(-1)[:MAX_READ].float().abs().mean())
-            found += 1
-            if found == WEIGHTS:
-                return
+    weights = ((where, one.detach()) for where, one in _parameters(groups) if one.dim() >= 2 and one.grad is not None)
+    readable = ((where, one) for where, one in weights if _is_readable(one) and one.is_floating_point())
+    for where, weight in islice(readable, WEIGHTS):
+        yield where, float(weight.reshape(-1)[:MAX_READ].float().abs().mean())
 
 
 def _nodes(tensors: "Any", limit: int) -> "Iterator[Any]":

@@ -1,19 +1,18 @@
 """Hooks for TensorFlow and Keras. In loops that users write: batches of eager iterators, calls of a `tf.function`,
-tracing. Of Keras: `fit`, `evaluate` and checkpoints, also on torch.
+tracing. Of Keras: `fit`, `evaluate` and checkpoints, also on torch. `patches.txt` says what is called for which module.
 
 A step is a call of a `tf.function` whose trace took a gradient (`GradientTape.gradient`, as the backward of torch), or
 an optimizer's update outside of graphs. A call that traces is `compile` as a whole: the first run of a new graph
 optimizes and compiles it in C++. A trace is a recompilation if the same Python function was traced in an earlier call.
 A step that is given an iterator fetches its batches inside its graph, as in Keras' `fit` on TensorFlow: only
-TensorFlow's profiler, which is sampled, knows the fraction of that. On torch, the batches of Keras come from an
-EpochIterator, one at a time. On JAX steps return before they are done, so nothing is timed. One function per module of
-a framework, called after its import. Not timed: calls of a ConcreteFunction, sessions of TensorFlow 1.
+TensorFlow's profiler, which is sampled, knows the fraction of that. On JAX steps return before they are done, so
+nothing is timed. Not timed: calls of a ConcreteFunction, sessions of TensorFlow 1.
 """
 
 import os
 import sys
 from _thread import get_ident
-from functools import wraps
+from functools import partial, wraps
 from time import monotonic
 
 from .clock import (
@@ -30,7 +29,7 @@ from .clock import (
     timed_next,
 )  # fmt: skip
 from .failures import STATE_DIR, report_failure
-from .instruments import count_images
+from .instruments import count_images, timed
 from .mistakes import LOOK_STEPS
 
 TYPE_CHECKING = False
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S, WARMUP_STEPS = 4.0, 60.0, 3
-"""Seconds from the first trace to the second, twice as long to each one after it, up to the longest; steps before the
-first one, in which the graph is built."""
+"""Seconds from the first trace to the second, then twice as long to each, up to the longest; steps before the first."""
 MAX_STEPS, MIN_TRACE_S, MIN_STEPS, MAX_TRACE_S = 50, 1.5, 3, 20.0
 """A trace ends after MAX_STEPS, after MIN_TRACE_S if it has MIN_STEPS, or after MAX_TRACE_S."""
 OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}
@@ -68,17 +66,9 @@ def _is_outside() -> bool:
     return state.function is None and not state.in_fit and clock.is_outside_phases()
 
 
-def patch_iterators(module: "Any") -> None:
-    """tensorflow.python.data.ops.iterator_ops: `next` of the iterator of a dataset, outside of graphs."""
-    _patch_next(module.OwnedIterator, "_next_internal")
-
-
-def patch_distributed_iterators(module: "Any") -> None:
-    """tensorflow.python.distribute.input_lib: iterators of tf.distribute, which call those of their datasets."""
-    _patch_next(module.DistributedIteratorBase, "__next__")
-
-
-def _patch_next(cls: "Any", name: str) -> None:
+def patch_next(module: "Any", class_name: str, name: str) -> None:
+    """`next` of iterators of a dataset, outside of graphs, and of those of tf.distribute, which call these."""
+    cls = getattr(module, class_name)
     original = getattr(cls, name)
 
     @wraps(original)
@@ -91,8 +81,7 @@ def _patch_next(cls: "Any", name: str) -> None:
 
 
 def patch_functions(module: "Any") -> None:
-    """tensorflow.python.eager.polymorphic_function.polymorphic_function (up to 2.9 `def_function`): each call of a
-    `tf.function`."""
+    """polymorphic_function of tensorflow.python.eager (up to 2.9 `def_function`): each call of a `tf.function`."""
     cls = module.Function
     if cls.__module__ != module.__name__:  # the old name of the module
         return
@@ -159,12 +148,8 @@ def _count_step(stepper: "Any") -> None:
 
 def _look_for_aids(stepper: "Any") -> None:
     """Each LOOK_STEPS: whether the step runs eagerly, because functions are told to, or as it is in none."""
-    if clock.values[STEPS] % LOOK_STEPS:
-        return
-    try:
-        _look(stepper)
-    except Exception as error:  # noqa: BLE001 (the job goes on)
-        report_failure("mistakes", error)
+    if clock.values[STEPS] % LOOK_STEPS == 0:
+        clock.observe(_look, stepper)
 
 
 def _look(stepper: "Any") -> None:
@@ -210,17 +195,6 @@ def patch_gradients(module: "Any") -> None:
     module.GradientTape.gradient = gradient
 
 
-def patch_keras_optimizer(module: "Any") -> None:
-    """keras.src.backend.tensorflow.optimizer: `apply`, which `apply_gradients` calls."""
-    _patch_apply(module.TFOptimizer, "apply")
-
-
-def patch_old_keras_optimizer(module: "Any") -> None:
-    """keras.src.optimizers.optimizer of Keras 2; in Keras 3 it inherits from that of the backend."""
-    if "apply_gradients" in vars(module.Optimizer):
-        _patch_apply(module.Optimizer, "apply_gradients")
-
-
 def patch_old_keras_model(module: "Any") -> None:
     """engine.training of Keras 2, also as the package tf_keras. Its steps are those of any `tf.function`."""
     patch_timed(module, "eval", "Model.evaluate", "Model.predict", "Model.predict_on_batch")
@@ -228,7 +202,11 @@ def patch_old_keras_model(module: "Any") -> None:
     clock.publish("Keras 2")
 
 
-def _patch_apply(cls: "Any", name: str) -> None:
+def patch_apply(module: "Any", class_name: str, name: str) -> None:
+    """Optimizers of Keras: `apply` of the backend's, which `apply_gradients` calls; in Keras 2 `apply_gradients`."""
+    cls = getattr(module, class_name)
+    if name == "apply_gradients" and name not in vars(cls):  # in Keras 3 it inherits from that of the backend
+        return
     original = getattr(cls, name)
 
     @wraps(original)
@@ -281,11 +259,8 @@ class ProfilerSampler:
         self._steps += 1
         self._graph_s += duration_s
         elapsed_s = monotonic() - self._start_s
-        if (
-            self._steps >= MAX_STEPS
-            or elapsed_s >= MAX_TRACE_S
-            or (elapsed_s >= MIN_TRACE_S and self._steps >= MIN_STEPS)
-        ):
+        is_enough = elapsed_s >= MIN_TRACE_S and self._steps >= MIN_STEPS
+        if is_enough or self._steps >= MAX_STEPS or elapsed_s >= MAX_TRACE_S:
             self._stop()
 
     def _stop(self) -> None:
@@ -350,10 +325,6 @@ def patch_epoch_iterator(module: "Any") -> None:
 
 
 def patch_torch_trainer(module: "Any") -> None:
-    trainer = module.TorchTrainer
-    patch_timed(module, "eval", "TorchTrainer.evaluate", "TorchTrainer.predict", "TorchTrainer.predict_on_batch")
-    clock.publish(_framework_name("torch"))
-
     def wrap_step(self: "Any", step: "Any") -> "Any":
         @wraps(step)
         def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
@@ -363,30 +334,16 @@ def patch_torch_trainer(module: "Any") -> None:
 
         return wrapper
 
-    _patch_train_function(trainer, wrap_step)
+    _patch_trainer(module.TorchTrainer, "torch", wrap_step)
 
 
-def wrap_fit(original: "Any") -> "Any":
-    """Keras' `fit`, in which other calls than its steps are not timed."""
-
-    @wraps(original)
-    def fit(*args: "Any", **kwargs: "Any") -> "Any":
-        was_in_fit, state.in_fit = state.in_fit, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            state.in_fit = was_in_fit
-
-    return fit
+def begin_fit() -> "Any":
+    """Keras' `fit` begins, in which other calls than its steps are not timed. Returns what ends it."""
+    was_in_fit, state.in_fit = state.in_fit, True
+    return partial(setattr, state, "in_fit", was_in_fit)
 
 
 def patch_tensorflow_trainer(module: "Any") -> None:
-    trainer = module.TensorFlowTrainer
-    names = ("evaluate", "predict", "predict_on_batch")
-    patch_timed(module, "eval", *(f"TensorFlowTrainer.{name}" for name in names))
-    clock.publish(_framework_name("tensorflow"))
-    trainer.fit = wrap_fit(trainer.fit)
-
     def wrap_step(self: "Any", step: "Any") -> "Any":
         def train_function(*args: "Any", **kwargs: "Any") -> "Any":
             # `train_on_batch` has its batch already: its step is timed as that of any `tf.function`
@@ -397,11 +354,14 @@ def patch_tensorflow_trainer(module: "Any") -> None:
 
         return train_function
 
-    _patch_train_function(trainer, wrap_step)
+    module.TensorFlowTrainer.fit = timed(module.TensorFlowTrainer.fit, begin_fit)
+    _patch_trainer(module.TensorFlowTrainer, "tensorflow", wrap_step)
 
 
-def _patch_train_function(trainer: "Any", wrap: "Any") -> None:
-    """Wraps each model's train_function when it is created."""
+def _patch_trainer(trainer: "Any", backend: str, wrap: "Any") -> None:
+    """Times evaluations, and wraps each model's train_function when it is created."""
+    patch_timed(trainer, "eval", "evaluate", "predict", "predict_on_batch")
+    clock.publish(f"Keras {getattr(sys.modules.get('keras.src.version'), '__version__', '')} on {backend}")
     original = trainer.make_train_function
 
     @wraps(original)
@@ -415,8 +375,3 @@ def _patch_train_function(trainer: "Any", wrap: "Any") -> None:
         return result
 
     trainer.make_train_function = make_train_function
-
-
-def _framework_name(backend: str) -> str:
-    version = getattr(sys.modules.get("keras.src.version"), "__version__", "")
-    return f"Keras {version} on {backend}"

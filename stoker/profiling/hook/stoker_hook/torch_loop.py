@@ -5,7 +5,7 @@ One function per module of torch, called after the import of that module. Steps 
 
 from _thread import get_ident
 from collections import deque
-from functools import wraps
+from functools import partial, wraps
 from sys import modules
 from time import monotonic
 from weakref import ref
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def _report_torch_version() -> None:
     """Adds the version of torch to the state file, if there is one."""
-    if clock.is_published():
+    if clock.is_published:
         clock.publish(f"torch {getattr(modules.get('torch'), '__version__', '')}".rstrip())
 
 
@@ -53,7 +53,7 @@ def patch_dataloader(module: "Any") -> None:
         is_evaluating = not grad_enabled()
         batch = timed_next(self, original_next, workers=workers, is_evaluating=is_evaluating)
         if not is_evaluating:
-            clock.mistakes.note_batch(self, batch)
+            clock.observe(clock.mistakes.batches.note, self, batch)
         return batch
 
     __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def _time_worker_starts(iterator_class: "Any") -> None:
     original_init, original_next = iterator_class.__init__, iterator_class._next_data
 
     def begin() -> "Any":
-        if not clock.has_stepped() or get_ident() != clock.thread_id:
+        if not clock.has_stepped or get_ident() != clock.thread_id:
             return None
         begin_s = monotonic()
 
@@ -84,7 +84,7 @@ def _time_worker_starts(iterator_class: "Any") -> None:
 
     def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
         start(self, *args, **kwargs)
-        clock.values[WORKER_STARTS] += clock.has_stepped() and get_ident() == clock.thread_id
+        clock.values[WORKER_STARTS] += clock.has_stepped and get_ident() == clock.thread_id
         self._stoker_awaits_first = True
 
     def _next_data(self: "Any") -> "Any":
@@ -103,16 +103,14 @@ def patch_optimizers(module: "Any") -> None:
         clock.count_optimizer_step(
             optimizer, groups[0].get("lr") if groups else None, has_gradients=_have_gradients(groups)
         )
-        if clock.is_in_training_thread():
-            clock.mistakes.after_step(optimizer, groups, is_trained)
+        clock.observe(clock.mistakes.after_step, optimizer, groups, is_trained)
 
     def before_step(optimizer: "Any", *_: "Any") -> None:
-        if clock.is_in_training_thread():
-            clock.mistakes.before_step(optimizer, optimizer.param_groups)
+        clock.observe(clock.mistakes.before_step, optimizer)
 
     def is_trained(module: "Any") -> bool:
         # a backbone that is frozen on purpose has less of the optimizer, a model of which only the head is trained more
-        return clock.is_of_training(module.parameters(), 0.95) and clock.trains_most_of(module.parameters())
+        return clock.is_of_training(module.parameters(), 0.95, 0.5)
 
     original = module.Optimizer.__init__
 
@@ -162,7 +160,8 @@ def patch_backward(module: "Any") -> None:
             depth -= is_training_thread
         if is_training_thread and not depth:
             clock.mistakes.after_backward()
-            clock.count_backward(module)
+            if not clock.has_optimizer:
+                clock.count_backward(module)
 
     module.backward = wrapper
 
@@ -170,22 +169,12 @@ def patch_backward(module: "Any") -> None:
 def patch_anomaly_mode(module: "Any") -> None:
     """torch.autograd.anomaly_mode: where the mode for debugging is turned on, as a function or with `with`."""
     for cls in (module.detect_anomaly, module.set_detect_anomaly):
-        cls.__init__ = _noting_place(cls.__init__, "anomaly")
-
-
-def _noting_place(original: "Any", kind: str) -> "Any":
-    @wraps(original)
-    def __init__(*args: "Any", **kwargs: "Any") -> None:
-        clock.mistakes.note_place(kind)
-        original(*args, **kwargs)
-
-    return __init__
+        cls.__init__ = timed(cls.__init__, lambda: clock.mistakes.note_place("anomaly"))
 
 
 def patch_modules(module: "Any") -> None:
     """torch.nn.modules.module: `.eval()` of the whole model after a step, or with a batch of which nothing is known
-    yet, begins an evaluation; its `.train()`, which is patched only until then because some loops call it in each step,
-    ends it."""
+    yet, begins an evaluation; its `.train()` ends it, and is patched only until then: some loops call it each step."""
     cls = module.Module
     original_eval, original_train = cls.eval, cls.train
     evaluated: list[Any] = []
@@ -203,8 +192,7 @@ def patch_modules(module: "Any") -> None:
             cls.train = original_train
 
     def eval(self: "Any") -> "Any":
-        if clock.is_in_training_thread():
-            clock.mistakes.note_evaluated(self)
+        clock.observe(clock.mistakes.note_evaluated, self)
         try:
             if clock.may_evaluate() and clock.is_of_training(self.parameters()):
                 clock.set_evaluating(True)
@@ -219,8 +207,7 @@ def patch_modules(module: "Any") -> None:
 
 
 def patch_serialization(module: "Any") -> None:
-    """torch.serialization, and what saves without it: a state that is pickled into a file, and files that are brought
-    to the disk by the training thread."""
+    """torch.serialization, and what saves without it: a pickled state, files that are brought to the disk."""
     import os
     import pickle
 
@@ -232,20 +219,17 @@ def patch_serialization(module: "Any") -> None:
 def patch_transformers(module: "Any") -> None:
     patch_timed(module, "checkpoint", "Trainer._save_checkpoint")
     patch_timed(module, "eval", "Trainer.evaluate")
-    original = getattr(module.Trainer, "get_batch_samples", None)  # from version 4.46 on
-    if original is None:
-        return
 
-    @wraps(original)
-    def get_batch_samples(*args: "Any", **kwargs: "Any") -> "Any":
+    def begin() -> "Any":
         """All batches of a step before its first backward, which would look like an evaluation."""
         clock.is_fetching_for_training = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            clock.is_fetching_for_training = False
+        return end
 
-    module.Trainer.get_batch_samples = get_batch_samples
+    def end() -> None:
+        clock.is_fetching_for_training = False
+
+    if hasattr(module.Trainer, "get_batch_samples"):  # from version 4.46 on
+        module.Trainer.get_batch_samples = timed(module.Trainer.get_batch_samples, begin)
 
 
 def patch_compilation(module: "Any") -> None:
@@ -276,12 +260,11 @@ def patch_collectives(module: "Any") -> None:
 
 
 def _begin_exchange() -> "Any":
-    """The part of DDP's all-reduce that the backward does not hide. On a GPU, two events on the training stream measure
-    it: the stream waits for the communication."""
+    """The part of DDP's all-reduce that the backward does not hide; on a GPU, by two events on the training stream."""
     if clock.device_events is None:
         return clock.begin(COMM)
-    clock.device_events.comm_begins()
-    return clock.device_events.comm_ends
+    clock.device_events.begin(DEVICE_COMM)
+    return partial(clock.device_events.end, DEVICE_COMM)
 
 
 def make_device_events(phase_clock: "Any") -> "Any":
@@ -297,52 +280,35 @@ def make_device_events(phase_clock: "Any") -> "Any":
 
 class DeviceEvents:
     """The time in which the device worked, by two events on the training stream from a batch to its step, read later by
-    `query()`; the job never waits for one. Not for CPUs, where the training thread does the work.
+    `query()`; the job never waits for one. Untested on a GPU (docs/gpu-status.md).
 
-    new_event: creates an event with record(), query(), elapsed_time(other) in milliseconds. Untested on a GPU
-    (docs/gpu-status.md).
+    new_event: creates an event with record(), query(), elapsed_time(other) in milliseconds.
     """
 
     def __init__(self, new_event: "Any") -> None:
         self._new_event = new_event
         self._free_events: list[Any] = []
-        self._start_event: Any = None
-        self._comm_start_event: Any = None
+        self._starts: dict[int, Any] = {}
         self._pending: deque[Any] = deque()
 
-    def resume(self) -> None:
-        """A batch has arrived: work of the device begins."""
-        if self._start_event is None:
-            self._start_event = self._record()
+    def begin(self, slot: int) -> None:
+        """Work of the device begins: on a batch that has arrived (BUSY), or to communicate (DEVICE_COMM)."""
+        if slot not in self._starts:
+            self._starts[slot] = self._record()
 
-    def pause(self) -> None:
-        """The work on the batch has been issued."""
-        if self._start_event is not None:
-            self._add_interval(BUSY, self._start_event)
-            self._start_event = None
-        self._resolve()
-
-    def comm_begins(self) -> None:
-        self._comm_start_event = self._record()
-
-    def comm_ends(self) -> None:
-        if self._comm_start_event is not None:
-            self._add_interval(DEVICE_COMM, self._comm_start_event)
-            self._comm_start_event = None
+    def end(self, slot: int) -> None:
+        """This work has been issued."""
+        if slot in self._starts:
+            self._pending.append((slot, self._starts.pop(slot), self._record()))
+        while slot == BUSY and self._pending and self._pending[0][2].query():
+            done, start, end = self._pending.popleft()
+            clock.values[done] += start.elapsed_time(end) / 1e3
+            self._free_events += (start, end)
 
     def _record(self) -> "Any":
         event = self._free_events.pop() if self._free_events else self._new_event()
         event.record()
         return event
-
-    def _add_interval(self, slot: int, start: "Any") -> None:
-        self._pending.append((slot, start, self._record()))
-
-    def _resolve(self) -> None:
-        while self._pending and self._pending[0][2].query():
-            slot, start, end = self._pending.popleft()
-            clock.values[slot] += start.elapsed_time(end) / 1e3
-            self._free_events += (start, end)
 
 
 def _count_syncs(torch: "Any") -> None:
