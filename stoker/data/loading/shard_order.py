@@ -83,7 +83,7 @@ class ShardOrder:
         section = np.repeat(np.arange(len(section_sizes)), section_sizes)
         number_in_section = number - section_starts[section]
         # An image that is read as the q-th of its section has the key q + U(0, window): it moves by less than a window.
-        shift = geometry.random_shifts(self._seed, epoch, count) * self._window
+        shift = geometry.random_uniform(self._seed, epoch, [0], geometry.RandomStream.SHIFT, count)[0] * self._window
         section_span = int(section_sizes.max(initial=0)) + self._window
         by_use = np.argsort(section * section_span + number_in_section + shift, kind="stable")
         order, read_number = np.empty(count, np.int64), np.empty(count, np.int64)
