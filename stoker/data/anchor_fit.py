@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.index import Index
+from stoker.data.index import Index, boxes_of
 
 FloatArray = NDArray[np.float64]
 
@@ -83,12 +83,10 @@ def box_dimensions(
 
     original_sizes: int32 [R, 2] of all images; used instead of the index's.
     """
-    counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
-    box_index = np.repeat(index.offsets[image_indices] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-    image_index = np.repeat(image_indices, counts)
-    height, width = (index.original_size if original_sizes is None else original_sizes)[image_index].T.astype(
-        np.float64
-    )
+    box_index, place = boxes_of(index, image_indices)
+    image_index = image_indices[place]
+    sizes = index.original_size if original_sizes is None else original_sizes
+    height, width = sizes[image_index].T.astype(np.float64)
     keep = (height > 0) & (width > 0) & ~index.crowd[box_index]
     box_index, image_index, height, width = box_index[keep], image_index[keep], height[keep], width[keep]
     xyxy = np.clip(index.boxes[box_index].astype(np.float64), 0, np.stack([width, height] * 2, 1))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -388,29 +388,32 @@ def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadat
         class_names=metadata.class_names,
         category_ids=metadata.category_ids,
         splits=metadata.splits,
-        original_size=_to_numpy(record_batch["size"].values).reshape(-1, 2),
-        image_id=_to_numpy(record_batch["image_id"]),
-        offsets=_to_numpy(boxes.offsets),
-        boxes=_to_numpy(boxes.values.values).reshape(-1, 4),
-        labels=_to_numpy(record_batch["labels"].values),
-        crowd=_to_numpy(record_batch["crowd"].values).view(np.bool_),
-        area=_to_numpy(record_batch["area"].values),
+        original_size=record_batch["size"].values.to_numpy().reshape(-1, 2),
+        image_id=record_batch["image_id"].to_numpy(),
+        offsets=boxes.offsets.to_numpy(),
+        boxes=boxes.values.values.to_numpy().reshape(-1, 4),
+        labels=record_batch["labels"].values.to_numpy(),
+        crowd=record_batch["crowd"].values.to_numpy().view(np.bool_),
+        area=record_batch["area"].values.to_numpy(),
         problems=metadata.problems,
         notes=metadata.notes,
         bad_boxes=metadata.bad_boxes,
         num_bad_test_images=metadata.num_bad_test_images,
         _folders=metadata.folders,
-        _folder_index=_to_numpy(record_batch["folder"]),
+        _folder_index=record_batch["folder"].to_numpy(),
         _file_names=record_batch["name"],
-        _split_index=_to_numpy(record_batch["split"]),
-        _byte_range=_to_numpy(record_batch["span"].values).reshape(-1, 2),
+        _split_index=record_batch["split"].to_numpy(),
+        _byte_range=record_batch["span"].values.to_numpy().reshape(-1, 2),
         _in_bucket=image_source.path_to_uri(Path(metadata.root)) is not None,
     )
 
 
-def _to_numpy(array: pa.Array) -> NDArray[Any]:
-    values: NDArray[Any] = array.to_numpy(zero_copy_only=True)
-    return values
+def boxes_of(index: Index, image_indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The boxes of some images, image by image: their rows in `Index.boxes`, and the place of the image of each in
+    `image_indices`; [k] both."""
+    counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
+    rows = np.repeat(index.offsets[image_indices] - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
+    return rows, np.repeat(np.arange(len(image_indices)), counts)
 
 
 def missing_images(index: Index, image_indices: Iterable[int] | None = None) -> list[int]:

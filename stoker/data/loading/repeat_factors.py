@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data import geometry
-from stoker.data.index import Index
+from stoker.data.index import Index, boxes_of
 
 
 def class_fractions(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -43,8 +43,6 @@ def repeated_order(factors: NDArray[np.float64], seed: int, epoch: int) -> NDArr
 
 def _image_classes(index: Index, image_indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """(place in `image_indices`, label) of each box that is no crowd."""
-    counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
-    boxes = np.repeat(index.offsets[image_indices] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-    image = np.repeat(np.arange(len(image_indices)), counts)
+    boxes, image = boxes_of(index, image_indices)
     keep = ~index.crowd[boxes]
     return image[keep], index.labels[boxes[keep]]

@@ -29,6 +29,7 @@ from stoker.data import geometry
 from stoker.data.batch import NUM_RAND
 from stoker.data.images import decode
 from stoker.data.images.headers import Header, parse_header
+from stoker.data.index import Index, boxes_of
 from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.data.loading.repeat_factors import repeat_factors, repeated_order
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
@@ -40,7 +41,6 @@ if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor
 
     from stoker.data.images.pixel_cache import PixelCache
-    from stoker.data.index import Index
     from stoker.hardware.device import Device, ReadyEvent, SideStream
 
 MAX_REPLACEMENTS = 64
@@ -97,7 +97,7 @@ class LoaderSpec:
     """nvjpeg: the device decodes the JPEGs that it supports. Not together with a cache."""
 
 
-def compute_max_boxes(index: "Index", image_indices: NDArray[np.int64], *, mosaic: float = 0.0) -> int:
+def compute_max_boxes(index: Index, image_indices: NDArray[np.int64], *, mosaic: float = 0.0) -> int:
     """M: the largest number of boxes of an image (with crowd boxes), at least 1, rounded up to a multiple of 8.
 
     With mosaics twice as many, because a mosaic shows a good half of each of four images. On BCCD a mosaic has up to 36
@@ -192,7 +192,7 @@ class SampleStream:
 
     def __init__(
         self,
-        index: "Index",
+        index: Index,
         image_indices: NDArray[np.int64],
         spec: LoaderSpec,
         cache: "PixelCache | None" = None,
@@ -314,9 +314,7 @@ class SampleStream:
         region, resized_size = rows[:, 5:9], rows[:, 9:11]
         cache_scale = source_size / original_size
 
-        starts, ends = index.offsets[image_indices], index.offsets[image_indices + 1]
-        owner = np.repeat(np.arange(len(at)), ends - starts)
-        box_rows = np.arange(len(owner)) + (ends - (ends - starts).cumsum())[owner]
+        box_rows, owner = boxes_of(index, image_indices)
         boxes, keep = geometry.transform_boxes(
             index.boxes[box_rows] * cache_scale[:, (1, 0, 1, 0)][owner],
             index.crowd[box_rows],

@@ -23,7 +23,7 @@ from stoker.data.anchor_fit import (
     recommend_anchors,
 )
 from stoker.data.formats.images import read_sizes
-from stoker.data.index import Index
+from stoker.data.index import Index, boxes_of
 from stoker.data.validation.suggestions import Suggestion, suggest
 
 SMALL, LARGE = 32, 96
@@ -245,7 +245,7 @@ def _original_sizes(index: Index, image_indices: NDArray[np.int64]) -> NDArray[n
 
 def _split_stats(index: Index, name: str) -> SplitStats:
     image_indices = index.image_indices(name)
-    box_index = _box_indices(index, image_indices)
+    box_index, _ = boxes_of(index, image_indices)
     crowd = int(index.crowd[box_index].sum())
     return SplitStats(
         split=name,
@@ -259,12 +259,12 @@ def _split_stats(index: Index, name: str) -> SplitStats:
 def _class_stats(index: Index, splits: Sequence[str]) -> list[ClassStats]:
     num_classes = len(index.class_names)
     box_counts, image_counts = np.zeros((len(splits), num_classes), np.int64), np.zeros(num_classes, np.int64)
-    box_image_index = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     for n, name in enumerate(splits):
-        box_index = _box_indices(index, index.image_indices(name))
-        box_index = box_index[~index.crowd[box_index]]
-        box_counts[n] = np.bincount(index.labels[box_index], minlength=num_classes)
-        image_class_pairs = np.unique(box_image_index[box_index] * num_classes + index.labels[box_index])
+        box_index, place = boxes_of(index, index.image_indices(name))
+        is_counted = ~index.crowd[box_index]
+        labels = index.labels[box_index[is_counted]]
+        box_counts[n] = np.bincount(labels, minlength=num_classes)
+        image_class_pairs = np.unique(place[is_counted] * num_classes + labels)
         image_counts += np.bincount(image_class_pairs % num_classes, minlength=num_classes)
     total = max(1, int(box_counts.sum()))
     return [
@@ -277,12 +277,6 @@ def _class_stats(index: Index, splits: Sequence[str]) -> list[ClassStats]:
         )
         for label, name in enumerate(index.class_names)
     ]
-
-
-def _box_indices(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    selected = np.zeros(len(index), np.bool_)
-    selected[image_indices] = True
-    return np.flatnonzero(np.repeat(selected, np.diff(index.offsets)))
 
 
 def _make_distribution(values: FloatArray, edges: FloatArray) -> Distribution:
