@@ -8,10 +8,12 @@ and a row of counters for each process. Worker processes import this module, so 
 
 import dataclasses
 import functools
+import itertools
 import math
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -140,44 +142,31 @@ class RingLayout:
     max_boxes: int
     num_processes: int
 
-    def _slot_arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
-        return [((self.batch_size, *shape), dtype) for shape, dtype in batch_arrays(self.image_size, self.max_boxes)]
-
-    def _all_arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
-        counters = (self.num_processes, len(COUNTER_FIELDS) + 1), np.float64
-        return [*(self._slot_arrays() * self.num_slots), counters]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(_aligned_bytes(shape, dtype) for shape, dtype in self._all_arrays())
-
-    def map(self, fd: int) -> "Ring":
-        # All pages at once: one by one, at the first write of each process, takes several times as long.
-        pages = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        memory = np.frombuffer(pages, np.uint8)
-        arrays, offset = [], 0
-        for shape, dtype in self._all_arrays():
-            nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-            arrays.append(memory[offset : offset + nbytes].view(dtype).reshape(shape))
-            offset += _aligned_bytes(shape, dtype)
-        per_slot = len(self._slot_arrays())
-        slots = [arrays[first : first + per_slot] for first in range(0, len(arrays) - 1, per_slot)]
-        return Ring(memory, slots, arrays[-1])
+    def arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
+        """Shape and type of the arrays of all slots, and of the counters."""
+        slot = [((self.batch_size, *shape), dtype) for shape, dtype in batch_arrays(self.image_size, self.max_boxes)]
+        return [*(slot * self.num_slots), ((self.num_processes, len(COUNTER_FIELDS) + 1), np.float64)]
 
 
-def _aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    return -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclasses.dataclass
 class Ring:
     """The memory of a stream as one process sees it."""
 
-    memory: NDArray[np.uint8]
-    slots: list[list[NDArray[Any]]]
-    """Of each batch its arrays, for `HostBatchBuffer`."""
-    _counters: NDArray[np.float64]
-    """[P, …]: the fields of `Counters`, and CPU-seconds of the process."""
+    def __init__(self, layout: RingLayout, fd: int | None = None) -> None:
+        """fd: existing memory, closed with the ring; None: new memory."""
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout.arrays()]
+        *starts, end = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+        self.layout, self.fd = layout, create_memory("stoker-batches", end) if fd is None else fd
+        weakref.finalize(self, os.close, self.fd)
+        # All pages at once: one by one, at the first write of each process, takes several times as long.
+        pages = mmap.mmap(self.fd, end, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.memory = np.frombuffer(pages, np.uint8)
+        placed = zip(layout.arrays(), starts, strict=True)
+        arrays = [np.ndarray(shape, dtype, pages, start) for (shape, dtype), start in placed]
+        per_slot = (len(arrays) - 1) // layout.num_slots
+        self.slots = [arrays[first : first + per_slot] for first in range(0, len(arrays) - 1, per_slot)]
+        """Of each batch its arrays, for `HostBatchBuffer`."""
+        self._counters = arrays[-1]
+        """[P, …]: the fields of `Counters`, and CPU-seconds of the process."""
 
     def write_counters(self, process: int, total: Counters, cpu_s: float) -> None:
         self._counters[process] = [*(getattr(total, name) for name in COUNTER_FIELDS), cpu_s]

@@ -33,6 +33,7 @@ from stoker.data.loading.buffers import (
     GROUP_LOADED,
     STOPPED,
     HostBatchBuffer,
+    Ring,
     RingLayout,
 )
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
@@ -59,8 +60,7 @@ class _Stream:
     def __init__(self, process: int, fds: list[int], payload: dict[str, Any], layout: RingLayout) -> None:
         """fds: the ring's memory, the pipe of groups, the socket for reports, and the cache's file, if it has one."""
         memory_fd, self._groups_fd, report_fd, *cache_fd = fds
-        self._process, self._layout, self._ring = process, layout, layout.map(memory_fd)
-        os.close(memory_fd)
+        self._process, self._ring = process, Ring(layout, memory_fd)
         self._report_socket = socket.socket(fileno=report_fd)
         index, cache_arguments = payload["index"], payload["cache"]
         cache = None
@@ -147,9 +147,8 @@ class _Stream:
         self.is_closed = True
 
     def _submit(self, pool: WorkerPool, position: int, slot_number: int, first: int, count: int) -> None:
-        layout = self._layout
         arrays = [array[first : first + count] for array in self._ring.slots[slot_number]]
-        buffer = HostBatchBuffer(None, count, layout.image_size, layout.max_boxes, arrays)
+        buffer = HostBatchBuffer(None, count, self._ring.layout.image_size, self._ring.layout.max_boxes, arrays)
         task = _GroupTask(position, position, buffer, count)
         task.slot_number, task.first = slot_number, first
         pool.submit_batch(task)

@@ -8,15 +8,11 @@ of the four numbers of `ShardOrder`, as the random order of `geometry.epoch_orde
 (docs/decisions/0015-order-of-shards.md). Not here: the requests (`worker_pool.py`).
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data import geometry
-
-if TYPE_CHECKING:
-    from stoker.data.index import ImageRanges
+from stoker.data.index import ImageRanges
 
 MAX_BLOCK_BYTES = 4 * 2**20
 """A request of this size takes 20 ms of a link of 200 MB/s: with a few in flight, their latency costs nothing."""
@@ -54,7 +50,7 @@ class ShardOrder:
     """The orders of all epochs. At most `buffer` images, rounded down to whole places of the batch, are read and not
     used yet, if each block is read when the first of its images is used."""
 
-    def __init__(self, ranges: "ImageRanges", *, seed: int, batch_size: int, buffer: int) -> None:
+    def __init__(self, ranges: ImageRanges, *, seed: int, batch_size: int, buffer: int) -> None:
         """batch_size: images per batch of all ranks together."""
         count = len(ranges.start)
         per_place = max(2, min(buffer, count) // batch_size)
@@ -92,7 +88,7 @@ class ShardOrder:
         return EpochOrder(order, read_number, np.union1d(section_starts, ends - sizes))
 
 
-def assign_blocks(ranges: "ImageRanges", max_images: int) -> NDArray[np.int64]:
+def assign_blocks(ranges: ImageRanges, max_images: int) -> NDArray[np.int64]:
     """[N], the number of each image's block. Blocks of a shard have about the same number of images."""
     count = len(ranges.start)
     if not count:
@@ -116,7 +112,7 @@ def assign_blocks(ranges: "ImageRanges", max_images: int) -> NDArray[np.int64]:
 
 
 def choose_buffer(
-    ranges: "ImageRanges", *, is_in_bucket: bool, batch_size: int, num_ranks: int, memory_bytes: int
+    ranges: ImageRanges, *, is_in_bucket: bool, batch_size: int, num_ranks: int, memory_bytes: int
 ) -> tuple[int, str]:
     """`--shuffle-buffer` and the reason. batch_size: of all ranks. memory_bytes: free memory for each rank."""
     count = len(ranges.length)
