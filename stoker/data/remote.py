@@ -188,28 +188,21 @@ def _with_progress(items: Iterable[_T], describe: Callable[[int], str]) -> Itera
 def locked_mirror(uri: StorageUri, root_uri: StorageUri) -> Iterator[Path]:
     """Locks the mirror of `uri` for this process; yields the folder in it that mirrors `root_uri`. The kernel releases
     the lock of a process that died. A failure to write is a StorageError."""
-    mirror_dir = mirror_dir_for(uri)
-    what = "The local copy of the data set cannot be written."
-    with writing(what, mirror_dir, fix=FREE_SPACE_FIX), _lock(mirror_dir, root_uri):
-        # Messages and formats use the name of the folder, so it is the name of the data set.
-        name = root_uri.name
-        yield mirror_dir / (name if invalid_name_reason(name) is None and ":" not in name else "data")
-
-
-@contextlib.contextmanager
-def _lock(mirror_dir: Path, uri: StorageUri) -> Iterator[None]:
-    mirror_dir.mkdir(parents=True, exist_ok=True)
-    with (mirror_dir / "lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print_status(f"Another process is copying the annotations of {uri}: waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # a mount without locks: each file is still written as a whole
-            print_status(f"{mirror_dir}: no lock ({error.strerror}): open {uri} in one process at a time")
-        if not (mirror_dir / URI_FILE).exists():
-            write_atomic(mirror_dir / URI_FILE, str(uri).encode())
-        yield
+    mirror_dir, name = mirror_dir_for(uri), root_uri.name
+    with writing("The local copy of the data set cannot be written.", mirror_dir, fix=FREE_SPACE_FIX):
+        mirror_dir.mkdir(parents=True, exist_ok=True)
+        with (mirror_dir / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print_status(f"Another process is copying the annotations of {root_uri}: waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:  # a mount without locks: each file is still written as a whole
+                print_status(f"{mirror_dir}: no lock ({error.strerror}): open {root_uri} in one process at a time")
+            if not (mirror_dir / URI_FILE).exists():
+                write_atomic(mirror_dir / URI_FILE, str(root_uri).encode())
+            # Messages and formats use the name of the folder, so it is the name of the data set.
+            yield mirror_dir / (name if invalid_name_reason(name) is None and ":" not in name else "data")
 
 
 def mirror_dir_for(uri: StorageUri) -> Path:

@@ -66,7 +66,7 @@ EXIF_TRANSFORMS = {
 }  # fmt: skip
 """EXIF orientation (CIPA DC-008, 4.6.5) → (transpose, flip vertically, flip horizontally). The stored pixels are
 flipped first, then rows and columns are swapped."""
-_INVERSE_ORIENTATION = {2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
+INVERSE_ORIENTATION = {2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
 """The orientation that undoes each."""
 _PILLOW_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
 """What Pillow raises for files that it cannot read."""
@@ -256,8 +256,8 @@ def _decode_with_pillow(data: bytes, path: Path | str) -> Pixels:
             image.load()
             pixels = pillow_to_rgb(image)
             # Recent versions of Pillow apply the orientation of TIFFs themselves, and remove the tag.
-            if orientation in _INVERSE_ORIENTATION and 0x0112 not in image.getexif():
-                pixels = _apply_orientation(pixels, _INVERSE_ORIENTATION[orientation])
+            if orientation in INVERSE_ORIENTATION and 0x0112 not in image.getexif():
+                pixels = _apply_orientation(pixels, INVERSE_ORIENTATION[orientation])
             return pixels
     except _PILLOW_ERRORS as error:
         raise decode_error(path, str(error)) from error
