@@ -33,8 +33,6 @@ GROUP = struct.Struct("<qqiiii")
 """A group of consecutive samples to load: generation of the stream, position of its first sample in the stream, slot,
 its first place there, number of samples, and padding. It divides the size of a page, so that a pipe, from which all
 processes read, never splits it; and it is at most PIPE_BUF, so that writing it is atomic (pipe(7))."""
-GROUP_LOADED, STOPPED, CACHE_FULL, FAILED = range(4)
-"""What a process reports."""
 
 _ALIGNMENT = 4096
 """Slots and images begin on page boundaries; two arrays never share a cache line."""

@@ -26,16 +26,7 @@ from typing import Any
 import numpy as np
 
 from stoker.data.images.pixel_cache import PixelCache
-from stoker.data.loading.buffers import (
-    CACHE_FULL,
-    FAILED,
-    GROUP,
-    GROUP_LOADED,
-    STOPPED,
-    HostBatchBuffer,
-    Ring,
-    RingLayout,
-)
+from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.thread_stacks import next_loader_thread, read_stacks
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
@@ -68,7 +59,7 @@ class _Stream:
             cache = PixelCache(
                 index,
                 fd=cache_fd[0] if cache_fd else None,
-                on_error=lambda message: self._report(CACHE_FULL, message),
+                on_error=lambda message: self._report("cache full", message),
                 **cache_arguments,
             )
         self._samples = SampleStream(index, payload["image_indices"], payload["spec"], cache)
@@ -117,7 +108,7 @@ class _Stream:
             pool.stop()
             pool.join()
             self._publish(pool)
-        self._report(STOPPED, generation, pool is None or pool.is_idle)
+        self._report("stopped", generation, pool is None or pool.is_idle)
 
     def publish(self) -> None:
         if (pool := self._pool) is not None:
@@ -165,7 +156,7 @@ class _Stream:
                 special[task.first + k] = SampleResult(
                     result.image_index, [(n, _picklable(error, self._process)) for n, error in result.failures]
                 )
-        self._report(GROUP_LOADED, generation, task.slot_number, task.first, len(task.results), special)
+        self._report("group loaded", generation, task.slot_number, task.first, len(task.results), special)
         with self._changed:
             if generation == self._generation and self._pool is not None:
                 self._outstanding -= 1
@@ -228,7 +219,7 @@ def _serve(control_fd: int, process: int, streams: dict[int, _Stream]) -> None:
                 streams[number] = _Stream(process, fds, load_payload(payload_fd), layout)
             except Exception as error:  # noqa: BLE001  (the loader raises it)
                 with socket.socket(fileno=fds[2]) as report_socket:
-                    _send_report(report_socket, FAILED, _picklable(error, process))
+                    _send_report(report_socket, "failed", _picklable(error, process))
         elif request == "stacks":
             control.send(read_stacks(next_loader_thread(number)))
         elif number in streams:

@@ -30,17 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from stoker.data.loading.buffers import (
-    CACHE_FULL,
-    FAILED,
-    GROUP,
-    GROUP_LOADED,
-    STOPPED,
-    HostBatchBuffer,
-    Ring,
-    RingLayout,
-    create_memory,
-)
+from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout, create_memory
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.thread_stacks import Stack
@@ -376,19 +366,19 @@ class ProcessPool:
         dead = [control_fds.index(fd) for fd, _ in self._poll(1000) if fd in control_fds]
         raise self._processes.death_error(dead[0] if dead else 0)
 
-    def _apply_report(self, kind: int, *report: Any) -> None:
-        if kind == GROUP_LOADED:
+    def _apply_report(self, kind: str, *report: Any) -> None:
+        if kind == "group loaded":
             generation, slot, first, count, special = report
             if generation == self._generation:
                 self._apply_group(slot, first, count, special)
-        elif kind == STOPPED:
+        elif kind == "stopped":
             generation, is_idle = report
             if generation == self._generation:
                 self._num_stopped += 1
                 self._num_idle += is_idle
-        elif kind == CACHE_FULL and self._cache is not None:
+        elif kind == "cache full" and self._cache is not None:
             self._cache.stop_filling(*report)
-        elif kind == FAILED:
+        elif kind == "failed":
             self._has_failed = True
             raise report[0]
 
