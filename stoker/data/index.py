@@ -478,8 +478,7 @@ def find_refusals(
     splits: None: those of training, which must have boxes; of others only the images are checked. max_bad_fraction:
     fraction of a split's images that may be missing, and of all images that may have been left out because of their
     annotations; default DEFAULT_MAX_BAD_FRACTION. max_bad_boxes: fraction of the boxes, of each split and of all, that
-    may have been left out; default DEFAULT_MAX_BAD_BOXES. usable: [R], whether each image can be decoded; None: not
-    known.
+    may have been left out; default DEFAULT_MAX_BAD_BOXES. usable: [R], which images can be decoded; None: not known.
     """
     allowed_fraction = DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction
     allowed_boxes = DEFAULT_MAX_BAD_BOXES if max_bad_boxes is None else max_bad_boxes

@@ -277,8 +277,7 @@ def pack(
 
 
 def in_threads(workers: int) -> RunShards:
-    """Makes shards in threads of this process: reading, hashing, decoding and encoding run outside the interpreter's
-    lock."""
+    """Makes shards in threads of this process, as reading, hashing and decoding run outside the interpreter's lock."""
 
     def run(
         index: Index, plan: Plan, shards: Sequence[PlannedShard], destination: Destination

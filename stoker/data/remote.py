@@ -373,11 +373,8 @@ def _copy_file(store: Store, path: Path, info: ObjectInfo) -> None:
 
 
 def _sync_web_mirror(uri: StorageUri) -> tuple[Path, Path]:
-    """(annotation file, mirror) on the local disk, up to date, for an annotation file on a web server.
-
-    Raises DataError for a URI that is not such a file, or whose images are not found; StorageError where the server
-    cannot be reached.
-    """
+    """(annotation file, mirror) on the local disk, up to date, for an annotation file on a web server. Raises DataError
+    for a URI that is not such a file, or whose images are not found; StorageError."""
     if not uri.name.lower().endswith(WEB_SUFFIXES) or not uri.key:
         choices, example = [f"…/*{suffix}" for suffix in WEB_SUFFIXES], uri.child("annotations.json")
         raise make_error(DataError, "web-folder", uri, choices=choices, example=example)

@@ -6,8 +6,7 @@ GIL, so threads suffice. Images become upright by their EXIF orientation, unless
 small result is rotated. A file that is empty, truncated, damaged or not an image raises a `DataError` with its path. A
 flipped bit in a JPEG that still decodes is not detected, as JPEG has no checksum. Headers: `headers.py`. The region to
 show: `data/geometry.py`; the caller: `loading/samples.py`. Which JPEGs the device can decode instead
-(`loading/device_decoder.py`) is decided here, without torch. Transparency, 16 bits and special cases:
-`docs/image-files.md`.
+(`loading/device_decoder.py`) is decided here, without torch. Transparency, 16 bits: `docs/image-files.md`.
 """
 
 import io
@@ -91,8 +90,7 @@ def decode(data: bytes, path: Path | str) -> Pixels:
 
 
 def decode_resized(data: bytes, path: Path | str, header: Header, size: tuple[int, int]) -> Pixels:
-    """The whole image resized to `size` (height, width), uint8 [h, w, 3] RGB, upright as in `header`. Raises
-    DataError."""
+    """The whole image resized to `size` (height, width), uint8 RGB, upright as in `header`. Raises DataError."""
     height, width = header.size
     out = np.empty((*size, 3), np.uint8)
     decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
@@ -117,10 +115,9 @@ def thumbnail(
 def decode_into(data: bytes, path: Path | str, *, region: Region, out: Pixels, header: Header | None = None) -> None:
     """Decodes the image and resizes `region` of it to fill `out`, uint8 [h, w, 3] RGB, a view of the batch buffer.
 
-    header: from `parse_header`, or `Header.as_annotated`; None: upright. `region` and `out` are in the coordinates of
-    the upright image. Resizes with `resize_into`. The region of a JPEG that is decoded at 1/d is extended to multiples
-    of d stored pixels, by less than 1.1 pixels of `out` on each side. Raises DataError; ValueError when the region is
-    not inside the image.
+    header: from `parse_header`, or `Header.as_annotated`; None: upright, as `region` and `out` are. Resizes with
+    `resize_into`. The region of a JPEG that is decoded at 1/d is extended to multiples of d stored pixels, by less than
+    1.1 pixels of `out` on each side. Raises DataError; ValueError when the region is not inside the image.
     """
     if header is None:
         header = parse_header(data, path)

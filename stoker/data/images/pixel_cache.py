@@ -73,8 +73,7 @@ NO_CRC32C = "the package google-crc32c is not installed: pip install google-crc3
 CacheKind = Literal["none", "ram", "disk"]
 
 _IDENTITY = struct.Struct("<8sqiiqqqq")
-"""Magic and version, image index, height, width; of the source file: bytes, mtime (ns), first byte and length of the
-image in it."""
+"""Magic, image index, height, width; of the source file: bytes, mtime (ns), first byte and length of the image."""
 _CRC = struct.Struct("<I4x")
 _MAGIC = b"pixels%02d" % VERSION
 HEADER_BYTES = _IDENTITY.size + _CRC.size
@@ -226,11 +225,8 @@ class PixelCache:
         return crc
 
     def _entry_identity(self, image_index: int) -> bytes | None:
-        """The first part of the header of an image's entry; None where the image has no size or no file.
-
-        The source file is checked once, before this process first reads it. If it is replaced later, the next process
-        notices.
-        """
+        """The first part of the header of an image's entry; None where the image has no size or no file. The file is
+        checked once, before this process first reads it; the next process notices that it was replaced later."""
         height, width = self._cached_sizes[image_index].tolist()
         if not (height and width):
             return None

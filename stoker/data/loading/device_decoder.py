@@ -56,10 +56,7 @@ JpegDecoder = Literal["cpu", "nvjpeg"]
 class DeviceBatchDecoder:
     """Decodes on the device what the workers have left in `BatchTask.encoded`, batch by batch; what they have decoded
     is copied into the same tensor. on_message is called once, when the device refuses an image that the host decodes.
-
-    Takes as much memory on the device as the batch buffers take on the host. Raises PreflightError where the device
-    cannot decode.
-    """
+    Takes as much memory as the batch buffers on the host. Raises PreflightError where the device cannot decode."""
 
     def __init__(self, samples: SampleStream, device: Device, on_message: Callable[[str], None] | None) -> None:
         require_device_decoder(device)

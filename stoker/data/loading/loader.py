@@ -259,8 +259,7 @@ class Loader:
         """Continues from a state: the same batches follow, bit for bit, whatever the number of workers.
 
         `quarantined` may contain positions that are still to come (from quarantine.jsonl of a run that got further
-        before it was killed): the image is used up to there. Raises CheckpointError when the state is of another
-        stream.
+        before it was killed): the image is used up to there. Raises CheckpointError for the state of another stream.
         """
         samples = self._samples
         for what, saved, expected in (

@@ -77,8 +77,7 @@ class _Stream:
     def start(
         self, generation: int, workers: int, group_size: int, fair_share: int, quarantined: dict[int, int]
     ) -> None:
-        """Accepts groups of `generation` from now on. fair_share: the most samples this process takes, so that the
-        others have as many."""
+        """Accepts groups of `generation` from now on. fair_share: the most samples that this process takes."""
         with self._changed:
             self._samples.quarantined = quarantined
             self._generation, self._outstanding = generation, 0

@@ -61,8 +61,7 @@ sys.path[:] = json.loads(sys.argv[1])
 from stoker.data.loading.process_main import main
 main(*map(int, sys.argv[2:]))
 """
-"""Not multiprocessing's start methods: `fork` is unsafe where there are threads or CUDA, and `spawn` imports the user's
-script again."""
+"""Not as multiprocessing does: `fork` is unsafe with threads or CUDA, and `spawn` imports the user's script again."""
 
 
 def choose_worker_processes(

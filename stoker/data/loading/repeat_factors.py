@@ -1,9 +1,8 @@
 """Repeat-factor sampling for classes that few images have (LVIS, Gupta et al. 2019, arXiv 1908.03195, section 5).
 
 The factor of a class that a fraction f of the images has is max(1, sqrt(t / f)), that of an image the largest of its
-classes. The paper's epochs become longer. Here an epoch has as many samples as there are images, whatever the factors:
-an image is in it (its factor / mean factor) times on average, rounded down or up, so that common images are left out of
-some epochs.
+classes. Here, unlike there, an epoch has as many samples as there are images, whatever the factors: an image is in it
+(its factor / mean factor) times on average, rounded down or up, so some epochs leave out common images.
 """
 
 import numpy as np

@@ -85,8 +85,7 @@ class LoaderSpec:
     initial_workers: int = 0
     """With how many threads a tuned loader begins, where that is more than the usual number."""
     prefetch_depth: int | None = None
-    """Batches decoded ahead; None: see `loader.choose_prefetch_depth`. They take (prefetch_depth + 2) · B · H · W · 3
-    bytes of host memory."""
+    """Batches decoded ahead, (prefetch_depth + 2) · B · H · W · 3 bytes; None: see `loader.choose_prefetch_depth`."""
     max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION
     """Fraction of the images that may be in quarantine before the loader raises DataError."""
     rank: int = 0
@@ -166,8 +165,7 @@ class BatchTask:
         self.num_loading = batch_size
         """Samples whose pixels are not loaded yet."""
         self.num_missing = batch_size
-        """The same, plus one while their annotations are written, plus one while the device decoder has not finished
-        the batch."""
+        """The same, plus one while their annotations are written, plus one until the device decoder has finished."""
         self.encoded: dict[int, decode.EncodedImage] | None = None
         """What the device is to decode, whose pixels are not written; None: the host decodes all."""
         self.reloaded: list[int] = []
@@ -187,8 +185,7 @@ class BatchTask:
 
 
 class SampleStream:
-    """The samples of a loader. Many threads call its methods at once; only the caller of the loader writes
-    `quarantined`."""
+    """The samples of a loader, for many threads at once; only the caller of the loader writes `quarantined`."""
 
     def __init__(
         self,
@@ -225,8 +222,7 @@ class SampleStream:
     # One sample: plan, read, decode, annotate.
 
     def plan(self, start: int, count: int) -> list[Plan | None]:
-        """What `count` positions from `start` on show, if their images can be used; None after the end of an
-        evaluation."""
+        """What `count` positions from `start` on show, if all can be used; None after the end of an evaluation."""
         plans: list[Plan | None] = []
         while len(plans) < count:  # a batch may reach into the next epochs
             epoch, first = divmod(start + len(plans), len(self))
@@ -413,8 +409,7 @@ class SampleStream:
 
     def _fit(self, image_index: int, original_size: tuple[int, int], rand: NDArray[np.float32], u: list[float]) -> Plan:
         """The plan for an image of a known size. With a cache the sample is made from the cached form: regions are of
-        its pixels, and boxes are scaled to it. Raises ValueError for an image with more boxes than max_boxes, as none
-        is dropped silently."""
+        its pixels, and boxes are scaled to it. Raises ValueError for an image with more boxes than max_boxes."""
         index, spec = self.index, self._spec
         first, end = int(index.offsets[image_index]), int(index.offsets[image_index + 1])
         if end - first > spec.max_boxes:

@@ -237,8 +237,7 @@ CHUNK_BYTES = 1 << 24
 
 
 def packed_folder(data: str | Path) -> Path | None:
-    """The folder of a packed data set, of one in a bucket its mirror; None for any other data set. Raises DataError,
-    StorageError."""
+    """The folder of a packed data set, of one in a bucket its mirror; else None. Raises DataError, StorageError."""
     location = expand_variables(os.fspath(data))
     path = Path(location)
     if is_uri(location):

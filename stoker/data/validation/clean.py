@@ -132,9 +132,8 @@ def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) ->
 def drop_images_without_boxes_left(
     table: AnnotationTable, problems: ProblemCollector
 ) -> tuple[AnnotationTable, dict[str, int]]:
-    """Drops the images that had boxes and lost all of them: there is something in them, so they are not background.
-    Also returns the number of boxes that these images lost, by the split that the source has for them. Raises DataError
-    if no image is left."""
+    """Drops the images that had boxes and lost all of them: they are not background. Also returns the number of boxes
+    that they lost, by the split that the source has for them. Raises DataError if no image is left."""
     assert table.num_bad_boxes is not None
     has_box = np.bincount(table.image_index, minlength=len(table.file_names)) > 0
     is_lost = (table.num_bad_boxes > 0) & ~has_box
@@ -174,10 +173,7 @@ def drop_missing_images(
     table: AnnotationTable, is_missing: NDArray[np.bool_], problems: ProblemCollector
 ) -> AnnotationTable:
     """Drops the few images without a file before a split is drawn, so that they are not concentrated in it by chance.
-
-    is_missing: [R]. If there are more than MAX_MISSING_FRACTION, all stay: training then refuses and tells where they
-    may be.
-    """
+    is_missing: [R]. If there are more than MAX_MISSING_FRACTION, all stay, and training refuses the data set."""
     if not 0 < np.count_nonzero(is_missing) <= MAX_MISSING_FRACTION * len(is_missing):
         return table
     for image_index in np.flatnonzero(is_missing).tolist():
@@ -233,8 +229,7 @@ def _describe_box(table: AnnotationTable, box: int) -> str:
 
 def assign_splits(table: AnnotationTable, options: SplitOptions) -> AnnotationTable:
     """Assigns every image to a split. Splits of the source stay. Without a validation split, a part of the training
-    images becomes it: stratified by class, or by a hash of the file name (an image then keeps its split when others are
-    added)."""
+    images becomes it: stratified by class, or by a hash of the name (it stays when others are added)."""
     notes = list(table.notes)
     split = table.split.copy()
     present_splits = set(split.tolist())
@@ -386,8 +381,7 @@ def _check_classes(
 
 
 def hash_to_unit_interval(names: Sequence[str], seed: int = 0) -> NDArray[np.float64]:
-    """[N], numbers in [0, 1) that depend on text and seed alone; composed and decomposed Unicode (macOS) give the
-    same."""
+    """[N], numbers in [0, 1) that depend on text and seed alone; composed and decomposed Unicode give the same."""
     key = seed.to_bytes(8, "big") if seed else b""
     texts = (
         name.encode() if name.isascii() else unicodedata.normalize("NFC", name).encode("utf-8", "surrogatepass")

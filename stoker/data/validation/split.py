@@ -29,8 +29,7 @@ HASH_SIDE = 16
 """Cells of the difference hash along each side."""
 MAX_DIFFERENT_BITS = 14
 """Of 256. In the five sets of shared/data, 95 % of the copies of half the size, 10 % brighter, or saved again with JPEG
-quality 95 differ from their image in at most 14 bits; different images in at least 15, but for one pair of cars that is
-a near-duplicate (6)."""
+quality 95 differ from their image in at most 14 bits; different images in at least 15, but for a near-duplicate (6)."""
 MIN_CONTRAST = 4.0
 """Standard deviation of the gray cells, of 255, below which an image is too flat to be compared."""
 BLOCK = 512

@@ -79,8 +79,7 @@ class ImageSizeCount(msgspec.Struct, kw_only=True):
 
 
 class AnchorCoverage(msgspec.Struct, kw_only=True):
-    """How well anchors fit: the fraction of boxes whose best IoU with an anchor shape centered on them is at least the
-    threshold."""
+    """How well anchors fit: the fraction of boxes whose best IoU with an anchor centered on them is high enough."""
 
     name: str
     """"recommended", or the model of which they are the default."""

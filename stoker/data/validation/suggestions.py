@@ -122,8 +122,7 @@ def _focal(
 
 
 def _num_matched(wh: FloatArray, anchors: FloatArray, stride: int, threshold: float) -> float:
-    """Anchors of a level that overlap some box enough, for all boxes [K, 2]: the area of the offsets at which they do,
-    over that of a cell."""
+    """Anchors of a level that overlap some box [K, 2] enough: the area of the offsets at which they do, in cells."""
     offsets = (np.arange(12) + 0.5) / 12
     total = 0.0
     for anchor in anchors:
