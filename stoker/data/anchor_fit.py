@@ -168,11 +168,8 @@ def recommend_anchors(
     sizes = np.sqrt(kmeans_iou(np.repeat(side, 2, 1), num_levels).prod(1)) / mean_scale
     shapes = kmeans_iou(box_wh / side, num_ratios)
     ratios = default.ratios if num_ratios == 1 else tuple(sorted((shapes[:, 1] / shapes[:, 0]).tolist()))
-    size_starts = [
-        default.sizes,
-        percentile_anchor_sizes(box_wh, image_size, num_levels)[0],
-        tuple(sorted(sizes.tolist())),
-    ]
+    percentile_sizes, _ = percentile_anchor_sizes(box_wh, image_size, num_levels)
+    size_starts = [default.sizes, percentile_sizes, tuple(sorted(sizes.tolist()))]
     starts = [AnchorConfig(s, default.scales, r) for s in size_starts for r in {default.ratios, ratios}]
     best = _refine(max(starts, key=score), score, refine_ratios=num_ratios > 1)
     before, after = (float((best_iou(box_wh, a.anchor_wh()) >= iou_threshold).mean()) for a in (default, best))

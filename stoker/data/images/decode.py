@@ -277,9 +277,8 @@ def _decode_with_opencv(data: bytes, path: Path | str, image_format: str) -> Pix
     except cv2.error as error:
         raise decode_error(path, str(error).strip()) from error
     if pixels is None:
-        raise decode_error(
-            path, f"it is truncated or damaged, or a variety of {image_format} that OpenCV does not support"
-        )
+        cause = f"it is truncated or damaged, or a variety of {image_format} that OpenCV does not support"
+        raise decode_error(path, cause)
     return np.asarray(pixels, np.uint8)
 
 

@@ -95,9 +95,8 @@ class CachedImageSpec:
     ) -> "CachedImageSpec":
         """The size for a recipe: as much larger as its crops zoom in, within MIN_FACTOR … MAX_FACTOR. Without crops the
         factor is 1, and a sample is identical to one without a cache."""
-        return cls(
-            image_size, resize, min(MAX_FACTOR, max(MIN_FACTOR, scale_range[1])) if scale_jitter_prob > 0 else 1.0
-        )
+        factor = min(MAX_FACTOR, max(MIN_FACTOR, scale_range[1])) if scale_jitter_prob > 0 else 1.0
+        return cls(image_size, resize, factor)
 
     def cached_sizes(self, sizes: NDArray[np.int32]) -> NDArray[np.int32]:
         """Height and width of images [n, 2] → kept size [n, 2], never larger than the image; 0 stays 0."""
@@ -300,10 +299,8 @@ def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
     if inputs.epochs is not None and inputs.epochs < MIN_EPOCHS:
         return "none", f"the run has {inputs.epochs:.3g} epochs: a cache pays from {MIN_EPOCHS} on"
     if inputs.is_downscaled and inputs.max_scale > MAX_FACTOR:
-        return (
-            "none",
-            f"crops zoom in up to {inputs.max_scale:g} times; images kept at {MAX_FACTOR} times would be blurred",
-        )
+        zoom = f"crops zoom in up to {inputs.max_scale:g} times"
+        return "none", f"{zoom}; images kept at {MAX_FACTOR} times would be blurred"
     if inputs.decode_s < MIN_DECODE_S and not inputs.is_remote:
         return "none", f"decoding takes only about {inputs.decode_s * 1e3:.2g} ms per image"
     size_text = f"the decoded images take {format_bytes(inputs.cached_bytes)}"

@@ -359,10 +359,8 @@ class Loader:
             raise self._failure
         try:
             return self._hand_out()
-        except StopIteration:
-            raise
         except Exception as error:
-            self._failure = error
+            self._failure = None if isinstance(error, StopIteration) else error
             raise
 
     # The implementation; all of it runs in the caller's thread.
@@ -490,20 +488,18 @@ class Loader:
                 self._reclaim_buffers()
                 self._schedule(pool)
                 self._end_interval(QUEUE)
-            if self._pending_batches[0].num_missing:
-                self._wait_for(self._pending_batches[0], pool)
+            if (batch_task := self._pending_batches[0]).num_missing:
+                wait_start_s, before = time.perf_counter(), pool.total()
+                pool.wait(batch_task)
+                wait_end_s, after = time.perf_counter(), pool.total()
+                workers, is_remote = self._autotuner.workers, self._prefetcher is not None
+                intervals = split_wait(wait_start_s, wait_end_s, before, after, workers=workers, is_remote=is_remote)
+                self.last_wait += intervals
             if pool.stopped:
                 raise RuntimeError("the loader was closed while a batch was waited for")
             return self._pending_batches.popleft()
         finally:
             self._wait_s += time.perf_counter() - start_s
-
-    def _wait_for(self, batch_task: BatchTask, pool: WorkerPool | ProcessPool) -> None:
-        start_s, before = time.perf_counter(), pool.total()
-        pool.wait(batch_task)
-        end_s, after = time.perf_counter(), pool.total()
-        workers, is_remote = self._autotuner.workers, self._prefetcher is not None
-        self.last_wait += split_wait(start_s, end_s, before, after, workers=workers, is_remote=is_remote)
 
     def _copy_to_device(self, batch_task: BatchTask) -> tuple[BatchTask, list[Tensor], ReadyEvent]:
         self._end_interval(QUEUE)

@@ -266,7 +266,8 @@ class SampleStream:
         if isinstance(data, bytes):
             header = parse_header(data, path).as_annotated(plan.original_size)
             if header.size != plan.original_size:
-                _check_size(header.size, plan.original_size, path)
+                if 0 not in plan.original_size:
+                    raise _other_size_error(header.size, plan.original_size, path)
                 plan = plan._replace(original_size=header.size, geom=UNKNOWN_GEOMETRY)
         if plan.geom is UNKNOWN_GEOMETRY:
             plan = self._fit(image_index, plan.original_size, plan.rand, plan.crop_rand)
@@ -473,8 +474,7 @@ class SampleStream:
     def _order_of(self, epoch: int) -> tuple[NDArray[np.int64], EpochOrder | None]:
         if not self.train:
             return self.image_indices, None
-        known = self._epoch_orders.get(epoch)
-        if known is not None:
+        if (known := self._epoch_orders.get(epoch)) is not None:
             return known
         with self._order_lock:  # the first thread in an epoch sorts for all
             if epoch not in self._epoch_orders:
@@ -542,13 +542,11 @@ def _leave_to_device(image: ReadImage, encoded: "dict[int, decode.EncodedImage]"
     return True
 
 
-def _check_size(header_size: tuple[int, int], annotated_size: tuple[int, int], path: str) -> None:
-    if 0 in annotated_size or header_size == annotated_size:
-        return
+def _other_size_error(header_size: tuple[int, int], annotated_size: tuple[int, int], path: str) -> DataError:
     cause = (
         f"the annotations say {annotated_size[1]} × {annotated_size[0]} pixels, "
         f"the file has {header_size[1]} × {header_size[0]}"
     )
     if header_size == annotated_size[::-1]:
         cause += ": it was rotated after it was annotated, or its EXIF orientation was lost"
-    raise make_error(DataError, "other-size-than-annotated", path, cause=cause)
+    return make_error(DataError, "other-size-than-annotated", path, cause=cause)

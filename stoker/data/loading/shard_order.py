@@ -35,15 +35,14 @@ class EpochOrder:
         """order: [N], the image at each index of the epoch. read_number: [N], the place of that image in the sequence
         in which images are read. part_starts: where each part that is read at once begins in that sequence."""
         self.order, self._read_number = order, read_number
-        self._part_ends = np.append(part_starts[1:], len(order))
-        self._part_starts = part_starts
+        self._part_bounds = np.append(part_starts, len(order))
         self._index_read = np.empty_like(order)
         self._index_read[read_number] = np.arange(len(order))
 
     def read_together(self, index_in_epoch: int) -> NDArray[np.int64]:
         """The indices in the epoch, ascending, of the images that are read with that of `index_in_epoch`."""
-        part = np.searchsorted(self._part_starts, self._read_number[index_in_epoch], side="right") - 1
-        return np.sort(self._index_read[self._part_starts[part] : self._part_ends[part]])
+        end = np.searchsorted(self._part_bounds, self._read_number[index_in_epoch], side="right")
+        return np.sort(self._index_read[self._part_bounds[end - 1] : self._part_bounds[end]])
 
 
 class ShardOrder:

@@ -110,9 +110,8 @@ def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) ->
             _find_duplicates(table, xyxy),
         )
         reaches_outside = (x1 < -OUTSIDE_TOLERANCE_PX) | (y1 < -OUTSIDE_TOLERANCE_PX)
-        reaches_outside |= ((x2 > width + OUTSIDE_TOLERANCE_PX) & (width > 0)) | (
-            (y2 > height + OUTSIDE_TOLERANCE_PX) & (height > 0)
-        )
+        reaches_outside |= (x2 > width + OUTSIDE_TOLERANCE_PX) & (width > 0)
+        reaches_outside |= (y2 > height + OUTSIDE_TOLERANCE_PX) & (height > 0)
         tiny = (x2 - x1 < 1) | (y2 - y1 < 1)
     _report_boxes(table, np.select(tests, range(len(tests)), default=-1), DROPPED_BOX_KINDS, problems)
     keep = ~np.logical_or.reduce(tests)
@@ -142,11 +141,8 @@ def drop_images_without_boxes_left(
     if len(is_lost) and is_lost.all():
         location = f"{table.image_path(0)} and all others"
         raise make_error(DataError, "no-image-left", location, cause=problems.describe())
-    lost_boxes = {
-        name: int(table.num_bad_boxes[is_lost & (table.split == split_index)].sum())
-        for split_index, name in enumerate(SPLITS)
-    }
-    return drop_images(table, is_lost), lost_boxes
+    lost_in = [int(table.num_bad_boxes[is_lost & (table.split == number)].sum()) for number in range(len(SPLITS))]
+    return drop_images(table, is_lost), dict(zip(SPLITS, lost_in, strict=True))
 
 
 def drop_images(table: AnnotationTable, is_dropped: NDArray[np.bool_]) -> AnnotationTable:

@@ -197,10 +197,8 @@ def compute_stats(index: Index, model_input: ModelInput, *, data: str, split: st
         splits=[_split_stats(index, name) for name in splits],
         classes=_class_stats(index, splits),
         image_sizes=[
-            ImageSizeCount(
-                height=int(unique_sizes[n, 0]), width=int(unique_sizes[n, 1]), num_images=int(size_counts[n])
-            )
-            for n in order
+            ImageSizeCount(height=height, width=width, num_images=count)
+            for (height, width), count in zip(unique_sizes[order].tolist(), size_counts[order].tolist(), strict=True)
         ],
         num_image_sizes=len(unique_sizes),
         num_unknown_sizes=len(image_indices) - len(known_sizes),
@@ -283,14 +281,10 @@ def _make_distribution(values: FloatArray, edges: FloatArray) -> Distribution:
     counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
     nonempty = np.flatnonzero(counts)
     first, last = (int(nonempty[0]), int(nonempty[-1])) if nonempty.size else (0, -1)
-    percentiles = [float(x) for x in np.percentile(values, [0, 10, 50, 90, 100])] if values.size else [None] * 5
+    percentiles = np.percentile(values, [0, 10, 50, 90, 100]).tolist() if values.size else [None] * 5
     return Distribution(
+        **dict(zip(("min", "p10", "median", "p90", "max"), percentiles, strict=True)),
         count=values.size,
-        min=percentiles[0],
-        p10=percentiles[1],
-        median=percentiles[2],
-        p90=percentiles[3],
-        max=percentiles[4],
         mean=float(values.mean()) if values.size else None,
         edges=[float(edge) for edge in edges[first : last + 2]],
         counts=[int(count) for count in counts[first : last + 1]],
