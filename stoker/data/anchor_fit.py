@@ -29,10 +29,9 @@ def best_image_size(
     sizes: NDArray[np.int32], side: int, multiple: int = 32, *, context: str = ""
 ) -> tuple[tuple[int, int], str]:
     """(height, width) of the model input at which letterboxed images are largest, and the reason for it. At most
-    1.1 × side² pixels; both are multiples of `multiple` and at least 32.
+    1.1 × side² pixels, and no more than the median image; both are multiples of `multiple` and at least 32.
 
-    sizes: int32 [N, 2], height and width, 0 where unknown. context: put before `side` in the reason. The input has no
-    more pixels than the median image.
+    sizes: int32 [N, 2], height and width, 0 where unknown. context: put before `side` in the reason.
     """
     known_sizes = sizes[(sizes > 0).all(1)].astype(np.float64)
     if len(known_sizes) == 0:
@@ -143,13 +142,12 @@ def best_iou(box_wh: FloatArray, anchor_wh: FloatArray) -> FloatArray:
 def recommend_anchors(
     box_wh: FloatArray, image_size: tuple[int, int], default: AnchorConfig, *, iou_threshold: float
 ) -> tuple[AnchorConfig, str]:
-    """Anchors that cover more boxes at `iou_threshold`, with the numbers of levels, scales and ratios of `default`; and
-    the reason.
+    """Anchors that cover more boxes at `iou_threshold`, as many as `default` has; and the reason.
 
     Starts: the default; the percentiles of the box sizes; geometric series with k-means of the box shapes, by IoU, for
     size and ratio (YOLOv2, arXiv 1612.08242, section 2). The best start is refined: each size and ratio is moved by
-    factors as long as the best possible recall grows. The default is kept if that covers no 2 % more boxes: pretrained
-    heads expect it.
+    factors as long as the best possible recall grows. The default, which pretrained heads expect, is kept if that
+    covers no 2 % more boxes.
     """
     if len(box_wh) == 0:
         return default, "there are no boxes"

@@ -53,11 +53,8 @@ def random_uniform(
     seed: int, epoch: int, indices_in_epoch: Sequence[int], stream: RandomStream, count: int
 ) -> NDArray[np.float64]:
     """`count` numbers in [0, 1) for each index: [n, count]. Philox4x64-10 with key (seed, stream), counter (·, index,
-    epoch, 0). About 3 µs for each index, and 20 µs.
-
-    53 bits each, straight from the bit generator, whose output NumPy keeps the same in all versions (NEP 19).
-    The first n numbers do not depend on `count`.
-    """
+    epoch, 0); 53 bits each, straight from the bit generator, whose output NumPy keeps the same in all versions (NEP
+    19). The first n numbers do not depend on `count`. About 3 µs for each index, and 20 µs."""
     raw = _raw_rows(seed, epoch, indices_in_epoch, stream, count)
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -409,8 +409,7 @@ def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadat
 
 
 def boxes_of(index: Index, image_indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The boxes of some images, image by image: their rows in `Index.boxes`, and the place of the image of each in
-    `image_indices`; [k] both."""
+    """[k] and [k], the boxes of some images in their order: rows of `Index.boxes`, and places in `image_indices`."""
     counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
     rows = np.repeat(index.offsets[image_indices] - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
     return rows, np.repeat(np.arange(len(image_indices)), counts)
@@ -529,8 +528,8 @@ def _left_out_error(index: Index, what: str, problems: list[Problem], allow: str
 def _excess_bad_boxes(
     index: Index, problems: Iterable[Problem], splits: Sequence[str], allowed_fraction: float
 ) -> list[str]:
-    """The counts of left out boxes that exceed the allowed fraction, of each split or else of all together, in words.
-    Boxes of unknown images count for all."""
+    """The counts of left out boxes that exceed the allowed fraction, of each split or else of all (also of unknown
+    images), in words."""
     excess = []
     num_bad, total = sum(problem.count for problem in problems), 0
     for number, split in enumerate(SPLITS):

@@ -276,8 +276,7 @@ def _version_mtime_ns(info: ObjectInfo) -> int:
 
 
 def require_distinct_names(files: Iterable[str], folder: Path) -> None:
-    """Raises DataError for names that differ in case only, on a disk that does not distinguish case: the later file
-    would silently replace the other."""
+    """Raises DataError for names that differ in case only, on a disk where one file would replace the other."""
     folder.mkdir(exist_ok=True)
     other_case = folder.with_name(folder.name.swapcase())
     if other_case == folder or not other_case.exists():

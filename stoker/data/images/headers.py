@@ -24,8 +24,7 @@ header of 60 bytes can claim 2^62. Pillow's own limit is a third of this, OpenCV
 HEAD_BYTES = 1 << 16
 """What `read_header` reads at once; it has the size of nearly every JPEG, even after EXIF with a thumbnail."""
 FIRST_READ_BYTES = 1 << 12
-"""What is read at once of an image in a bucket: a JPEG without EXIF has its size in its first kilobyte. Next are
-HEAD_BYTES, then all of it."""
+"""What is read first of an image in a bucket (a JPEG without EXIF has its size there), then HEAD_BYTES, then all."""
 IMAGE_FORMATS = ("jpeg", "png", "webp", "bmp", "tiff", "gif", "pnm", "jpeg 2000")
 """The formats that are read."""
 CONVERT_HINT = "convert it to JPEG or PNG and correct its name in the annotations"

@@ -1,8 +1,7 @@
 """Reads the bytes of images, local ones and objects of a bucket. All code that opens images uses this module.
 
 A data set in a bucket has a mirror on the local disk (`remote.py`), in which an image is a stub: a file with the
-object's size and no content. The path alone shows that a file is in a mirror. Not here: making the mirror, prefetching
-(`loading/worker_pool.py`).
+object's size and no content. The path alone shows that a file is in a mirror. Prefetching: `loading/worker_pool.py`.
 """
 
 import errno

@@ -64,8 +64,7 @@ class HostBatchBuffer:
         max_boxes: int,
         arrays: Sequence[NDArray[Any]] | None = None,
     ) -> None:
-        """arrays: existing memory, as described by `batch_arrays`; None: new memory of torch. device: None in a worker
-        process, which has no tensors."""
+        """arrays: existing memory, as described by `batch_arrays`; None: new memory. device: None: without tensors."""
         self.image_size = image_size
         self.tensors: list[Tensor] = []
         """In the order of Batch; the images are [B, H, W, 3]."""
@@ -82,17 +81,8 @@ class HostBatchBuffer:
             )
         if arrays is None:
             arrays = [tensor.numpy() for tensor in self.tensors]
-        (
-            self.pixels,
-            self.boxes,
-            self.labels,
-            self.valid,
-            self.resized_size,
-            self.scale,
-            self.original_size,
-            self.image_index,
-            self.rand,
-        ) = arrays
+        self.pixels, self.boxes, self.labels, self.valid, *others = arrays
+        self.resized_size, self.scale, self.original_size, self.image_index, self.rand = others
         self._padding = _padding(image_size)
 
     def pad(self, k: int, resized_size: tuple[int, int]) -> None:

@@ -59,7 +59,8 @@ class DeviceBatchDecoder:
     Takes as much memory as the batch buffers on the host. Raises PreflightError where the device cannot decode."""
 
     def __init__(self, samples: SampleStream, device: Device, on_message: Callable[[str], None] | None) -> None:
-        require_device_decoder(device)
+        if (cause := unavailable_reason(device)) is not None:
+            raise make_error(PreflightError, "device-cannot-decode", choices=["cpu"], cause=cause, name=device.name)
         self._samples, self._on_message = samples, on_message
         self._stream = device.make_stream()
         self._padding = torch.tensor(PAD_COLOR, dtype=torch.uint8, device=device.torch_device)
@@ -158,12 +159,6 @@ def unavailable_reason(device: Device) -> str | None:
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     return None
-
-
-def require_device_decoder(device: Device) -> None:
-    """Raises PreflightError where a device cannot decode images."""
-    if (cause := unavailable_reason(device)) is not None:
-        raise make_error(PreflightError, "device-cannot-decode", choices=["cpu"], cause=cause, name=device.name)
 
 
 def choose_decoder(host_per_s: float, step_per_s: float, device_fraction: float) -> tuple[JpegDecoder, str]:

@@ -328,8 +328,7 @@ class Loader:
         return f"{freed_bytes / 2**20:,.0f} MiB of decoded images dropped from the cache" if freed_bytes else None
 
     def close(self) -> None:
-        """Ends the threads, or the work of the processes. May be called twice, in the middle of an epoch, after an
-        error, from another thread."""
+        """Ends the threads, or the work of the processes. May be called twice, at any time, from another thread."""
         self._closed = True
         is_idle = self._stop_pool()
         if self._process_pool is not None:
@@ -349,9 +348,8 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch, on the device.
+        """The next batch, on the device. On a CPU its tensors are valid until the next call but one.
 
-        On a CPU its tensors are the buffer's own memory: they are valid until the next call but one.
         Raises DataError when too many images cannot be used; StorageError when a bucket cannot be read; RuntimeError
         with the image's path for a bug.
         """

@@ -223,8 +223,7 @@ def _end(controls: list[tuple[socket.socket, Connection]], children: list[subpro
 
 
 class ProcessPool:
-    """The same as `WorkerPool` for a loader, on worker processes, with its buffers in shared memory. Unlike that it may
-    start again after a stop, as memory is kept."""
+    """The same as `WorkerPool`, on worker processes, with buffers in shared memory; may start again after a stop."""
 
     def __init__(
         self,

@@ -30,8 +30,7 @@ def repeat_factors(index: Index, image_indices: NDArray[np.int64], thresh: float
 
 
 def repeated_order(factors: NDArray[np.float64], seed: int, epoch: int) -> NDArray[np.int64]:
-    """int64 [N], the places in `image_indices` of an epoch's samples: a systematic sample with one random offset, in
-    random order. A pure function of its arguments."""
+    """int64 [N], the places in `image_indices` of an epoch's samples: a systematic sample with one random offset."""
     count = len(factors)
     offset = geometry.random_uniform(seed, epoch, [0], geometry.RandomStream.REPEAT, 1)[0, 0]
     ends = np.cumsum(factors)

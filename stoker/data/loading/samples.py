@@ -341,10 +341,8 @@ class SampleStream:
         images are in the result, `task.results[k]`.
 
         Pauses when an image is read and before it is decoded: a worker reads several samples, then decodes them. Each
-        decoding replaces the processor's caches, and Python code takes several times as long right after it.
-
-        Any error that is not the image's is raised with its location: OutOfMemoryError, StorageError, or RuntimeError
-        from the exception itself.
+        decoding replaces the processor's caches, and Python code takes several times as long right after it. Any error
+        that is not the image's is raised with its location: OutOfMemoryError, StorageError, RuntimeError.
         """
         planned, task.plans[k] = task.plans[k], None
         failures: list[tuple[int, Exception]] = []
@@ -387,8 +385,7 @@ class SampleStream:
         self.annotate(task, [k])
 
     def _candidates(self, plan: Plan, position: int) -> Iterator[Plan]:
-        """The plan of a position, then those of its replacements, as far as the quarantine allows them. The caller
-        takes another one when the last one has failed."""
+        """The plan of a position, then those of its replacements, as far as the quarantine allows them."""
         if self.is_usable(plan.image_index, position):
             yield plan
         tried = {plan.image_index}
@@ -505,8 +502,7 @@ class SampleStream:
 
     @property
     def shard_mixing(self) -> list[int] | None:
-        """What decides the order, besides the seed and the shards: `LoaderSpec.shuffle_buffer` and the images per batch
-        of all ranks. None where the order is random."""
+        """`LoaderSpec.shuffle_buffer` and the images per batch of all ranks; None where the order is random."""
         return None if self._shard_order is None else [self._spec.shuffle_buffer, self._total_batch_size]
 
     @property
