@@ -3,8 +3,7 @@
 A plan says which image is in which shard, from the index of the source alone, so each shard can be made by any process,
 again, with the same bytes. A finished shard has a record next to it; after a kill, those that have one are kept. The
 index is written last and replaces plan and records. Training images are put into the shards in a random order that is
-always the same: neighbors in a source are often alike, and a shard that is read as a whole should not be. Rows of the
-index keep the order of the source, so training in a random order of all images does not change.
+always the same, as neighbors in a source are often alike. Rows of the index keep the order of the source.
 
 Not here: what images training would skip and other formats (`convert.py`), Ray (`launching/ray_cluster.py`).
 """

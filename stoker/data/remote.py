@@ -2,13 +2,11 @@
 
 The mirror of a bucket is made by one listing and kept current. Annotation files and TFRecord shards are copied. Images
 are placeholders, sparse files of the object's size, and are read from the bucket (`images/source.py`). Size and
-modification time of a file identify the version of its object: the time is that of the object, with a hash of the etag
-in the microseconds. So no list can disagree with the disk: work that a kill interrupted, and objects that changed, are
-found by comparing files with the listing.
+modification time of a file identify the version of its object (`_version_mtime_ns`), so work that a kill interrupted,
+and objects that changed, are found by comparing files with the listing.
 
 On a web server, which lists nothing, a data set is an annotation file (COCO JSON or a CSV table), which lists the
-images; their folder is found by requesting the first images where a local data set would have them. There the size of
-an image is not known, and a missing image is noticed when it is read.
+images; their folder is found by requesting the first images where a local data set would have them.
 """
 
 import contextlib

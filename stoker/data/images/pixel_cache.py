@@ -8,8 +8,7 @@ is not memory-mapped, so a full or failing disk is an OSError, not a SIGBUS.
 
 The file is in the cache folder (`storage/local_files.py`), under decoded-images/. A process that uses it holds a shared
 lock; one that needs space removes files that no process holds, the least recently used first. All such files together
-take half of the disk that is free without them, or `STOKER_CACHE_LIMIT_GIB`. `choose_cache` decides whether images are
-kept at all, and where. The user: `loading/samples.py`.
+take half of the disk that is free without them, or `STOKER_CACHE_LIMIT_GIB`.
 """
 
 import contextlib

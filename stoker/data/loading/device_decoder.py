@@ -7,13 +7,12 @@ CPU, strictly, and is quarantined only if that fails. nvJPEG may not notice that
 were overwritten.
 
 nvJPEG is called through torchvision's `decode_jpeg` (deprecated since 0.29 in favor of TorchCodec, still available).
-It makes its thread wait for the device, so it has a thread of its own (`worker_pool.py`), never the training thread. It
-writes its outputs without regard to what the stream still reads from that memory (pytorch/vision#9606,
-meta-pytorch/torchcodec#1634). So the stream must be used for nothing else, and is synchronized before each call.
+It makes its thread wait for the device, so it has a thread of its own (`worker_pool.py`). It writes its outputs without
+regard to what the stream still reads from that memory (pytorch/vision#9606, meta-pytorch/torchcodec#1634). So the
+stream must be used for nothing else, and is synchronized before each call.
 
-`measure_and_choose_decoder` measures the CPU on a sample of the run's own images, and a step, once, before a run;
-`choose_decoder` is a pure function of the rates. The choice is a setting like any other (`--jpeg-decoder`), so a
-resumed run measures nothing. With a cache of decoded images the CPU fills the cache, and nothing is decoded twice.
+`measure_and_choose_decoder` measures the CPU on a sample of the run's own images, and a step, once, before a run. The
+choice is a setting like any other (`--jpeg-decoder`), so a resumed run measures nothing.
 """
 
 import io

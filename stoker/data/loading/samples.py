@@ -4,9 +4,8 @@
 Position p of the endless training stream is (epoch, index) = divmod(p, N); its image is the index-th of the epoch's
 order, which is random, or for shards that of `shard_order.py`. Everything about a sample is a pure function of (seed,
 epoch, index) and of the quarantine: the images that cannot be used, each with the position from which on it is
-replaced. `load` takes a sample from its plan to its pixels, and tries replacements where an image is bad. The worker
-threads and the worker processes (`worker_pool.py`) call the four, and so does `reload`, for a sample that `loader.py`
-or the device decoder needs once more. Batches and the device: `loader.py`.
+replaced. `load` takes a sample from its plan to its pixels, and tries replacements where an image is bad. Batches and
+the device: `loader.py`.
 
 While Python runs, the other threads do not (the GIL), so `plan` and `annotate` do for many samples at once what can be
 done so. `benchmarks/loading/gil.py` measures it.

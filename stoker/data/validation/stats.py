@@ -190,7 +190,9 @@ def compute_stats(index: Index, model_input: ModelInput, *, data: str, split: st
         best, best_reason = recommend_anchors(dims.resized_wh, image_size, anchors, iou_threshold=IOU_THRESHOLDS[0])
         if best != anchors:
             coverages.append(_anchor_coverage("recommended", best_reason, best, dims.resized_wh, resized_sqrt_areas))
-            flags += _anchor_flags(best, anchors)
+            flags.append("--anchor-sizes " + " ".join(f"{size:g}" for size in best.sizes))
+            if best.ratios != anchors.ratios:
+                flags.append("--aspect-ratios " + " ".join(f"{ratio:g}" for ratio in best.ratios))
     return DatasetStats(
         data=data,
         format=index.format,
@@ -345,11 +347,3 @@ def _anchor_coverage(
             if (fractions := fraction_by_iou(max_ious[area_range == n]))
         },
     )
-
-
-def _anchor_flags(best: AnchorConfig, default: AnchorConfig) -> list[str]:
-    """The flags for other anchors than the default ones."""
-    flags = ["--anchor-sizes " + " ".join(f"{size:g}" for size in best.sizes)]
-    if best.ratios != default.ratios:
-        flags.append("--aspect-ratios " + " ".join(f"{ratio:g}" for ratio in best.ratios))
-    return flags
