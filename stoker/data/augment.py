@@ -303,10 +303,8 @@ def mosaic(batch: Batch, probability: float, at_once: AtOnce | None = None) -> B
 
 
 class _MosaicTiles:
-    """Geometry of the tiles of each mosaic: quadrants 0 … 3 row by row, tile q of mosaic b is [b, q].
-
-    The last dimension is height and width, or y and x.
-    """
+    """Geometry of the tiles of each mosaic: quadrants 0 … 3 row by row, tile q of mosaic b is [b, q]. The last
+    dimension is height and width, or y and x."""
 
     def __init__(self, batch: Batch) -> None:
         rand = batch.rand

@@ -350,9 +350,8 @@ def open_layout(
 
 
 def _read(layout: DatasetLayout, problems: ProblemCollector) -> tuple[AnnotationTable, DatasetLayout, int]:
-    """The annotations, the layout that was read, and the number of images of the test split that were left out.
-    Training does not use the test split: where that cannot be read, the others are read without it. Raises DataError.
-    """
+    """The annotations, the layout that was read (without a test split that cannot be read, as training does not use
+    it), and the number of images of the test split that were left out. Raises DataError."""
     read = FORMATS[layout.format].read
     others = tuple(part for part in layout.parts if part.split != "test")
     without_test = replace(layout, parts=others)

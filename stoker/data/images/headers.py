@@ -191,10 +191,8 @@ _OTHER_CONTENT = {
 
 
 def _parse_jpeg(data: bytes, path: Path | str) -> tuple[int, int, int, int]:
-    """(height, width, orientation, channels), from the segments before the first scan. Skips bytes between segments.
-
-    Uses plain indexing for speed, because it runs for every image that is loaded. Raises IndexError where data ends.
-    """
+    """(height, width, orientation, channels), from the segments before the first scan. Plain indexing for speed, as it
+    runs for every image that is loaded. Raises IndexError where data ends."""
     offset, orientation, frame_offset = 2, 1, -1
     while True:
         marker = data[offset + 1]

@@ -10,7 +10,6 @@ process ends in whatever way. Started by `processes.py`.
 import contextlib
 import functools
 import gc
-import itertools
 import mmap
 import os
 import pickle
@@ -242,7 +241,7 @@ def main(control_fd: int, process: int, parent: int) -> None:
     streams: dict[int, _Stream] = {}
     threading.Thread(target=_or_exit(_serve), args=(control_fd, process, streams), daemon=True).start()
     # A process that the training process forked may keep the other end of the control socket open.
-    for _ in itertools.takewhile(lambda _: os.getppid() == parent, itertools.count()):
+    while os.getppid() == parent:
         time.sleep(PUBLISH_INTERVAL_S)
         _tend(streams)
     os._exit(0)

@@ -197,10 +197,8 @@ def _report_boxes(
 
 
 def _find_duplicates(table: AnnotationTable, xyxy: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """[K], whether an equal box of the same image and class comes before this one.
-
-    Hashes find the few candidates: 0.1 s for COCO's 860,001 boxes; a sort by all six columns takes ten times that.
-    """
+    """[K], whether an equal box of the same image and class comes before this one. Hashes find the few candidates, in
+    0.1 s for COCO's 860,001 boxes; a sort by all six columns takes ten times that."""
     bits = (xyxy + np.float32(0)).view(np.uint32).astype(np.uint64)  # turns -0 into 0
     multipliers = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
     hashes = (bits * multipliers).sum(1) + table.labels.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
@@ -456,12 +454,9 @@ def stratify(
 def _assign_greedily(
     lacking: list[float], wanted: list[float], counts: Sequence[int], sizes: Sequence[int]
 ) -> NDArray[np.int64]:
-    """The split of each of some groups, in their order: the one that lacks most images of a class, of those the one
-    that wants most images.
-
-    lacking: images of the class that each split still lacks; wanted: images of any class, which is updated. counts,
-    sizes: images of each group with the class, and in all. The only loop in Python: each choice depends on the last.
-    """
+    """The split of each of some groups: the one that lacks most images of a class, of those the one that wants most
+    images. lacking: images of the class that each split still lacks; wanted: of any class, which is updated. counts,
+    sizes: images of each group with the class, and in all. The only loop in Python: each choice depends on the last."""
     chosen = []
     splits = range(len(lacking))
     for count, size in zip(counts, sizes, strict=True):
