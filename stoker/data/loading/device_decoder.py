@@ -224,13 +224,13 @@ def measure_host_decode(
     samples, images = SampleStream(index, chosen, spec), list[EncodedImage]()
     for plan in filter(None, samples.plan(0, count)):
         try:
-            image = samples.read(plan, Counters())
+            loaded = samples.read(plan, Counters())
         except (DataError, ObjectMissing, OSError):
             continue
-        assert isinstance(image.data, bytes)
-        assert image.header is not None
-        geom = image.plan.geom
-        images.append(EncodedImage(image.data, image.header, geom.region, geom.resized_size))
+        assert isinstance(loaded.data, bytes)
+        assert loaded.header is not None
+        geom = loaded.plan.geom
+        images.append(EncodedImage(loaded.data, loaded.header, geom.region, geom.resized_size))
     out = np.empty((*image_size, 3), np.uint8)
     durations_s: list[float] = []
     loop_start_s = time.perf_counter()
