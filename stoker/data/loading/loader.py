@@ -286,9 +286,7 @@ class Loader:
     def _quarantined(self) -> dict[int, int]:
         """Image index → position, of all ranks as far as this one knows."""
         own, elsewhere = self._samples.quarantined, self._elsewhere
-        return {k: min(own.get(k, p), p) for k, p in elsewhere.items()} | {
-            k: min(elsewhere.get(k, p), p) for k, p in own.items()
-        }
+        return {k: min(known[k] for known in (own, elsewhere) if k in known) for k in elsewhere | own}
 
     def image_indices_at(self, position: int, count: int) -> list[int]:
         """The images at `count` positions from `position` on, including replacements; -1 for none."""

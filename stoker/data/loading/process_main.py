@@ -105,15 +105,12 @@ class _Stream:
         if pool is not None:
             pool.stop()
             pool.join()
-            self._publish(pool)
+            self._ring.write_counters(self._process, pool.total(), time.process_time())
         self._report("stopped", generation, pool is None or pool.is_idle)
 
     def publish(self) -> None:
         if (pool := self._pool) is not None:
-            self._publish(pool)
-
-    def _publish(self, pool: WorkerPool) -> None:
-        self._ring.write_counters(self._process, pool.total(), time.process_time())
+            self._ring.write_counters(self._process, pool.total(), time.process_time())
 
     def _take_groups(self) -> None:
         """A thread: takes groups while few of them are in progress here, and gives them to the workers."""

@@ -61,14 +61,10 @@ class ShardOrder:
         self._window = max(1, per_place - int(sizes.max(initial=1)))
         self._seed, self._batch_size = seed, batch_size
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self._block_starts) - 1
-
     def epoch(self, epoch: int) -> EpochOrder:
         """20 ms for 118,287 images."""
         count, places = len(self._members), self._batch_size
-        blocks = geometry.epoch_order(self._seed, epoch, self.num_blocks)
+        blocks = geometry.epoch_order(self._seed, epoch, len(self._block_starts) - 1)
         first, sizes = self._block_starts[blocks], np.diff(self._block_starts)[blocks]
         ends = sizes.cumsum()
         number = np.arange(count)
