@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.index import Index
+from stoker.data.index import Index, boxes_of
 
 FloatArray = NDArray[np.float64]
 
@@ -29,10 +29,9 @@ def best_image_size(
     sizes: NDArray[np.int32], side: int, multiple: int = 32, *, context: str = ""
 ) -> tuple[tuple[int, int], str]:
     """(height, width) of the model input at which letterboxed images are largest, and the reason for it. At most
-    1.1 × side² pixels; both are multiples of `multiple` and at least 32.
+    1.1 × side² pixels, and no more than the median image; both are multiples of `multiple` and at least 32.
 
-    sizes: int32 [N, 2], height and width, 0 where unknown. context: put before `side` in the reason. The input has no
-    more pixels than the median image.
+    sizes: int32 [N, 2], height and width, 0 where unknown. context: put before `side` in the reason.
     """
     known_sizes = sizes[(sizes > 0).all(1)].astype(np.float64)
     if len(known_sizes) == 0:
@@ -83,12 +82,10 @@ def box_dimensions(
 
     original_sizes: int32 [R, 2] of all images; used instead of the index's.
     """
-    counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
-    box_index = np.repeat(index.offsets[image_indices] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-    image_index = np.repeat(image_indices, counts)
-    height, width = (index.original_size if original_sizes is None else original_sizes)[image_index].T.astype(
-        np.float64
-    )
+    box_index, place = boxes_of(index, image_indices)
+    image_index = image_indices[place]
+    sizes = index.original_size if original_sizes is None else original_sizes
+    height, width = sizes[image_index].T.astype(np.float64)
     keep = (height > 0) & (width > 0) & ~index.crowd[box_index]
     box_index, image_index, height, width = box_index[keep], image_index[keep], height[keep], width[keep]
     xyxy = np.clip(index.boxes[box_index].astype(np.float64), 0, np.stack([width, height] * 2, 1))
@@ -145,13 +142,12 @@ def best_iou(box_wh: FloatArray, anchor_wh: FloatArray) -> FloatArray:
 def recommend_anchors(
     box_wh: FloatArray, image_size: tuple[int, int], default: AnchorConfig, *, iou_threshold: float
 ) -> tuple[AnchorConfig, str]:
-    """Anchors that cover more boxes at `iou_threshold`, with the numbers of levels, scales and ratios of `default`; and
-    the reason.
+    """Anchors that cover more boxes at `iou_threshold`, as many as `default` has; and the reason.
 
     Starts: the default; the percentiles of the box sizes; geometric series with k-means of the box shapes, by IoU, for
     size and ratio (YOLOv2, arXiv 1612.08242, section 2). The best start is refined: each size and ratio is moved by
-    factors as long as the best possible recall grows. The default is kept if that covers no 2 % more boxes: pretrained
-    heads expect it.
+    factors as long as the best possible recall grows. The default, which pretrained heads expect, is kept if that
+    covers no 2 % more boxes.
     """
     if len(box_wh) == 0:
         return default, "there are no boxes"
@@ -170,11 +166,8 @@ def recommend_anchors(
     sizes = np.sqrt(kmeans_iou(np.repeat(side, 2, 1), num_levels).prod(1)) / mean_scale
     shapes = kmeans_iou(box_wh / side, num_ratios)
     ratios = default.ratios if num_ratios == 1 else tuple(sorted((shapes[:, 1] / shapes[:, 0]).tolist()))
-    size_starts = [
-        default.sizes,
-        percentile_anchor_sizes(box_wh, image_size, num_levels)[0],
-        tuple(sorted(sizes.tolist())),
-    ]
+    percentile_sizes, _ = percentile_anchor_sizes(box_wh, image_size, num_levels)
+    size_starts = [default.sizes, percentile_sizes, tuple(sorted(sizes.tolist()))]
     starts = [AnchorConfig(s, default.scales, r) for s in size_starts for r in {default.ratios, ratios}]
     best = _refine(max(starts, key=score), score, refine_ratios=num_ratios > 1)
     before, after = (float((best_iou(box_wh, a.anchor_wh()) >= iou_threshold).mean()) for a in (default, best))

@@ -202,8 +202,7 @@ def color_jitter(
 
 
 def _cached(make: MakeTensor) -> MakeTensor:
-    """`make`, called once for the same arguments: its operators need not be issued at every step. Nothing may change
-    the tensors."""
+    """`make`, called once for the same arguments, not at every step. Nothing may change the tensors."""
     made: dict[tuple[Any, ...], Any] = {}
     _caches.append(made)
 
@@ -304,17 +303,14 @@ def mosaic(batch: Batch, probability: float, at_once: AtOnce | None = None) -> B
 
 
 class _MosaicTiles:
-    """Geometry of the tiles of each mosaic: quadrants 0 … 3 row by row, tile q of mosaic b is [b, q].
-
-    The last dimension is height and width, or y and x.
-    """
+    """Geometry of the tiles of each mosaic: quadrants 0 … 3 row by row, tile q of mosaic b is [b, q]. The last
+    dimension is height and width, or y and x."""
 
     def __init__(self, batch: Batch) -> None:
         rand = batch.rand
         count, _, height, width = batch.images.shape
         self.member, self.source_index, is_second_half = _tile_members(count, rand.device)
-        """int64 [B, 4], the position in its group of the image that a tile shows, in quadrant 0 image b itself; and its
-        position in the batch."""
+        """int64 [B, 4], of the image that a tile shows (quadrant 0: image b itself), in its group and in the batch."""
         self.image_size = _constants((height, width), rand.dtype, rand.device)
         scale = (
             MOSAIC_SCALE_RANGE[0]
@@ -400,11 +396,8 @@ class _MosaicTiles:
         out.view(quads, MOSAIC_GROUP_SIZE, height, width, 3).copy_(sampled.permute(0, 2, 3, 4, 1))
 
     def _source_coords(self, axis: int, group: slice, pixel_coords: Tensor) -> tuple[Tensor, Tensor]:
-        """Pixels of the mosaic [1, n, 1] → coordinates in each tile's image [B, n, 4], and whether inside the tile.
-
-        Inside they are between the centers of the first and the last pixel, as tiles are never enlarged. So padding
-        does not bleed in.
-        """
+        """Pixels of the mosaic [1, n, 1] → coordinates in each tile's image [B, n, 4], and whether inside the tile:
+        there between the centers of the first and the last pixel, as no tile is enlarged, so no padding bleeds in."""
         start, length, source_length = (
             size[group, None, :, axis] for size in (self.start, self.tile_size, self.source_size)
         )

@@ -1,8 +1,7 @@
 """`Batch`: the tensors that the loader hands to augmentation, models and evaluation.
 
 All shapes are fixed, so that memory use is decided once and nothing waits for the host. B images, tensors of H × W
-pixels (the image size), M boxes per image, P uniform random numbers. An image lies in the top left corner of its
-tensor; the rest is padding.
+pixels, M boxes per image, P uniform random numbers. An image lies in the top left corner of its tensor.
 """
 
 import enum

@@ -26,6 +26,7 @@ from stoker.data.formats.finder import FORMATS
 from stoker.data.formats.folders import IMAGE_SUFFIXES, SUFFIXES
 from stoker.data.formats.tables import AnnotatedImage, Target, UnsupportedImage, apply_orientation
 from stoker.data.images import source as image_source
+from stoker.data.images.decode import INVERSE_ORIENTATION
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index, open_index
 from stoker.errors import DataError, UsageError, make_error, writing
@@ -34,8 +35,6 @@ from stoker.storage.local_files import fsync_folder
 TargetFormat = Literal["coco", "voc", "yolo", "tfrecord"]
 TARGET_FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
 PARTIAL_MARKER = ".unfinished-stoker-conversion"
-INVERSE_ORIENTATION = {6: 8, 8: 6}
-"""EXIF orientation → its inverse, where that is another one."""
 _UNUSABLE_CHARS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffe\uffff\\\\/]")
 """Characters in file names that lists, XML or paths cannot contain."""
 
@@ -219,8 +218,7 @@ def _orient_boxes(
     if box_orientation == "upright" and oriented.orientation != header.orientation:
         return apply_orientation(boxes, header.stored_size, header.orientation), header.size
     if box_orientation == "stored" and oriented.orientation != 1:
-        inverse = INVERSE_ORIENTATION.get(header.orientation, header.orientation)
-        return apply_orientation(boxes, header.size, inverse), header.stored_size
+        return apply_orientation(boxes, header.size, INVERSE_ORIENTATION[header.orientation]), header.stored_size
     return boxes, oriented.size
 
 

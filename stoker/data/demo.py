@@ -8,7 +8,6 @@ reaches AP50 0.8 in about two CPU-minutes). Not a benchmark. An image is a pure 
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,16 +106,9 @@ def draw_image(split: str, image_id: int) -> tuple[NDArray[np.uint8], list[Shape
         visible = [*(other & ~mask for other in visible), mask]
         label_boxes.append((label, _bounding_box(mask)))
     pixels += rng.normal(0, NOISE_STD, pixels.shape)
-    return pixels.clip(0, 255).astype(np.uint8), list(_visible_shapes(label_boxes, visible))
-
-
-def _visible_shapes(
-    label_boxes: list[tuple[int, tuple[int, int, int, int]]], visible: list[NDArray[np.bool_]]
-) -> Iterator[Shape]:
-    for (label, box), mask in zip(label_boxes, visible, strict=True):
-        area = int(mask.sum())
-        if area > MIN_VISIBLE_FRACTION * (box[2] - box[0]) * (box[3] - box[1]):
-            yield Shape(label, box, area)
+    shapes = [Shape(label, box, int(mask.sum())) for (label, box), mask in zip(label_boxes, visible, strict=True)]
+    shown = [s for s in shapes if s.area > MIN_VISIBLE_FRACTION * (s.box[2] - s.box[0]) * (s.box[3] - s.box[1])]
+    return pixels.clip(0, 255).astype(np.uint8), shown
 
 
 def _texture(rng: np.random.Generator) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -350,9 +350,8 @@ def open_layout(
 
 
 def _read(layout: DatasetLayout, problems: ProblemCollector) -> tuple[AnnotationTable, DatasetLayout, int]:
-    """The annotations, the layout that was read, and the number of images of the test split that were left out.
-    Training does not use the test split: where that cannot be read, the others are read without it. Raises DataError.
-    """
+    """The annotations, the layout that was read (without a test split that cannot be read, as training does not use
+    it), and the number of images of the test split that were left out. Raises DataError."""
     read = FORMATS[layout.format].read
     others = tuple(part for part in layout.parts if part.split != "test")
     without_test = replace(layout, parts=others)
@@ -388,29 +387,31 @@ def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadat
         class_names=metadata.class_names,
         category_ids=metadata.category_ids,
         splits=metadata.splits,
-        original_size=_to_numpy(record_batch["size"].values).reshape(-1, 2),
-        image_id=_to_numpy(record_batch["image_id"]),
-        offsets=_to_numpy(boxes.offsets),
-        boxes=_to_numpy(boxes.values.values).reshape(-1, 4),
-        labels=_to_numpy(record_batch["labels"].values),
-        crowd=_to_numpy(record_batch["crowd"].values).view(np.bool_),
-        area=_to_numpy(record_batch["area"].values),
+        original_size=record_batch["size"].values.to_numpy().reshape(-1, 2),
+        image_id=record_batch["image_id"].to_numpy(),
+        offsets=boxes.offsets.to_numpy(),
+        boxes=boxes.values.values.to_numpy().reshape(-1, 4),
+        labels=record_batch["labels"].values.to_numpy(),
+        crowd=record_batch["crowd"].values.to_numpy().view(np.bool_),
+        area=record_batch["area"].values.to_numpy(),
         problems=metadata.problems,
         notes=metadata.notes,
         bad_boxes=metadata.bad_boxes,
         num_bad_test_images=metadata.num_bad_test_images,
         _folders=metadata.folders,
-        _folder_index=_to_numpy(record_batch["folder"]),
+        _folder_index=record_batch["folder"].to_numpy(),
         _file_names=record_batch["name"],
-        _split_index=_to_numpy(record_batch["split"]),
-        _byte_range=_to_numpy(record_batch["span"].values).reshape(-1, 2),
+        _split_index=record_batch["split"].to_numpy(),
+        _byte_range=record_batch["span"].values.to_numpy().reshape(-1, 2),
         _in_bucket=image_source.path_to_uri(Path(metadata.root)) is not None,
     )
 
 
-def _to_numpy(array: pa.Array) -> NDArray[Any]:
-    values: NDArray[Any] = array.to_numpy(zero_copy_only=True)
-    return values
+def boxes_of(index: Index, image_indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[k] and [k], the boxes of some images in their order: rows of `Index.boxes`, and places in `image_indices`."""
+    counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
+    rows = np.repeat(index.offsets[image_indices] - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
+    return rows, np.repeat(np.arange(len(image_indices)), counts)
 
 
 def missing_images(index: Index, image_indices: Iterable[int] | None = None) -> list[int]:
@@ -475,8 +476,7 @@ def find_refusals(
     splits: None: those of training, which must have boxes; of others only the images are checked. max_bad_fraction:
     fraction of a split's images that may be missing, and of all images that may have been left out because of their
     annotations; default DEFAULT_MAX_BAD_FRACTION. max_bad_boxes: fraction of the boxes, of each split and of all, that
-    may have been left out; default DEFAULT_MAX_BAD_BOXES. usable: [R], whether each image can be decoded; None: not
-    known.
+    may have been left out; default DEFAULT_MAX_BAD_BOXES. usable: [R], which images can be decoded; None: not known.
     """
     allowed_fraction = DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction
     allowed_boxes = DEFAULT_MAX_BAD_BOXES if max_bad_boxes is None else max_bad_boxes
@@ -527,8 +527,8 @@ def _left_out_error(index: Index, what: str, problems: list[Problem], allow: str
 def _excess_bad_boxes(
     index: Index, problems: Iterable[Problem], splits: Sequence[str], allowed_fraction: float
 ) -> list[str]:
-    """The counts of left out boxes that exceed the allowed fraction, of each split or else of all together, in words.
-    Boxes of unknown images count for all."""
+    """The counts of left out boxes that exceed the allowed fraction, of each split or else of all (also of unknown
+    images), in words."""
     excess = []
     num_bad, total = sum(problem.count for problem in problems), 0
     for number, split in enumerate(SPLITS):

@@ -53,8 +53,7 @@ def digest_images(index: Index, splits: Sequence[str]) -> str:
 
 
 def describe_changes(before: str, now: str) -> list[str]:
-    """What differs between two digests, in words with the first names; empty: nothing. Raises ValueError for text that
-    is not a digest."""
+    """What differs between two digests, in words with the first names. Raises ValueError for text that is none."""
     if before == now:
         return []
     old, new = _decode(before), _decode(now)

@@ -3,8 +3,7 @@
 A plan says which image is in which shard, from the index of the source alone, so each shard can be made by any process,
 again, with the same bytes. A finished shard has a record next to it; after a kill, those that have one are kept. The
 index is written last and replaces plan and records. Training images are put into the shards in a random order that is
-always the same: neighbors in a source are often alike, and a shard that is read as a whole should not be. Rows of the
-index keep the order of the source, so training in a random order of all images does not change.
+always the same, as neighbors in a source are often alike. Rows of the index keep the order of the source.
 
 Not here: what images training would skip and other formats (`convert.py`), Ray (`launching/ray_cluster.py`).
 """
@@ -47,7 +46,7 @@ from stoker.data.formats.webdataset import (
 from stoker.data.images import source as image_source
 from stoker.data.images.decode import decode_resized
 from stoker.data.images.headers import Header
-from stoker.data.index import Index
+from stoker.data.index import Index, boxes_of
 from stoker.errors import DataError, StokerError, UsageError, make_error, writing
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
@@ -277,8 +276,7 @@ def pack(
 
 
 def in_threads(workers: int) -> RunShards:
-    """Makes shards in threads of this process: reading, hashing, decoding and encoding run outside the interpreter's
-    lock."""
+    """Makes shards in threads of this process, as reading, hashing and decoding run outside the interpreter's lock."""
 
     def run(
         index: Index, plan: Plan, shards: Sequence[PlannedShard], destination: Destination
@@ -373,8 +371,7 @@ def _append_file(content: bytearray, name: str, data: bytes) -> None:
 
 def _annotations(index: Index, packed: PackedRow, category_ids: Sequence[int]) -> bytes:
     """The JSON of a sample: COCO's annotations with the names of their classes."""
-    own = slice(int(index.offsets[packed.row]), int(index.offsets[packed.row + 1]))
-    boxes, area = _scale(index.boxes[own], index.area[own], packed)
+    own, _, boxes, area = _stored_boxes(index, [packed])
     rows = list(coco_annotations(boxes, index.labels[own], index.crowd[own], area, category_ids))
     for row, label in zip(rows, index.labels[own].tolist(), strict=True):
         row["category"] = index.class_names[label]
@@ -395,15 +392,15 @@ def _utf8(name: str) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
-def _scale(
-    boxes: NDArray[np.float32], area: NDArray[np.float64], packed: PackedRow
-) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-    """Boxes [k, 4] and areas [k] of the source in the stored image."""
-    if packed.size == packed.source_size:
-        return boxes, area
-    (height, width), (source_height, source_width) = packed.size, packed.source_size
-    x, y = width / source_width, height / source_height
-    return (boxes.astype(np.float64) * (x, y, x, y)).astype(np.float32), area * (x * y)
+def _stored_boxes(
+    index: Index, images: Sequence[PackedRow]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.float64]]:
+    """`boxes_of` for stored images, and the boxes [k, 4] and areas [k] in their pixels."""
+    own, place = boxes_of(index, np.array([packed.row for packed in images]))
+    scale = np.array([packed.size for packed in images]) / np.array([packed.source_size for packed in images])
+    y, x = scale[place].T
+    boxes = (index.boxes[own].astype(np.float64) * np.stack((x, y, x, y), 1)).astype(np.float32)
+    return own, place, boxes, index.area[own] * (x * y)
 
 
 def _write_index(index: Index, destination: Destination, plan: Plan, records: Sequence[ShardRecord]) -> PackedInfo:
@@ -412,11 +409,7 @@ def _write_index(index: Index, destination: Destination, plan: Plan, records: Se
         row, reason = records[0].skipped[0]
         raise make_error(DataError, "nothing-packed", index.display_source(row), cause=reason)
     rows = np.array([row for row, _, _ in by_row])
-    own_boxes = [slice(int(index.offsets[row]), int(index.offsets[row + 1])) for row in rows.tolist()]
-    owned = np.concatenate([np.arange(own.start, own.stop) for own in own_boxes])
-    scaled = [
-        _scale(index.boxes[own], index.area[own], packed) for own, (_, _, packed) in zip(own_boxes, by_row, strict=True)
-    ]
+    owned, place, boxes, area = _stored_boxes(index, [packed for _, _, packed in by_row])
     table = AnnotationTable(
         class_names=list(index.class_names),
         category_ids=list(index.category_ids),
@@ -426,11 +419,11 @@ def _write_index(index: Index, destination: Destination, plan: Plan, records: Se
         split=np.array([SPLITS.index(records[number].shard.split) for _, number, _ in by_row], np.int8),
         original_size=np.array([packed.size for _, _, packed in by_row], np.int32),
         image_id=index.image_id[rows],
-        image_index=np.repeat(np.arange(len(rows)), [own.stop - own.start for own in own_boxes]),
-        boxes=np.concatenate([boxes for boxes, _ in scaled]).astype(np.float64),
+        image_index=place,
+        boxes=boxes.astype(np.float64),
         labels=index.labels[owned],
         crowd=index.crowd[owned],
-        area=np.concatenate([area for _, area in scaled]),
+        area=area,
         box_id=owned,
         box_id_kind="object",
         byte_range=np.array([(packed.offset, packed.length) for _, _, packed in by_row], np.int64),

@@ -2,13 +2,11 @@
 
 The mirror of a bucket is made by one listing and kept current. Annotation files and TFRecord shards are copied. Images
 are placeholders, sparse files of the object's size, and are read from the bucket (`images/source.py`). Size and
-modification time of a file identify the version of its object: the time is that of the object, with a hash of the etag
-in the microseconds. So no list can disagree with the disk: work that a kill interrupted, and objects that changed, are
-found by comparing files with the listing.
+modification time of a file identify the version of its object (`_version_mtime_ns`), so work that a kill interrupted,
+and objects that changed, are found by comparing files with the listing.
 
 On a web server, which lists nothing, a data set is an annotation file (COCO JSON or a CSV table), which lists the
-images; their folder is found by requesting the first images where a local data set would have them. There the size of
-an image is not known, and a missing image is noticed when it is read.
+images; their folder is found by requesting the first images where a local data set would have them.
 """
 
 import contextlib
@@ -188,28 +186,21 @@ def _with_progress(items: Iterable[_T], describe: Callable[[int], str]) -> Itera
 def locked_mirror(uri: StorageUri, root_uri: StorageUri) -> Iterator[Path]:
     """Locks the mirror of `uri` for this process; yields the folder in it that mirrors `root_uri`. The kernel releases
     the lock of a process that died. A failure to write is a StorageError."""
-    mirror_dir = mirror_dir_for(uri)
-    what = "The local copy of the data set cannot be written."
-    with writing(what, mirror_dir, fix=FREE_SPACE_FIX), _lock(mirror_dir, root_uri):
-        # Messages and formats use the name of the folder, so it is the name of the data set.
-        name = root_uri.name
-        yield mirror_dir / (name if invalid_name_reason(name) is None and ":" not in name else "data")
-
-
-@contextlib.contextmanager
-def _lock(mirror_dir: Path, uri: StorageUri) -> Iterator[None]:
-    mirror_dir.mkdir(parents=True, exist_ok=True)
-    with (mirror_dir / "lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print_status(f"Another process is copying the annotations of {uri}: waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # a mount without locks: each file is still written as a whole
-            print_status(f"{mirror_dir}: no lock ({error.strerror}): open {uri} in one process at a time")
-        if not (mirror_dir / URI_FILE).exists():
-            write_atomic(mirror_dir / URI_FILE, str(uri).encode())
-        yield
+    mirror_dir, name = mirror_dir_for(uri), root_uri.name
+    with writing("The local copy of the data set cannot be written.", mirror_dir, fix=FREE_SPACE_FIX):
+        mirror_dir.mkdir(parents=True, exist_ok=True)
+        with (mirror_dir / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print_status(f"Another process is copying the annotations of {root_uri}: waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:  # a mount without locks: each file is still written as a whole
+                print_status(f"{mirror_dir}: no lock ({error.strerror}): open {root_uri} in one process at a time")
+            if not (mirror_dir / URI_FILE).exists():
+                write_atomic(mirror_dir / URI_FILE, str(root_uri).encode())
+            # Messages and formats use the name of the folder, so it is the name of the data set.
+            yield mirror_dir / (name if invalid_name_reason(name) is None and ":" not in name else "data")
 
 
 def mirror_dir_for(uri: StorageUri) -> Path:
@@ -283,8 +274,7 @@ def _version_mtime_ns(info: ObjectInfo) -> int:
 
 
 def require_distinct_names(files: Iterable[str], folder: Path) -> None:
-    """Raises DataError for names that differ in case only, on a disk that does not distinguish case: the later file
-    would silently replace the other."""
+    """Raises DataError for names that differ in case only, on a disk where one file would replace the other."""
     folder.mkdir(exist_ok=True)
     other_case = folder.with_name(folder.name.swapcase())
     if other_case == folder or not other_case.exists():
@@ -380,11 +370,8 @@ def _copy_file(store: Store, path: Path, info: ObjectInfo) -> None:
 
 
 def _sync_web_mirror(uri: StorageUri) -> tuple[Path, Path]:
-    """(annotation file, mirror) on the local disk, up to date, for an annotation file on a web server.
-
-    Raises DataError for a URI that is not such a file, or whose images are not found; StorageError where the server
-    cannot be reached.
-    """
+    """(annotation file, mirror) on the local disk, up to date, for an annotation file on a web server. Raises DataError
+    for a URI that is not such a file, or whose images are not found; StorageError."""
     if not uri.name.lower().endswith(WEB_SUFFIXES) or not uri.key:
         choices, example = [f"…/*{suffix}" for suffix in WEB_SUFFIXES], uri.child("annotations.json")
         raise make_error(DataError, "web-folder", uri, choices=choices, example=example)

@@ -190,7 +190,7 @@ def test_what_processes_cannot_load_is_refused(index, monkeypatch, changes):
 def test_memory_is_used_again(index, processes):
     for _ in range(3):
         stream(index, 2, batch_size=3)
-    layouts = [layout for layout, _, _ in processes._free_rings]
+    layouts = [ring.layout for ring in processes._free_rings]
     assert len(layouts) == len(set(layouts))
 
 

@@ -6,8 +6,7 @@ GIL, so threads suffice. Images become upright by their EXIF orientation, unless
 small result is rotated. A file that is empty, truncated, damaged or not an image raises a `DataError` with its path. A
 flipped bit in a JPEG that still decodes is not detected, as JPEG has no checksum. Headers: `headers.py`. The region to
 show: `data/geometry.py`; the caller: `loading/samples.py`. Which JPEGs the device can decode instead
-(`loading/device_decoder.py`) is decided here, without torch. Transparency, 16 bits and special cases:
-`docs/image-files.md`.
+(`loading/device_decoder.py`) is decided here, without torch. Transparency, 16 bits: `docs/image-files.md`.
 """
 
 import io
@@ -40,8 +39,7 @@ DCT_DIVISORS = (8, 4, 2)
 MIN_SCALE_FRACTION = 0.93
 """Fraction of the target's height and width that a DCT scale must reach. 4,000 × 3,000 squashed to 800 × 800 is then
 decoded at 1,000 × 750, a quarter faster than at 2,000 × 1,500, and its height is enlarged by 7 %. The result differs by
-0.41 of 255 levels from Pillow's antialiased bilinear resize, from which Pillow's other filters differ by 0.3 to 0.5. It
-keeps 86 % of the second differences along the enlarged axis, 99 % along the other."""
+0.41 of 255 levels from Pillow's antialiased bilinear resize, from which Pillow's other filters differ by 0.3 to 0.5."""
 HARMLESS_WARNINGS = (
     "extraneous bytes before marker",
     "Invalid SOS parameters",
@@ -66,7 +64,7 @@ EXIF_TRANSFORMS = {
 }  # fmt: skip
 """EXIF orientation (CIPA DC-008, 4.6.5) → (transpose, flip vertically, flip horizontally). The stored pixels are
 flipped first, then rows and columns are swapped."""
-_INVERSE_ORIENTATION = {2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
+INVERSE_ORIENTATION = {2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
 """The orientation that undoes each."""
 _PILLOW_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
 """What Pillow raises for files that it cannot read."""
@@ -91,8 +89,7 @@ def decode(data: bytes, path: Path | str) -> Pixels:
 
 
 def decode_resized(data: bytes, path: Path | str, header: Header, size: tuple[int, int]) -> Pixels:
-    """The whole image resized to `size` (height, width), uint8 [h, w, 3] RGB, upright as in `header`. Raises
-    DataError."""
+    """The whole image resized to `size` (height, width), uint8 RGB, upright as in `header`. Raises DataError."""
     height, width = header.size
     out = np.empty((*size, 3), np.uint8)
     decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
@@ -117,10 +114,9 @@ def thumbnail(
 def decode_into(data: bytes, path: Path | str, *, region: Region, out: Pixels, header: Header | None = None) -> None:
     """Decodes the image and resizes `region` of it to fill `out`, uint8 [h, w, 3] RGB, a view of the batch buffer.
 
-    header: from `parse_header`, or `Header.as_annotated`; None: upright. `region` and `out` are in the coordinates of
-    the upright image. Resizes with `resize_into`. The region of a JPEG that is decoded at 1/d is extended to multiples
-    of d stored pixels, by less than 1.1 pixels of `out` on each side. Raises DataError; ValueError when the region is
-    not inside the image.
+    header: from `parse_header`, or `Header.as_annotated`; None: upright, as `region` and `out` are. Resizes with
+    `resize_into`. The region of a JPEG that is decoded at 1/d is extended to multiples of d stored pixels, by less than
+    1.1 pixels of `out` on each side. Raises DataError; ValueError when the region is not inside the image.
     """
     if header is None:
         header = parse_header(data, path)
@@ -256,8 +252,8 @@ def _decode_with_pillow(data: bytes, path: Path | str) -> Pixels:
             image.load()
             pixels = pillow_to_rgb(image)
             # Recent versions of Pillow apply the orientation of TIFFs themselves, and remove the tag.
-            if orientation in _INVERSE_ORIENTATION and 0x0112 not in image.getexif():
-                pixels = _apply_orientation(pixels, _INVERSE_ORIENTATION[orientation])
+            if orientation in INVERSE_ORIENTATION and 0x0112 not in image.getexif():
+                pixels = _apply_orientation(pixels, INVERSE_ORIENTATION[orientation])
             return pixels
     except _PILLOW_ERRORS as error:
         raise decode_error(path, str(error)) from error
@@ -280,9 +276,8 @@ def _decode_with_opencv(data: bytes, path: Path | str, image_format: str) -> Pix
     except cv2.error as error:
         raise decode_error(path, str(error).strip()) from error
     if pixels is None:
-        raise decode_error(
-            path, f"it is truncated or damaged, or a variety of {image_format} that OpenCV does not support"
-        )
+        cause = f"it is truncated or damaged, or a variety of {image_format} that OpenCV does not support"
+        raise decode_error(path, cause)
     return np.asarray(pixels, np.uint8)
 
 

@@ -3,8 +3,7 @@
 Markers, chunks and tags are parsed here, in plain Python, because only a part of a remote file is read and EXIF may
 come after the pixels; Pillow reads a whole WebP file to open it. It takes 3 to 20 µs. Images that can never be decoded
 (12-bit and arithmetic-coded JPEG, floating-point TIFF, more than MAX_PIXELS pixels, AVIF, HEIC, a web page) are
-rejected here, by name, before any memory is allocated. Pixels: `decode.py`. Supported formats and orientation:
-`docs/image-files.md`.
+rejected here, by name, before any memory is allocated. Pixels: `decode.py`. Formats: `docs/image-files.md`.
 """
 
 import contextlib
@@ -25,8 +24,7 @@ header of 60 bytes can claim 2^62. Pillow's own limit is a third of this, OpenCV
 HEAD_BYTES = 1 << 16
 """What `read_header` reads at once; it has the size of nearly every JPEG, even after EXIF with a thumbnail."""
 FIRST_READ_BYTES = 1 << 12
-"""What is read at once of an image in a bucket: a JPEG without EXIF has its size in its first kilobyte. Next are
-HEAD_BYTES, then all of it."""
+"""What is read first of an image in a bucket (a JPEG without EXIF has its size there), then HEAD_BYTES, then all."""
 IMAGE_FORMATS = ("jpeg", "png", "webp", "bmp", "tiff", "gif", "pnm", "jpeg 2000")
 """The formats that are read."""
 CONVERT_HINT = "convert it to JPEG or PNG and correct its name in the annotations"
@@ -193,10 +191,8 @@ _OTHER_CONTENT = {
 
 
 def _parse_jpeg(data: bytes, path: Path | str) -> tuple[int, int, int, int]:
-    """(height, width, orientation, channels), from the segments before the first scan. Skips bytes between segments.
-
-    Uses plain indexing for speed, because it runs for every image that is loaded. Raises IndexError where data ends.
-    """
+    """(height, width, orientation, channels), from the segments before the first scan. Plain indexing for speed, as it
+    runs for every image that is loaded. Raises IndexError where data ends."""
     offset, orientation, frame_offset = 2, 1, -1
     while True:
         marker = data[offset + 1]

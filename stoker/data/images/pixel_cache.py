@@ -8,8 +8,7 @@ is not memory-mapped, so a full or failing disk is an OSError, not a SIGBUS.
 
 The file is in the cache folder (`storage/local_files.py`), under decoded-images/. A process that uses it holds a shared
 lock; one that needs space removes files that no process holds, the least recently used first. All such files together
-take half of the disk that is free without them, or `STOKER_CACHE_LIMIT_GIB`. `choose_cache` decides whether images are
-kept at all, and where. The user: `loading/samples.py`.
+take half of the disk that is free without them, or `STOKER_CACHE_LIMIT_GIB`.
 """
 
 import contextlib
@@ -73,8 +72,7 @@ NO_CRC32C = "the package google-crc32c is not installed: pip install google-crc3
 CacheKind = Literal["none", "ram", "disk"]
 
 _IDENTITY = struct.Struct("<8sqiiqqqq")
-"""Magic and version, image index, height, width; of the source file: bytes, mtime (ns), first byte and length of the
-image in it."""
+"""Magic, image index, height, width; of the source file: bytes, mtime (ns), first byte and length of the image."""
 _CRC = struct.Struct("<I4x")
 _MAGIC = b"pixels%02d" % VERSION
 HEADER_BYTES = _IDENTITY.size + _CRC.size
@@ -96,9 +94,8 @@ class CachedImageSpec:
     ) -> "CachedImageSpec":
         """The size for a recipe: as much larger as its crops zoom in, within MIN_FACTOR … MAX_FACTOR. Without crops the
         factor is 1, and a sample is identical to one without a cache."""
-        return cls(
-            image_size, resize, min(MAX_FACTOR, max(MIN_FACTOR, scale_range[1])) if scale_jitter_prob > 0 else 1.0
-        )
+        factor = min(MAX_FACTOR, max(MIN_FACTOR, scale_range[1])) if scale_jitter_prob > 0 else 1.0
+        return cls(image_size, resize, factor)
 
     def cached_sizes(self, sizes: NDArray[np.int32]) -> NDArray[np.int32]:
         """Height and width of images [n, 2] → kept size [n, 2], never larger than the image; 0 stays 0."""
@@ -226,11 +223,8 @@ class PixelCache:
         return crc
 
     def _entry_identity(self, image_index: int) -> bytes | None:
-        """The first part of the header of an image's entry; None where the image has no size or no file.
-
-        The source file is checked once, before this process first reads it. If it is replaced later, the next process
-        notices.
-        """
+        """The first part of the header of an image's entry; None where the image has no size or no file. The file is
+        checked once, before this process first reads it; the next process notices that it was replaced later."""
         height, width = self._cached_sizes[image_index].tolist()
         if not (height and width):
             return None
@@ -304,10 +298,8 @@ def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
     if inputs.epochs is not None and inputs.epochs < MIN_EPOCHS:
         return "none", f"the run has {inputs.epochs:.3g} epochs: a cache pays from {MIN_EPOCHS} on"
     if inputs.is_downscaled and inputs.max_scale > MAX_FACTOR:
-        return (
-            "none",
-            f"crops zoom in up to {inputs.max_scale:g} times; images kept at {MAX_FACTOR} times would be blurred",
-        )
+        zoom = f"crops zoom in up to {inputs.max_scale:g} times"
+        return "none", f"{zoom}; images kept at {MAX_FACTOR} times would be blurred"
     if inputs.decode_s < MIN_DECODE_S and not inputs.is_remote:
         return "none", f"decoding takes only about {inputs.decode_s * 1e3:.2g} ms per image"
     size_text = f"the decoded images take {format_bytes(inputs.cached_bytes)}"

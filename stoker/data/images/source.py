@@ -1,8 +1,7 @@
 """Reads the bytes of images, local ones and objects of a bucket. All code that opens images uses this module.
 
 A data set in a bucket has a mirror on the local disk (`remote.py`), in which an image is a stub: a file with the
-object's size and no content. The path alone shows that a file is in a mirror. Not here: making the mirror, prefetching
-(`loading/worker_pool.py`).
+object's size and no content. The path alone shows that a file is in a mirror. Prefetching: `loading/worker_pool.py`.
 """
 
 import errno
@@ -90,8 +89,10 @@ def resolve_stub(path: Path) -> StorageUri | None:
 def find_remote(path: Path) -> RemoteObject | None:
     """The same with its store. The look-up takes 40 µs, so callers with many images keep the store."""
     uri = resolve_stub(path)
-    if uri is None:
-        return None
+    return None if uri is None else _remote_object(uri)
+
+
+def _remote_object(uri: StorageUri) -> RemoteObject:
     from stoker.storage.store import open_store  # needed, and imported, for buckets only
 
     return RemoteObject(open_store(uri), uri.key)
@@ -117,11 +118,9 @@ def print_status(text: str) -> None:
 def read(location: Path | str, byte_range: tuple[int, int] | None = None) -> bytes:
     """The encoded image at a path or URI. byte_range: (first byte, number of bytes) within the file that is the parent
     of `location`, for images inside another file. Raises OSError, StorageError."""
-    remote_object = _open_uri(location) if isinstance(location, str) and is_uri(location) else None
-    if remote_object is not None:
-        if byte_range is None:
-            return read_object(remote_object)
-        return read_object(remote_object._replace(key=remote_object.key.rpartition("/")[0]), *byte_range)
+    if isinstance(location, str) and is_uri(location):
+        uri = parse_uri(location)
+        return read_object(_remote_object(uri if byte_range is None else uri.parent), *(byte_range or (0, None)))
     path = Path(location) if byte_range is None else Path(location).parent
     if (remote_object := find_remote(path)) is not None:
         return read_object(remote_object, *(byte_range or (0, None)))
@@ -142,13 +141,6 @@ def read_local(path: Path | str, byte_range: tuple[int, int] | None = None) -> b
         return data
     finally:
         os.close(fd)
-
-
-def _open_uri(uri_text: str) -> RemoteObject:
-    from stoker.storage.store import open_store
-
-    uri = parse_uri(uri_text)
-    return RemoteObject(open_store(uri), uri.key)
 
 
 def read_object(remote_object: RemoteObject, start: int = 0, length: int | None = None) -> bytes:

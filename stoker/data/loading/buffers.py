@@ -8,10 +8,12 @@ and a row of counters for each process. Worker processes import this module, so 
 
 import dataclasses
 import functools
+import itertools
 import math
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +33,6 @@ GROUP = struct.Struct("<qqiiii")
 """A group of consecutive samples to load: generation of the stream, position of its first sample in the stream, slot,
 its first place there, number of samples, and padding. It divides the size of a page, so that a pipe, from which all
 processes read, never splits it; and it is at most PIPE_BUF, so that writing it is atomic (pipe(7))."""
-GROUP_LOADED, STOPPED, CACHE_FULL, FAILED = range(4)
-"""What a process reports."""
 
 _ALIGNMENT = 4096
 """Slots and images begin on page boundaries; two arrays never share a cache line."""
@@ -64,8 +64,7 @@ class HostBatchBuffer:
         max_boxes: int,
         arrays: Sequence[NDArray[Any]] | None = None,
     ) -> None:
-        """arrays: existing memory, as described by `batch_arrays`; None: new memory of torch. device: None in a worker
-        process, which has no tensors."""
+        """arrays: existing memory, as described by `batch_arrays`; None: new memory. device: None: without tensors."""
         self.image_size = image_size
         self.tensors: list[Tensor] = []
         """In the order of Batch; the images are [B, H, W, 3]."""
@@ -82,17 +81,8 @@ class HostBatchBuffer:
             )
         if arrays is None:
             arrays = [tensor.numpy() for tensor in self.tensors]
-        (
-            self.pixels,
-            self.boxes,
-            self.labels,
-            self.valid,
-            self.resized_size,
-            self.scale,
-            self.original_size,
-            self.image_index,
-            self.rand,
-        ) = arrays
+        self.pixels, self.boxes, self.labels, self.valid, *others = arrays
+        self.resized_size, self.scale, self.original_size, self.image_index, self.rand = others
         self._padding = _padding(image_size)
 
     def pad(self, k: int, resized_size: tuple[int, int]) -> None:
@@ -140,44 +130,31 @@ class RingLayout:
     max_boxes: int
     num_processes: int
 
-    def _slot_arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
-        return [((self.batch_size, *shape), dtype) for shape, dtype in batch_arrays(self.image_size, self.max_boxes)]
-
-    def _all_arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
-        counters = (self.num_processes, len(COUNTER_FIELDS) + 1), np.float64
-        return [*(self._slot_arrays() * self.num_slots), counters]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(_aligned_bytes(shape, dtype) for shape, dtype in self._all_arrays())
-
-    def map(self, fd: int) -> "Ring":
-        # All pages at once: one by one, at the first write of each process, takes several times as long.
-        pages = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        memory = np.frombuffer(pages, np.uint8)
-        arrays, offset = [], 0
-        for shape, dtype in self._all_arrays():
-            nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-            arrays.append(memory[offset : offset + nbytes].view(dtype).reshape(shape))
-            offset += _aligned_bytes(shape, dtype)
-        per_slot = len(self._slot_arrays())
-        slots = [arrays[first : first + per_slot] for first in range(0, len(arrays) - 1, per_slot)]
-        return Ring(memory, slots, arrays[-1])
+    def arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
+        """Shape and type of the arrays of all slots, and of the counters."""
+        slot = [((self.batch_size, *shape), dtype) for shape, dtype in batch_arrays(self.image_size, self.max_boxes)]
+        return [*(slot * self.num_slots), ((self.num_processes, len(COUNTER_FIELDS) + 1), np.float64)]
 
 
-def _aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    return -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclasses.dataclass
 class Ring:
     """The memory of a stream as one process sees it."""
 
-    memory: NDArray[np.uint8]
-    slots: list[list[NDArray[Any]]]
-    """Of each batch its arrays, for `HostBatchBuffer`."""
-    _counters: NDArray[np.float64]
-    """[P, …]: the fields of `Counters`, and CPU-seconds of the process."""
+    def __init__(self, layout: RingLayout, fd: int | None = None) -> None:
+        """fd: existing memory, closed with the ring; None: new memory."""
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout.arrays()]
+        *starts, end = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+        self.layout, self.fd = layout, create_memory("stoker-batches", end) if fd is None else fd
+        weakref.finalize(self, os.close, self.fd)
+        # All pages at once: one by one, at the first write of each process, takes several times as long.
+        pages = mmap.mmap(self.fd, end, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.memory = np.frombuffer(pages, np.uint8)
+        placed = zip(layout.arrays(), starts, strict=True)
+        arrays = [np.ndarray(shape, dtype, pages, start) for (shape, dtype), start in placed]
+        per_slot = (len(arrays) - 1) // layout.num_slots
+        self.slots = [arrays[first : first + per_slot] for first in range(0, len(arrays) - 1, per_slot)]
+        """Of each batch its arrays, for `HostBatchBuffer`."""
+        self._counters = arrays[-1]
+        """[P, …]: the fields of `Counters`, and CPU-seconds of the process."""
 
     def write_counters(self, process: int, total: Counters, cpu_s: float) -> None:
         self._counters[process] = [*(getattr(total, name) for name in COUNTER_FIELDS), cpu_s]

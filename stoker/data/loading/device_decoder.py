@@ -7,19 +7,18 @@ CPU, strictly, and is quarantined only if that fails. nvJPEG may not notice that
 were overwritten.
 
 nvJPEG is called through torchvision's `decode_jpeg` (deprecated since 0.29 in favor of TorchCodec, still available).
-It makes its thread wait for the device, so it has a thread of its own (`worker_pool.py`), never the training thread. It
-writes its outputs without regard to what the stream still reads from that memory (pytorch/vision#9606,
-meta-pytorch/torchcodec#1634). So the stream must be used for nothing else, and is synchronized before each call.
+It makes its thread wait for the device, so it has a thread of its own (`worker_pool.py`). It writes its outputs without
+regard to what the stream still reads from that memory (pytorch/vision#9606, meta-pytorch/torchcodec#1634). So the
+stream must be used for nothing else, and is synchronized before each call.
 
-`measure_and_choose_decoder` measures the CPU on a sample of the run's own images, and a step, once, before a run;
-`choose_decoder` is a pure function of the rates. The choice is a setting like any other (`--jpeg-decoder`), so a
-resumed run measures nothing. With a cache of decoded images the CPU fills the cache, and nothing is decoded twice.
+`measure_and_choose_decoder` measures the CPU on a sample of the run's own images, and a step, once, before a run. The
+choice is a setting like any other (`--jpeg-decoder`), so a resumed run measures nothing.
 """
 
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,20 +30,12 @@ from torch.nn import functional
 from stoker.data.batch import PAD_COLOR
 from stoker.data.images import decode
 from stoker.data.images.decode import EXIF_TRANSFORMS, EncodedImage, is_device_decodable, to_stored_region
-from stoker.data.loading.samples import (
-    BatchTask,
-    LoaderSpec,
-    SampleResult,
-    SampleStream,
-    compute_max_boxes,
-)
+from stoker.data.index import Index
+from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream, compute_max_boxes
 from stoker.data.loading.stats import Counters
 from stoker.errors import DataError, ObjectMissing, PreflightError, make_error
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, SideStream
-
-if TYPE_CHECKING:
-    from stoker.data.index import Index
 
 MAX_PIXELS_PER_CALL = 2**26
 """Limit for the images of one call, 192 MiB: they must fit into what `training/defaults/dry_run.py` leaves free."""
@@ -64,13 +55,11 @@ JpegDecoder = Literal["cpu", "nvjpeg"]
 class DeviceBatchDecoder:
     """Decodes on the device what the workers have left in `BatchTask.encoded`, batch by batch; what they have decoded
     is copied into the same tensor. on_message is called once, when the device refuses an image that the host decodes.
-
-    Takes as much memory on the device as the batch buffers take on the host. Raises PreflightError where the device
-    cannot decode.
-    """
+    Takes as much memory as the batch buffers on the host. Raises PreflightError where the device cannot decode."""
 
     def __init__(self, samples: SampleStream, device: Device, on_message: Callable[[str], None] | None) -> None:
-        require_device_decoder(device)
+        if (cause := unavailable_reason(device)) is not None:
+            raise make_error(PreflightError, "device-cannot-decode", choices=["cpu"], cause=cause, name=device.name)
         self._samples, self._on_message = samples, on_message
         self._stream = device.make_stream()
         self._padding = torch.tensor(PAD_COLOR, dtype=torch.uint8, device=device.torch_device)
@@ -171,19 +160,9 @@ def unavailable_reason(device: Device) -> str | None:
     return None
 
 
-def require_device_decoder(device: Device) -> None:
-    """Raises PreflightError where a device cannot decode images."""
-    if (cause := unavailable_reason(device)) is not None:
-        raise make_error(PreflightError, "device-cannot-decode", choices=["cpu"], cause=cause, name=device.name)
-
-
 def choose_decoder(host_per_s: float, step_per_s: float, device_fraction: float) -> tuple[JpegDecoder, str]:
-    """The decoder and the reason. Images per second: that the cores decode, and that the steps take. device_fraction:
-    of the images, that the device can decode.
-
-    The device decodes where the cores cannot keep up with the steps. Devices with such fast steps have JPEG engines,
-    which work in parallel to them.
-    """
+    """The device decodes where the cores cannot keep up with the steps; and the reason. Images per second: that the
+    cores decode, and that the steps take. device_fraction: of the images, that the device can decode."""
     summary = f"the cores decode {host_per_s:,.0f} images/s, steps take {step_per_s:,.0f}/s"
     if MIN_SPEEDUP * host_per_s >= step_per_s:
         return "cpu", summary
@@ -193,7 +172,7 @@ def choose_decoder(host_per_s: float, step_per_s: float, device_fraction: float)
 
 
 def measure_and_choose_decoder(
-    index: "Index",
+    index: Index,
     image_indices: NDArray[np.int64],
     device: Device,
     *,
@@ -202,21 +181,16 @@ def measure_and_choose_decoder(
     measure_step_s: Callable[[], float],
 ) -> tuple[JpegDecoder, str]:
     """`choose_decoder` for a data set and a device. measure_step_s: measures a step, in seconds per image; called only
-    where it matters.
-
-    Raises StorageError where a bucket cannot be read.
-    """
+    where it matters. Raises StorageError where a bucket cannot be read."""
     if device.is_cpu:
         return "cpu", "training is on the CPU"
     if (reason := unavailable_reason(device)) is not None:
         return "cpu", f"nvJPEG is not available: {reason}"
-    images = _sample_images(index, image_indices, image_size, resize)
-    host_decode_s = _time_host_decode(images, image_size)
-    if host_decode_s is None:
+    host = measure_host_decode(index, image_indices, image_size=image_size, resize=resize)
+    if host is None:
         return "cpu", "no image could be measured"
-    num_device = sum(is_device_decodable(image.data, image.header) for image in images)
     cores = max(1, host_cores() - 1)  # besides the thread that issues the steps
-    return choose_decoder(cores / host_decode_s, 1 / measure_step_s(), num_device / len(images))
+    return choose_decoder(cores / host.seconds, 1 / measure_step_s(), host.device_fraction)
 
 
 class HostDecode(NamedTuple):
@@ -227,24 +201,15 @@ class HostDecode(NamedTuple):
     encoded_bytes: float
     images: int
     """That were measured."""
+    device_fraction: float
+    """Of these, that the device can decode."""
 
 
 def measure_host_decode(
-    index: "Index", image_indices: NDArray[np.int64], *, image_size: tuple[int, int], resize: str
+    index: Index, image_indices: NDArray[np.int64], *, image_size: tuple[int, int], resize: str
 ) -> HostDecode | None:
-    """Measured on a sample of the images; None where none can be decoded. Raises StorageError."""
-    images = _sample_images(index, image_indices, image_size, resize)
-    seconds = _time_host_decode(images, image_size)
-    if seconds is None:
-        return None
-    return HostDecode(seconds, sum(len(image.data) for image in images) / len(images), len(images))
-
-
-def _sample_images(
-    index: "Index", image_indices: NDArray[np.int64], image_size: tuple[int, int], resize: str
-) -> list[EncodedImage]:
-    """Images evenly spread over `image_indices`, as an evaluation reads them. Bad ones are left out; training will
-    report them."""
+    """Measured on images evenly spread over `image_indices`, as an evaluation reads them. Bad ones are left out, as
+    training will report them; None where none can be decoded. Raises StorageError."""
     count = min(NUM_SAMPLE_IMAGES, len(image_indices))
     chosen = image_indices[np.linspace(0, len(image_indices) - 1, count).astype(np.int64)]
     spec = LoaderSpec(
@@ -256,21 +221,16 @@ def _sample_images(
         seed=0,
         train=False,
     )
-    samples, images = SampleStream(index, chosen, spec), []
+    samples, images = SampleStream(index, chosen, spec), list[EncodedImage]()
     for plan in filter(None, samples.plan(0, count)):
         try:
-            image = samples.read(plan, Counters())
+            loaded = samples.read(plan, Counters())
         except (DataError, ObjectMissing, OSError):
             continue
-        assert isinstance(image.data, bytes)
-        assert image.header is not None
-        geom = image.plan.geom
-        images.append(EncodedImage(image.data, image.header, geom.region, geom.resized_size))
-    return images
-
-
-def _time_host_decode(images: Sequence[EncodedImage], image_size: tuple[int, int]) -> float | None:
-    """Seconds of a core per image; None where none can be decoded."""
+        assert isinstance(loaded.data, bytes)
+        assert loaded.header is not None
+        geom = loaded.plan.geom
+        images.append(EncodedImage(loaded.data, loaded.header, geom.region, geom.resized_size))
     out = np.empty((*image_size, 3), np.uint8)
     durations_s: list[float] = []
     loop_start_s = time.perf_counter()
@@ -285,4 +245,8 @@ def _time_host_decode(images: Sequence[EncodedImage], image_size: tuple[int, int
         if time.perf_counter() - loop_start_s > HOST_TIME_LIMIT_S:
             break
     timed_s = durations_s[1:] or durations_s  # the first is a warm-up
-    return sum(timed_s) / len(timed_s) if timed_s else None
+    if not timed_s:
+        return None
+    encoded_bytes = sum(len(image.data) for image in images) / len(images)
+    num_device = sum(is_device_decodable(image.data, image.header) for image in images)
+    return HostDecode(sum(timed_s) / len(timed_s), encoded_bytes, len(images), num_device / len(images))

@@ -259,8 +259,7 @@ class Loader:
         """Continues from a state: the same batches follow, bit for bit, whatever the number of workers.
 
         `quarantined` may contain positions that are still to come (from quarantine.jsonl of a run that got further
-        before it was killed): the image is used up to there. Raises CheckpointError when the state is of another
-        stream.
+        before it was killed): the image is used up to there. Raises CheckpointError for the state of another stream.
         """
         samples = self._samples
         for what, saved, expected in (
@@ -287,9 +286,7 @@ class Loader:
     def _quarantined(self) -> dict[int, int]:
         """Image index → position, of all ranks as far as this one knows."""
         own, elsewhere = self._samples.quarantined, self._elsewhere
-        return {k: min(own.get(k, p), p) for k, p in elsewhere.items()} | {
-            k: min(elsewhere.get(k, p), p) for k, p in own.items()
-        }
+        return {k: min(known[k] for known in (own, elsewhere) if k in known) for k in elsewhere | own}
 
     def image_indices_at(self, position: int, count: int) -> list[int]:
         """The images at `count` positions from `position` on, including replacements; -1 for none."""
@@ -329,8 +326,7 @@ class Loader:
         return f"{freed_bytes / 2**20:,.0f} MiB of decoded images dropped from the cache" if freed_bytes else None
 
     def close(self) -> None:
-        """Ends the threads, or the work of the processes. May be called twice, in the middle of an epoch, after an
-        error, from another thread."""
+        """Ends the threads, or the work of the processes. May be called twice, at any time, from another thread."""
         self._closed = True
         is_idle = self._stop_pool()
         if self._process_pool is not None:
@@ -350,9 +346,8 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch, on the device.
+        """The next batch, on the device. On a CPU its tensors are valid until the next call but one.
 
-        On a CPU its tensors are the buffer's own memory: they are valid until the next call but one.
         Raises DataError when too many images cannot be used; StorageError when a bucket cannot be read; RuntimeError
         with the image's path for a bug.
         """
@@ -360,10 +355,8 @@ class Loader:
             raise self._failure
         try:
             return self._hand_out()
-        except StopIteration:
-            raise
         except Exception as error:
-            self._failure = error
+            self._failure = None if isinstance(error, StopIteration) else error
             raise
 
     # The implementation; all of it runs in the caller's thread.
@@ -491,20 +484,18 @@ class Loader:
                 self._reclaim_buffers()
                 self._schedule(pool)
                 self._end_interval(QUEUE)
-            if self._pending_batches[0].num_missing:
-                self._wait_for(self._pending_batches[0], pool)
+            if (batch_task := self._pending_batches[0]).num_missing:
+                wait_start_s, before = time.perf_counter(), pool.total()
+                pool.wait(batch_task)
+                wait_end_s, after = time.perf_counter(), pool.total()
+                workers, is_remote = self._autotuner.workers, self._prefetcher is not None
+                intervals = split_wait(wait_start_s, wait_end_s, before, after, workers=workers, is_remote=is_remote)
+                self.last_wait += intervals
             if pool.stopped:
                 raise RuntimeError("the loader was closed while a batch was waited for")
             return self._pending_batches.popleft()
         finally:
             self._wait_s += time.perf_counter() - start_s
-
-    def _wait_for(self, batch_task: BatchTask, pool: WorkerPool | ProcessPool) -> None:
-        start_s, before = time.perf_counter(), pool.total()
-        pool.wait(batch_task)
-        end_s, after = time.perf_counter(), pool.total()
-        workers, is_remote = self._autotuner.workers, self._prefetcher is not None
-        self.last_wait += split_wait(start_s, end_s, before, after, workers=workers, is_remote=is_remote)
 
     def _copy_to_device(self, batch_task: BatchTask) -> tuple[BatchTask, list[Tensor], ReadyEvent]:
         self._end_interval(QUEUE)

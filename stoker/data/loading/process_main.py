@@ -10,7 +10,6 @@ process ends in whatever way. Started by `processes.py`.
 import contextlib
 import functools
 import gc
-import itertools
 import mmap
 import os
 import pickle
@@ -26,15 +25,7 @@ from typing import Any
 import numpy as np
 
 from stoker.data.images.pixel_cache import PixelCache
-from stoker.data.loading.buffers import (
-    CACHE_FULL,
-    FAILED,
-    GROUP,
-    GROUP_LOADED,
-    STOPPED,
-    HostBatchBuffer,
-    RingLayout,
-)
+from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.thread_stacks import next_loader_thread, read_stacks
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
@@ -59,8 +50,7 @@ class _Stream:
     def __init__(self, process: int, fds: list[int], payload: dict[str, Any], layout: RingLayout) -> None:
         """fds: the ring's memory, the pipe of groups, the socket for reports, and the cache's file, if it has one."""
         memory_fd, self._groups_fd, report_fd, *cache_fd = fds
-        self._process, self._layout, self._ring = process, layout, layout.map(memory_fd)
-        os.close(memory_fd)
+        self._process, self._ring = process, Ring(layout, memory_fd)
         self._report_socket = socket.socket(fileno=report_fd)
         index, cache_arguments = payload["index"], payload["cache"]
         cache = None
@@ -68,7 +58,7 @@ class _Stream:
             cache = PixelCache(
                 index,
                 fd=cache_fd[0] if cache_fd else None,
-                on_error=lambda message: self._report(CACHE_FULL, message),
+                on_error=lambda message: self._report("cache full", message),
                 **cache_arguments,
             )
         self._samples = SampleStream(index, payload["image_indices"], payload["spec"], cache)
@@ -86,8 +76,7 @@ class _Stream:
     def start(
         self, generation: int, workers: int, group_size: int, fair_share: int, quarantined: dict[int, int]
     ) -> None:
-        """Accepts groups of `generation` from now on. fair_share: the most samples this process takes, so that the
-        others have as many."""
+        """Accepts groups of `generation` from now on. fair_share: the most samples that this process takes."""
         with self._changed:
             self._samples.quarantined = quarantined
             self._generation, self._outstanding = generation, 0
@@ -116,15 +105,12 @@ class _Stream:
         if pool is not None:
             pool.stop()
             pool.join()
-            self._publish(pool)
-        self._report(STOPPED, generation, pool is None or pool.is_idle)
+            self._ring.write_counters(self._process, pool.total(), time.process_time())
+        self._report("stopped", generation, pool is None or pool.is_idle)
 
     def publish(self) -> None:
         if (pool := self._pool) is not None:
-            self._publish(pool)
-
-    def _publish(self, pool: WorkerPool) -> None:
-        self._ring.write_counters(self._process, pool.total(), time.process_time())
+            self._ring.write_counters(self._process, pool.total(), time.process_time())
 
     def _take_groups(self) -> None:
         """A thread: takes groups while few of them are in progress here, and gives them to the workers."""
@@ -147,9 +133,8 @@ class _Stream:
         self.is_closed = True
 
     def _submit(self, pool: WorkerPool, position: int, slot_number: int, first: int, count: int) -> None:
-        layout = self._layout
         arrays = [array[first : first + count] for array in self._ring.slots[slot_number]]
-        buffer = HostBatchBuffer(None, count, layout.image_size, layout.max_boxes, arrays)
+        buffer = HostBatchBuffer(None, count, self._ring.layout.image_size, self._ring.layout.max_boxes, arrays)
         task = _GroupTask(position, position, buffer, count)
         task.slot_number, task.first = slot_number, first
         pool.submit_batch(task)
@@ -166,7 +151,7 @@ class _Stream:
                 special[task.first + k] = SampleResult(
                     result.image_index, [(n, _picklable(error, self._process)) for n, error in result.failures]
                 )
-        self._report(GROUP_LOADED, generation, task.slot_number, task.first, len(task.results), special)
+        self._report("group loaded", generation, task.slot_number, task.first, len(task.results), special)
         with self._changed:
             if generation == self._generation and self._pool is not None:
                 self._outstanding -= 1
@@ -229,7 +214,7 @@ def _serve(control_fd: int, process: int, streams: dict[int, _Stream]) -> None:
                 streams[number] = _Stream(process, fds, load_payload(payload_fd), layout)
             except Exception as error:  # noqa: BLE001  (the loader raises it)
                 with socket.socket(fileno=fds[2]) as report_socket:
-                    _send_report(report_socket, FAILED, _picklable(error, process))
+                    _send_report(report_socket, "failed", _picklable(error, process))
         elif request == "stacks":
             control.send(read_stacks(next_loader_thread(number)))
         elif number in streams:
@@ -253,7 +238,7 @@ def main(control_fd: int, process: int, parent: int) -> None:
     streams: dict[int, _Stream] = {}
     threading.Thread(target=_or_exit(_serve), args=(control_fd, process, streams), daemon=True).start()
     # A process that the training process forked may keep the other end of the control socket open.
-    for _ in itertools.takewhile(lambda _: os.getppid() == parent, itertools.count()):
+    while os.getppid() == parent:
         time.sleep(PUBLISH_INTERVAL_S)
         _tend(streams)
     os._exit(0)

@@ -30,17 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from stoker.data.loading.buffers import (
-    CACHE_FULL,
-    FAILED,
-    GROUP,
-    GROUP_LOADED,
-    STOPPED,
-    HostBatchBuffer,
-    Ring,
-    RingLayout,
-    create_memory,
-)
+from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout, create_memory
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.thread_stacks import Stack
@@ -71,8 +61,7 @@ sys.path[:] = json.loads(sys.argv[1])
 from stoker.data.loading.process_main import main
 main(*map(int, sys.argv[2:]))
 """
-"""Not multiprocessing's start methods: `fork` is unsafe where there are threads or CUDA, and `spawn` imports the user's
-script again."""
+"""Not as multiprocessing does: `fork` is unsafe with threads or CUDA, and `spawn` imports the user's script again."""
 
 
 def choose_worker_processes(
@@ -106,8 +95,8 @@ class WorkerProcesses:
         self._oom_kills = Cgroup().oom_kills()
         self._lock = threading.Lock()
         self._num_streams = 0
-        self._free_rings: list[tuple[RingLayout, int, Ring]] = []
-        """Memory of streams that were closed, with its descriptor: pinning takes long, so it is used again."""
+        self._free_rings: list[Ring] = []
+        """Memory of streams that were closed: pinning takes long, so it is used again."""
         self._controls: list[tuple[socket.socket, Connection]] = []
         self._asked_for_stacks: set[int] = set()
         """Processes whose answer is awaited."""
@@ -202,26 +191,23 @@ class WorkerProcesses:
         with self._lock:
             self._num_streams += 1
             number = self._num_streams
-            entry = next((entry for entry in self._free_rings if entry[0] == layout), None)
-            if entry is not None:
-                self._free_rings.remove(entry)
-        if entry is None:
-            fd = create_memory("stoker-batches", layout.nbytes)
-            entry = layout, fd, layout.map(fd)
-            self.pin_failure = self._device.pin(entry[2].memory.ctypes.data, layout.nbytes)
-        return ProcessPool(self, number, entry, samples, spec, cache)
+            ring = next((ring for ring in self._free_rings if ring.layout == layout), None)
+            if ring is not None:
+                self._free_rings.remove(ring)
+        if ring is None:
+            ring = Ring(layout)
+            self.pin_failure = self._device.pin(ring.memory.ctypes.data, ring.memory.nbytes)
+        return ProcessPool(self, number, ring, samples, spec, cache)
 
-    def release(self, entry: tuple[RingLayout, int, Ring]) -> None:
+    def release(self, ring: Ring) -> None:
         with self._lock:
-            self._free_rings.append(entry)
+            self._free_rings.append(ring)
 
     def close(self) -> None:
         """Ends the processes and frees the memory of closed loaders. May be called twice."""
         self.finalizer()
         while self._free_rings:
-            _, fd, ring = self._free_rings.pop()
-            self._device.unpin(ring.memory.ctypes.data)
-            os.close(fd)
+            self._device.unpin(self._free_rings.pop().memory.ctypes.data)
 
 
 def _end(controls: list[tuple[socket.socket, Connection]], children: list[subprocess.Popen[bytes]]) -> None:
@@ -237,27 +223,24 @@ def _end(controls: list[tuple[socket.socket, Connection]], children: list[subpro
 
 
 class ProcessPool:
-    """The same as `WorkerPool` for a loader, on worker processes, with its buffers in shared memory. Unlike that it may
-    start again after a stop, as memory is kept."""
+    """The same as `WorkerPool`, on worker processes, with buffers in shared memory; may start again after a stop."""
 
     def __init__(
         self,
         processes: WorkerProcesses,
         number: int,
-        entry: tuple[RingLayout, int, Ring],
+        ring: Ring,
         samples: SampleStream,
         spec: LoaderSpec,
         cache: "PixelCache | None",
     ) -> None:
-        self._processes, self._number, self._entry, self._samples = processes, number, entry, samples
-        layout, memory_fd, self.ring = entry
-        self.ring.clear_counters()
+        self._processes, self._number, self.ring, self._samples = processes, number, ring, samples
+        ring.clear_counters()
         self._cache, self._group_size = cache, max(1, min(MAX_GROUP_SIZE, spec.batch_size // processes.count))
-        self._fair_share = -(-layout.num_slots * spec.batch_size // processes.count)
+        self._fair_share = -(-len(ring.slots) * spec.batch_size // processes.count)
         """Samples that a process has at most, so that the others have some."""
         self.buffers = [
-            HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes, slot)
-            for slot in self.ring.slots
+            HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes, slot) for slot in ring.slots
         ]
         self._slot_numbers = {id(buffer): n for n, buffer in enumerate(self.buffers)}
         self.stopped = True
@@ -280,11 +263,11 @@ class ProcessPool:
                 "cache": cache_arguments,
             }
         )
-        fds = [payload_fd, memory_fd, groups_read, their_reports.fileno(), *([] if cache_fd is None else [cache_fd])]
+        fds = [payload_fd, ring.fd, groups_read, their_reports.fileno(), *([] if cache_fd is None else [cache_fd])]
         self._finalizer = weakref.finalize(self, _close_pool, self._groups_fd, self._reports)
         try:
             for process in range(processes.count):
-                processes.send(process, "open", number, layout, len(fds), fds=fds)
+                processes.send(process, "open", number, ring.layout, len(fds), fds=fds)
         finally:
             os.close(payload_fd)
             os.close(groups_read)
@@ -381,19 +364,19 @@ class ProcessPool:
         dead = [control_fds.index(fd) for fd, _ in self._poll(1000) if fd in control_fds]
         raise self._processes.death_error(dead[0] if dead else 0)
 
-    def _apply_report(self, kind: int, *report: Any) -> None:
-        if kind == GROUP_LOADED:
+    def _apply_report(self, kind: str, *report: Any) -> None:
+        if kind == "group loaded":
             generation, slot, first, count, special = report
             if generation == self._generation:
                 self._apply_group(slot, first, count, special)
-        elif kind == STOPPED:
+        elif kind == "stopped":
             generation, is_idle = report
             if generation == self._generation:
                 self._num_stopped += 1
                 self._num_idle += is_idle
-        elif kind == CACHE_FULL and self._cache is not None:
+        elif kind == "cache full" and self._cache is not None:
             self._cache.stop_filling(*report)
-        elif kind == FAILED:
+        elif kind == "failed":
             self._has_failed = True
             raise report[0]
 
@@ -434,7 +417,7 @@ class ProcessPool:
         if self._finalizer.alive:
             self._finalizer()
             if is_idle:
-                self._processes.release(self._entry)
+                self._processes.release(self.ring)
 
 
 def _close_pool(groups_fd: int, reports: socket.socket) -> None:

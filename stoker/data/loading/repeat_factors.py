@@ -1,16 +1,15 @@
 """Repeat-factor sampling for classes that few images have (LVIS, Gupta et al. 2019, arXiv 1908.03195, section 5).
 
 The factor of a class that a fraction f of the images has is max(1, sqrt(t / f)), that of an image the largest of its
-classes. The paper's epochs become longer. Here an epoch has as many samples as there are images, whatever the factors:
-an image is in it (its factor / mean factor) times on average, rounded down or up, so that common images are left out of
-some epochs.
+classes. Here, unlike there, an epoch has as many samples as there are images, whatever the factors: an image is in it
+(its factor / mean factor) times on average, rounded down or up, so some epochs leave out common images.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data import geometry
-from stoker.data.index import Index
+from stoker.data.index import Index, boxes_of
 
 
 def class_fractions(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -31,8 +30,7 @@ def repeat_factors(index: Index, image_indices: NDArray[np.int64], thresh: float
 
 
 def repeated_order(factors: NDArray[np.float64], seed: int, epoch: int) -> NDArray[np.int64]:
-    """int64 [N], the places in `image_indices` of an epoch's samples: a systematic sample with one random offset, in
-    random order. A pure function of its arguments."""
+    """int64 [N], the places in `image_indices` of an epoch's samples: a systematic sample with one random offset."""
     count = len(factors)
     offset = geometry.random_uniform(seed, epoch, [0], geometry.RandomStream.REPEAT, 1)[0, 0]
     ends = np.cumsum(factors)
@@ -43,8 +41,6 @@ def repeated_order(factors: NDArray[np.float64], seed: int, epoch: int) -> NDArr
 
 def _image_classes(index: Index, image_indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """(place in `image_indices`, label) of each box that is no crowd."""
-    counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
-    boxes = np.repeat(index.offsets[image_indices] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-    image = np.repeat(np.arange(len(image_indices)), counts)
+    boxes, image = boxes_of(index, image_indices)
     keep = ~index.crowd[boxes]
     return image[keep], index.labels[boxes[keep]]

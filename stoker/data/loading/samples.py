@@ -4,9 +4,8 @@
 Position p of the endless training stream is (epoch, index) = divmod(p, N); its image is the index-th of the epoch's
 order, which is random, or for shards that of `shard_order.py`. Everything about a sample is a pure function of (seed,
 epoch, index) and of the quarantine: the images that cannot be used, each with the position from which on it is
-replaced. `load` takes a sample from its plan to its pixels, and tries replacements where an image is bad. The worker
-threads and the worker processes (`worker_pool.py`) call the four, and so does `reload`, for a sample that `loader.py`
-or the device decoder needs once more. Batches and the device: `loader.py`.
+replaced. `load` takes a sample from its plan to its pixels, and tries replacements where an image is bad. Batches and
+the device: `loader.py`.
 
 While Python runs, the other threads do not (the GIL), so `plan` and `annotate` do for many samples at once what can be
 done so. `benchmarks/loading/gil.py` measures it.
@@ -29,6 +28,7 @@ from stoker.data import geometry
 from stoker.data.batch import NUM_RAND
 from stoker.data.images import decode
 from stoker.data.images.headers import Header, parse_header
+from stoker.data.index import Index, boxes_of
 from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.data.loading.repeat_factors import repeat_factors, repeated_order
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor
 
     from stoker.data.images.pixel_cache import PixelCache
-    from stoker.data.index import Index
     from stoker.hardware.device import Device, ReadyEvent, SideStream
 
 MAX_REPLACEMENTS = 64
@@ -85,8 +84,7 @@ class LoaderSpec:
     initial_workers: int = 0
     """With how many threads a tuned loader begins, where that is more than the usual number."""
     prefetch_depth: int | None = None
-    """Batches decoded ahead; None: see `loader.choose_prefetch_depth`. They take (prefetch_depth + 2) · B · H · W · 3
-    bytes of host memory."""
+    """Batches decoded ahead, (prefetch_depth + 2) · B · H · W · 3 bytes; None: see `loader.choose_prefetch_depth`."""
     max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION
     """Fraction of the images that may be in quarantine before the loader raises DataError."""
     rank: int = 0
@@ -97,7 +95,7 @@ class LoaderSpec:
     """nvjpeg: the device decodes the JPEGs that it supports. Not together with a cache."""
 
 
-def compute_max_boxes(index: "Index", image_indices: NDArray[np.int64], *, mosaic: float = 0.0) -> int:
+def compute_max_boxes(index: Index, image_indices: NDArray[np.int64], *, mosaic: float = 0.0) -> int:
     """M: the largest number of boxes of an image (with crowd boxes), at least 1, rounded up to a multiple of 8.
 
     With mosaics twice as many, because a mosaic shows a good half of each of four images. On BCCD a mosaic has up to 36
@@ -166,8 +164,7 @@ class BatchTask:
         self.num_loading = batch_size
         """Samples whose pixels are not loaded yet."""
         self.num_missing = batch_size
-        """The same, plus one while their annotations are written, plus one while the device decoder has not finished
-        the batch."""
+        """The same, plus one while their annotations are written, plus one until the device decoder has finished."""
         self.encoded: dict[int, decode.EncodedImage] | None = None
         """What the device is to decode, whose pixels are not written; None: the host decodes all."""
         self.reloaded: list[int] = []
@@ -187,12 +184,11 @@ class BatchTask:
 
 
 class SampleStream:
-    """The samples of a loader. Many threads call its methods at once; only the caller of the loader writes
-    `quarantined`."""
+    """The samples of a loader, for many threads at once; only the caller of the loader writes `quarantined`."""
 
     def __init__(
         self,
-        index: "Index",
+        index: Index,
         image_indices: NDArray[np.int64],
         spec: LoaderSpec,
         cache: "PixelCache | None" = None,
@@ -225,8 +221,7 @@ class SampleStream:
     # One sample: plan, read, decode, annotate.
 
     def plan(self, start: int, count: int) -> list[Plan | None]:
-        """What `count` positions from `start` on show, if their images can be used; None after the end of an
-        evaluation."""
+        """What `count` positions from `start` on show, if all can be used; None after the end of an evaluation."""
         plans: list[Plan | None] = []
         while len(plans) < count:  # a batch may reach into the next epochs
             epoch, first = divmod(start + len(plans), len(self))
@@ -270,7 +265,8 @@ class SampleStream:
         if isinstance(data, bytes):
             header = parse_header(data, path).as_annotated(plan.original_size)
             if header.size != plan.original_size:
-                _check_size(header.size, plan.original_size, path)
+                if 0 not in plan.original_size:
+                    raise _other_size_error(header.size, plan.original_size, path)
                 plan = plan._replace(original_size=header.size, geom=UNKNOWN_GEOMETRY)
         if plan.geom is UNKNOWN_GEOMETRY:
             plan = self._fit(image_index, plan.original_size, plan.rand, plan.crop_rand)
@@ -314,9 +310,7 @@ class SampleStream:
         region, resized_size = rows[:, 5:9], rows[:, 9:11]
         cache_scale = source_size / original_size
 
-        starts, ends = index.offsets[image_indices], index.offsets[image_indices + 1]
-        owner = np.repeat(np.arange(len(at)), ends - starts)
-        box_rows = np.arange(len(owner)) + (ends - (ends - starts).cumsum())[owner]
+        box_rows, owner = boxes_of(index, image_indices)
         boxes, keep = geometry.transform_boxes(
             index.boxes[box_rows] * cache_scale[:, (1, 0, 1, 0)][owner],
             index.crowd[box_rows],
@@ -346,10 +340,8 @@ class SampleStream:
         images are in the result, `task.results[k]`.
 
         Pauses when an image is read and before it is decoded: a worker reads several samples, then decodes them. Each
-        decoding replaces the processor's caches, and Python code takes several times as long right after it.
-
-        Any error that is not the image's is raised with its location: OutOfMemoryError, StorageError, or RuntimeError
-        from the exception itself.
+        decoding replaces the processor's caches, and Python code takes several times as long right after it. Any error
+        that is not the image's is raised with its location: OutOfMemoryError, StorageError, RuntimeError.
         """
         planned, task.plans[k] = task.plans[k], None
         failures: list[tuple[int, Exception]] = []
@@ -392,8 +384,7 @@ class SampleStream:
         self.annotate(task, [k])
 
     def _candidates(self, plan: Plan, position: int) -> Iterator[Plan]:
-        """The plan of a position, then those of its replacements, as far as the quarantine allows them. The caller
-        takes another one when the last one has failed."""
+        """The plan of a position, then those of its replacements, as far as the quarantine allows them."""
         if self.is_usable(plan.image_index, position):
             yield plan
         tried = {plan.image_index}
@@ -415,8 +406,7 @@ class SampleStream:
 
     def _fit(self, image_index: int, original_size: tuple[int, int], rand: NDArray[np.float32], u: list[float]) -> Plan:
         """The plan for an image of a known size. With a cache the sample is made from the cached form: regions are of
-        its pixels, and boxes are scaled to it. Raises ValueError for an image with more boxes than max_boxes, as none
-        is dropped silently."""
+        its pixels, and boxes are scaled to it. Raises ValueError for an image with more boxes than max_boxes."""
         index, spec = self.index, self._spec
         first, end = int(index.offsets[image_index]), int(index.offsets[image_index + 1])
         if end - first > spec.max_boxes:
@@ -480,8 +470,7 @@ class SampleStream:
     def _order_of(self, epoch: int) -> tuple[NDArray[np.int64], EpochOrder | None]:
         if not self.train:
             return self.image_indices, None
-        known = self._epoch_orders.get(epoch)
-        if known is not None:
+        if (known := self._epoch_orders.get(epoch)) is not None:
             return known
         with self._order_lock:  # the first thread in an epoch sorts for all
             if epoch not in self._epoch_orders:
@@ -512,8 +501,7 @@ class SampleStream:
 
     @property
     def shard_mixing(self) -> list[int] | None:
-        """What decides the order, besides the seed and the shards: `LoaderSpec.shuffle_buffer` and the images per batch
-        of all ranks. None where the order is random."""
+        """`LoaderSpec.shuffle_buffer` and the images per batch of all ranks; None where the order is random."""
         return None if self._shard_order is None else [self._spec.shuffle_buffer, self._total_batch_size]
 
     @property
@@ -549,13 +537,11 @@ def _leave_to_device(image: ReadImage, encoded: "dict[int, decode.EncodedImage]"
     return True
 
 
-def _check_size(header_size: tuple[int, int], annotated_size: tuple[int, int], path: str) -> None:
-    if 0 in annotated_size or header_size == annotated_size:
-        return
+def _other_size_error(header_size: tuple[int, int], annotated_size: tuple[int, int], path: str) -> DataError:
     cause = (
         f"the annotations say {annotated_size[1]} × {annotated_size[0]} pixels, "
         f"the file has {header_size[1]} × {header_size[0]}"
     )
     if header_size == annotated_size[::-1]:
         cause += ": it was rotated after it was annotated, or its EXIF orientation was lost"
-    raise make_error(DataError, "other-size-than-annotated", path, cause=cause)
+    return make_error(DataError, "other-size-than-annotated", path, cause=cause)

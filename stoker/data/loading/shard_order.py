@@ -8,15 +8,11 @@ of the four numbers of `ShardOrder`, as the random order of `geometry.epoch_orde
 (docs/decisions/0015-order-of-shards.md). Not here: the requests (`worker_pool.py`).
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data import geometry
-
-if TYPE_CHECKING:
-    from stoker.data.index import ImageRanges
+from stoker.data.index import ImageRanges
 
 MAX_BLOCK_BYTES = 4 * 2**20
 """A request of this size takes 20 ms of a link of 200 MB/s: with a few in flight, their latency costs nothing."""
@@ -39,22 +35,21 @@ class EpochOrder:
         """order: [N], the image at each index of the epoch. read_number: [N], the place of that image in the sequence
         in which images are read. part_starts: where each part that is read at once begins in that sequence."""
         self.order, self._read_number = order, read_number
-        self._part_ends = np.append(part_starts[1:], len(order))
-        self._part_starts = part_starts
+        self._part_bounds = np.append(part_starts, len(order))
         self._index_read = np.empty_like(order)
         self._index_read[read_number] = np.arange(len(order))
 
     def read_together(self, index_in_epoch: int) -> NDArray[np.int64]:
         """The indices in the epoch, ascending, of the images that are read with that of `index_in_epoch`."""
-        part = np.searchsorted(self._part_starts, self._read_number[index_in_epoch], side="right") - 1
-        return np.sort(self._index_read[self._part_starts[part] : self._part_ends[part]])
+        end = np.searchsorted(self._part_bounds, self._read_number[index_in_epoch], side="right")
+        return np.sort(self._index_read[self._part_bounds[end - 1] : self._part_bounds[end]])
 
 
 class ShardOrder:
     """The orders of all epochs. At most `buffer` images, rounded down to whole places of the batch, are read and not
     used yet, if each block is read when the first of its images is used."""
 
-    def __init__(self, ranges: "ImageRanges", *, seed: int, batch_size: int, buffer: int) -> None:
+    def __init__(self, ranges: ImageRanges, *, seed: int, batch_size: int, buffer: int) -> None:
         """batch_size: images per batch of all ranks together."""
         count = len(ranges.start)
         per_place = max(2, min(buffer, count) // batch_size)
@@ -66,14 +61,10 @@ class ShardOrder:
         self._window = max(1, per_place - int(sizes.max(initial=1)))
         self._seed, self._batch_size = seed, batch_size
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self._block_starts) - 1
-
     def epoch(self, epoch: int) -> EpochOrder:
         """20 ms for 118,287 images."""
         count, places = len(self._members), self._batch_size
-        blocks = geometry.epoch_order(self._seed, epoch, self.num_blocks)
+        blocks = geometry.epoch_order(self._seed, epoch, len(self._block_starts) - 1)
         first, sizes = self._block_starts[blocks], np.diff(self._block_starts)[blocks]
         ends = sizes.cumsum()
         number = np.arange(count)
@@ -83,7 +74,7 @@ class ShardOrder:
         section = np.repeat(np.arange(len(section_sizes)), section_sizes)
         number_in_section = number - section_starts[section]
         # An image that is read as the q-th of its section has the key q + U(0, window): it moves by less than a window.
-        shift = geometry.random_shifts(self._seed, epoch, count) * self._window
+        shift = geometry.random_uniform(self._seed, epoch, [0], geometry.RandomStream.SHIFT, count)[0] * self._window
         section_span = int(section_sizes.max(initial=0)) + self._window
         by_use = np.argsort(section * section_span + number_in_section + shift, kind="stable")
         order, read_number = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -92,7 +83,7 @@ class ShardOrder:
         return EpochOrder(order, read_number, np.union1d(section_starts, ends - sizes))
 
 
-def assign_blocks(ranges: "ImageRanges", max_images: int) -> NDArray[np.int64]:
+def assign_blocks(ranges: ImageRanges, max_images: int) -> NDArray[np.int64]:
     """[N], the number of each image's block. Blocks of a shard have about the same number of images."""
     count = len(ranges.start)
     if not count:
@@ -116,7 +107,7 @@ def assign_blocks(ranges: "ImageRanges", max_images: int) -> NDArray[np.int64]:
 
 
 def choose_buffer(
-    ranges: "ImageRanges", *, is_in_bucket: bool, batch_size: int, num_ranks: int, memory_bytes: int
+    ranges: ImageRanges, *, is_in_bucket: bool, batch_size: int, num_ranks: int, memory_bytes: int
 ) -> tuple[int, str]:
     """`--shuffle-buffer` and the reason. batch_size: of all ranks. memory_bytes: free memory for each rank."""
     count = len(ranges.length)

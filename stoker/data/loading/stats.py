@@ -120,8 +120,7 @@ def split_wait(
 
 
 def default_num_workers(cores: int, *, is_cpu: bool) -> int:
-    """The initial number of workers of an autotuned loader; as many may decode at a time. is_cpu: training needs the
-    cores, too."""
+    """Workers that an autotuned loader has first, and that may decode at a time. is_cpu: training needs the cores."""
     return max(1, min(2 if is_cpu else MAX_WORKERS, cores))
 
 

@@ -1,17 +1,15 @@
 """The worker threads of a loader, the queue they work from, and the requests for images of a bucket ahead of them.
 
-The threads end with the loader and never block exit.
-
-Workers take the earliest sample of the stream first, so that a sample whose bytes arrive late does not wait behind
-samples that are needed later. Where the queue is long they read several before they decode them, which holds the GIL
-for a shorter time (`SampleStream.load`). Their number can change while they work. `samples.py` fills one place of a
-batch, `loader.py` schedules batches and hands them out.
+The threads end with the loader and never block exit. They take the earliest sample of the stream first, so that one
+whose bytes arrive late does not wait behind samples that are needed later. Where the queue is long they read several
+before they decode them (`SampleStream.load`). Their number can change while they work. `samples.py` fills one place of
+a batch, `loader.py` schedules batches and hands them out.
 
 Images of a bucket are requested before there is a batch buffer for them (`Prefetcher`): their bytes are few, their
 latency is long. Images of shards that the order keeps near each other are requested together, as one range of the
-object (`SampleStream.read_together`). Which image belongs to a position is predicted from the present quarantine
-(`SampleStream.image_index_at`). Where the prediction turns out wrong, the right image is requested instead. So
-prefetching changes when bytes arrive, never what a run sees. Retries and slow responses: `storage/fetcher.py`.
+object (`SampleStream.read_together`). Which image belongs to a position is predicted from the present quarantine; where
+that turns out wrong, the right image is requested instead. So prefetching changes when bytes arrive, never what a run
+sees. Retries and slow responses: `storage/fetcher.py`.
 """
 
 import atexit

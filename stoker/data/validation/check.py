@@ -237,8 +237,7 @@ CHUNK_BYTES = 1 << 24
 
 
 def packed_folder(data: str | Path) -> Path | None:
-    """The folder of a packed data set, of one in a bucket its mirror; None for any other data set. Raises DataError,
-    StorageError."""
+    """The folder of a packed data set, of one in a bucket its mirror; else None. Raises DataError, StorageError."""
     location = expand_variables(os.fspath(data))
     path = Path(location)
     if is_uri(location):
@@ -336,7 +335,7 @@ def check_image_files(
 def _check_image(index: Index, image_index: int, thread_state: threading.local) -> _ImageCheck:
     path = index.path(image_index)
     annotated_size = (int(index.original_size[image_index, 0]), int(index.original_size[image_index, 1]))
-    data, digest = b"", b""
+    data, digest, usable = b"", b"", False
     problems: list[tuple[str, str]] = []
     try:
         data = index.read(image_index)
@@ -347,16 +346,15 @@ def _check_image(index: Index, image_index: int, thread_state: threading.local) 
         if 0 not in annotated_size and header.size != annotated_size:
             text = f"{annotated_size[1]} × {annotated_size[0]} in the annotations"
             problems.append(("size-disagrees", f"{text}, {header.size[1]} × {header.size[0]} in the file"))
-            return _ImageCheck(image_index, problems, False, digest)
-        _decode(data, header, path, thread_state)
+        else:
+            _decode(data, header, path, thread_state)
+            usable = True
     except DataError as error:
         problems.append((_classify_error(error, data), error.cause or ""))
-        return _ImageCheck(image_index, problems, False, digest)
     except OSError as error:
         kind = "missing-image" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "unreadable-image"
         problems.append((kind, "" if kind == "missing-image" else error.strerror or str(error)))
-        return _ImageCheck(image_index, problems, False, digest)
-    return _ImageCheck(image_index, problems, True, digest)
+    return _ImageCheck(image_index, problems, usable, digest)
 
 
 def _classify_error(error: DataError, data: bytes) -> str:

@@ -110,9 +110,8 @@ def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) ->
             _find_duplicates(table, xyxy),
         )
         reaches_outside = (x1 < -OUTSIDE_TOLERANCE_PX) | (y1 < -OUTSIDE_TOLERANCE_PX)
-        reaches_outside |= ((x2 > width + OUTSIDE_TOLERANCE_PX) & (width > 0)) | (
-            (y2 > height + OUTSIDE_TOLERANCE_PX) & (height > 0)
-        )
+        reaches_outside |= (x2 > width + OUTSIDE_TOLERANCE_PX) & (width > 0)
+        reaches_outside |= (y2 > height + OUTSIDE_TOLERANCE_PX) & (height > 0)
         tiny = (x2 - x1 < 1) | (y2 - y1 < 1)
     _report_boxes(table, np.select(tests, range(len(tests)), default=-1), DROPPED_BOX_KINDS, problems)
     keep = ~np.logical_or.reduce(tests)
@@ -132,9 +131,8 @@ def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) ->
 def drop_images_without_boxes_left(
     table: AnnotationTable, problems: ProblemCollector
 ) -> tuple[AnnotationTable, dict[str, int]]:
-    """Drops the images that had boxes and lost all of them: there is something in them, so they are not background.
-    Also returns the number of boxes that these images lost, by the split that the source has for them. Raises DataError
-    if no image is left."""
+    """Drops the images that had boxes and lost all of them: they are not background. Also returns the number of boxes
+    that they lost, by the split that the source has for them. Raises DataError if no image is left."""
     assert table.num_bad_boxes is not None
     has_box = np.bincount(table.image_index, minlength=len(table.file_names)) > 0
     is_lost = (table.num_bad_boxes > 0) & ~has_box
@@ -143,11 +141,8 @@ def drop_images_without_boxes_left(
     if len(is_lost) and is_lost.all():
         location = f"{table.image_path(0)} and all others"
         raise make_error(DataError, "no-image-left", location, cause=problems.describe())
-    lost_boxes = {
-        name: int(table.num_bad_boxes[is_lost & (table.split == split_index)].sum())
-        for split_index, name in enumerate(SPLITS)
-    }
-    return drop_images(table, is_lost), lost_boxes
+    lost_in = [int(table.num_bad_boxes[is_lost & (table.split == number)].sum()) for number in range(len(SPLITS))]
+    return drop_images(table, is_lost), dict(zip(SPLITS, lost_in, strict=True))
 
 
 def drop_images(table: AnnotationTable, is_dropped: NDArray[np.bool_]) -> AnnotationTable:
@@ -174,10 +169,7 @@ def drop_missing_images(
     table: AnnotationTable, is_missing: NDArray[np.bool_], problems: ProblemCollector
 ) -> AnnotationTable:
     """Drops the few images without a file before a split is drawn, so that they are not concentrated in it by chance.
-
-    is_missing: [R]. If there are more than MAX_MISSING_FRACTION, all stay: training then refuses and tells where they
-    may be.
-    """
+    is_missing: [R]. If there are more than MAX_MISSING_FRACTION, all stay, and training refuses the data set."""
     if not 0 < np.count_nonzero(is_missing) <= MAX_MISSING_FRACTION * len(is_missing):
         return table
     for image_index in np.flatnonzero(is_missing).tolist():
@@ -205,10 +197,8 @@ def _report_boxes(
 
 
 def _find_duplicates(table: AnnotationTable, xyxy: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """[K], whether an equal box of the same image and class comes before this one.
-
-    Hashes find the few candidates: 0.1 s for COCO's 860,001 boxes; a sort by all six columns takes ten times that.
-    """
+    """[K], whether an equal box of the same image and class comes before this one. Hashes find the few candidates, in
+    0.1 s for COCO's 860,001 boxes; a sort by all six columns takes ten times that."""
     bits = (xyxy + np.float32(0)).view(np.uint32).astype(np.uint64)  # turns -0 into 0
     multipliers = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
     hashes = (bits * multipliers).sum(1) + table.labels.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
@@ -233,8 +223,7 @@ def _describe_box(table: AnnotationTable, box: int) -> str:
 
 def assign_splits(table: AnnotationTable, options: SplitOptions) -> AnnotationTable:
     """Assigns every image to a split. Splits of the source stay. Without a validation split, a part of the training
-    images becomes it: stratified by class, or by a hash of the file name (an image then keeps its split when others are
-    added)."""
+    images becomes it: stratified by class, or by a hash of the name (it stays when others are added)."""
     notes = list(table.notes)
     split = table.split.copy()
     present_splits = set(split.tolist())
@@ -386,8 +375,7 @@ def _check_classes(
 
 
 def hash_to_unit_interval(names: Sequence[str], seed: int = 0) -> NDArray[np.float64]:
-    """[N], numbers in [0, 1) that depend on text and seed alone; composed and decomposed Unicode (macOS) give the
-    same."""
+    """[N], numbers in [0, 1) that depend on text and seed alone; composed and decomposed Unicode give the same."""
     key = seed.to_bytes(8, "big") if seed else b""
     texts = (
         name.encode() if name.isascii() else unicodedata.normalize("NFC", name).encode("utf-8", "surrogatepass")
@@ -466,12 +454,9 @@ def stratify(
 def _assign_greedily(
     lacking: list[float], wanted: list[float], counts: Sequence[int], sizes: Sequence[int]
 ) -> NDArray[np.int64]:
-    """The split of each of some groups, in their order: the one that lacks most images of a class, of those the one
-    that wants most images.
-
-    lacking: images of the class that each split still lacks; wanted: images of any class, which is updated. counts,
-    sizes: images of each group with the class, and in all. The only loop in Python: each choice depends on the last.
-    """
+    """The split of each of some groups: the one that lacks most images of a class, of those the one that wants most
+    images. lacking: images of the class that each split still lacks; wanted: of any class, which is updated. counts,
+    sizes: images of each group with the class, and in all. The only loop in Python: each choice depends on the last."""
     chosen = []
     splits = range(len(lacking))
     for count, size in zip(counts, sizes, strict=True):

@@ -1,9 +1,8 @@
 """What can be wrong with a data set: every kind of problem (`problems.toml`), what training does, and how to fix it.
 
 The readers (`formats/`) and the cleaning (`clean.py`) add what they meet to a `ProblemCollector`. The index keeps the
-counts and a few examples; `stoker data check` (`check.py`) shows everything. Not here: errors that end the reading
-(`DataError`; their texts are in `knowledge/data_errors.toml`), and the search for problems inside image files
-(`check.py`).
+counts and a few examples; `stoker data check` (`check.py`) shows everything, also problems inside image files. Not
+here: errors that end the reading (`DataError`; their texts are in `knowledge/data_errors.toml`).
 """
 
 import math
@@ -18,9 +17,8 @@ from stoker.findings.finding import Severity
 DEFAULT_MAX_BAD_FRACTION = 0.01
 """Fraction of the images that may be unusable, by default."""
 DEFAULT_MAX_BAD_BOXES = 0.01
-"""Fraction of the boxes that may be left out, by default; the same as of the images. Of the five sets in shared/data,
-BCCD has most bad boxes, 2 of 4,888 (0.04 %); a public set with a wrong list of classes had 96 of 116 (83 %) in its
-validation split."""
+"""Fraction of the boxes that may be left out, by default. Of the five sets in shared/data, BCCD has most bad boxes, 2
+of 4,888 (0.04 %); a set with a wrong list of classes had 96 of 116 (83 %) in its validation split."""
 MAX_EXAMPLES = 5
 """Examples of a kind that the index keeps."""
 
@@ -131,8 +129,7 @@ class ProblemCollector:
 
 
 def max_bad_images(max_bad_fraction: float, num_images: int) -> int:
-    """How many of `num_images` images (or boxes) may be unusable, rounded up: at least one, unless the fraction is
-    zero."""
+    """How many of `num_images` images (or boxes) may be unusable, rounded up: 0 only where the fraction is 0."""
     return max(1, math.ceil(round(max_bad_fraction * num_images, 9))) if max_bad_fraction > 0 else 0
 
 

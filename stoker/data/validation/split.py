@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from stoker.data.formats.tables import SPLITS
-from stoker.data.index import Index
+from stoker.data.index import Index, boxes_of
 from stoker.data.validation.clean import stratify
 from stoker.errors import UsageError, make_error
 from stoker.storage.local_files import write_atomic
@@ -29,8 +29,7 @@ HASH_SIDE = 16
 """Cells of the difference hash along each side."""
 MAX_DIFFERENT_BITS = 14
 """Of 256. In the five sets of shared/data, 95 % of the copies of half the size, 10 % brighter, or saved again with JPEG
-quality 95 differ from their image in at most 14 bits; different images in at least 15, but for one pair of cars that is
-a near-duplicate (6)."""
+quality 95 differ from their image in at most 14 bits; different images in at least 15, but for a near-duplicate (6)."""
 MIN_CONTRAST = 4.0
 """Standard deviation of the gray cells, of 255, below which an image is too flat to be compared."""
 BLOCK = 512
@@ -88,26 +87,21 @@ def make_splits(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("OUT is not an empty folder.", location=out, fix="name a folder that does not exist yet")
     kept_test = test_fraction is None and "test" in index.splits
-    is_kept = np.zeros(len(index), np.bool_)
-    if kept_test:
-        is_kept[index.image_indices("test")] = True
+    kept = set(index.image_indices("test").tolist()) if kept_test else set()
     names = [os.path.relpath(index.path(image_index), index.root) for image_index in range(len(index))]
     first_by_name = {name: image_index for image_index, name in reversed(list(enumerate(names)))}
-    chosen = np.array(sorted(i for i in first_by_name.values() if not is_kept[i]), np.int64)
+    chosen = np.array(sorted(set(first_by_name.values()) - kept), np.int64)
     if len(chosen) < 2:
         raise UsageError("There are fewer than two images to split.", location=index.source)
+    chosen_names = [names[i] for i in chosen.tolist()]
     if group_by is None:
         groups, num_unreadable = group_near_duplicates(index, chosen, workers=workers, progress=progress)
     else:
-        groups, num_unreadable = group_by_name([names[i] for i in chosen.tolist()], group_by), 0
-    position = np.full(len(index), -1, np.int64)
-    position[chosen] = np.arange(len(chosen))
-    box_position = position[np.repeat(np.arange(len(index)), np.diff(index.offsets))]
-    used = (box_position >= 0) & ~index.crowd
+        groups, num_unreadable = group_by_name(chosen_names, group_by), 0
+    boxes, place = boxes_of(index, chosen)
+    used = ~index.crowd[boxes]
     fractions = (1 - val_fraction - (test_fraction or 0), val_fraction, test_fraction or 0)
-    split_of = stratify(
-        box_position[used], index.labels[used], [names[i] for i in chosen.tolist()], fractions, seed=seed, groups=groups
-    )
+    split_of = stratify(place[used], index.labels[boxes[used]], chosen_names, fractions, seed=seed, groups=groups)
     images = {split: chosen[split_of == number] for number, split in enumerate(SPLITS)}
     if kept_test:
         images["test"] = index.image_indices("test")
@@ -131,8 +125,7 @@ def make_splits(
 
 
 def _count(index: Index, image_indices: NDArray[np.int64]) -> SplitCount:
-    box_indices = [np.arange(index.offsets[i], index.offsets[i + 1]) for i in image_indices.tolist()]
-    labels = index.labels[np.concatenate(box_indices)] if box_indices else np.zeros(0, np.int32)
+    labels = index.labels[boxes_of(index, image_indices)[0]]
     counts = np.bincount(labels, minlength=len(index.class_names)).tolist()
     by_class = dict(zip(index.class_names, counts, strict=True))
     return SplitCount(num_images=len(image_indices), num_boxes=len(labels), boxes_by_class=by_class)

@@ -23,7 +23,7 @@ from stoker.data.anchor_fit import (
     recommend_anchors,
 )
 from stoker.data.formats.images import read_sizes
-from stoker.data.index import Index
+from stoker.data.index import Index, boxes_of
 from stoker.data.validation.suggestions import Suggestion, suggest
 
 SMALL, LARGE = 32, 96
@@ -79,8 +79,7 @@ class ImageSizeCount(msgspec.Struct, kw_only=True):
 
 
 class AnchorCoverage(msgspec.Struct, kw_only=True):
-    """How well anchors fit: the fraction of boxes whose best IoU with an anchor shape centered on them is at least the
-    threshold."""
+    """How well anchors fit: the fraction of boxes whose best IoU with an anchor centered on them is high enough."""
 
     name: str
     """"recommended", or the model of which they are the default."""
@@ -191,17 +190,17 @@ def compute_stats(index: Index, model_input: ModelInput, *, data: str, split: st
         best, best_reason = recommend_anchors(dims.resized_wh, image_size, anchors, iou_threshold=IOU_THRESHOLDS[0])
         if best != anchors:
             coverages.append(_anchor_coverage("recommended", best_reason, best, dims.resized_wh, resized_sqrt_areas))
-            flags += _anchor_flags(best, anchors)
+            flags.append("--anchor-sizes " + " ".join(f"{size:g}" for size in best.sizes))
+            if best.ratios != anchors.ratios:
+                flags.append("--aspect-ratios " + " ".join(f"{ratio:g}" for ratio in best.ratios))
     return DatasetStats(
         data=data,
         format=index.format,
         splits=[_split_stats(index, name) for name in splits],
         classes=_class_stats(index, splits),
         image_sizes=[
-            ImageSizeCount(
-                height=int(unique_sizes[n, 0]), width=int(unique_sizes[n, 1]), num_images=int(size_counts[n])
-            )
-            for n in order
+            ImageSizeCount(height=height, width=width, num_images=count)
+            for (height, width), count in zip(unique_sizes[order].tolist(), size_counts[order].tolist(), strict=True)
         ],
         num_image_sizes=len(unique_sizes),
         num_unknown_sizes=len(image_indices) - len(known_sizes),
@@ -245,7 +244,7 @@ def _original_sizes(index: Index, image_indices: NDArray[np.int64]) -> NDArray[n
 
 def _split_stats(index: Index, name: str) -> SplitStats:
     image_indices = index.image_indices(name)
-    box_index = _box_indices(index, image_indices)
+    box_index, _ = boxes_of(index, image_indices)
     crowd = int(index.crowd[box_index].sum())
     return SplitStats(
         split=name,
@@ -259,12 +258,12 @@ def _split_stats(index: Index, name: str) -> SplitStats:
 def _class_stats(index: Index, splits: Sequence[str]) -> list[ClassStats]:
     num_classes = len(index.class_names)
     box_counts, image_counts = np.zeros((len(splits), num_classes), np.int64), np.zeros(num_classes, np.int64)
-    box_image_index = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     for n, name in enumerate(splits):
-        box_index = _box_indices(index, index.image_indices(name))
-        box_index = box_index[~index.crowd[box_index]]
-        box_counts[n] = np.bincount(index.labels[box_index], minlength=num_classes)
-        image_class_pairs = np.unique(box_image_index[box_index] * num_classes + index.labels[box_index])
+        box_index, place = boxes_of(index, index.image_indices(name))
+        is_counted = ~index.crowd[box_index]
+        labels = index.labels[box_index[is_counted]]
+        box_counts[n] = np.bincount(labels, minlength=num_classes)
+        image_class_pairs = np.unique(place[is_counted] * num_classes + labels)
         image_counts += np.bincount(image_class_pairs % num_classes, minlength=num_classes)
     total = max(1, int(box_counts.sum()))
     return [
@@ -279,25 +278,15 @@ def _class_stats(index: Index, splits: Sequence[str]) -> list[ClassStats]:
     ]
 
 
-def _box_indices(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    selected = np.zeros(len(index), np.bool_)
-    selected[image_indices] = True
-    return np.flatnonzero(np.repeat(selected, np.diff(index.offsets)))
-
-
 def _make_distribution(values: FloatArray, edges: FloatArray) -> Distribution:
     """Empty bins at both ends are left out."""
     counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
     nonempty = np.flatnonzero(counts)
     first, last = (int(nonempty[0]), int(nonempty[-1])) if nonempty.size else (0, -1)
-    percentiles = [float(x) for x in np.percentile(values, [0, 10, 50, 90, 100])] if values.size else [None] * 5
+    percentiles = np.percentile(values, [0, 10, 50, 90, 100]).tolist() if values.size else [None] * 5
     return Distribution(
+        **dict(zip(("min", "p10", "median", "p90", "max"), percentiles, strict=True)),
         count=values.size,
-        min=percentiles[0],
-        p10=percentiles[1],
-        median=percentiles[2],
-        p90=percentiles[3],
-        max=percentiles[4],
         mean=float(values.mean()) if values.size else None,
         edges=[float(edge) for edge in edges[first : last + 2]],
         counts=[int(count) for count in counts[first : last + 1]],
@@ -358,11 +347,3 @@ def _anchor_coverage(
             if (fractions := fraction_by_iou(max_ious[area_range == n]))
         },
     )
-
-
-def _anchor_flags(best: AnchorConfig, default: AnchorConfig) -> list[str]:
-    """The flags for other anchors than the default ones."""
-    flags = ["--anchor-sizes " + " ".join(f"{size:g}" for size in best.sizes)]
-    if best.ratios != default.ratios:
-        flags.append("--aspect-ratios " + " ".join(f"{ratio:g}" for ratio in best.ratios))
-    return flags

@@ -26,8 +26,7 @@ LEAST_IOU = 0.35
 REPEATS = 2.0
 """Factor of the rarest class from which repeats are suggested."""
 MIN_BOX_PX, SMALL_FRACTION = 8.0, 0.1
-"""A tenth of the boxes smaller than the finest stride of 8 pixels: a larger input. (The same limit as in
-`tuning.min_box_px` of models.toml.)"""
+"""A tenth of the boxes smaller than the finest stride (`tuning.min_box_px` of models.toml): a larger input."""
 SCALES = (0.5, 0.625, 0.75, 1.0, 1.25, 1.5, 2.0)
 
 
@@ -122,8 +121,7 @@ def _focal(
 
 
 def _num_matched(wh: FloatArray, anchors: FloatArray, stride: int, threshold: float) -> float:
-    """Anchors of a level that overlap some box enough, for all boxes [K, 2]: the area of the offsets at which they do,
-    over that of a cell."""
+    """Anchors of a level that overlap some box [K, 2] enough: the area of the offsets at which they do, in cells."""
     offsets = (np.arange(12) + 0.5) / 12
     total = 0.0
     for anchor in anchors:
@@ -161,8 +159,8 @@ def _image_size(
     latency_ms: Callable[[tuple[int, int]], float] | None,
     max_latency_ms: float | None,
 ) -> Suggestion | None:
-    """A larger input where many boxes are smaller than the finest stride, up to the size of the images; with a limit of
-    the latency, the largest one within it."""
+    """A larger input where many boxes are smaller than the finest stride, up to the size of the images, within the
+    limit of the latency."""
     sides = np.sqrt(wh.prod(1))
     room = max(1.0, float(np.sqrt(original_wh.prod(1).sum() / wh.prod(1).sum())))
     before = float((sides < MIN_BOX_PX).mean())
