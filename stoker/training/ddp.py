@@ -2,21 +2,18 @@
 
 `Ddp` averages the gradients of each step: torch's DistributedDataParallel exchanges them in buckets while the backward
 pass still runs, once per step, also with accumulation, and the signals of the step (`several.py`) in one of them. A
-compiled step does so too: compiled at its first call inside of DistributedDataParallel, it is cut at the borders of the
-buckets (torch's DDPOptimizer).
+compiled step is cut at the borders of the buckets (torch's DDPOptimizer).
 
-With `--sync bf16` and `powersgd`, a `GradientHook` compresses the buckets, by torch's own
-`torch.distributed.algorithms.ddp_comm_hooks`. Added is what these leave to the user: PowerSGD's state survives a
-checkpoint and a step with gradients that are not finite, which would otherwise stay in its error feedback for ever, and
-its first steps, also the one before a continued run, are not compressed. The signals have an exchange of their own, in
-full precision.
+With `--sync bf16` and `powersgd`, a `GradientHook` compresses the buckets, by torch's own `ddp_comm_hooks`. Added is
+what these leave to the user: PowerSGD's state survives a checkpoint and a step with gradients that are not finite,
+which would otherwise stay in its error feedback for ever. The signals have an exchange of their own, in full precision.
 
 `Periodic` averages weights instead, after every N steps (`--sync every:N`). If the gradient is not finite in one rank,
 all skip the step; each clips its gradient by its own norm, and reports that. `LocalSteps` is DiLoCo (Douillard et al.
-2023): the mean of what the ranks have changed is the gradient of an outer optimizer, SGD with Nesterov's momentum,
-whose weights all ranks continue from. Weights, moments and EMA differ between two averages; before an evaluation and
-before a checkpoint they are replaced by their means (`equalize`), so a checkpoint is that of one model, for any number
-of ranks, and rank 0 can write it alone. Why not torch's `model_averaging`: docs/decisions/0016-sync-methods.md.
+2023): the mean of what the ranks have changed is the gradient of an outer optimizer, SGD with Nesterov's momentum.
+Weights, moments and EMA differ between two averages; before an evaluation and a checkpoint they are replaced by their
+means (`equalize`), so a checkpoint is that of one model, for any number of ranks, and rank 0 can write it alone. Why
+not torch's `model_averaging`: docs/decisions/0016-sync-methods.md.
 """
 
 import contextlib
@@ -89,18 +86,13 @@ class GradientHook:
             error.div_(self._ranks.world_size)
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps, after `equalize`; None: nothing. torch's `PowerSGDState.__getstate__` has NumPy's
-        random generator, which a file of tensors cannot have, and which nothing draws from once the factors are
-        there."""
+        """What a checkpoint keeps, after `equalize`; None: nothing. Not torch's `PowerSGDState.__getstate__`: it has
+        NumPy's random generator, from which nothing draws once the factors are there."""
         kept = self._powersgd
         if not self.keeps_state:
             return None
-        return {
-            "steps": kept.iter,
-            "errors": dict(kept.error_dict),
-            "p": dict(kept.p_memory_dict),
-            "q": dict(kept.q_memory_dict),
-        }
+        tables = {"errors": kept.error_dict, "p": kept.p_memory_dict, "q": kept.q_memory_dict}
+        return {"steps": kept.iter} | {name: dict(table) for name, table in tables.items()}
 
     def load(self, state: dict[str, Any] | None) -> None:
         """Restores what `state` returned; None: the state before the first step."""
@@ -241,12 +233,11 @@ class _Replicas(Several):
         return super().take_snapshot(state, ap=ap) if self.ranks.is_main else None
 
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
-        """A forward and a backward pass that change nothing.
+        """A forward and a backward pass that change nothing, also of what is compiled: a failure ends the run.
 
         DistributedDataParallel rearranges its buckets after the first one. The arrangement decides the order in which
         three and more ranks are summed: without this, the first step of a resumed run would be rounded differently than
-        the same step of an undisturbed one. It also compiles the step, where that was asked for; all ranks must train
-        the same, so a failure of that ends the run.
+        the same step of an undisturbed one.
         """
         try:
             self.rehearse(make_batch())

@@ -308,8 +308,8 @@ class Recorder:
         self._pending = None
         stats = accumulator.read(tensors, steps)
         self._write_window(self._ledger.window(0.0), stats, steps)
-        if stats.diverged_step is not None:
-            state.follow(self._parallel.notice_divergence(stats.diverged_step))
+        if stats.diverged_step is not None and self._setup.ranks.alone:  # ranks act at the same step, as they agree
+            state.diverged_step = stats.diverged_step
 
     def flush(self) -> None:
         """Writes the lines of all steps so far. Waits for the device, so only called where the loop waits anyway."""

@@ -258,9 +258,10 @@ class Stopper:
     """Raises `Stopping` where a training that was asked to stop can do so."""
 
     def __init__(self, attempt: Attempt, request: StopRequest, memory_guard: HostMemoryGuard) -> None:
+        setup = attempt.setup
         self.request, self._parallel = request, attempt.parallel
         self._hang_detector, self._tracer = attempt.hang_detector, attempt.tracer
-        self._memory_guard, self._writer = memory_guard, attempt.setup.writer
+        self._memory_guard, self._writer, self._is_alone = memory_guard, setup.writer, setup.ranks.alone
         limit_s = time_limit_s()
         self._time_limit_at_s = math.inf if limit_s is None else time.perf_counter() + limit_s
 
@@ -276,9 +277,9 @@ class Stopper:
             raise Stopping
 
     def check(self) -> None:
-        """The same while this process waits for the metrics of an evaluation."""
+        """The same while this process waits for the metrics of an evaluation, for which other ranks do not wait."""
         self._look_at_requests()
-        if self._parallel.stops_alone(self.is_asked):
+        if self.is_asked and self._is_alone:
             raise Stopping
 
     def check_in_evaluation(self, *, is_last: bool = False) -> None:
