@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from stoker.config.settings import Config
 from stoker.errors import ConfigError, ObjectMissing, Preempted, StorageError, UsageError, make_error, writing
@@ -303,9 +302,7 @@ class BucketRun:
             what = error.what.partition(";")[0]
             raise make_error(StorageError, "state-not-in-bucket", self.uri, cause=failure, what=what) from error
 
-    def finish(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def finish(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Exit callback for an ExitStack: waits until the bucket is up to date. Raises StorageError if the run is
         finished and its results did not reach it."""
         uploader = self._uploader

@@ -83,12 +83,10 @@ time rank 0 prints which are missing."""
 
 
 def meet(place: RankPlace, *, timeout_s: float = MEET_TIMEOUT_S) -> Any:
-    """A store that all ranks of several machines have reached; makes gloo and NCCL use the network between them.
-
-    By default gloo uses the address of the machine's name, which /etc/hosts of Debian and Ubuntu makes 127.0.1.1. Here
-    it is the interface of the route to a rank of another machine, unless the user has set one. Raises RankError, which
-    names the address, or the ranks that are missing.
-    """
+    """A store that all ranks of several machines have reached; makes gloo and NCCL use the network between them: the
+    interface of the route to a rank of another machine, unless the user has set one. (gloo's default is the address of
+    the machine's name, which /etc/hosts of Debian and Ubuntu makes 127.0.1.1.) Raises RankError, which names the
+    address, or the ranks that are missing."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, also for its restarts
@@ -158,10 +156,7 @@ def can_divide(settings: Mapping[str, Any], count: int) -> bool:
 
 def find_place(env: Mapping[str, str] = os.environ) -> RankPlace | None:
     """The place of this process; None: it trains alone. Variables of torchrun count before those of a cluster, which
-    started it.
-
-    Raises ConfigError for malformed variables, UsageError for a process that does not train.
-    """
+    started it. Raises ConfigError for malformed variables, UsageError for a process that does not train."""
     for read in (_read_torchrun, _read_cluster, _read_slurm):
         place = read(env)
         if place is not None:
@@ -255,11 +250,8 @@ def first_node(text: str) -> str:
 
 def _expand_task_counts(text: str) -> list[int]:
     """`2(x3),1` is 2, 2, 2, 1."""
-    return [
-        int(count)
-        for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-        for _ in range(int(repeat) if repeat else 1)
-    ]
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, repeat in found for _ in range(int(repeat or 1))]
 
 
 def _read_int(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -4,10 +4,9 @@ The ranks are processes of `cli/rank_process.py`, which find their place in the 
 itself is not used: it always exits with 1, its restarts inside a job fail, and killed it leaves its workers behind.
 With several machines the user's launcher starts one of this, or one rank per device, on each (`cluster.py`).
 
-- A signal is forwarded once to every rank; they agree on the step at which they stop.
-- After the first rank that failed, the others are ended; its error and exit code are the job's. The others only say
-  that they lost the connection.
-- Ranks are told by the end of a pipe that this process has gone, also after SIGKILL: none is left behind.
+A signal is forwarded once to every rank; they agree on the step at which they stop. After the first rank that failed,
+the others are ended; its error and exit code are the job's. Ranks are told by the end of a pipe that this process has
+gone, also after SIGKILL: none is left behind.
 """
 
 import contextlib

@@ -5,10 +5,9 @@ of an evaluation and while the training waits for metrics, and raises `Stopping`
 and ends with exit code 75. Several ranks stop after the same step.
 
 A cloud's notice that the machine is about to go is awaited by threads (`NoticeWatcher`). Google Cloud: a request to the
-metadata server that returns when `instance/preempted` (a spot VM, 30 s before) or `instance/maintenance-event` changes;
-it costs nothing. AWS: `spot/instance-action` (two minutes before), asked for every five seconds, as AWS recommends.
-Where the firmware names neither cloud and no variable names a metadata server, nothing is asked. The time limit of a
-Slurm job is in a variable (`time_limit_s`).
+metadata server that returns when `instance/preempted` (a spot VM, 30 s before) or `instance/maintenance-event` changes.
+AWS: `spot/instance-action` (two minutes before), asked for every five seconds, as AWS recommends. Where the firmware
+names neither cloud and no variable names a metadata server, nothing is asked.
 """
 
 import contextlib
@@ -51,10 +50,8 @@ class Notice(NamedTuple):
 
 
 class NoticeWatcher:
-    """Watches for notices in daemon threads until one comes or `stop`.
-
-    on_notice: called from a thread, once; report(kind, text): an event.
-    """
+    """Watches for notices in daemon threads until one comes or `stop`. on_notice: called from a thread, once;
+    report(kind, text): an event."""
 
     def __init__(
         self,
@@ -70,11 +67,10 @@ class NoticeWatcher:
         self._sources: list[tuple[str, Callable[[], Notice | None]]] = []
         """Name of what is asked, and the function that waits for an answer."""
         if "GCE_METADATA_HOST" in env or cloud == "gcp":
-            address = env.get("GCE_METADATA_HOST") or GCE_HOST
-            self._sources = [
-                ("the metadata server of Google Cloud", _GceKey(address, "preempted").wait),
-                ("the metadata server of Google Cloud", _GceKey(address, "maintenance-event").wait),
+            keys = [
+                _GceKey(env.get("GCE_METADATA_HOST") or GCE_HOST, key) for key in ("preempted", "maintenance-event")
             ]
+            self._sources = [("the metadata server of Google Cloud", key.wait) for key in keys]
         elif env.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true" and (
             "AWS_EC2_METADATA_SERVICE_ENDPOINT" in env or cloud == "aws"
         ):
@@ -82,9 +78,8 @@ class NoticeWatcher:
             self._sources = [("the metadata service of AWS", spot.wait)]
 
     def start(self) -> None:
-        for name, wait in self._sources:
-            thread = threading.Thread(target=self._watch, args=(name, wait), name="stoker-notices", daemon=True)
-            thread.start()
+        for source in self._sources:
+            threading.Thread(target=self._watch, args=source, name="stoker-notices", daemon=True).start()
 
     def stop(self) -> None:
         """No notice is reported afterwards. A thread in a request is left to it."""
@@ -234,12 +229,9 @@ class StopRequest:
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
     """SIGTERM, SIGUSR1 and SIGINT ask the loop to save and stop; a second SIGINT ends the process at once, as Ctrl-C
-    does. SIGUSR2 asks for a trace.
-
-    Repeated SIGTERMs change nothing: Slurm and torchrun each send one. SIGUSR1 is what a batch script lets Slurm send
-    before the time limit (`#SBATCH --signal=B:USR1@60`). Outside the main thread Python does not allow
-    signal handlers, so the flags are never set there.
-    """
+    does. SIGUSR2 asks for a trace. Repeated SIGTERMs change nothing: Slurm and torchrun each send one. SIGUSR1 is what
+    a batch script lets Slurm send before the time limit (`#SBATCH --signal=B:USR1@60`). Outside the main thread Python
+    allows no signal handlers, so the flags are never set there."""
     stop_request = StopRequest()
 
     def handle(signum: int, _: FrameType | None) -> None:
