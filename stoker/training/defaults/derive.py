@@ -55,9 +55,7 @@ def derive(
     Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits.
     """
     checks.check_user_settings(user_config, index, device, devices)
-    known = Known(user_config, index, device, devices)
-    known.fetch = fetch
-    config, reasons = known.fill(SETTINGS)
+    config, reasons = Known(user_config, index, device, devices, fetch).fill(SETTINGS)
     check(config)
     return config, reasons
 
@@ -103,11 +101,15 @@ def derive_model_input(user_config: Config, index: Index, device: Device) -> Mod
 class Known:
     """What a setting is derived from: the data, the device, and `config`, the settings so far."""
 
-    fetch: Fetch | None = None
-    """Downloads weights; None: nothing is downloaded."""
-
-    def __init__(self, user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE) -> None:
-        self.config, self.index, self.device = user_config, index, device
+    def __init__(
+        self,
+        user_config: Config,
+        index: Index,
+        device: Device,
+        devices: Devices = ONE_DEVICE,
+        fetch: Fetch | None = None,
+    ) -> None:
+        self.config, self.index, self.device, self.fetch = user_config, index, device, fetch
         self.reasons: dict[str, str] = {}
         self.num_devices = devices.count
         # Of a model in stages, one device loads the images, and each works on whole batches.
@@ -260,9 +262,8 @@ def _stronger_augmentation(known: Known, name: str) -> Choice | None:
 
 def derive_backbone_norm(known: Known) -> Choice | None:
     """bn for random weights, else the model's."""
-    if known.config.model.weights == "none":
-        return "bn", "there are no statistics to freeze: the weights are random"
-    return None
+    is_random = known.config.model.weights == "none"
+    return ("bn", "there are no statistics to freeze: the weights are random") if is_random else None
 
 
 def derive_trainable_backbone_layers(known: Known) -> Choice | None:
@@ -367,10 +368,8 @@ def derive_lr(known: Known) -> Choice:
 
     SGD: a step with k times the images moves as far as k steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
     AdamW divides by the gradient's magnitude, so the noise must stay the same, which falls with the square root of the
-    batch size (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky 2014
-    takes the square root for all). Momentum and the betas stay: the linear rule is derived for a fixed momentum, and
-    Malladi's rule for the betas, 1 - k (1 - beta), is not defined for k of 10 and more. The EMA needs no rule: its
-    horizon is a fraction of the length, so it covers the same number of images at any batch size.
+    batch size (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"). Momentum and the
+    betas stay: Malladi's rule for them, 1 - k (1 - beta), is not defined for k of 10 and more.
     """
     base_lr, base_batch_size, source = _reference_lr(known)
     batch_ratio = known.config.run.batch_size / base_batch_size
@@ -420,11 +419,8 @@ def derive_warmup_steps(known: Known) -> Choice:
 
 def choose_warmup_steps(total: int | None, batch_ratio: float) -> tuple[int, str]:
     """Warm-up steps and the reason. total: steps of the run, None if it has a time; batch_ratio: batch size relative to
-    the reference.
-
-    Goyal et al. need a longer warm-up for a larger batch: 5 of 90 epochs, 780 steps, at 32 times their reference. With
-    the square root of the batch size, 500 steps at 16 images become 2,000 at 256, a little over four epochs of COCO.
-    """
+    the reference. Goyal et al. need a longer warm-up for a larger batch: 780 steps at 32 times their reference. With
+    the square root of the batch size, 500 steps at 16 images become 2,000 at 256."""
     scale = math.sqrt(max(1.0, batch_ratio))
     max_steps, fraction = round(500 * scale), min(0.1, 0.05 * scale)
     if total is None:
@@ -566,10 +562,10 @@ def missing_for_compile() -> str | None:
 
 def _defaults(*sections: str) -> dict[str, Row]:
     """The settings that have a default, in the order of knowledge/settings.toml."""
-    rows = {name: row for name, row in setting_rows().items() if SECTION_OF[name] in sections and row.reason}
     return {
         name: (tuple(row.default) if isinstance(row.default, list) else row.default, row.reason)
-        for name, row in rows.items()
+        for name, row in setting_rows().items()
+        if SECTION_OF[name] in sections and row.reason
     }
 
 
