@@ -74,11 +74,9 @@ def resolve_run(
     devices: Devices | None = None,
     fetch: Fetch | None = fetch_weights,
 ) -> ResolvedRun:
-    """Opens the data and derives the settings, or rereads those of the run `path`. Raises StokerError.
-
-    ranks: those that train; default: this process alone. For a plan: devices, how many there will be without their
-    ranks, and no `fetch`, so that nothing is downloaded.
-    """
+    """Opens the data and derives the settings, or rereads those of the run `path`. ranks: those that train; default:
+    this process alone. For a plan: devices, how many there will be without their ranks, and no `fetch`, so that nothing
+    is downloaded. Raises StokerError."""
     ranks = ranks or Ranks()
     devices = devices or ranks.devices()
     stored = ranks.share(lambda: None if path is None else from_run(path / CONFIG))
@@ -141,9 +139,7 @@ def build(
     ranks: Ranks | None = None,
 ) -> tuple[TrainSetup, checkpoint.LoadedCheckpoint | None]:
     """Everything the loop needs, at step 0 with pretrained weights; and in rank 0 the checkpoint to continue from.
-
-    accept_changed_data: continue also if images or boxes are not those of the checkpoint. Raises CheckpointError.
-    """
+    accept_changed_data: continue also if images or boxes are not those of the checkpoint. Raises CheckpointError."""
     ranks = ranks or Ranks()
     config, device, index = resolved.config, resolved.device, resolved.index
     ranks.share(lambda: report_preflight(resolved, folder, log_event))
@@ -205,16 +201,9 @@ def make_setup(
     train_indices = index.image_indices("train")
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
     loader = make_training_loader(
-        config,
-        index,
-        device,
-        max_boxes=max_boxes,
-        log_event=log_event,
-        processes=processes,
-        on_quarantine=quarantine,
-        ranks=ranks,
-        image_indices=image_indices,
-    )
+        config, index, device, max_boxes=max_boxes, log_event=log_event, processes=processes,
+        on_quarantine=quarantine, ranks=ranks, image_indices=image_indices,
+    )  # fmt: skip
     return TrainSetup(
         folder=folder,
         config=config,
@@ -246,11 +235,10 @@ def make_setup(
 
 
 def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
-    """Facts about the data that the diagnosis needs and cannot measure afterwards, as a sentence and by name.
-
-    `num_images` and `boxes` of the training split; `median_pixels` of its images, if their sizes are known;
-    `pretrained`: weights that exist for the model. For models with anchors `anchor_coverage`, the fraction of boxes
-    that an anchor at their center covers with COVERED_IOU, and, if that is low, better `anchor_sizes`."""
+    """Facts about the data that the diagnosis needs and cannot measure afterwards, as a sentence and by name:
+    `median_pixels` of the training images, if their sizes are known; `pretrained`: weights that exist for the model;
+    for models with anchors `anchor_coverage`, the fraction of boxes that an anchor at their center covers with
+    COVERED_IOU, and, if that is low, better `anchor_sizes`."""
     train_indices = index.image_indices("train")
     facts: dict[str, Any] = {
         "num_images": len(train_indices),
@@ -280,18 +268,13 @@ def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
 def log_prediction(config: Config, device: Device, log_event: EventLogger) -> None:
     """An event with what `stoker plan` predicted for such a training on this device, if it did."""
     predicted = calibration.find_prediction(
-        model=config.model.model,
-        image_size=config.data.image_size,
-        batch_size=config.run.batch_size,
-        precision=config.run.precision,
-        device=device.name,
-    )
+        model=config.model.model, image_size=config.data.image_size, batch_size=config.run.batch_size,
+        precision=config.run.precision, device=device.name,
+    )  # fmt: skip
     if predicted is not None:
-        log_event(
-            "info",
-            f"`stoker plan` predicted {predicted.step_s:.3g} s a step ± {100 * predicted.step_error:.0f} %",
-            facts={"predicted_step_s": predicted.step_s, "predicted_step_error": predicted.step_error},
-        )
+        text = f"`stoker plan` predicted {predicted.step_s:.3g} s a step ± {100 * predicted.step_error:.0f} %"
+        facts = {"predicted_step_s": predicted.step_s, "predicted_step_error": predicted.step_error}
+        log_event("info", text, facts=facts)
 
 
 def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> None:
@@ -428,18 +411,11 @@ def _make_quarantine_reporter(folder: RunFolder, log_event: EventLogger) -> Call
         if bad_image.image_index in reported:
             return
         reported.add(bad_image.image_index)
-        folder.append(
-            QUARANTINE,
-            Quarantined(
-                t=time.time(),
-                attempt=folder.attempt,
-                image_index=bad_image.image_index,
-                path=bad_image.source,
-                error=bad_image.error,
-                sample_position=bad_image.sample_position,
-                replaced_by=bad_image.replaced_by,
-            ),
-        )
+        line = Quarantined(
+            t=time.time(), attempt=folder.attempt, image_index=bad_image.image_index, path=bad_image.source,
+            error=bad_image.error, sample_position=bad_image.sample_position, replaced_by=bad_image.replaced_by,
+        )  # fmt: skip
+        folder.append(QUARANTINE, line)
         log_event("warning", f"image excluded: {bad_image.source}: {bad_image.error}")
 
     return report

@@ -32,10 +32,9 @@ class EventLogger(Protocol):
 
 
 class BatchSizes(NamedTuple):
-    """Images that the model gets at once."""
+    """Images that the model gets at once. train: of a micro-batch."""
 
     train: int
-    """Of a micro-batch."""
     eval: int
 
 
@@ -188,9 +187,8 @@ class IntervalTrigger:
 
     def __init__(self, interval: Duration, num_images: int, batch_size: int) -> None:
         self.interval_s = interval.value * 60 if interval.unit == "minutes" else 0.0
-        steps = {"steps": interval.value, "epochs": interval.value * num_images / batch_size, "minutes": 0.0}[
-            interval.unit
-        ]
+        factors = {"steps": 1.0, "epochs": num_images / batch_size, "minutes": 0.0}
+        steps = interval.value * factors[interval.unit]
         self.interval_steps = max(1, round(steps)) if steps else 0
         self._last_s = time.perf_counter()
 

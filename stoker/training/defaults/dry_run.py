@@ -28,7 +28,6 @@ from stoker.data.loading.loader import compute_max_boxes
 from stoker.errors import ConfigError, OutOfMemoryError
 from stoker.hardware.device import Device, end_step
 from stoker.models import build
-from stoker.report.format import plural
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.optim import OptimizerStep
 from stoker.training.state import TrainSetup, count_micro_batches
@@ -370,6 +369,6 @@ def _max_size_on_device(dry_run: DryRun, min_size: int, target_size: int) -> tup
         except torch.OutOfMemoryError:
             continue
         if used_bytes <= limit_bytes:
-            evidence = f"{used_bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB at {plural(count, 'image')}, measured"
-            return count, evidence
+            images = f"{count} {'image' if count == 1 else 'images'}"
+            return count, f"{used_bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB at {images}, measured"
     return 0, f"{min_size} at a time take more than {limit_bytes / GIB:.1f} GiB"
