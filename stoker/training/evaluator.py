@@ -5,11 +5,9 @@ its steps. Another thread computes the metrics, writes evaluation.json and best.
 and reports to the run's events, the screen and TensorBoard.
 
 The metrics are taken into account at fixed points of the stream: before the next evaluation, a checkpoint or a
-rollback, at the end, and at once if they could end the run (`patience`). If need be, the training waits for them there.
-So nothing that a run decides depends on how long the metrics take.
-
-A signal does not wait: an evaluation without metrics goes into the checkpoint with its detections and weights, and the
-continued run computes its metrics first.
+rollback, at the end, and at once if they could end the run (`patience`), so nothing that a run decides depends on how
+long they take. A signal does not wait: an evaluation without metrics goes into the checkpoint with its detections and
+weights, and the continued run computes its metrics first.
 """
 
 import contextlib
@@ -55,8 +53,8 @@ class PendingEvaluation:
     def to_state(self) -> dict[str, Any]:
         """A part of a checkpoint's state. Waits for the copy of the weights."""
         self.weights.ready.synchronize()
-        columns = {field.name: getattr(self.detections, field.name) for field in dataclasses.fields(Detections)}
-        detections = {name: torch.from_numpy(column) for name, column in columns.items()}
+        names = [field.name for field in dataclasses.fields(Detections)]
+        detections = {name: torch.from_numpy(getattr(self.detections, name)) for name in names}
         return {"step": self.step, "detections": detections, "weights": self.weights.weights}
 
     @classmethod
@@ -144,17 +142,17 @@ class Evaluator:
             self.evaluate()
 
     def evaluate(self, *, wait: bool = False) -> None:
-        """Runs the EMA weights on the validation split and starts computing the metrics in the background.
-
-        Waits for the metrics if `wait`, or if they could end the run (`patience`).
-        """
+        """Runs the EMA weights on the validation split and starts computing the metrics in the background. Waits for
+        the metrics if `wait`, or if they could end the run (`patience`)."""
         setup, parallel, step = self._setup, self._parallel, self._setup.state.step
         self.collect()
         if self._metrics is None:
             self._attempt.hang_detector.allow_silence(2)  # the first batch chooses kernels, as the first step does
         with self._ledger.phase("eval"):
             parallel.equalize()
-            parts = setup.ranks.gather(self._detect())
+            detected = retry_in_smaller_batches(self._attempt, "evaluation", self.run_inference)
+            self._stopper.check_in_evaluation(is_last=True)
+            parts = setup.ranks.gather(detected)
         self.trigger.reset()
         parallel.after_evaluation()
         with self._ledger.phase("checkpoint"):
@@ -235,10 +233,9 @@ class Evaluator:
         setup, step, detections = self._setup, task.pending.step, task.pending.detections
         result = compute_coco_result(self._ground_truth, detections)
         metrics = result.metrics
-        is_best = (metrics.ap or 0.0) > task.best_ap
-        evaluation = (
-            build_evaluation(result, self._ground_truth, detections, setup.index, step=step) if is_best else None
-        )
+        evaluation = None
+        if (metrics.ap or 0.0) > task.best_ap:
+            evaluation = build_evaluation(result, self._ground_truth, detections, setup.index, step=step)
         images = sample_images(setup.index, setup.val_indices, detections)
         with task.publishing:
             if task.is_canceled:
@@ -256,14 +253,8 @@ class Evaluator:
             request.request(reason)
         return metrics
 
-    def _detect(self) -> Detections:
-        """Detections of the EMA weights on the validation split."""
-        detections = retry_in_smaller_batches(self._attempt, "evaluation", self.run_inference)
-        self._stopper.check_in_evaluation(is_last=True)
-        return detections
-
     def run_inference(self) -> Detections:
-        """The same with the present batch size."""
+        """Detections of the EMA weights on the validation split, with the present batch size."""
         setup, model = self._setup, self._setup.optimizer.ema_model
 
         def poll_between_batches(loader: Loader) -> Iterator[Batch]:
@@ -271,9 +262,5 @@ class Evaluator:
                 self._stopper.check_in_evaluation()
                 yield batch
 
-        with (
-            self._parallel.whole_weights(model),
-            contextlib.closing(make_validation_loader(setup)) as loader,
-        ):
-            batches, precision = poll_between_batches(loader), setup.config.run.precision
-            return detect(model, batches, setup.device, precision=precision)
+        with self._parallel.whole_weights(model), contextlib.closing(make_validation_loader(setup)) as loader:
+            return detect(model, poll_between_batches(loader), setup.device, precision=setup.config.run.precision)

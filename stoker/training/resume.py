@@ -2,14 +2,13 @@
 to them; and when it rolls back.
 
 A checkpoint is the sum of what its owners put into it: the optimizer, the loader, the sums of the losses, and the
-services of the loop (`Part`), each under names of its own. Where a run continues, rank 0 reads the checkpoint and hands
-each its part; the other ranks get theirs from rank 0 and need not see the run's folder. The files are written and read
-by `checkpoint.py`.
+services of the loop (`Part`), each under names of its own. Where a run continues, rank 0 reads the checkpoint
+(`checkpoint.py`) and hands each its part; the other ranks get theirs from rank 0 and need not see the run's folder.
 
 If gradients stay non-finite, the run rolls back (`Recovery`): to the last healthy checkpoint, at a third of the
 learning rate. After two rollbacks it ends with exit code 6 and names the images of the step. A rollback is the event
 `rolled_back`, written before anything is undone. So a run that is killed at any moment either diverges again at the
-same step, or continues from the checkpoint that the event names. `recorder.py` only reports jumps of the loss.
+same step, or continues from the checkpoint that the event names.
 """
 
 import dataclasses
@@ -84,10 +83,8 @@ def restore(
 ) -> None:
     """Restores a checkpoint in rank 0, or the state of step 0 if there is none; the weights are then left as they are.
     If the content of one cannot be restored, the one before is taken. `send_to_other_ranks` has to follow.
-
     rollback_count: rollbacks that this attempt knows of, should their events not have been written (a full disk).
-    Raises CheckpointError if the data set changed, or if no checkpoint can be restored.
-    """
+    Raises CheckpointError if the data set changed, or if no checkpoint can be restored."""
     rejected: dict[int, str] = {}
     while True:
         try:
@@ -138,10 +135,8 @@ def _restore(
     for part in parts:
         part.resume(Resumed(saved, max(rollback_count, saved["rollbacks"]), best_ap, is_changed))
     lost_steps = max(0, state.redo_until - state.step)
-    log_event(
-        "info",
-        f"continuing from step {state.step:,}" + (f"; {lost_steps:,} steps are done again" if lost_steps else ""),
-    )
+    again = f"; {lost_steps:,} steps are done again" if lost_steps else ""
+    log_event("info", f"continuing from step {state.step:,}{again}")
 
 
 def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
@@ -228,10 +223,8 @@ def _known_bad_images(setup: TrainSetup) -> dict[int, int]:
 
 MAX_NAMED_IMAGES = 8
 """Images that an error names at most."""
-
 MAX_ROLLBACKS = 2
 """If training diverges at a third and at a ninth of the learning rate too, a lower one does not help. A heuristic."""
-
 ROLLBACK_LR_DIVISOR = 3.0
 """Divides the learning rate at each rollback: about half a decade, the usual grid of learning rates. A heuristic."""
 
@@ -261,12 +254,10 @@ class Recovery:
         self.rollback_count = resumed.rollback_count
 
     def roll_back(self, failed_at: int, best_ap: float, parts: Sequence[Part]) -> None:
-        """Restores the last healthy state; from there the learning rate is a third. In rank 0.
-
-        failed_at: the step, counted from 0, at which the limit of skipped steps was reached. Without a checkpoint it
-        restores the state of step 0. If the run diverged twice from the same checkpoint, it takes the one before: the
-        weights may have been damaged before a gradient showed it. Raises DivergedError after MAX_ROLLBACKS.
-        """
+        """Restores the last healthy state, or that of step 0; from there the learning rate is a third. In rank 0. If
+        the run diverged twice from the same checkpoint, it takes the one before: the weights may have been damaged
+        before a gradient showed it. failed_at: the step, counted from 0, at which the limit of skipped steps was
+        reached. Raises DivergedError after MAX_ROLLBACKS."""
         setup, config, run = self._setup, self._setup.config, self._setup.folder.path
         if self.rollback_count >= MAX_ROLLBACKS:
             raise self.make_error(failed_at)
@@ -314,17 +305,14 @@ class Recovery:
 def name_images(setup: TrainSetup, step: int) -> str:
     """The first images of a step, of all ranks, that begins after `step` steps."""
     batch_size = setup.config.run.batch_size
-    names = [
-        setup.index.display_source(image_index)
-        for image_index in setup.loader.image_indices_at(step * batch_size, batch_size)
-    ]
+    names = list(map(setup.index.display_source, setup.loader.image_indices_at(step * batch_size, batch_size)))
     more = f" and {len(names) - MAX_NAMED_IMAGES} more" if len(names) > MAX_NAMED_IMAGES else ""
     return ", ".join(names[:MAX_NAMED_IMAGES]) + more
 
 
 def _choose_rollback_step(run: Path) -> int:
-    steps = checkpoint.healthy_steps(run)
-    used_steps = [event.data["rollback_step"] for event in read_rollbacks(run)]
-    if len(steps) > 1 and used_steps[-1:] == steps[:1]:
+    """The newest healthy checkpoint, or the one before if the last rollback took that; 0 without one."""
+    steps, rollbacks = checkpoint.healthy_steps(run), read_rollbacks(run)
+    if len(steps) > 1 and rollbacks and rollbacks[-1].data["rollback_step"] == steps[0]:
         return steps[1]
     return steps[0] if steps else 0

@@ -79,9 +79,12 @@ def replace_process(reason: str) -> None:
 
 def without_restarts(arguments: Sequence[str]) -> list[str]:
     """The arguments of the command line without --restarts and its number."""
-    pairs = zip(arguments, ["", *arguments], strict=False)
-    return [argument for argument, before in pairs
-            if "--restarts" not in (argument, before) and not argument.startswith("--restarts=")]  # fmt: skip
+    follows_flag = [before == "--restarts" for before in ["", *arguments]]
+    return [
+        argument
+        for argument, is_number in zip(arguments, follows_flag, strict=False)
+        if not is_number and argument.partition("=")[0] != "--restarts"
+    ]
 
 
 def delay_s(restart: int) -> float:

@@ -261,9 +261,14 @@ class PeakMemoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 def find_batch_size(
-    config: Config, index: Index, device: Device, *,
-    recipe_batch_size: int, num_images: int, devices: Devices = ONE_DEVICE,
-) -> tuple[int, int, str]:  # fmt: skip
+    config: Config,
+    index: Index,
+    device: Device,
+    *,
+    recipe_batch_size: int,
+    num_images: int,
+    devices: Devices = ONE_DEVICE,
+) -> tuple[int, int, str]:
     """(images per step of all devices, micro-batches per step, reason): for the user's batch size, for the fastest one
     with `--auto-batch`, else for the recipe's.
 
