@@ -181,17 +181,15 @@ class _Starter:
         raise RankError("The ranks ended without a result.", fix="the run folder has the records")
 
     def _make_killed_error(self, rank: int, code: int) -> StokerError:
-        log = self._reports / ERROR_OUTPUT.format(rank)
-        lines = log.read_text(errors="replace").splitlines()[-MAX_OUTPUT_LINES:]
-        if code < 0:
-            name = signal.Signals(-code).name
-            return RankError(
-                f"Rank {rank} was killed by {name}.",
-                cause="\n".join(lines) or None,
-                fix="the same command continues from the last checkpoint"
-                + ("; `dmesg` says whether the kernel was out of memory" if name == "SIGKILL" else ""),
-            )
-        return RankError(f"Rank {rank} ended with exit code {code}.", cause="\n".join(lines) or None)
+        output = (self._reports / ERROR_OUTPUT.format(rank)).read_text(errors="replace")
+        cause = "\n".join(output.splitlines()[-MAX_OUTPUT_LINES:]) or None
+        if code >= 0:
+            return RankError(f"Rank {rank} ended with exit code {code}.", cause=cause)
+        name = signal.Signals(-code).name
+        fix = "the same command continues from the last checkpoint"
+        if name == "SIGKILL":
+            fix += "; `dmesg` says whether the kernel was out of memory"
+        return RankError(f"Rank {rank} was killed by {name}.", cause=cause, fix=fix)
 
 
 def make_places(devices: int) -> list[RankPlace]:

@@ -5,6 +5,7 @@ suggests about 1e-3 where 1e-5 is best for a pretrained transformer. So its resu
 validation split decides.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -50,20 +51,16 @@ def has_diverged(losses: Sequence[float]) -> bool:
 def grid_center(lrs: Sequence[float], losses: Sequence[float]) -> float:
     """A tenth of the learning rate with the lowest smoothed loss: the lowest loss is next to divergence (Smith 2017).
     Losses that are not finite end the list; ValueError without a finite one."""
-    finite: list[float] = []
-    for loss in losses:
-        if not math.isfinite(loss):
-            break
-        finite.append(loss)
+    finite = list(itertools.takewhile(math.isfinite, losses))
     if not finite:
         raise ValueError("no finite loss")
     means = smooth(finite)
     return lrs[means.index(min(means))] / 10
 
 
-def grid(center: float, count: int = 7) -> list[float]:
-    """`count` learning rates in half-decades around `center`, ascending, of three digits."""
-    return [_digits(center * HALF_DECADE ** (n - count // 2)) for n in range(count)]
+def grid(center: float) -> list[float]:
+    """Seven learning rates in half-decades around `center`, ascending, of three digits."""
+    return [_digits(center * HALF_DECADE**n) for n in range(-3, 4)]
 
 
 def _digits(lr: float) -> float:
@@ -155,11 +152,9 @@ def cost() -> tuple[int, int]:
 
 
 def first_steps(step_s: float, budget_s: float, total: int | None) -> int:
-    """Steps of the trainings of the first round, so that all rounds fit the budget; at most a quarter of the length,
-    so that those of the last are as long as the run at most. Below MIN_STEPS: the budget is too short.
-
-    step_s: seconds of a step. total: steps of the run; None: it has a time.
-    """
+    """Steps of the trainings of the first round, so that all rounds fit the budget; at most a quarter of the length, so
+    that those of the last are as long as the run at most. Below MIN_STEPS: the budget is too short. step_s: seconds of
+    a step; total: steps of the run, None: it has a time."""
     length, trainings = cost()
     fitting = int((budget_s - trainings * START_S) / (length * step_s))
     return fitting if total is None else min(fitting, max(MIN_STEPS, total // 2 ** (RUNGS - 1)))

@@ -1,10 +1,9 @@
 """Samples the stacks of a training of stoker's own into stacks.jsonl: of the training thread, and of one loader thread,
 of this process or of a worker process, in turn. Each rank samples itself.
 
-A thread reads them from inside, where it knows the loader's threads. What a stack means is the same as of a watched job
-(`profiling/frames.py`): kinds, places, windows. A stack can only be read when the interpreter's lock is free; a sample
-counts for all the times at which it was not. The rate follows the CPU time of the sampler's own thread, with all that
-it writes.
+What a stack means is the same as of a watched job (`profiling/frames.py`): kinds, places, windows. A stack can only be
+read when the interpreter's lock is free; a sample counts for all the times at which it was not. The rate follows the
+CPU time of the sampler's own thread, with all that it writes.
 """
 
 import collections

@@ -183,7 +183,7 @@ def count_micro_batches(batch_size: int, max_size: int) -> int:
 
 
 class IntervalTrigger:
-    """An interval of 0 is never due. Minutes count from the last `reset`, or from the start."""
+    """Says when an interval is over; one of 0 never is. Minutes count from the last `reset`, or from the start."""
 
     def __init__(self, interval: Duration, num_images: int, batch_size: int) -> None:
         self.interval_s = interval.value * 60 if interval.unit == "minutes" else 0.0

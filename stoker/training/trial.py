@@ -1,13 +1,9 @@
 """A process that repeats steps of a training on request, so that two configurations can be measured in turn.
 
-    python -m stoker.training.trial
-
-It reads a `Start`, then `Request`s, as JSON lines from stdin, and answers each with a `Reply`; it ends at the end of
-stdin. Steps are those of a run, from its first weights. The stream of samples begins at position 0 in every process, so
-that two processes that get the same requests train on the same samples. Who asks is `stoker/tuning/trials.py`.
-
-With several devices it is rank 0. It starts the other ranks and passes on what it reads; they send no replies. All are
-in one process group, so a signal to the group stops all.
+`python -m stoker.training.trial` reads a `Start`, then `Request`s, as JSON lines from stdin, and answers each with a
+`Reply`; it ends at the end of stdin. Steps are those of a run, from its first weights. The stream of samples begins at
+position 0 in every process, so that two processes that get the same requests train on the same samples. Who asks is
+`stoker/tuning/trials.py`. With several devices it is rank 0: it starts the other ranks and passes on what it reads.
 """
 
 import contextlib
@@ -153,13 +149,11 @@ class Trial:
         if request.do == "restore":
             self._restore()
             return Reply()
+        start_s = time.perf_counter()
         if request.do == "ramp":
-            start_s = time.perf_counter()
             loss = self._ramp(request.lr)
-            is_finite = math.isfinite(loss)  # JSON has no other numbers
-            return Reply(
-                seconds=time.perf_counter() - start_s, images=self.batch_size, steps=1, losses=[loss] * is_finite
-            )
+            finite = [loss] if math.isfinite(loss) else []  # JSON has no other numbers
+            return Reply(seconds=time.perf_counter() - start_s, images=self.batch_size, steps=1, losses=finite)
         if request.do in ("eval", "checkpoint"):
             return Reply(seconds=self._evaluate() if request.do == "eval" else self._copy_state())
         steps = max(1, -(-request.images // self.batch_size))
