@@ -472,10 +472,7 @@ def vertex_folders(env: Mapping[str, str] = os.environ) -> VertexFolders:
 @contextlib.contextmanager
 def copying_results(run: Path, folders: VertexFolders, report: Callable[[str, str], None]) -> Iterator[None]:
     """Copies what the block writes into the run's folder: TensorBoard's files about every RECORDS_INTERVAL_S and at the
-    end, the trained model when it is finished.
-
-    A folder that cannot be written is reported as a warning, once: training goes on, and the run has everything.
-    """
+    end, the trained model when it is finished. Warns once of a folder that cannot be written."""
     if folders.tensorboard is None and folders.model is None:
         yield
         return

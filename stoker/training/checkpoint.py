@@ -328,8 +328,7 @@ def load_checkpoint(run: Path, report: Callable[[str, str], None]) -> LoadedChec
 
 
 def read_rollbacks(run: Path) -> list[Event]:
-    """The rollbacks of the run. A rollback counts from the moment that this event is written: a kill before it leaves a
-    run that diverges again, a kill after it a run that continues from there."""
+    """The rollbacks of the run. A rollback counts from the moment that its event is written."""
     return [event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back"]
 
 

@@ -78,8 +78,7 @@ class RankPlace:
 
 
 MEET_TIMEOUT_S, SAY_MISSING_S = 600.0, 30.0
-"""How long the ranks of several machines wait for each other at the start, as torchrun's agents do, and after which
-time rank 0 prints which are missing."""
+"""How long ranks of several machines wait for each other, as torchrun's agents do; when rank 0 names the missing."""
 
 
 def meet(place: RankPlace, *, timeout_s: float = MEET_TIMEOUT_S) -> Any:
@@ -133,7 +132,7 @@ def _resolve(host: str) -> str:
 
 
 def find_route(address: str, port: int) -> tuple[str, str]:
-    """(this machine's address, its interface) on the way to an address; empty where there is no way. To this machine
+    """(this machine's address, its interface) on the way to an address; empty where there is none. To this machine
     itself the interface is that of the loopback. Nothing is sent: a UDP socket only looks up the route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -46,11 +46,8 @@ ONE_BUCKET_MIB = 1 << 20
 
 
 class GradientHook:
-    """The exchange of a method. Every method of it is called by all ranks at the same step.
-
-    powersgd: Vogels et al. 2019, each matrix of gradients as a product of two with few columns; the error is added to
-    the next step's gradients. bf16 keeps nothing from step to step.
-    """
+    """The exchange of a method. Called by all ranks at the same step. powersgd: Vogels et al. 2019, each matrix of
+    gradients as a product of two with few columns; the error is added to the next step's gradients."""
 
     def __init__(self, method: SyncMethod, ranks: Ranks) -> None:
         self._method, self._ranks = method, ranks
@@ -312,8 +309,7 @@ class Periodic(_Replicas):
 
 
 class _Losses(nn.Module):
-    """What DistributedDataParallel wraps: the model with its losses, and the parameter of the signals, if that is to
-    be exchanged with the gradients."""
+    """What DistributedDataParallel wraps. signals: their parameter, if it is to be exchanged with the gradients."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, signals: nn.Parameter | None) -> None:
         super().__init__()

@@ -121,8 +121,7 @@ class Evaluator:
         return 0 < self._setup.config.run.patience <= self.evals_since_best
 
     def before_steps(self) -> None:
-        """Before the first step, and after a rollback: scores the evaluation left pending at preemption; runs one that
-        was due at the step of the checkpoint."""
+        """Scores the evaluation left pending at preemption; runs one that was due at the step of the checkpoint."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.start(pending)
@@ -179,8 +178,7 @@ class Evaluator:
         return metrics
 
     def collect(self) -> None:
-        """Takes the metrics of the last evaluation into account, before anything else than steps. Raises what ended
-        their computation, and `Stopping` while it waits."""
+        """Takes the metrics of the last evaluation into account; raises what ended their computation or `Stopping`."""
         self._attempt.tracer.abandon()
         task = self._task
         if task is None:

@@ -76,10 +76,8 @@ def choose_devices(devices: int | None, stages: int | None) -> int | None:
 
 
 def must_start_ranks(devices: int | None) -> bool:
-    """Whether this process starts ranks: `--devices` is several, and it is not one of them already.
-
-    Raises ConfigError if the number does not fit the job that this process is a rank of.
-    """
+    """Whether this process starts ranks: `--devices` is several, and it is not one of them already. Raises ConfigError
+    if the number does not fit the job that this process is a rank of."""
     if devices is None:
         return False
     if devices < 1 or devices % 1:

@@ -266,8 +266,7 @@ class Saver:
         self.trigger.reset()
 
     def _follow_cost(self, pause_s: float, write_s: float) -> None:
-        """A large model on a slow disk is saved less often than every two minutes. pause_s: seconds that training
-        waited for a save; write_s: of the write in the background."""
+        """Saves less often on a slow disk. pause_s: that training waited for a save; write_s: in the background."""
         self._costs.append(max(pause_s / MAX_COST, WRITE_FACTOR * write_s))
         before_s = self.trigger.interval_s
         interval_s = max(self._shortest_s, min(MAX_INTERVAL_S, statistics.median(self._costs)))

@@ -118,8 +118,8 @@ def best_of(center: float, done: Done) -> Score | None:
 
 
 def _rounds(center: float, done: Done) -> list[list[float]]:
-    """The learning rates of each round, as far as they are known. The first is the grid; while its best is at its edge,
-    it goes on beyond: a range test can be wrong by two decades."""
+    """The learning rates of each round, as far as they are known. The first is the grid, extended while its best is at
+    its edge: a range test can be wrong by two decades."""
     lrs = grid(center)
     for _ in range(MAX_EXTENSIONS):
         if any((0, lr) not in done for lr in lrs):

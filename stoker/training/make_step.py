@@ -50,11 +50,9 @@ WARM_UP_STEPS = 3
 ROUNDS, CALLS = 5, 10
 """Measurements of each side, in turn, of which the shortest counts, since disturbances only add time; calls in each."""
 MIN_GAIN = 1.02
-"""A kernel is taken if the separate operators take at least this many times as long: less may be noise (an assumption,
-not measured)."""
+"""A kernel is taken if the separate operators take at least this many times as long: less may be noise (assumed)."""
 TOLERANCE = 0.02
-"""Largest difference of results, relative to their norm. Both sides round to bf16, at other places; a wrong kernel is
-apart by all of it."""
+"""Largest difference of results, relative to their norm. Both sides round to bf16; a wrong kernel is apart by all."""
 
 
 class CudaCapture:

@@ -46,8 +46,7 @@ NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, Finit
 
 
 class Division(Protocol):
-    """How the tensors of a model are divided among ranks: `fsdp.Sharding` by rows, `stages.Stages` by parts of the
-    model."""
+    """How a model is divided among ranks: `fsdp.Sharding` by rows of each tensor, `stages.Stages` by parts."""
 
     def shard(self, model: nn.Module) -> None:
         """Divides the tensors of a model, in place, and moves what is this rank's to the device."""
@@ -68,16 +67,13 @@ class Division(Protocol):
         """`model.load_state_dict` of whole tensors."""
 
     def gather(self, tree: Any) -> Any:
-        """A tree of dicts, lists, numbers and tensors, with whole host tensors, in rank 0. Called by all ranks. Waits
-        for the device."""
+        """A tree with whole host tensors, in rank 0. Called by all ranks. Waits for the device."""
 
 
 class OptimizerStep:
-    """The optimizer of a model, and its EMA weights.
-
-    model: on the device and initialized. ema_model: the weights to evaluate and save; `model` itself if
-    `settings.ema_decay` is 0. sharding: divides the parameters of both among the ranks and moves them to the device;
-    then all numbers here are of this rank's rows, or of its stage, except for the norm of the gradient.
+    """The optimizer of a model, and its EMA weights. model: on the device and initialized; ema_model: the weights to
+    evaluate and save, `model` itself if `settings.ema_decay` is 0; sharding: divides the parameters of both among the
+    ranks and moves them to the device: all numbers but the norm of the gradient are then of this rank's rows or stage.
     """
 
     def __init__(
@@ -308,8 +304,7 @@ class OptimizerStep:
                 tensor.copy_(whole if self.sharding is None or not whole.dim() else self.sharding.rows(whole))
 
     def take_restored(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """(state, EMA weights) with whole tensors, to send to other ranks; None for the first step of a divided model,
-        whose weights they have."""
+        """(state, EMA weights), whole, to send to other ranks; None for the first step of a divided model."""
         if self.sharding is None:
             return self.state_dict(), self.ema_model.state_dict()
         restored, self.restored = self.restored, None
@@ -326,8 +321,7 @@ class OptimizerStep:
         return [number for numbers in self._numbers for number, is_own in numbers.items() if is_own]
 
     def _distributed_state(self, sharding: Division) -> dict[int, dict[str, Tensor]]:
-        """The optimizer's state, by the number of the parameter in the whole model; what has the shape of its rows as a
-        DTensor."""
+        """The optimizer's state, by the number of the parameter in the whole model, as `Division.gather` takes it."""
         divided: dict[Tensor, Any] = dict(zip(self._trainable_params, self._parameters, strict=True))
         parts = [part for group in self._optimizer.param_groups for part in group["params"]]
         return {
@@ -366,10 +360,7 @@ def _make_optimizer(
 ) -> tuple[torch.optim.Optimizer, list[float], list[dict[int, bool]]]:
     """(optimizer, factor of the learning rate of each of its groups, number of each parameter of the group in the whole
     model → whether this rank has it). parts: parameter of the model → what is optimized: itself, or this rank's rows;
-    those of other stages are not in it.
-
-    Biases and norms are not decayed (as in torchvision's and Detectron2's recipes for detection).
-    """
+    without those of other stages. Biases and norms are not decayed, as in torchvision's and Detectron2's recipes."""
     prefixes = model.backbone_prefixes if isinstance(model, Detector) else ()
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for module_name, module in model.named_modules():

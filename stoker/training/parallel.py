@@ -123,8 +123,7 @@ class One(PlainStep):
             self._newest_copy = None
 
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
-        """Does once what the first step would do besides, without a change of the training: compiles the step.
-        make_batch: makes a micro-batch of the shapes of training."""
+        """Compiles the step, without a change of the training. make_batch: a micro-batch of the shapes of training."""
         if not self.compiles:
             return
         try:
@@ -153,8 +152,7 @@ class One(PlainStep):
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """What the loop of one attempt of a run and its services share. Only the training thread uses it, except where a
-    class says otherwise."""
+    """What the loop of one attempt of a run and its services share, in the training thread."""
 
     setup: TrainSetup
     parallel: One

@@ -350,8 +350,7 @@ class Ranks:
         )
 
     def collective_trace(self) -> bytes | None:
-        """The last collectives of this rank with their stacks, as NCCL's flight recorder pickles them; None without
-        NCCL. From any thread."""
+        """The last collectives of this rank, as NCCL's flight recorder pickles them; None without. From any thread."""
         if self.host_group is None:
             return None
         import torch
@@ -500,12 +499,9 @@ def _is_communication(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def joined(place: RankPlace | None, finished: StokerError | None = None) -> Iterator[Ranks]:
-    """The ranks of this job, connected inside the block; alone without a place.
-
-    The error of a rank is published, and raised by the others. After a block without an error, and after `Preempted`,
-    a rank waits until rank 0 has left its block, too. finished: why nothing is left to do; raised at once, by rank 0
-    after it has waited LATE_S for others.
-    """
+    """The ranks of this job, connected inside the block; alone without a place. The error of a rank is published, and
+    raised by the others. After a block without an error, and after `Preempted`, a rank waits until rank 0 has left its
+    block, too. finished: why nothing is left to do; raised at once, by rank 0 after it has waited LATE_S for others."""
     ranks = Ranks(place)
     if finished is not None and not ranks.is_main:
         raise finished

@@ -385,8 +385,7 @@ class Recorder:
 
 
 def log_measured_steps(setup: TrainSetup, log_event: EventLogger) -> None:
-    """Adds the steps of this attempt to the calibration file, for `stoker plan` and `stoker why`, if one device trained
-    and there were enough."""
+    """Adds the steps of this attempt to the calibration file, if one device trained and there were enough."""
     if not setup.ranks.alone:
         return
     config, device = setup.config, setup.device

@@ -31,12 +31,9 @@ NO_LOCKS_NOTE = "this storage has no locks: a second process could train the sam
 def choose_run(
     user_config: Config, name: str | None, resume: str | None, stack: contextlib.ExitStack
 ) -> tuple[Path | None, Config, list[str]]:
-    """(the unfinished run to continue or None, the user's settings when it was started, messages).
-
-    name: --run-dir; resume: --resume; local folders, for a run in a bucket its working copy. The lock is held in
-    `stack`. Raises RunFinished if the named run is finished, UsageError if it was started with other settings or is
-    trained by another process.
-    """
+    """(the unfinished run to continue or None, the user's settings when it was started, messages). name: --run-dir;
+    resume: --resume; local folders, for a run in a bucket its working copy. The lock is held in `stack`. Raises
+    RunFinished if the named run is finished, UsageError if it has other settings or is trained by another process."""
     if resume is not None:
         if user_config.set_fields().keys() - {"stages"} or name is not None:
             raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
@@ -211,10 +208,8 @@ def _has_settings(path: Path, user_config: Config) -> bool:
 
 def with_absolute_paths(user_config: Config) -> Config:
     """The settings with absolute paths of the data and the weights file, so that the run can continue from anywhere.
-
     URIs stay. Environment variables are expanded here: the data of a run must not change with a variable, and two
-    commands that mean the same are the same run. Raises ConfigError if a variable is not set.
-    """
+    commands that mean the same are the same run. Raises ConfigError if a variable is not set."""
     changes = {}
     fields = user_config.set_fields()
     data, weights = fields.get("data"), fields.get("weights")

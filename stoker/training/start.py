@@ -51,8 +51,7 @@ from stoker.training.state import EventLogger, TrainSetup, is_staged, read_initi
 COVERED_IOU = 0.5
 """IoU from which an anchor covers a box: the lowest threshold for a positive anchor of all models (PASCAL VOC's)."""
 MAX_BOXES = 4_000
-"""Boxes that are compared with the anchors: a fraction of them is known to 1.6 points (two standard errors) at
-worst."""
+"""Boxes that are compared with the anchors: a fraction is known to 1.6 points (two standard errors) at worst."""
 MAX_EXAMPLES = 2
 """Examples of each kind of problem that are printed at the start; `stoker data check` prints all."""
 

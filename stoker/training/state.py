@@ -59,8 +59,7 @@ class Signals(NamedTuple):
 
 @dataclasses.dataclass
 class TrainState:
-    """How far a training is: what the loop changes and its services read. The rest of a checkpoint is the state of its
-    owners (`resume.py`)."""
+    """How far a training is: what the loop changes and its services read. The rest has its owners (`resume.py`)."""
 
     step: int = 0
     """Optimizer steps that the weights contain."""

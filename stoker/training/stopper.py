@@ -184,8 +184,7 @@ def time_limit_s(env: Mapping[str, str] = os.environ, *, now: Callable[[], float
 
 
 MIN_TIME_LIMIT_MARGIN_S = 60.0
-"""How long before a time limit the last save begins, or three of the longest saves: as in the signal that batch scripts
-usually ask Slurm for."""
+"""How long before a time limit the last save begins, or three of the longest saves: as usual in batch scripts."""
 
 
 class Stopping(Exception):

@@ -56,8 +56,7 @@ MAX_EVALUATED = 64
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):
-    """The first line. settings: all of a run; num_images: of the training split, which the stream repeats; devices:
-    that train together."""
+    """The first line. settings: all of a run; num_images: that the stream repeats; devices: that train together."""
 
     settings: dict[str, Any]
     num_images: int

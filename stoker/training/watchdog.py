@@ -47,8 +47,7 @@ Hung = Literal["loader", "device", "collective", "evaluation", "rank"]
 
 
 def min_limit_s(*, is_remote: bool) -> float | None:
-    """Seconds of silence that are never a hang; None: no watchdog. is_remote: images come from a bucket. Raises
-    ConfigError."""
+    """Seconds of silence that are never a hang; None: no watchdog. is_remote: from a bucket. Raises ConfigError."""
     text = os.environ.get("STOKER_HANG_TIMEOUT_S", "")
     try:
         limit_s = float(text or MIN_LIMIT_S)
@@ -155,8 +154,7 @@ class Watchdog:
                 return
 
     def _ask_others(self, heartbeats: Heartbeats, *, is_silent: bool) -> tuple[bool, HungError | None]:
-        """(whether no rank makes progress: one may wait long for another that evaluates or saves; the error that names
-        a frozen rank)."""
+        """(whether no rank makes progress: one may wait for another that saves; the error that names a frozen rank)."""
         heartbeats.tick(TICK_S)
         heartbeats.progresses = self._detector.silence_s < self._detector.limit_s / 2
         is_silent = is_silent and not heartbeats.others_progress()

@@ -153,8 +153,7 @@ def warn_few_queries(settings: ModelSettings, index: Index) -> str | None:
 
 
 def warn_random_weights(settings: ModelSettings, reasons: Mapping[str, str]) -> str | None:
-    """A warning if the run starts from random weights and there is a measured or pretrained alternative. reasons: of
-    `derive`; they say if the weights could not be downloaded."""
+    """A warning if the run starts from random weights and there is an alternative, else None. reasons: of `derive`."""
     arch, reason = get_architecture(settings.model), reasons.get("model", "")
     if reason.startswith(NOT_DOWNLOADED):
         return f"model: {FROM_SCRATCH}: {reason}"

@@ -49,11 +49,8 @@ Choice = tuple[Any, str]
 def derive(
     user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE, fetch: Fetch | None = None
 ) -> tuple[Config, dict[str, str]]:
-    """(complete config, reasons of the fields that `user_config` did not set). devices: how many train together.
-    fetch: downloads weights; None: nothing is downloaded (`choose_model`).
-
-    Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits.
-    """
+    """(complete config, reasons of the fields that `user_config` did not set). devices: how many train together; fetch:
+    see `choose_model`. Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits."""
     checks.check_user_settings(user_config, index, device, devices)
     config, reasons = Known(user_config, index, device, devices, fetch).fill(SETTINGS)
     check(config)

@@ -74,8 +74,7 @@ class DryRun:
         self.optimizer = OptimizerStep(model, optim, device, precision=config.run.precision)
         self._loss_fn = make_loss_fn(model, compile=False)
         self.min_size = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
-        """Images of the smallest step: with one image, trainable norms have no variance where a feature map has a
-        single position, and keep their initial statistics (`models.layers.norms.BatchNorm`)."""
+        """Images of the smallest step: of one, trained norms have no variance where a map has a single position."""
 
     def make_batch(self, count: int) -> Batch:
         """The worst case of `count` images."""
@@ -270,11 +269,8 @@ def find_batch_size(
     devices: Devices = ONE_DEVICE,
 ) -> tuple[int, int, str]:
     """(images per step of all devices, micro-batches per step, reason): for the user's batch size, for the fastest one
-    with `--auto-batch`, else for the recipe's.
-
-    `config` needs what `DryRun` needs; num_images: of the training split. Raises OutOfMemoryError if one image does not
-    fit, ConfigError if both `--auto-batch` and a batch size are set.
-    """
+    with `--auto-batch`, else for the recipe's. num_images: of the training split. Raises OutOfMemoryError if one image
+    does not fit, ConfigError if both `--auto-batch` and a batch size are set."""
     user_batch_size: int | None = config.set_fields().get("batch_size")
     if user_batch_size is not None and config.run.auto_batch:
         what = f"--auto-batch and --batch-size {user_batch_size} exclude each other."

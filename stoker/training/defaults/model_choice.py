@@ -28,8 +28,7 @@ COST_OF_RANDOM_WEIGHTS = (
     "blood cells less than ember_n; docs/which-model.md)"
 )
 GFLOP_PER_CORE_SECOND = 160.0
-"""1e9 operations per second that a core trains with: ember_n in bf16 (LOG.md, "Ember"). Accurate enough to tell
-whether a length in minutes is long."""
+"""1e9 operations per second that a core trains with, roughly: ember_n in bf16 (LOG.md, "Ember")."""
 
 
 Fetch = Callable[[str], tuple[Path, str]]
