@@ -149,9 +149,9 @@ class CheckpointWriter:
         """Writes a checkpoint in the background; waits for the previous write first."""
         self._start(self._write_checkpoint, snapshot)
 
-    def save_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
-        """Writes only the weights, as `run/name` for each name (best.safetensors, final.safetensors)."""
-        self._start(lambda held: self._write_weights(held, names), snapshot)
+    def save_weights(self, snapshot: HostSnapshot, name: str) -> None:
+        """Writes only the weights, as `run/name` (best.safetensors, final.safetensors)."""
+        self._start(lambda held: self._write_weights(held, name), snapshot)
 
     def _start(self, write: Callable[[HostSnapshot], None], snapshot: HostSnapshot) -> None:
         self.wait()
@@ -164,12 +164,10 @@ class CheckpointWriter:
         if pending is not None:
             pending.result()
 
-    def _write_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
+    def _write_weights(self, snapshot: HostSnapshot, name: str) -> None:
         try:
             snapshot.ready.synchronize()
-            data = _serialize_weights(snapshot)
-            for name in names:
-                write_atomic(self._run / name, data)
+            write_atomic(self._run / name, _serialize_weights(snapshot))
         except OSError as error:
             self._report_failure(error, snapshot.step)
         else:

@@ -53,8 +53,7 @@ class PendingEvaluation:
     def to_state(self) -> dict[str, Any]:
         """A part of a checkpoint's state. Waits for the copy of the weights."""
         self.weights.ready.synchronize()
-        names = [field.name for field in dataclasses.fields(Detections)]
-        detections = {name: torch.from_numpy(getattr(self.detections, name)) for name in names}
+        detections = {name: torch.from_numpy(column) for name, column in vars(self.detections).items()}
         return {"step": self.step, "detections": detections, "weights": self.weights.weights}
 
     @classmethod
@@ -242,7 +241,7 @@ class Evaluator:
                 setup.folder.replace(EVALUATION, evaluation)
                 changes = {"step": step, "ap": metrics.ap, "threshold": evaluation.threshold}
                 metadata = msgspec.structs.replace(setup.metadata, **changes)
-                setup.writer.save_weights(dataclasses.replace(task.pending.weights, metadata=metadata.header()), [BEST])
+                setup.writer.save_weights(dataclasses.replace(task.pending.weights, metadata=metadata.header()), BEST)
             setup.folder.event("evaluated", step=step, metrics=msgspec.to_builtins(metrics))
             self._recorder.add_evaluation(step, metrics, images)
             task.is_published = True

@@ -193,24 +193,18 @@ class _Starter:
 def make_places(devices: int) -> list[RankPlace]:
     """Of the ranks of this machine, which is one of several where the environment says so."""
     machine = find_place()
-    first, port = (0, find_free_port()) if machine is None else (machine.rank * devices, machine.port)
+    host, port = ("127.0.0.1", find_free_port()) if machine is None else (machine.host, machine.port)
+    first, machines = (0, 1) if machine is None else (machine.rank * devices, machine.world_size)
     return [
         RankPlace(
-            rank=first + number,
-            world_size=devices * (1 if machine is None else machine.world_size),
-            local_rank=number,
-            local_world_size=devices,
-            host="127.0.0.1" if machine is None else machine.host,
-            port=port,
-            source="stoker",
+            rank=first + number, world_size=devices * machines, local_rank=number, local_world_size=devices,
+            host=host, port=port, source="stoker",
         )
         for number in range(devices)
-    ]
+    ]  # fmt: skip
 
 
 def find_free_port() -> int:
     """A port of this machine on which nothing listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

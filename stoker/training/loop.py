@@ -280,7 +280,7 @@ class Saver:
         with self._ledger.phase("checkpoint"):
             snapshot = self._parallel.take_snapshot({}, ap=metrics.ap)
             if snapshot is not None:
-                self._setup.writer.save_weights(snapshot, [FINAL])
+                self._setup.writer.save_weights(snapshot, FINAL)
 
     def make_stop_error(self, requested_by: str | None) -> StokerError:
         """The error of a run that was stopped: Preempted, or StorageError if its state could not be saved."""

@@ -25,9 +25,9 @@ from stoker.runs.records import QUARANTINE, STEPS, read_lines
 from stoker.runs.schemas import Quarantined, StepWindow
 from stoker.storage.uri import display_path
 from stoker.training import checkpoint
-from stoker.training.checkpoint import read_rollbacks
+from stoker.training.checkpoint import LoadedCheckpoint, read_rollbacks
 from stoker.training.optim import OptimizerStep, lr_at
-from stoker.training.state import EventLogger, TrainSetup, TrainState, read_sizes
+from stoker.training.state import EventLogger, TrainSetup, read_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +76,8 @@ def collect_state(setup: TrainSetup, parts: Sequence[Part]) -> dict[str, Any]:
 def restore(
     setup: TrainSetup,
     parts: Sequence[Part],
-    loaded: checkpoint.LoadedCheckpoint | None,
+    loaded: LoadedCheckpoint | None,
     log_event: EventLogger,
-    *,
     rollback_count: int = 0,
 ) -> None:
     """Restores a checkpoint in rank 0, or the state of step 0 if there is none; the weights are then left as they are.
@@ -102,7 +101,7 @@ def restore(
 def _restore(
     setup: TrainSetup,
     parts: Sequence[Part],
-    loaded: checkpoint.LoadedCheckpoint | None,
+    loaded: LoadedCheckpoint | None,
     log_event: EventLogger,
     rollback_count: int,
 ) -> None:
@@ -146,7 +145,7 @@ def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
         return
     own = (setup.optimizer.take_restored(), setup.loss_accumulator.skipped_streak()) if ranks.is_main else None
     restored, streak = ranks.share_tensors(own)
-    fields = {field.name: getattr(setup.state, field.name) for field in dataclasses.fields(TrainState)}
+    fields = vars(setup.state)
     saved = {name: value for part in parts for name, value in part.state().items()} | {"pending_eval": None}
     loader_state, fields, saved = ranks.share_value((setup.loader.state_dict(), fields, saved))
     if ranks.is_main:
@@ -157,8 +156,7 @@ def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
     setup.loss_accumulator.reset()
     setup.loss_accumulator.load_skipped_streak(streak)
     setup.loader.load_state_dict(loader_state)
-    for name, value in fields.items():
-        setattr(setup.state, name, value)
+    vars(setup.state).update(fields)
     for part in parts:  # rank 0 computes the metrics of an evaluation that was pending
         part.resume(Resumed(saved, saved["rollbacks"]))
 

@@ -79,11 +79,7 @@ def train(
     finished = None  # a machine that is started again after all have finished must not wait for the others
     if place is not None and not place.is_one_machine:
         finished = run_selection.find_finished(user_config, run_dir, resume)
-    with (
-        joined(place, finished) as ranks,
-        stop_on_signals() as stop_request,
-        contextlib.ExitStack() as stack,
-    ):
+    with joined(place, finished) as ranks, stop_on_signals() as stop_request, contextlib.ExitStack() as stack:
         stop_request.after_evaluation = after_evaluation
         null = None if ranks.is_main else stack.enter_context(Path(os.devnull).open("w"))  # rank 0 has the terminal
         screen = stack.enter_context(Screen(null or (sys.stderr if log_format == "json" else None)))

@@ -161,11 +161,21 @@ class Watchdog:
         return is_silent, heartbeats.frozen(FRESH_S if is_silent else heartbeats.limit_s)
 
     def _end(self, hung: Hung, frames: list[traceback.FrameSummary], error: HungError | None) -> None:
-        if error is None:
-            error = make_hung_error(hung, self._detector.silence_s, self._step(), frames, str(self._stacks))
+        error = error or self._make_error(hung, frames)
         call_within(REPORT_TIMEOUT_S, self._report, hung, error, frames)
         if self._on_hang is not None:
             self._on_hang(error.exit_code)
+
+    def _make_error(self, hung: Hung, frames: list[traceback.FrameSummary]) -> HungError:
+        (where, fix), silence_s = WHERE_AND_FIX[hung], self._detector.silence_s
+        own = [frame for frame in frames if "/stoker/" in frame.filename.replace(os.sep, "/")]
+        innermost = f"; the training thread is in {own[-1].name} ({own[-1].filename}:{own[-1].lineno})" if own else ""
+        return HungError(
+            f"The training hangs: no progress for {silence_s:.0f} s after step {self._step():,}, in {where}.",
+            location=self._stacks,
+            cause=f"the stacks of all threads are there{innermost}",
+            fix=f"{fix}; the same command continues from the last checkpoint (--restarts 3 does so by itself)",
+        )
 
     def _end_after(self, failure: Failure, end: Callable[[int], object]) -> None:
         """Ends this rank as a consequence of the failure of another."""
@@ -205,6 +215,15 @@ class Watchdog:
             file.write("\n")
 
 
+WHERE_AND_FIX: dict[Hung, tuple[str, str]] = {
+    "loader": ("the loader, which has no batch", "look at the storage of the images"),
+    "device": ("the step on the device", "look for errors of the driver (`dmesg`, `nvidia-smi`)"),
+    "collective": ("a collective, which waits for another rank",
+                   f"look at {HANG} of the other ranks: they wait for the one that is not in a collective"),
+    "evaluation": ("the evaluation", "look at the storage of the validation images, and for errors of the driver"),
+}  # fmt: skip
+
+
 def describe_hang(phase: str, frames: list[traceback.FrameSummary]) -> Hung:
     """What hangs, from the phase of the training thread and its stack, outermost frame first."""
     files = [frame.filename.replace(os.sep, "/") for frame in frames]
@@ -216,27 +235,3 @@ def describe_hang(phase: str, frames: list[traceback.FrameSummary]) -> Hung:
     if phase == "input_wait" and not any(file.endswith("stoker/hardware/device.py") for file in files):
         return "loader"
     return "evaluation" if phase == "eval" else "device"
-
-
-def make_hung_error(
-    hung: Hung, silence_s: float, step: int, frames: list[traceback.FrameSummary], stacks: str
-) -> HungError:
-    what, fix = {
-        "loader": ("the loader, which has no batch", "look at the storage of the images"),
-        "device": ("the step on the device", "look for errors of the driver (`dmesg`, `nvidia-smi`)"),
-        "collective": (
-            "a collective, which waits for another rank",
-            f"look at {HANG} of the other ranks: they wait for the one that is not in a collective",
-        ),
-        "evaluation": (
-            "the evaluation", "look at the storage of the validation images, and for errors of the driver"
-        ),
-    }[hung]  # fmt: skip
-    own = [frame for frame in frames if "/stoker/" in frame.filename.replace(os.sep, "/")]
-    innermost = f"; the training thread is in {own[-1].name} ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return HungError(
-        f"The training hangs: no progress for {silence_s:.0f} s after step {step:,}, in {what}.",
-        location=stacks,
-        cause=f"the stacks of all threads are there{innermost}",
-        fix=f"{fix}; the same command continues from the last checkpoint (--restarts 3 does so by itself)",
-    )

@@ -8,6 +8,7 @@ the tensors alive at the same time are counted, in the forward pass of one image
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 import weakref
@@ -63,11 +64,17 @@ class DryRun:
 
     def __init__(self, config: Config, index: Index, device: Device) -> None:
         self.config, self.index, self.device = config, index, device
-        self.num_classes = len(index.class_names)
-        self.max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
+        self.make_batch = functools.partial(
+            make_worst_case_batch,
+            image_size=config.data.image_size,
+            max_boxes=compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic),
+            num_classes=len(index.class_names),
+            device=device,
+        )
+        """Makes the worst case of so many images."""
         self.budget_bytes = int(MEMORY_FRACTION * device.memory().free)
         """Bytes that steps may use, weights included."""
-        model = build(config.model, self.num_classes).to(device.torch_device).train()
+        model = build(config.model, len(index.class_names)).to(device.torch_device).train()
         optim = config.optim
         if optim.ema_decay is None:
             optim = dataclasses.replace(optim, ema_decay=0.99)
@@ -75,16 +82,6 @@ class DryRun:
         self._loss_fn = make_loss_fn(model, compile=False)
         self.min_size = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
         """Images of the smallest step: of one, trained norms have no variance where a map has a single position."""
-
-    def make_batch(self, count: int) -> Batch:
-        """The worst case of `count` images."""
-        return make_worst_case_batch(
-            count,
-            image_size=self.config.data.image_size,
-            max_boxes=self.max_boxes,
-            num_classes=self.num_classes,
-            device=self.device,
-        )
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """The sum of the losses, a scalar; not compiled, since compiling for every batch size would take minutes."""
