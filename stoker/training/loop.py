@@ -31,7 +31,7 @@ from stoker.training.make_step import Step, make_parallel
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
 from stoker.training.recorder import Recorder, log_measured_steps
-from stoker.training.resume import Part, Recovery, collect_state, restore, send_to_other_ranks
+from stoker.training.resume import Part, Recovery, collect_state, send_to_other_ranks
 from stoker.training.state import EventLogger, IntervalTrigger, Signals, TrainSetup
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
@@ -83,7 +83,7 @@ class Training:
         self.saver = Saver(self.attempt, self.parts, self.evaluator, adapts_interval=adapts_interval)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
-        setup.ranks.share(lambda: restore(setup, self.parts, loaded, log_event))
+        setup.ranks.share(lambda: self.recovery.restore(self.parts, loaded))
         self.follow_main()
 
     def run(self) -> Metrics:

@@ -60,7 +60,7 @@ class Part(Protocol):
 
 
 def collect_state(setup: TrainSetup, parts: Sequence[Part]) -> dict[str, Any]:
-    """What `restore` needs besides the EMA weights: tensors that are still on the device, and plain numbers."""
+    """What `Recovery.restore` needs besides the EMA weights: tensors that are still on the device, and plain numbers."""
     collected: dict[str, Any] = {
         "optimizer_step": setup.optimizer.state_dict(),
         "loader": setup.loader.state_dict(),
@@ -71,71 +71,6 @@ def collect_state(setup: TrainSetup, parts: Sequence[Part]) -> dict[str, Any]:
     for part in parts:
         collected |= part.state()
     return collected
-
-
-def restore(
-    setup: TrainSetup,
-    parts: Sequence[Part],
-    loaded: LoadedCheckpoint | None,
-    log_event: EventLogger,
-    rollback_count: int = 0,
-) -> None:
-    """Restores a checkpoint in rank 0, or the state of step 0 if there is none; the weights are then left as they are.
-    If the content of one cannot be restored, the one before is taken. `send_to_other_ranks` has to follow.
-    rollback_count: rollbacks that this attempt knows of, should their events not have been written (a full disk).
-    Raises CheckpointError if the data set changed, or if no checkpoint can be restored."""
-    rejected: dict[int, str] = {}
-    while True:
-        try:
-            _restore(setup, parts, loaded, log_event, rollback_count)
-            return
-        except torch.OutOfMemoryError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if loaded is None:
-                raise
-            rejected[loaded.step] = f"its state cannot be restored: {type(error).__name__}: {str(error)[:200]}"
-            loaded = checkpoint.load_newest(setup.folder.path, log_event, rejected=rejected)
-
-
-def _restore(
-    setup: TrainSetup,
-    parts: Sequence[Part],
-    loaded: LoadedCheckpoint | None,
-    log_event: EventLogger,
-    rollback_count: int,
-) -> None:
-    state, run = setup.state, setup.folder.path
-    rollbacks = read_rollbacks(run)
-    rollback_count = max([rollback_count, *(event.data["count"] for event in rollbacks)])
-    best_ap = max([-1.0, *(event.data["best_ap"] for event in rollbacks)])
-    state.sizes = read_sizes(run, setup.initial_sizes)
-    state.redo_until = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
-    state.diverged_step = None
-    setup.loss_accumulator.reset()
-    if loaded is None:
-        if setup.folder.attempt > 1 or rollback_count:
-            log_event("info", "no checkpoint yet: starting from the first step")
-        quarantined = _known_bad_images(setup)
-        setup.loader.load_state_dict(setup.loader.state_dict() | {"position": 0, "quarantined": quarantined})
-        state.step, state.trained_s = 0, 0.0
-        for part in parts:
-            part.resume(Resumed(None, rollback_count, best_ap))
-        return
-    saved = loaded.state
-    is_changed = _check_data(setup, loaded.step, saved["data"], log_event)
-    setup.optimizer.load_state_dict(saved["optimizer_step"], loaded.weights)
-    loader_state = saved["loader"] | {"quarantined": _known_bad_images(setup) | saved["loader"]["quarantined"]}
-    if is_changed:  # image indices have another meaning now
-        loader_state |= {"quarantined": {}, "count": len(setup.train_indices)}
-    setup.loader.load_state_dict(loader_state)
-    state.diverged_step = setup.loss_accumulator.load_skipped_streak(saved["skipped_streak"])
-    state.step, state.trained_s = loaded.step, saved["trained_s"]
-    for part in parts:
-        part.resume(Resumed(saved, max(rollback_count, saved["rollbacks"]), best_ap, is_changed))
-    lost_steps = max(0, state.redo_until - state.step)
-    again = f"; {lost_steps:,} steps are done again" if lost_steps else ""
-    log_event("info", f"continuing from step {state.step:,}{again}")
 
 
 def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
@@ -251,6 +186,57 @@ class Recovery:
     def resume(self, resumed: Resumed) -> None:
         self.rollback_count = resumed.rollback_count
 
+    def restore(self, parts: Sequence[Part], loaded: LoadedCheckpoint | None) -> None:
+        """Restores a checkpoint in rank 0, or the state of step 0 if there is none; the weights are then left as they
+        are. If the content of one cannot be restored, the one before is taken. `send_to_other_ranks` has to follow.
+        Raises CheckpointError if the data set changed, or if no checkpoint can be restored."""
+        rejected: dict[int, str] = {}
+        while True:
+            try:
+                self._restore(parts, loaded)
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                if loaded is None:
+                    raise
+                rejected[loaded.step] = f"its state cannot be restored: {type(error).__name__}: {str(error)[:200]}"
+                loaded = checkpoint.load_newest(self._setup.folder.path, self._log_event, rejected=rejected)
+
+    def _restore(self, parts: Sequence[Part], loaded: LoadedCheckpoint | None) -> None:
+        setup, state, run = self._setup, self._setup.state, self._setup.folder.path
+        rollbacks = read_rollbacks(run)
+        # Of those of this attempt, the events may not have been written (a full disk).
+        rollback_count = max([self.rollback_count, *(event.data["count"] for event in rollbacks)])
+        best_ap = max([-1.0, *(event.data["best_ap"] for event in rollbacks)])
+        state.sizes = read_sizes(run, setup.initial_sizes)
+        state.redo_until = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
+        state.diverged_step = None
+        setup.loss_accumulator.reset()
+        if loaded is None:
+            if setup.folder.attempt > 1 or rollback_count:
+                self._log_event("info", "no checkpoint yet: starting from the first step")
+            quarantined = _known_bad_images(setup)
+            setup.loader.load_state_dict(setup.loader.state_dict() | {"position": 0, "quarantined": quarantined})
+            state.step, state.trained_s = 0, 0.0
+            for part in parts:
+                part.resume(Resumed(None, rollback_count, best_ap))
+            return
+        saved = loaded.state
+        is_changed = _check_data(setup, loaded.step, saved["data"], self._log_event)
+        setup.optimizer.load_state_dict(saved["optimizer_step"], loaded.weights)
+        loader_state = saved["loader"] | {"quarantined": _known_bad_images(setup) | saved["loader"]["quarantined"]}
+        if is_changed:  # image indices have another meaning now
+            loader_state |= {"quarantined": {}, "count": len(setup.train_indices)}
+        setup.loader.load_state_dict(loader_state)
+        state.diverged_step = setup.loss_accumulator.load_skipped_streak(saved["skipped_streak"])
+        state.step, state.trained_s = loaded.step, saved["trained_s"]
+        for part in parts:
+            part.resume(Resumed(saved, max(rollback_count, saved["rollbacks"]), best_ap, is_changed))
+        lost_steps = max(0, state.redo_until - state.step)
+        again = f"; {lost_steps:,} steps are done again" if lost_steps else ""
+        self._log_event("info", f"continuing from step {state.step:,}{again}")
+
     def roll_back(self, failed_at: int, best_ap: float, parts: Sequence[Part]) -> None:
         """Restores the last healthy state, or that of step 0; from there the learning rate is a third. In rank 0. If
         the run diverged twice from the same checkpoint, it takes the one before: the weights may have been damaged
@@ -280,7 +266,8 @@ class Recovery:
             model = setup.make_initial_model(device, self._log_event)
             initial = OptimizerStep(model, config.optim, device, precision=config.run.precision)
             setup.optimizer.load_state_dict(initial.state_dict(), initial.ema_model.state_dict())
-        restore(setup, parts, loaded, self._log_event, rollback_count=count)
+        self.rollback_count = count
+        self.restore(parts, loaded)
         setup.writer.saved_step = -1 if loaded is None else loaded.step
 
     def make_error(self, step: int) -> DivergedError:
