@@ -278,17 +278,15 @@ class BucketRun:
     """For the run's events."""
     _store: Store
     _lease: Lease | None
-    _manifests: dict[str, bytes]
+    _manifests: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    """Of the bucket's checkpoints; empty for an incomplete one."""
     _uploader: BackgroundUploader | None = None
 
     @contextlib.contextmanager
     def uploading(self, stop_request: StopRequest, log_event: EventLogger) -> Iterator[None]:
         """Uploads while the block trains; after a signal until the state is there. If another process takes the run,
         `stop_request` ends the training."""
-        self._uploader = BackgroundUploader(
-            self._store, self.uri, self.local_dir, self._lease, self._manifests,
-            report=log_event, on_lease_lost=stop_request.fail,
-        )  # fmt: skip
+        self._uploader = self._make_uploader(log_event, stop_request.fail)
         if self._lease is not None:
             self._lease.start_renewing(stop_request.fail)
         self._uploader.start()
@@ -313,10 +311,66 @@ class BucketRun:
             is_saved = isinstance(error, Preempted | StorageError)
             failure = uploader.finish(LAST_RECORDS_TIMEOUT_S if is_saved else timeout_s)
             if failure is not None and error is None:
-                raise make_error(StorageError, "upload-incomplete", self.uri, cause=failure, local_dir=self.local_dir)
+                raise self._make_error(failure)
             if failure is not None:
                 uploader.report("warning", f"the last records did not reach {self.uri}: {failure}")
         uploader.stop()
+
+    def synchronize(self, user_config: Config | None) -> None:
+        """Makes the working copy at least as new as the bucket. Raises as `refuse_finished` if the run was finished
+        elsewhere."""
+        store, local_dir = self._store, self.local_dir
+        remote_files = list_keys(store, self.uri)
+        checkpoints: dict[str, dict[str, str]] = {}
+        for name, key in remote_files.items():
+            if match := _CHECKPOINT_FILE.match(name):
+                checkpoints.setdefault(match[1], {})[match[2]] = key
+        manifests = {name: _read_object(store, files.get(MANIFEST)) for name, files in checkpoints.items()}
+        self._manifests = manifests
+        remote_events = _read_object(store, remote_files.get(EVENTS))
+        if not remote_events:
+            return
+        if has_all_events(local_dir, EVENTS, remote_events):
+            newest = next((path.name for path in list_checkpoints(local_dir) if is_complete(path)), "")
+            to_fetch = [name for name in manifests if int(name[5:]) > int(newest[5:] or -1)]
+        else:
+            refuse_finished(fetch_run(self.uri), user_config, self.uri)
+            if (local_dir / EVENTS).exists():
+                self.messages.append("another machine has continued this run: the working copy is replaced")
+            _clear_working_copy(local_dir)
+            for name, key in remote_files.items():
+                if not name.startswith(f"{CHECKPOINTS}/") and name not in (EVENTS, LEASE_FILE, records.REPORT):
+                    with contextlib.suppress(ObjectMissing):  # removed since it was listed
+                        download(store, key, local_dir / name)
+            to_fetch = list(manifests)
+        for name in sorted(to_fetch, reverse=True):
+            if not manifests[name]:  # an incomplete checkpoint, or one that is being deleted
+                continue
+            if _fetch_checkpoint(store, checkpoints[name], local_dir / CHECKPOINTS / name):
+                self.messages.append(f"fetched {name} from the bucket")
+        if not (local_dir / EVENTS).exists():  # last: a folder without events is not a run
+            write_atomic(local_dir / EVENTS, remote_events, private=True)
+
+    def upload_remaining(self, note: Callable[[str], None]) -> None:
+        """Uploads what a finished run could not upload at its end. Raises StorageError."""
+        if _read_object(self._store, self.uri.child(EVENTS).key) == (self.local_dir / EVENTS).read_bytes():
+            return
+        note(f"uploading the rest of the finished run to {self.uri}, at most {FINISHED_TIMEOUT_S:.0f} s")
+        uploader = self._make_uploader(lambda *_: None, lambda _: None)  # `flush` returns the same failure
+        uploader.start()
+        failure = uploader.flush(FINISHED_TIMEOUT_S)
+        uploader.stop()
+        if failure is not None:
+            raise self._make_error(failure)
+
+    def _make_uploader(
+        self, report: Callable[[str, str], None], on_lease_lost: Callable[[LeaseLost], None]
+    ) -> BackgroundUploader:
+        place = self._store, self.uri, self.local_dir, self._lease
+        return BackgroundUploader(*place, self._manifests, report=report, on_lease_lost=on_lease_lost)
+
+    def _make_error(self, failure: str) -> StorageError:
+        return make_error(StorageError, "upload-incomplete", self.uri, cause=failure, local_dir=self.local_dir)
 
 
 def join_bucket_run(
@@ -345,81 +399,19 @@ def join_bucket_run(
     lease = acquire(uri.child(LEASE_FILE), on_message=note, check_interrupted=stop_request.check)
     if lease is not None:
         stack.callback(lease.release)
+    run = BucketRun(uri, local_dir, [f"{uri} is uploaded from the working copy {local_dir}"], store, lease)
     with writing("The run's working copy cannot be written.", local_dir, fix="make room, or set STOKER_CACHE_DIR"):
         local_dir.mkdir(parents=True, exist_ok=True)
         with locked(local_dir) as acquired:
             if acquired is False:
                 raise UsageError("Another process is training this run.", location=uri)
             write_atomic(local_dir / URI_FILE, str(uri).encode())
-            manifests, messages = _synchronize(store, uri, local_dir, None if resume is not None else user_config)
+            run.synchronize(None if resume is not None else user_config)
             if is_finished(local_dir):
-                _upload_remaining(store, uri, local_dir, lease, manifests, note)
-    messages.insert(0, f"{uri} is uploaded from the working copy {local_dir}")
+                run.upload_remaining(note)
     if lease is None:
-        messages.append(NO_LEASE_NOTE)
-    return BucketRun(uri, local_dir, messages, store, lease, manifests)
-
-
-def _synchronize(
-    store: Store, uri: StorageUri, local_dir: Path, user_config: Config | None
-) -> tuple[dict[str, bytes], list[str]]:
-    """Makes the working copy at least as new as the bucket. Returns the manifests of the bucket's checkpoints (empty
-    for an incomplete one) and messages. Raises as `refuse_finished` if the run was finished elsewhere."""
-    remote_files = list_keys(store, uri)
-    checkpoints: dict[str, dict[str, str]] = {}
-    for name, key in remote_files.items():
-        if match := _CHECKPOINT_FILE.match(name):
-            checkpoints.setdefault(match[1], {})[match[2]] = key
-    manifests = {name: _read_object(store, files.get(MANIFEST)) for name, files in checkpoints.items()}
-    remote_events = _read_object(store, remote_files.get(EVENTS))
-    if not remote_events:
-        return manifests, []
-    messages = []
-    if has_all_events(local_dir, EVENTS, remote_events):
-        newest = next((path.name for path in list_checkpoints(local_dir) if is_complete(path)), "")
-        to_fetch = [name for name in manifests if int(name[5:]) > int(newest[5:] or -1)]
-    else:
-        refuse_finished(fetch_run(uri), user_config, uri)
-        if (local_dir / EVENTS).exists():
-            messages.append("another machine has continued this run: the working copy is replaced")
-        _clear_working_copy(local_dir)
-        for name, key in remote_files.items():
-            if not name.startswith(f"{CHECKPOINTS}/") and name not in (EVENTS, LEASE_FILE, records.REPORT):
-                with contextlib.suppress(ObjectMissing):  # removed since it was listed
-                    download(store, key, local_dir / name)
-        to_fetch = list(manifests)
-    for name in sorted(to_fetch, reverse=True):
-        if not manifests[name]:  # an incomplete checkpoint, or one that is being deleted
-            continue
-        if _fetch_checkpoint(store, checkpoints[name], local_dir / CHECKPOINTS / name):
-            messages.append(f"fetched {name} from the bucket")
-    if not (local_dir / EVENTS).exists():  # last: a folder without events is not a run
-        write_atomic(local_dir / EVENTS, remote_events, private=True)
-    return manifests, messages
-
-
-def _upload_remaining(
-    store: Store,
-    uri: StorageUri,
-    local_dir: Path,
-    lease: Lease | None,
-    manifests: dict[str, bytes],
-    note: Callable[[str], None],
-) -> None:
-    """Uploads what a finished run could not upload at its end. Raises StorageError."""
-    if _read_object(store, uri.child(EVENTS).key) == (local_dir / EVENTS).read_bytes():
-        return
-    note(f"uploading the rest of the finished run to {uri}, at most {FINISHED_TIMEOUT_S:.0f} s")
-
-    def ignore(*_: object) -> None:
-        """`flush` returns the same failure."""
-
-    uploader = BackgroundUploader(store, uri, local_dir, lease, manifests, report=ignore, on_lease_lost=ignore)
-    uploader.start()
-    failure = uploader.flush(FINISHED_TIMEOUT_S)
-    uploader.stop()
-    if failure is not None:
-        raise make_error(StorageError, "upload-incomplete", uri, cause=failure, local_dir=local_dir)
+        run.messages.append(NO_LEASE_NOTE)
+    return run
 
 
 def _read_object(store: Store, key: str | None) -> bytes:

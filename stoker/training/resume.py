@@ -60,7 +60,7 @@ class Part(Protocol):
 
 
 def collect_state(setup: TrainSetup, parts: Sequence[Part]) -> dict[str, Any]:
-    """What `Recovery.restore` needs besides the EMA weights: tensors that are still on the device, and plain numbers."""
+    """What `Recovery.restore` needs besides the EMA weights: tensors on the device, and plain numbers."""
     collected: dict[str, Any] = {
         "optimizer_step": setup.optimizer.state_dict(),
         "loader": setup.loader.state_dict(),
