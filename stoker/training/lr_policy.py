@@ -161,6 +161,6 @@ def first_steps(step_s: float, budget_s: float, total: int | None) -> int:
 
 
 def scale_lr(lr: float, batch_ratio: float, optimizer: str) -> float:
-    """The learning rate at `batch_ratio` times the batch size, by the rules of `defaults/derive.py`: linear for sgd
-    (Goyal et al. 2017), square root for adamw and muon (Malladi et al. 2022)."""
+    """The learning rate at `batch_ratio` times the batch size: linear for sgd (Goyal et al. 2017), square root for
+    adamw and muon (Malladi et al. 2022)."""
     return lr * (batch_ratio if optimizer == "sgd" else math.sqrt(batch_ratio))

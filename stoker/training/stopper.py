@@ -61,7 +61,7 @@ class NoticeWatcher:
         env: Mapping[str, str] = os.environ,
         cloud: str | None = None,
     ) -> None:
-        self._on_notice, self._report, self._env = on_notice, report, env
+        self._on_notice, self._report = on_notice, report
         self._stopped = threading.Event()
         cloud = detect_cloud() if cloud is None else cloud
         self._sources: list[tuple[str, Callable[[], Notice | None]]] = []

@@ -41,6 +41,7 @@ from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.defaults import checks
 from stoker.training.defaults.dry_run import NO_TRIAL_OF_SHARDS, DryRun, find_batch_size
 from stoker.training.defaults.model_choice import Fetch, choose_image_side, choose_model, estimate_images_per_second
+from stoker.training.lr_policy import scale_lr
 
 Choice = tuple[Any, str]
 """A value and the reason for it."""
@@ -241,15 +242,14 @@ def _stronger_augmentation(known: Known, name: str) -> Choice | None:
     batch_size = config.run.batch_size or min(known.num_images, known.recipe.run.batch_size)
     if arch.tuning is None:
         return None
-    if not config.run.max_duration:
-        num_seen = float(_default_length(known, batch_size)[1] * batch_size)
+    length = parse_duration(config.run.max_duration) if config.run.max_duration else None
+    steps = total_steps(length, known.num_images, batch_size) if length else _default_length(known, batch_size)[1]
+    if steps is not None:
+        num_seen = float(steps * batch_size)
+    elif length is not None and known.device.computes_on_host:
+        num_seen = length.value * 60 * estimate_images_per_second(arch, config.data.image_size)
     else:
-        duration = parse_duration(config.run.max_duration)
-        steps = total_steps(duration, known.num_images, batch_size)
-        if steps is None and not known.device.computes_on_host:
-            return None  # how fast an accelerator is, is not known
-        images_per_s = estimate_images_per_second(arch, config.data.image_size)
-        num_seen = duration.value * 60 * images_per_s if steps is None else float(steps * batch_size)
+        return None  # how fast an accelerator is, is not known
     views = num_seen / max(1, known.num_images)
     if views < arch.tuning.many_views:
         return None
@@ -368,13 +368,10 @@ def derive_lr(known: Known) -> Choice:
     batch size (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"). Momentum and the
     betas stay: Malladi's rule for them, 1 - k (1 - beta), is not defined for k of 10 and more.
     """
-    base_lr, base_batch_size, source = _reference_lr(known)
-    batch_ratio = known.config.run.batch_size / base_batch_size
-    if known.config.optim.optimizer == "sgd":
-        factor, rule = batch_ratio, "linear rule (Goyal et al. 2017)"
-    else:
-        factor, rule = math.sqrt(batch_ratio), "square root rule (Malladi et al. 2022)"
-    return float(f"{base_lr * factor:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} images, {rule}"
+    (base_lr, base_batch_size, source), optimizer = _reference_lr(known), known.config.optim.optimizer
+    lr = scale_lr(base_lr, known.config.run.batch_size / base_batch_size, optimizer)
+    rule = "linear rule (Goyal et al. 2017)" if optimizer == "sgd" else "square root rule (Malladi et al. 2022)"
+    return float(f"{lr:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} images, {rule}"
 
 
 def _reference_lr(known: Known) -> tuple[float, int, str]:
