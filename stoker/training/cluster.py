@@ -225,7 +225,8 @@ def _read_slurm(env: Mapping[str, str]) -> RankPlace | None:
     """A task of `srun`. The batch script itself has no SLURM_STEP_NUM_TASKS: it is one process, whatever --ntasks."""
     if not env.get("SLURM_STEP_NUM_TASKS"):
         return None
-    counts = _expand_task_counts(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, repeat in found for _ in range(int(repeat or 1))]  # `2(x3),1` is 2, 2, 2, 1
     node = _read_int(env, "SLURM_NODEID", 0)
     # Steps of a job may run at the same time: each its own port, above those that services use.
     port = 20_000 + (_read_int(env, "SLURM_JOB_ID", 0) * 16 + _read_int(env, "SLURM_STEP_ID", 0)) % 12_000
@@ -245,12 +246,6 @@ def first_node(text: str) -> str:
     match = re.match(r"([^,\[]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", text)
     assert match is not None
     return "".join(part or "" for part in match.groups())
-
-
-def _expand_task_counts(text: str) -> list[int]:
-    """`2(x3),1` is 2, 2, 2, 1."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, repeat in found for _ in range(int(repeat or 1))]
 
 
 def _read_int(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -57,13 +57,6 @@ class GradientHook:
         self._good_factors: dict[int, Tensor] = {}
         self.load(None)
 
-    def bucket_mib(self, *, is_cpu: bool) -> int | None:
-        """MiB of a bucket of gradients; None: DistributedDataParallel's default. With gloo, what PowerSGD does after
-        its first exchange runs in threads, whose order ranks would not share with several buckets."""
-        if not self.keeps_state:
-            return self._method.number
-        return ONE_BUCKET_MIB if is_cpu else None
-
     def finish_step(self, found_inf: Tensor) -> None:
         """After the update of the weights, which was skipped if `found_inf` is 1."""
         for bucket, factor in self._powersgd.q_memory_dict.items():
@@ -250,8 +243,11 @@ class Ddp(_Replicas):
         if self._hook is not None and self._hook.keeps_state:
             self.keeper, self.saves_together = self._hook, True
         super().__init__(setup, log_event)
+        size = sync.number
+        if sync.kind == "powersgd":
+            # With gloo, what it does after its first exchange runs in threads, whose order ranks share in one bucket only.
+            size = ONE_BUCKET_MIB if setup.device.is_cpu else DEFAULT_BUCKET_MIB
         # With an explicit size the first bucket is not smaller than the others, so the default is left out.
-        size = sync.number if self._hook is None else self._hook.bucket_mib(is_cpu=setup.device.is_cpu)
         losses = _Losses(setup.model, self.loss_fn, self.signals if self._hook is None else None)
         with warnings.catch_warnings():  # torch 2.15 has another name for broadcast_buffers, 2.11 does not
             warnings.simplefilter("ignore", FutureWarning)

@@ -152,7 +152,11 @@ def open_run_folder(
     restart = read_restart()
     try:
         if path is None:
-            path = _create_run(config, name)
+            if name is None:
+                path = records.make_run(RUNS_DIR, f"{_dataset_name(config)}-{config.model.model}")
+            else:
+                path = Path(expand_variables(name))
+                path.mkdir(parents=True, exist_ok=True)
             messages += _lock_run(path, stack)
             write_atomic(path / CONFIG, to_toml(config, reasons).encode(), private=True)
         folder = RunFolder(path, records.last_attempt(path) + 1)
@@ -182,14 +186,6 @@ def write_diagnosis(folder: RunFolder, warn: Callable[[str], None]) -> None:
         write_findings(folder.path, diagnose(folder.path))
     except OSError as error:
         warn(f"{records.FINDINGS} could not be written: {error}")
-
-
-def _create_run(config: Config, name: str | None) -> Path:
-    if name is not None:
-        path = Path(expand_variables(name))
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    return records.make_run(RUNS_DIR, f"{_dataset_name(config)}-{config.model.model}")
 
 
 def _read_user_config(path: Path) -> Config:

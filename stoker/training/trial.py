@@ -175,8 +175,10 @@ class Trial:
             self._load(steps * self.batch_size)
         else:
             with self.parallel.timing_waits(self.ledger):
+                if request.do == "step" and self._kept_batch is None:  # its buffer will be filled again
+                    self._kept_batch = Batch(*(tensor.clone() for tensor in next(self.loader)))
                 for _ in range(steps):
-                    self._step(self._keep_batch() if request.do == "step" else None)
+                    self._step(self._kept_batch if request.do == "step" else None)
         self.device.synchronize()
         seconds, breakdown = time.perf_counter() - start_s, self.ledger.window(0.0)
         images, after = steps * self.batch_size, self.loader.stats()
@@ -218,11 +220,6 @@ class Trial:
     def _load(self, images: int) -> None:
         for _ in range(-(-images // self.batch_size)):
             self._next_batch()
-
-    def _keep_batch(self) -> Batch:
-        if self._kept_batch is None:  # its buffer will be filled again
-            self._kept_batch = Batch(*(tensor.clone() for tensor in next(self.loader)))
-        return self._kept_batch
 
     def _step(self, batch: Batch | None) -> None:
         batch = batch or self._next_batch()

@@ -25,7 +25,7 @@ from typing import Literal, Self
 from stoker.errors import ConfigError, HungError
 from stoker.runs.records import HANG, RANKS, RunFolder
 from stoker.storage.failures import Timeouts
-from stoker.training.heartbeats import FRESH_S, Heartbeats, call_within
+from stoker.training.heartbeats import FRESH_S, call_within
 from stoker.training.ranks import Failure, Ranks
 
 MIN_LIMIT_S = 60.0
@@ -143,7 +143,10 @@ class Watchdog:
                     return
             is_silent, frozen = self._detector.tick(TICK_S, is_limited=self._phase() not in UNLIMITED_PHASES), None
             if heartbeats is not None:
-                is_silent, frozen = self._ask_others(heartbeats, is_silent=is_silent)
+                heartbeats.tick(TICK_S)
+                heartbeats.progresses = self._detector.silence_s < self._detector.limit_s / 2
+                is_silent = is_silent and not heartbeats.others_progress()  # one may wait for another that saves
+                frozen = heartbeats.frozen(FRESH_S if is_silent else heartbeats.limit_s)
             if is_silent or frozen is not None:
                 innermost = sys._current_frames().get(self._watched_id)
                 frames = [] if innermost is None else list(traceback.extract_stack(innermost))
@@ -152,13 +155,6 @@ class Watchdog:
                     continue
                 self._end(describe_hang(self._phase(), frames) if frozen is None else "rank", frames, frozen)
                 return
-
-    def _ask_others(self, heartbeats: Heartbeats, *, is_silent: bool) -> tuple[bool, HungError | None]:
-        """(whether no rank makes progress: one may wait for another that saves; the error that names a frozen rank)."""
-        heartbeats.tick(TICK_S)
-        heartbeats.progresses = self._detector.silence_s < self._detector.limit_s / 2
-        is_silent = is_silent and not heartbeats.others_progress()
-        return is_silent, heartbeats.frozen(FRESH_S if is_silent else heartbeats.limit_s)
 
     def _end(self, hung: Hung, frames: list[traceback.FrameSummary], error: HungError | None) -> None:
         error = error or self._make_error(hung, frames)
