@@ -245,7 +245,7 @@ class Ddp(_Replicas):
         super().__init__(setup, log_event)
         size = sync.number
         if sync.kind == "powersgd":
-            # With gloo, what it does after the first exchange runs in threads, whose order ranks share in one bucket only.
+            # With gloo, what it does after the first exchange runs in threads: ranks share the order within one bucket.
             size = ONE_BUCKET_MIB if setup.device.is_cpu else DEFAULT_BUCKET_MIB
         # With an explicit size the first bucket is not smaller than the others, so the default is left out.
         losses = _Losses(setup.model, self.loss_fn, self.signals if self._hook is None else None)

@@ -16,7 +16,7 @@ that of `fsdp.py`. What torch leaves to do, and what its versions differ in: doc
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -130,14 +130,6 @@ def check_stages(config: Config, num_devices: int) -> None:
         )
 
 
-class _Place(NamedTuple):
-    """Where a module keeps a tensor of its state: `tensors[key]`."""
-
-    name: str
-    tensors: dict[str, Any]
-    key: str
-
-
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """Which parts of a model are this rank's stage."""
@@ -174,26 +166,29 @@ class Stages:
 
     def reshard(self, model: nn.Module) -> None:
         """Frees the tensors of the other stages."""
-        for place in _places(model):
-            if self.owner(place.name) != self.ranks.rank:
-                _put(place, torch.empty_like(place.tensors[place.key], device="meta"))
+        state = model.state_dict()
+        for name, tensor in list(state.items()):
+            if self.owner(name) == self.ranks.rank:
+                del state[name]
+            else:
+                state[name] = torch.empty_like(tensor, device="meta")
+        model.load_state_dict(state, strict=False, assign=True)
 
     def collect(self, model: nn.Module) -> None:
         """Makes the model whole in every rank, until `reshard`: the ranks evaluate a part of the images each."""
-        groups: dict[tuple[int, torch.dtype], list[_Place]] = {}
-        for place in _places(model):
-            groups.setdefault((self.owner(place.name), place.tensors[place.key].dtype), []).append(place)
-        for (owner, dtype), places in groups.items():
-            whole, is_own = [place.tensors[place.key] for place in places], owner == self.ranks.rank
+        state = model.state_dict()
+        groups: dict[tuple[int, torch.dtype], list[str]] = {}
+        for name, tensor in state.items():
+            groups.setdefault((self.owner(name), tensor.dtype), []).append(name)
+        for (owner, dtype), names in groups.items():
+            whole, is_own = [state.pop(name) for name in names], owner == self.ranks.rank
             sizes = [tensor.numel() for tensor in whole]
             flat = flatten(whole) if is_own else torch.empty(sum(sizes), dtype=dtype, device=self.device)
             dist.broadcast(flat, src=owner)
             if not is_own:
-                for place, part in zip(places, torch.split(flat, sizes), strict=True):
-                    _put(place, part.view(place.tensors[place.key].shape))
-        constants = model.state_dict()
-        constants.clear()
-        model.load_state_dict(constants, strict=False)  # modules compute their constants (frozen norms)
+                parts = zip(names, whole, torch.split(flat, sizes), strict=True)
+                state.update((name, part.view(tensor.shape)) for name, tensor, part in parts)
+        model.load_state_dict(state, strict=False, assign=True)  # modules compute their constants, too (frozen norms)
 
     def rows(self, whole: Tensor) -> Tensor:
         """A tensor of this stage is whole."""
@@ -230,23 +225,6 @@ def _receive(rank: int, group: Any, like: Tensor) -> Tensor:
     tensor = torch.empty_like(like, device="cpu")
     dist.recv(tensor, src=rank, group=group)
     return tensor
-
-
-def _places(model: nn.Module) -> Iterator[_Place]:
-    """The tensors of a model that are in its `state_dict`."""
-    for prefix, module in model.named_modules():
-        start = f"{prefix}." if prefix else ""
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for key, tensor in table.items():
-                if tensor is not None and key not in module._non_persistent_buffers_set:
-                    yield _Place(start + key, table, key)
-
-
-def _put(place: _Place, tensor: Tensor) -> None:
-    old = place.tensors[place.key]
-    is_parameter = isinstance(old, nn.Parameter)
-    place.tensors[place.key] = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
 
 
 def _merge(trees: Sequence[Any]) -> Any:
