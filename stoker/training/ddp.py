@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.config.sync_method import DEFAULT_BUCKET_MIB, SyncMethod
 from stoker.data.batch import Batch
-from stoker.training.checkpoint import HostSnapshot
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
@@ -188,7 +187,7 @@ def write_flat(tensors: list[Tensor], flat: Tensor) -> None:
 
 
 class _Replicas(Several):
-    """What both have in common: every rank has the whole model, and rank 0 writes it."""
+    """What both have in common: every rank has the whole model."""
 
     keeper: GradientHook | LocalSteps | None = None
     """Keeps something from step to step that is not the same in all ranks."""
@@ -214,13 +213,6 @@ class _Replicas(Several):
         self._equal_at = self.setup.state.step
         if self.keeper is not None:
             self.keeper.load(self._sync_state)
-
-    def reserve_snapshots(self, state: dict[str, Any]) -> None:
-        if self.ranks.is_main:
-            super().reserve_snapshots(state)
-
-    def take_snapshot(self, state: dict[str, Any], *, ap: float | None) -> HostSnapshot | None:
-        return super().take_snapshot(state, ap=ap) if self.ranks.is_main else None
 
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
         """A forward and a backward pass that change nothing, also of what is compiled: a failure ends the run.

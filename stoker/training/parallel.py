@@ -98,13 +98,16 @@ class One(PlainStep):
 
     def reserve_snapshots(self, state: dict[str, Any]) -> None:
         """Allocates host memory for snapshots of the weights and a state like this one, so that no save does."""
-        weights = self.optimizer.ema_model.state_dict()
-        self._arenas = checkpoint.reserve_arenas(self.setup.device, weights, state)
+        if self.setup.ranks.is_main:
+            weights = self.optimizer.ema_model.state_dict()
+            self._arenas = checkpoint.reserve_arenas(self.setup.device, weights, state)
 
     def take_snapshot(self, state: dict[str, Any], *, ap: float | None) -> checkpoint.HostSnapshot | None:
         """The EMA weights with their metadata, and a state (empty for a file of weights alone), with whole tensors on
         the host. Called by all processes that take part in it; None where there is nothing to write. The copies are
         made while the training goes on: only the next update of the weights has to wait (`wait_for_snapshot`)."""
+        if not self.setup.ranks.is_main:
+            return None
         taken = checkpoint.snapshot(
             self._copy_stream, step=self.setup.state.step, metadata=self.metadata(ap),
             weights=self.optimizer.ema_model.state_dict(), state=state, arenas=self._arenas,
