@@ -34,14 +34,16 @@ class One(PlainStep):
 
     can_be_captured = True
     """Whether a CUDA graph can replay its step: nothing in it depends on what the host does in each step."""
+    can_be_compiled = True
+    """Whether its step can be compiled: a run that was started on one device may ask for it."""
     takes_part_in_saves = True
     """Whether this process has something to do when a checkpoint is saved."""
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         run = setup.config.run
         self.setup, self.log_event = setup, log_event
-        self.compiles = run.compile and not setup.is_staged
-        """Whether `warm_up` compiles the step. Stages are not compiled, if the run was started with `--compile`."""
+        self.compiles = run.compile and self.can_be_compiled
+        """Whether `warm_up` compiles the step."""
         is_whole = setup.optimizer.sharding is None
         loss_fn = make_loss_fn(setup.model, compile=self.compiles, cast_together=is_whole)
         super().__init__(loss_fn, setup.optimizer, setup.loss_accumulator, setup.device.autocast(run.precision))

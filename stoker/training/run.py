@@ -136,12 +136,12 @@ def train(
                 _print_settings(screen, resolved, verbose=verbose)
                 for line in messages:
                     log_event("info", line)
-                processes = start.start_worker_processes(resolved.config, resolved.index, resolved.device, log_event)
+                processes = start.start_worker_processes(resolved, log_event)
                 if processes is not None:
                     stack.callback(processes.close)
                     stacks.processes = processes
                 setup, loaded = start.build(
-                    resolved, folder, log_event, processes, accept_changed_data=accept_changed_data, ranks=ranks
+                    resolved, folder, log_event, processes, accept_changed_data=accept_changed_data
                 )
                 stack.callback(setup.loader.close)
                 stack.callback(stacks.stop)

@@ -267,7 +267,7 @@ _LOSS = _Spec((), torch.float64, requires_grad=True)
 class Pipeline(Fsdp):
     """The steps of a rank that has a stage."""
 
-    has_whole_model = False
+    can_be_compiled = has_whole_model = False
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         super().__init__(setup, log_event)

@@ -64,6 +64,7 @@ class ResolvedRun:
     reasons: dict[str, str]
     device: Device
     index: Index
+    ranks: Ranks
 
 
 def resolve_run(
@@ -106,24 +107,22 @@ def resolve_run(
     if config.run.sync == "auto":
         method, reason = choose_sync(config, index, device, ranks)
         config, reasons = config.replace(sync=method), reasons | {"sync": reason}
-    return ResolvedRun(config, reasons, device, index)
+    return ResolvedRun(config, reasons, device, index, ranks)
 
 
-def start_worker_processes(
-    config: Config, index: Index, device: Device, log_event: EventLogger
-) -> WorkerProcesses | None:
+def start_worker_processes(resolved: ResolvedRun, log_event: EventLogger) -> WorkerProcesses | None:
     """The processes that load images, while the model is built; None: threads do it. Close them after the loaders."""
-    requested = config.run.worker_processes
+    run, index, device = resolved.config.run, resolved.index, resolved.device
     count, reason = choose_worker_processes(
-        requested,
+        run.worker_processes,
         is_cpu=device.is_cpu,
         cores=host_cores(),
         is_remote=index.remote_object(int(index.image_indices("train")[0])) is not None,
-        jpeg_decoder=config.run.jpeg_decoder,
+        jpeg_decoder=run.jpeg_decoder,
     )
-    if config.run.num_workers:
-        count = min(count, config.run.num_workers)
-    if count or requested not in ("auto", 0):
+    if run.num_workers:
+        count = min(count, run.num_workers)
+    if count or run.worker_processes not in ("auto", 0):
         log_event("info", f"loader: {count or 'no'} worker processes: {reason}")
     return WorkerProcesses(count, device) if count else None
 
@@ -132,15 +131,13 @@ def build(
     resolved: ResolvedRun,
     folder: RunFolder,
     log_event: EventLogger,
-    processes: WorkerProcesses | None = None,
+    processes: WorkerProcesses | None,
     *,
-    accept_changed_data: bool = False,
-    ranks: Ranks | None = None,
+    accept_changed_data: bool,
 ) -> tuple[TrainSetup, checkpoint.LoadedCheckpoint | None]:
     """Everything the loop needs, at step 0 with pretrained weights; and in rank 0 the checkpoint to continue from.
     accept_changed_data: continue also if images or boxes are not those of the checkpoint. Raises CheckpointError."""
-    ranks = ranks or Ranks()
-    config, device, index = resolved.config, resolved.device, resolved.index
+    config, device, index, ranks = resolved.config, resolved.device, resolved.index, resolved.ranks
     ranks.share(lambda: report_preflight(resolved, folder, log_event))
     if device.is_cpu:
         configure_malloc()
@@ -171,7 +168,6 @@ def build(
         log_event,
         checkpoint.CheckpointWriter(folder.path, log_event, has_folder=ranks.is_main),
         processes,
-        ranks=ranks,
         sharding=sharding,
         quarantine=_make_quarantine_reporter(folder, log_event),
         accept_changed_data=accept_changed_data,
@@ -188,7 +184,6 @@ def make_setup(
     writer: checkpoint.CheckpointWriter,
     processes: WorkerProcesses | None,
     *,
-    ranks: Ranks,
     quarantine: Callable[[QuarantinedImage], None],
     sharding: Division | None = None,
     accept_changed_data: bool = False,
@@ -201,7 +196,7 @@ def make_setup(
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
     loader = make_training_loader(
         config, index, device, max_boxes=max_boxes, log_event=log_event, processes=processes,
-        on_quarantine=quarantine, ranks=ranks, image_indices=image_indices,
+        on_quarantine=quarantine, ranks=resolved.ranks, image_indices=image_indices,
     )  # fmt: skip
     return TrainSetup(
         folder=folder,
@@ -228,7 +223,7 @@ def make_setup(
         accept_changed_data=accept_changed_data,
         total_steps=total_steps(parse_duration(config.run.max_duration), len(train_indices), config.run.batch_size),
         max_boxes=max_boxes,
-        ranks=ranks,
+        ranks=resolved.ranks,
         initial_ranks=initial_ranks,
     )
 

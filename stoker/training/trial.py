@@ -111,14 +111,14 @@ class Trial:
         nowhere = Path("nowhere")  # a trial writes no records and no checkpoints
         # One rank of a machine downloads weights.
         model = ranks.locally_first(lambda: build_initial_model(config, index, device, _ignore_event))
+        resolved = ResolvedRun(config, {}, device, index, ranks)
         setup = make_setup(
-            ResolvedRun(config, {}, device, index),
+            resolved,
             model,
             RunFolder(nowhere, 1),
             _ignore_event,
             CheckpointWriter(nowhere, _ignore_event, has_folder=False),
-            start_worker_processes(config, index, device, _ignore_event),
-            ranks=ranks,
+            start_worker_processes(resolved, _ignore_event),
             quarantine=lambda _: None,
             image_indices=train_indices[chosen],
         )
