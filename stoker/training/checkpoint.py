@@ -47,20 +47,19 @@ class FileEntry(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """manifest.json. A folder without a complete one is not a checkpoint."""
+    """manifest.json. A folder without a complete one is not a checkpoint. healthy: the last step was not skipped, so a
+    rollback may take it; rollbacks: before this checkpoint."""
 
     version: int = 1
     step: int
     healthy: bool = True
-    """Whether the last step was not skipped; a rollback only takes healthy checkpoints."""
     rollbacks: int = 0
-    """Rollbacks before this checkpoint."""
     files: dict[str, FileEntry]
 
 
 @dataclasses.dataclass
 class HostSnapshot:
-    """A run's state as host tensors; `ready` tells when their copies have arrived."""
+    """A run's state as host tensors. ready: when their copies have arrived; lease: of the memory that they are in."""
 
     step: int
     metadata: dict[str, str]
@@ -68,7 +67,6 @@ class HostSnapshot:
     state: dict[str, Any]
     ready: ReadyEvent
     lease: Lease | None = None
-    """Of the memory that the tensors are in."""
 
 
 def snapshot(

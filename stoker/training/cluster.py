@@ -46,19 +46,16 @@ ONE_DEVICE = Devices()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """The place of this process in a job of several ranks."""
+    """The place of this process in a job of several ranks. local_rank: its number on its machine, and of its device;
+    host, port: where rank 0 listens; source: what says so (torchrun, Slurm, TF_CONFIG)."""
 
     rank: int
     world_size: int
     local_rank: int
-    """Its number on its machine, which is the number of its device."""
     local_world_size: int
-    """Ranks on its machine."""
     host: str
-    """Where rank 0 listens."""
     port: int
     source: str
-    """What says so: torchrun, Slurm, TF_CONFIG."""
 
     @property
     def is_one_machine(self) -> bool:

@@ -43,12 +43,11 @@ SIGNAL_POLL_S = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class PendingEvaluation:
-    """The detections of an evaluation whose metrics are not known yet."""
+    """The detections of an evaluation without metrics yet, and the EMA weights that made them, without metadata."""
 
     step: int
     detections: Detections
     weights: checkpoint.HostSnapshot
-    """The EMA weights that made them; their metadata is not written yet."""
 
     def to_state(self) -> dict[str, Any]:
         """A part of a checkpoint's state. Waits for the copy of the weights."""

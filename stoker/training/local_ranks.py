@@ -42,10 +42,10 @@ _FORWARDED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 
 class RankRequest(msgspec.Struct, kw_only=True):
-    """What a rank is to train: the arguments of `run.train`, on the standard input of its process."""
+    """What a rank is to train: the arguments of `run.train`, on the standard input of its process. settings: those that
+    the user set, by name."""
 
     settings: dict[str, Any]
-    """Those that the user set, by name."""
     run_dir: str | None = None
     resume: str | None = None
     accept_changed_data: bool = False

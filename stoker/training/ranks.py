@@ -57,19 +57,16 @@ _COMMUNICATION_WORDS = ("gloo", "NCCL", "Connection", "connection", "Socket", "s
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """The error that ended a rank."""
+    """The error that ended a rank. t: Unix time, seconds; is_consequence: another rank had ended before; trace: of a
+    bug; error: the class of a StokerError in `errors.py`, whose arguments follow, empty for other errors."""
 
     rank: int
     t: float
-    """Unix time, seconds."""
     text: str
     exit_code: int
     is_consequence: bool = False
-    """Another rank had ended before."""
     trace: str = ""
-    """The traceback, if it is a bug."""
     error: str = ""
-    """The class of a StokerError in `errors.py`; its arguments follow. Empty for other errors."""
     what: str = ""
     location: str | None = None
     cause: str | None = None

@@ -153,16 +153,13 @@ LARGE_UPDATE = 0.03
 
 
 class Suspects(NamedTuple):
-    """How `StabilityAlerts` names what a spike is from."""
+    """How `StabilityAlerts` names what a spike is from. parameters: names, in the order of the norms of the gradients;
+    name_images: those of the step after so many steps; clip_grad_norm: 0 is none; update_ratios: `OptimizerStep`'s."""
 
     parameters: Sequence[str] = ()
-    """Names, in the order of the norms of the gradients."""
     name_images: Callable[[int], str] = str
-    """The images of the step after so many steps."""
     clip_grad_norm: float = 0.0
-    """The setting of the run; 0: no clipping."""
     update_ratios: Callable[[], dict[str, float]] = dict
-    """Of the weights now (`OptimizerStep.update_ratios`)."""
 
 
 class StabilityAlerts:

@@ -32,16 +32,13 @@ from stoker.training.state import EventLogger, TrainSetup, read_sizes
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """What a training continues from."""
+    """What a training continues from. saved: the state of a checkpoint, None: the first step; rollback_count: so far;
+    best_ap: before a rollback, as the best weights stay the best; is_changed: the data set is another one."""
 
     saved: dict[str, Any] | None
-    """The state of a checkpoint; None: the first step."""
     rollback_count: int
-    """Rollbacks of the run so far."""
     best_ap: float = -1.0
-    """The best AP before a rollback: the best weights stay the best, even if training went back to a step before."""
     is_changed: bool = False
-    """The data set is not that of the checkpoint."""
 
     @property
     def is_after_rollback(self) -> bool:

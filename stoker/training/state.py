@@ -43,18 +43,16 @@ NO_SIZES = BatchSizes(0, 0)
 
 
 class Signals(NamedTuple):
-    """What a process knows after a step. What `parallel.One.agree` returns, all know after the same step."""
+    """What a process knows after a step. What `parallel.One.agree` returns, all know after the same step.
+
+    stop: a process was asked to; evaluate, save: due by the clock, a checkpoint in the processes that take part in it;
+    trained_s: wall seconds of the steps so far; diverged_step: at which the limit of skipped steps was reached."""
 
     stop: bool = False
-    """A process was asked to stop."""
     evaluate: bool = False
-    """By the clock, an evaluation is due."""
     save: bool = False
-    """By the clock, a checkpoint is due, in the processes that take part in it."""
     trained_s: float = 0.0
-    """Wall seconds of the steps so far."""
     diverged_step: int | None = None
-    """Step at which the limit of consecutive skipped steps was reached."""
 
 
 @dataclasses.dataclass

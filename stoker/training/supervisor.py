@@ -38,17 +38,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an attempt was started by the supervisor."""
+    """Why an attempt was started by the supervisor. number: from 1; limit: N of --restarts; exit_code: of the attempt
+    before, negative: the signal that killed it; since: Unix time of the first attempt, seconds."""
 
     number: int
-    """1 for the first restart."""
     limit: int
-    """N of --restarts."""
     reason: str
     exit_code: int
-    """Of the attempt before; negative: the signal that killed it."""
     since: float
-    """Unix time of the first attempt, seconds."""
 
 
 def read_restart(env: Mapping[str, str] = os.environ) -> Restart | None:
