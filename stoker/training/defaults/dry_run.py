@@ -75,9 +75,8 @@ class DryRun:
         self.budget_bytes = int(MEMORY_FRACTION * device.memory().free)
         """Bytes that steps may use, weights included."""
         model = build(config.model, len(index.class_names)).to(device.torch_device).train()
-        optim = config.optim
-        if optim.ema_decay is None:
-            optim = dataclasses.replace(optim, ema_decay=0.99)
+        has_decay = config.optim.ema_decay is not None
+        optim = config.optim if has_decay else dataclasses.replace(config.optim, ema_decay=0.99)
         self.optimizer = OptimizerStep(model, optim, device, precision=config.run.precision)
         self._loss_fn = make_loss_fn(model, compile=False)
         self.min_size = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
