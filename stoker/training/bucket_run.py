@@ -5,15 +5,13 @@ Training writes into a local working copy, as into any run's folder, and a backg
 the run's lease, brings the working copy up to date, and training continues as from any folder. Commands that only read
 a run use `records.fetch_run`.
 
-The thread looks at the folder about once a second and uploads what has changed. The best weights and the records of a
-checkpoint's steps are uploaded first, then its files, then its manifest: a checkpoint that is complete in the bucket
-can be resumed. Object stores cannot append, so a file that grows is written whole each time: at most every
-RECORDS_INTERVAL_S, and less often in proportion to its size.
+The best weights and the records of a checkpoint's steps are uploaded first, then its files, then its manifest: a
+checkpoint that is complete in the bucket can be resumed. Object stores cannot append, so a file that grows is written
+whole each time: at most every RECORDS_INTERVAL_S, and less often in proportion to its size.
 
 A custom job of Vertex AI wants its results in the folders of `AIP_CHECKPOINT_DIR`, `AIP_MODEL_DIR` and
-`AIP_TENSORBOARD_LOG_DIR` (cloud.google.com/vertex-ai/docs/training/code-requirements), which are URIs or paths. The run
-itself is in the folder for checkpoints, unless --run-dir names another: a restarted job continues it. The rest is
-copied (`copying_results`).
+`AIP_TENSORBOARD_LOG_DIR` (cloud.google.com/vertex-ai/docs/training/code-requirements), URIs or paths. The run itself is
+in the folder for checkpoints, unless --run-dir names another; the rest is copied (`copying_results`).
 """
 
 import contextlib
@@ -25,29 +23,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from stoker.config.settings import Config
 from stoker.errors import ConfigError, ObjectMissing, Preempted, StorageError, UsageError, make_error, writing
 from stoker.report.tensorboard import FOLDER as TENSORBOARD
-from stoker.runs.records import (
-    BEST,
-    CHECKPOINTS,
-    CONFIG,
-    ENVIRONMENT,
-    EVALUATION,
-    EVENTS,
-    FINAL,
-    FINDINGS,
-    HANG,
-    QUARANTINE,
-    REPORT,
-    STEPS,
-    TRACE_FILES,
-    fetch_run,
-    is_finished,
-    locked,
-)
+from stoker.runs import records
+from stoker.runs.records import CHECKPOINTS, EVENTS, fetch_run, is_finished, locked
 from stoker.storage.lease import Lease, LeaseLost, acquire
 from stoker.storage.local_files import write_atomic
 from stoker.storage.store import Store, download, has_all_events, list_keys, not_a_run_error, open_store
@@ -84,19 +65,22 @@ MIN_STREAMED_BYTES = 16_000_000
 """Records from this size on are streamed from the disk; smaller ones are read at once, so they are consistent."""
 RETRY_DELAY_S = 30.0
 """Delay after a failure."""
-REPLACED_FILES = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, REPORT, HANG, BEST, FINAL)
+REPLACED_FILES = (
+    records.CONFIG, records.ENVIRONMENT, records.EVALUATION, records.FINDINGS, records.REPORT, records.HANG,
+    records.BEST, records.FINAL,
+)  # fmt: skip
 """Files that are replaced, not appended to; and the stacks of a hang."""
-CHECKPOINT_RECORDS = (EVENTS, STEPS, QUARANTINE)
-"""Records of the steps that a checkpoint contains: uploaded with it, unless they are large and not due."""
-MODEL_FILES = (BEST, FINAL, CONFIG, EVALUATION)
+MODEL_FILES = (records.BEST, records.FINAL, records.CONFIG, records.EVALUATION)
 """What is copied to the folder for models of Vertex AI."""
+CHECKPOINT_RECORDS = (EVENTS, records.STEPS, records.QUARANTINE)
+"""Records of the steps that a checkpoint contains: uploaded with it, unless they are large and not due."""
 
 
 class BackgroundUploader:
     """Keeps a bucket in sync with a run's folder, from `start` to `stop`.
 
-    report(kind, text) writes an event, on_lease_lost(error) is called if another process took the lease; both are
-    called from the thread.
+    From the thread, report(kind, text) writes an event, and on_lease_lost(error) says that another process took the
+    lease. uploaded_manifests: the manifest of each checkpoint folder in the bucket; empty for an incomplete one.
     """
 
     def __init__(
@@ -110,10 +94,9 @@ class BackgroundUploader:
         report: Callable[[str, str], None],
         on_lease_lost: Callable[[LeaseLost], None],
     ) -> None:
-        """uploaded_manifests: the manifest of each checkpoint folder in the bucket; empty for an incomplete one."""
         self._store, self._uri, self._run_dir, self._lease = store, uri, run_dir, lease
         self._uploaded_manifests = dict(uploaded_manifests)
-        self._report, self._on_lease_lost = report, on_lease_lost
+        self.report, self._on_lease_lost = report, on_lease_lost
         self._uploaded_states: dict[str, tuple[int, ...]] = {}
         """Name → state of the file that is in the bucket."""
         self._next_upload_s: dict[str, float] = {}
@@ -130,9 +113,7 @@ class BackgroundUploader:
         self._thread.start()
 
     def flush(self, timeout_s: float) -> str | None:
-        """Waits until the bucket has everything that is in the folder now, at most `timeout_s`; None, or why it has
-        not.
-
+        """Waits until the bucket has all that is in the folder now, at most `timeout_s`; None, or why it has not.
         Raises errors of the thread other than failures of the store."""
         with self._condition:
             self._requested_passes += 1
@@ -146,6 +127,13 @@ class BackgroundUploader:
         if not is_complete:
             return f"the upload was not done within {timeout_s:.0f} s" + (f": {self._failure}" if self._failure else "")
         return self._failure
+
+    def finish(self, timeout_s: float) -> str | None:
+        """`flush`, reported if it takes long."""
+        if self.flush(QUIET_UPLOAD_S) is None:
+            return None
+        self.report("info", f"uploading to {self._uri}, at most {timeout_s:.0f} s; Ctrl-C twice ends the wait")
+        return self.flush(timeout_s)
 
     def stop(self) -> None:
         """Ends the thread after the current upload; the rest is not uploaded."""
@@ -191,11 +179,11 @@ class BackgroundUploader:
             self._failure = f"{error.what} {error.cause or ''}" if isinstance(error, StorageError) else str(error)
             if not failed_before:
                 text = f"{self._uri} cannot be written: {self._failure}; training continues, and stoker tries again"
-                self._report("warning", text)
+                self.report("warning", text)
         else:
             if self._failure is not None:
                 self._failure, self._retry_at_s = None, 0.0
-                self._report("info", f"{self._uri} can be written again, and is up to date")
+                self.report("info", f"{self._uri} can be written again, and is up to date")
 
     def _upload_changes(self, *, upload_all: bool) -> None:
         """Uploads what has changed. upload_all: also records whose interval is not over."""
@@ -204,7 +192,7 @@ class BackgroundUploader:
         for checkpoint_dir in list_checkpoints(self._run_dir):
             self._upload_checkpoint(checkpoint_dir)
         self._delete_dropped_checkpoints()
-        patterns = ("*.jsonl", "tensorboard/**/*", f"{TRACE_FILES}/*.json.gz")
+        patterns = ("*.jsonl", "tensorboard/**/*", f"{records.TRACE_FILES}/*.json.gz")
         files = [path for pattern in patterns for path in self._run_dir.glob(pattern)]
         names = {str(path.relative_to(self._run_dir)) for path in files if path.is_file()}
         # The events come last: an end in the bucket's events means that the rest is complete.
@@ -231,8 +219,7 @@ class BackgroundUploader:
         self._next_upload_s[name] = time.monotonic() + RECORDS_INTERVAL_S * max(1.0, stat.st_size / RECORDS_BYTES)
 
     def _upload_checkpoint(self, checkpoint_dir: Path) -> None:
-        """Uploads a checkpoint unless the bucket has it, its manifest last. One that is deleted here meanwhile stays
-        without a manifest in the bucket."""
+        """Uploads a checkpoint unless the bucket has it, its manifest last: never, if it is deleted here meanwhile."""
         name = f"{CHECKPOINTS}/{checkpoint_dir.name}"
         try:
             manifest = (checkpoint_dir / MANIFEST).read_bytes()
@@ -288,66 +275,102 @@ class BucketRun:
     local_dir: Path
     """The working copy."""
     messages: list[str]
-    """Messages for the run's events."""
+    """For the run's events."""
     _store: Store
     _lease: Lease | None
-    _manifests: dict[str, bytes]
-    _log_event: EventLogger | None = None
+    _manifests: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    """Of the bucket's checkpoints; empty for an incomplete one."""
     _uploader: BackgroundUploader | None = None
 
     @contextlib.contextmanager
     def uploading(self, stop_request: StopRequest, log_event: EventLogger) -> Iterator[None]:
-        """Uploads while the block trains; after a signal waits for the state to be uploaded. If another process takes
-        the run, `stop_request` ends the training."""
-        self._log_event = log_event
-        self._uploader = BackgroundUploader(
-            self._store,
-            self.uri,
-            self.local_dir,
-            self._lease,
-            self._manifests,
-            report=log_event,
-            on_lease_lost=stop_request.fail,
-        )
+        """Uploads while the block trains; after a signal until the state is there. If another process takes the run,
+        `stop_request` ends the training."""
+        self._uploader = self._make_uploader(log_event, stop_request.fail)
         if self._lease is not None:
             self._lease.start_renewing(stop_request.fail)
         self._uploader.start()
         try:
             yield
         except Preempted as error:
-            failure = self._flush(PREEMPTED_TIMEOUT_S)
+            failure = self._uploader.finish(PREEMPTED_TIMEOUT_S)
             if failure is None:
                 fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
                 raise type(error)(error.what, location=self.uri, fix=fix) from error
             what = error.what.partition(";")[0]
             raise make_error(StorageError, "state-not-in-bucket", self.uri, cause=failure, what=what) from error
 
-    def finish(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        """Exit callback for an ExitStack: waits until the bucket is up to date.
-
-        Raises StorageError if the run is finished and its results did not reach the bucket.
-        """
-        if self._uploader is None or self._log_event is None:
+    def finish(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Exit callback for an ExitStack: waits until the bucket is up to date. Raises StorageError if the run is
+        finished and its results did not reach it."""
+        uploader = self._uploader
+        if uploader is None:
             return
         if error is None or (isinstance(error, Exception) and not isinstance(error, LeaseLost)):
             timeout_s = FINISHED_TIMEOUT_S if error is None else PREEMPTED_TIMEOUT_S
-            failure = self._flush(LAST_RECORDS_TIMEOUT_S if isinstance(error, Preempted | StorageError) else timeout_s)
+            is_saved = isinstance(error, Preempted | StorageError)
+            failure = uploader.finish(LAST_RECORDS_TIMEOUT_S if is_saved else timeout_s)
             if failure is not None and error is None:
-                raise _make_incomplete_upload_error(self.uri, self.local_dir, failure)
+                raise self._make_error(failure)
             if failure is not None:
-                self._log_event("warning", f"the last records did not reach {self.uri}: {failure}")
-        self._uploader.stop()
+                uploader.report("warning", f"the last records did not reach {self.uri}: {failure}")
+        uploader.stop()
 
-    def _flush(self, timeout_s: float) -> str | None:
-        if self._uploader is None or self._log_event is None:
-            return None
-        failure = self._uploader.flush(QUIET_UPLOAD_S)
-        if failure is None:
-            return None
-        self._log_event("info", f"uploading to {self.uri}, at most {timeout_s:.0f} s; Ctrl-C twice ends the wait")
-        return self._uploader.flush(timeout_s)
+    def synchronize(self, user_config: Config | None) -> None:
+        """Makes the working copy at least as new as the bucket. Raises as `refuse_finished` if the run was finished
+        elsewhere."""
+        store, local_dir = self._store, self.local_dir
+        remote_files = list_keys(store, self.uri)
+        checkpoints: dict[str, dict[str, str]] = {}
+        for name, key in remote_files.items():
+            if match := _CHECKPOINT_FILE.match(name):
+                checkpoints.setdefault(match[1], {})[match[2]] = key
+        manifests = {name: _read_object(store, files.get(MANIFEST)) for name, files in checkpoints.items()}
+        self._manifests = manifests
+        remote_events = _read_object(store, remote_files.get(EVENTS))
+        if not remote_events:
+            return
+        if has_all_events(local_dir, EVENTS, remote_events):
+            newest = next((path.name for path in list_checkpoints(local_dir) if is_complete(path)), "")
+            to_fetch = [name for name in manifests if int(name[5:]) > int(newest[5:] or -1)]
+        else:
+            refuse_finished(fetch_run(self.uri), user_config, self.uri)
+            if (local_dir / EVENTS).exists():
+                self.messages.append("another machine has continued this run: the working copy is replaced")
+            _clear_working_copy(local_dir)
+            for name, key in remote_files.items():
+                if not name.startswith(f"{CHECKPOINTS}/") and name not in (EVENTS, LEASE_FILE, records.REPORT):
+                    with contextlib.suppress(ObjectMissing):  # removed since it was listed
+                        download(store, key, local_dir / name)
+            to_fetch = list(manifests)
+        for name in sorted(to_fetch, reverse=True):
+            if not manifests[name]:  # an incomplete checkpoint, or one that is being deleted
+                continue
+            if _fetch_checkpoint(store, checkpoints[name], local_dir / CHECKPOINTS / name):
+                self.messages.append(f"fetched {name} from the bucket")
+        if not (local_dir / EVENTS).exists():  # last: a folder without events is not a run
+            write_atomic(local_dir / EVENTS, remote_events, private=True)
+
+    def upload_remaining(self, note: Callable[[str], None]) -> None:
+        """Uploads what a finished run could not upload at its end. Raises StorageError."""
+        if _read_object(self._store, self.uri.child(EVENTS).key) == (self.local_dir / EVENTS).read_bytes():
+            return
+        note(f"uploading the rest of the finished run to {self.uri}, at most {FINISHED_TIMEOUT_S:.0f} s")
+        uploader = self._make_uploader(lambda *_: None, lambda _: None)  # `flush` returns the same failure
+        uploader.start()
+        failure = uploader.flush(FINISHED_TIMEOUT_S)
+        uploader.stop()
+        if failure is not None:
+            raise self._make_error(failure)
+
+    def _make_uploader(
+        self, report: Callable[[str, str], None], on_lease_lost: Callable[[LeaseLost], None]
+    ) -> BackgroundUploader:
+        place = self._store, self.uri, self.local_dir, self._lease
+        return BackgroundUploader(*place, self._manifests, report=report, on_lease_lost=on_lease_lost)
+
+    def _make_error(self, failure: str) -> StorageError:
+        return make_error(StorageError, "upload-incomplete", self.uri, cause=failure, local_dir=self.local_dir)
 
 
 def join_bucket_run(
@@ -359,8 +382,7 @@ def join_bucket_run(
     stack: contextlib.ExitStack,
     note: Callable[[str], None],
 ) -> BucketRun | None:
-    """The run in a bucket that --run-dir (`name`) or --resume names, with its working copy up to date; None: a local
-    run.
+    """The run in a bucket that --run-dir (`name`) or --resume names, with its working copy up to date; None for others.
 
     user_config: what the user set, with absolute paths. The lease is held in `stack`. Raises UsageError if another
     process trains it or there is nothing to resume; RunFinished; ConfigError; StorageError.
@@ -377,91 +399,19 @@ def join_bucket_run(
     lease = acquire(uri.child(LEASE_FILE), on_message=note, check_interrupted=stop_request.check)
     if lease is not None:
         stack.callback(lease.release)
+    run = BucketRun(uri, local_dir, [f"{uri} is uploaded from the working copy {local_dir}"], store, lease)
     with writing("The run's working copy cannot be written.", local_dir, fix="make room, or set STOKER_CACHE_DIR"):
         local_dir.mkdir(parents=True, exist_ok=True)
         with locked(local_dir) as acquired:
             if acquired is False:
                 raise UsageError("Another process is training this run.", location=uri)
             write_atomic(local_dir / URI_FILE, str(uri).encode())
-            manifests, messages = _synchronize(store, uri, local_dir, None if resume is not None else user_config)
+            run.synchronize(None if resume is not None else user_config)
             if is_finished(local_dir):
-                _upload_remaining(store, uri, local_dir, lease, manifests, note)
-    messages = [
-        f"{uri} is uploaded from the working copy {local_dir}",
-        *messages,
-        *([] if lease is not None else [NO_LEASE_NOTE]),
-    ]
-    return BucketRun(uri, local_dir, messages, store, lease, manifests)
-
-
-def _synchronize(
-    store: Store, uri: StorageUri, local_dir: Path, user_config: Config | None
-) -> tuple[dict[str, bytes], list[str]]:
-    """Makes the working copy at least as new as the bucket. Returns the manifests of the bucket's checkpoints (empty
-    for an incomplete one) and messages. Raises as `refuse_finished` if the run was finished elsewhere."""
-    remote_files = list_keys(store, uri)
-    checkpoints: dict[str, dict[str, str]] = {}
-    for name, key in remote_files.items():
-        if match := _CHECKPOINT_FILE.match(name):
-            checkpoints.setdefault(match[1], {})[match[2]] = key
-    manifests = {name: _read_object(store, files.get(MANIFEST)) for name, files in checkpoints.items()}
-    remote_events = _read_object(store, remote_files.get(EVENTS))
-    if not remote_events:
-        return manifests, []
-    messages = []
-    if has_all_events(local_dir, EVENTS, remote_events):
-        newest = next((path.name for path in list_checkpoints(local_dir) if is_complete(path)), "")
-        to_fetch = [name for name in manifests if int(name[5:]) > int(newest[5:] or -1)]
-    else:
-        refuse_finished(fetch_run(uri), user_config, uri)
-        if (local_dir / EVENTS).exists():
-            messages.append("another machine has continued this run: the working copy is replaced")
-        _clear_working_copy(local_dir)
-        other_files = {
-            name: key
-            for name, key in remote_files.items()
-            if not name.startswith(f"{CHECKPOINTS}/") and name not in (EVENTS, LEASE_FILE, REPORT)
-        }
-        for name, key in other_files.items():
-            with contextlib.suppress(ObjectMissing):  # removed since it was listed
-                download(store, key, local_dir / name)
-        to_fetch = list(manifests)
-    for name in sorted(to_fetch, reverse=True):
-        if not manifests[name]:  # an incomplete checkpoint, or one that is being deleted
-            continue
-        if _fetch_checkpoint(store, checkpoints[name], local_dir / CHECKPOINTS / name):
-            messages.append(f"fetched {name} from the bucket")
-    if not (local_dir / EVENTS).exists():  # last: a folder without events is not a run
-        write_atomic(local_dir / EVENTS, remote_events, private=True)
-    return manifests, messages
-
-
-def _upload_remaining(
-    store: Store,
-    uri: StorageUri,
-    local_dir: Path,
-    lease: Lease | None,
-    manifests: dict[str, bytes],
-    note: Callable[[str], None],
-) -> None:
-    """Uploads what a finished run could not upload at its end. Raises StorageError."""
-    if _read_object(store, uri.child(EVENTS).key) == (local_dir / EVENTS).read_bytes():
-        return
-    note(f"uploading the rest of the finished run to {uri}, at most {FINISHED_TIMEOUT_S:.0f} s")
-
-    def ignore(*_: object) -> None:
-        """`flush` returns the same failure."""
-
-    uploader = BackgroundUploader(store, uri, local_dir, lease, manifests, report=ignore, on_lease_lost=ignore)
-    uploader.start()
-    failure = uploader.flush(FINISHED_TIMEOUT_S)
-    uploader.stop()
-    if failure is not None:
-        raise _make_incomplete_upload_error(uri, local_dir, failure)
-
-
-def _make_incomplete_upload_error(uri: StorageUri, local_dir: Path, failure: str) -> StorageError:
-    return make_error(StorageError, "upload-incomplete", uri, cause=failure, local_dir=local_dir)
+                run.upload_remaining(note)
+    if lease is None:
+        run.messages.append(NO_LEASE_NOTE)
+    return run
 
 
 def _read_object(store: Store, key: str | None) -> bytes:
@@ -491,11 +441,9 @@ def _clear_working_copy(local_dir: Path) -> None:
     """Empties a working copy, its events first: if interrupted, a folder without events is not a run."""
     (local_dir / EVENTS).unlink(missing_ok=True)
     for path in local_dir.iterdir():
-        if path.name in (".lock", URI_FILE):
-            continue
         if path.is_dir():
             shutil.rmtree(path)
-        else:
+        elif path.name not in (".lock", URI_FILE):
             path.unlink()
 
 
@@ -516,10 +464,7 @@ def vertex_folders(env: Mapping[str, str] = os.environ) -> VertexFolders:
 @contextlib.contextmanager
 def copying_results(run: Path, folders: VertexFolders, report: Callable[[str, str], None]) -> Iterator[None]:
     """Copies what the block writes into the run's folder: TensorBoard's files about every RECORDS_INTERVAL_S and at the
-    end, the trained model when it is finished.
-
-    A folder that cannot be written is reported as a warning, once: training goes on, and the run has everything.
-    """
+    end, the trained model when it is finished. Warns once of a folder that cannot be written."""
     if folders.tensorboard is None and folders.model is None:
         yield
         return

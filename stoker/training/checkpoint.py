@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
+from torch.utils import _pytree
 
 from stoker import regular_files
 from stoker.errors import CheckpointError
@@ -46,20 +47,19 @@ class FileEntry(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """manifest.json. A folder without a complete one is not a checkpoint."""
+    """manifest.json. A folder without a complete one is not a checkpoint. healthy: the last step was not skipped, so a
+    rollback may take it; rollbacks: before this checkpoint."""
 
     version: int = 1
     step: int
     healthy: bool = True
-    """Whether the last step was not skipped; a rollback only takes healthy checkpoints."""
     rollbacks: int = 0
-    """Rollbacks before this checkpoint."""
     files: dict[str, FileEntry]
 
 
 @dataclasses.dataclass
 class HostSnapshot:
-    """A run's state as host tensors; `ready` tells when their copies have arrived."""
+    """A run's state as host tensors. ready: when their copies have arrived; lease: of the memory that they are in."""
 
     step: int
     metadata: dict[str, str]
@@ -67,7 +67,6 @@ class HostSnapshot:
     state: dict[str, Any]
     ready: ReadyEvent
     lease: Lease | None = None
-    """Of the memory that the tensors are in."""
 
 
 def snapshot(
@@ -82,9 +81,9 @@ def snapshot(
     """Starts copying everything to the host. The device must not change the tensors before
     `ready.block_main_stream()`; on one stream a later event covers earlier copies.
 
-    weights: for the weights file; state: any tree of dicts, lists, numbers and tensors. The manifest takes its
-    `skipped_streak` (consecutive skipped steps, and the step that reached the limit or -1) and `rollbacks`. arenas:
-    memory for the copies, used again when nothing refers to the snapshot any longer; not for a CPU.
+    state: any tree of dicts, lists, numbers and tensors. The manifest takes its `skipped_streak` (consecutive skipped
+    steps, and the step that reached the limit or -1) and `rollbacks`. arenas: memory for the copies, used again when
+    nothing refers to the snapshot any longer; not for a CPU.
     """
     tensors = [*weights.values(), *list_tensors(state)]
     targets, lease = (None, None) if arenas is None else arenas.take(tensors)
@@ -105,14 +104,7 @@ def reserve_arenas(device: Device, weights: dict[str, Tensor], state: dict[str, 
 
 def list_tensors(tree: Any) -> list[Tensor]:
     """The tensors of a tree, in the order of `map_tensors`."""
-    tensors: list[Tensor] = []
-
-    def append(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_tensors(tree, append)
-    return tensors
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor | None]) -> Any:
@@ -135,8 +127,7 @@ class CheckpointWriter:
     has_folder: the run's folder is this rank's; the others save nothing."""
 
     def __init__(self, run: Path, report: Callable[..., object], *, has_folder: bool = True) -> None:
-        self._run = run
-        self._report = report
+        self._run, self._report = run, report
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stoker-checkpoint")
         self._pending: Future[None] | None = None
         self.saved_step = -1
@@ -156,9 +147,9 @@ class CheckpointWriter:
         """Writes a checkpoint in the background; waits for the previous write first."""
         self._start(self._write_checkpoint, snapshot)
 
-    def save_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
-        """Writes only the weights, as `run/name` for each name (best.safetensors, final.safetensors)."""
-        self._start(lambda held: self._write_weights(held, names), snapshot)
+    def save_weights(self, snapshot: HostSnapshot, name: str) -> None:
+        """Writes only the weights, as `run/name` (best.safetensors, final.safetensors)."""
+        self._start(lambda held: self._write_weights(held, name), snapshot)
 
     def _start(self, write: Callable[[HostSnapshot], None], snapshot: HostSnapshot) -> None:
         self.wait()
@@ -171,21 +162,18 @@ class CheckpointWriter:
         if pending is not None:
             pending.result()
 
-    def _write_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
+    def _write_weights(self, snapshot: HostSnapshot, name: str) -> None:
         try:
             snapshot.ready.synchronize()
-            data = _serialize_weights(snapshot)
-            for name in names:
-                write_atomic(self._run / name, data)
+            write_atomic(self._run / name, _serialize_weights(snapshot))
         except OSError as error:
             self._report_failure(error, snapshot.step)
         else:
             self.failure = None
 
     def _write_checkpoint(self, snapshot: HostSnapshot) -> None:
-        parent = self._run / CHECKPOINTS
-        final_dir = parent / f"step-{snapshot.step:08d}"
-        temp_dir = parent / f".step-{snapshot.step:08d}"
+        final_dir = self._run / CHECKPOINTS / f"step-{snapshot.step:08d}"
+        temp_dir = final_dir.with_name(f".{final_dir.name}")
         start_s = time.perf_counter()
         try:
             snapshot.ready.synchronize()
@@ -207,7 +195,7 @@ class CheckpointWriter:
             if final_dir.exists():  # from an earlier attempt, whose state training did not continue from
                 shutil.rmtree(final_dir)
             temp_dir.rename(final_dir)
-            fsync_folder(parent)
+            fsync_folder(final_dir.parent)
         except OSError as error:
             shutil.rmtree(temp_dir, ignore_errors=True)
             self._report_failure(error, snapshot.step)
@@ -220,9 +208,8 @@ class CheckpointWriter:
             for old in folders[NUM_KEPT:]:
                 if old not in rollback_targets:
                     shutil.rmtree(old, ignore_errors=True)  # if it fails, the next save tries again
-            text = f"saved {final_dir.relative_to(self._run)}"
             # `stoker launch` compares the seconds with a grace period.
-            self._report("checkpoint_saved", text, write_s=round(self.write_s, 3))
+            self._report("checkpoint_saved", f"saved {CHECKPOINTS}/{final_dir.name}", write_s=round(self.write_s, 3))
 
     def _report_failure(self, error: OSError, step: int) -> None:
         self.failure = str(error)
@@ -283,11 +270,8 @@ def discard_checkpoints(run: Path, *, after: int, rollback_count: int) -> None:
         except CheckpointError:
             continue  # `load_newest` reports it
         if manifest.step > after and manifest.rollbacks < rollback_count:
-            hidden_dir = folder.with_name(
-                f".{folder.name}.gone"
-            )  # if interrupted, the next CheckpointWriter removes it
-            folder.rename(hidden_dir)
-            shutil.rmtree(hidden_dir)
+            # If interrupted, the next CheckpointWriter removes it.
+            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.gone")))
 
 
 @dataclasses.dataclass
@@ -301,10 +285,8 @@ def load_newest(
     run: Path, report: Callable[[str, str], None], *, rejected: Mapping[int, str] | None = None
 ) -> LoadedCheckpoint | None:
     """The newest checkpoint with correct checksums; damaged ones are reported and skipped. None if there is none.
-
     rejected: step → why the state of this checkpoint cannot be restored; it counts as damaged. Raises CheckpointError
-    if there are checkpoints and all are damaged: a silent restart could cost days.
-    """
+    if there are checkpoints and all are damaged: a silent restart could cost days."""
     folders = list_checkpoints(run)
     reasons, damaged = [], []
     for folder in folders:
@@ -322,17 +304,16 @@ def load_newest(
                 shutil.rmtree(aside, ignore_errors=True)  # of the same step, which was damaged, trained again, saved
                 folder.rename(aside)
             return loaded
-    if folders:
-        locations = dict.fromkeys(
-            (f"{display_path(run)}/{CHECKPOINTS}", str(run / CHECKPOINTS))
-        )  # two for a run in a bucket
-        raise CheckpointError(
-            "Every checkpoint of the run is damaged.",
-            location=next(iter(locations)),
-            cause="; ".join(reasons),
-            fix=f"start a new run, or remove {' and '.join(locations)} to restart this one from its first step",
-        )
-    return None
+    if not folders:
+        return None
+    shown, local = f"{display_path(run)}/{CHECKPOINTS}", str(run / CHECKPOINTS)
+    where = shown if shown == local else f"{shown} and {local}"  # of a run in a bucket
+    raise CheckpointError(
+        "Every checkpoint of the run is damaged.",
+        location=shown,
+        cause="; ".join(reasons),
+        fix=f"start a new run, or remove {where} to restart this one from its first step",
+    )
 
 
 def load_checkpoint(run: Path, report: Callable[[str, str], None]) -> LoadedCheckpoint | None:
@@ -343,8 +324,7 @@ def load_checkpoint(run: Path, report: Callable[[str, str], None]) -> LoadedChec
 
 
 def read_rollbacks(run: Path) -> list[Event]:
-    """The rollbacks of the run. A rollback counts from the moment that this event is written: a kill before it leaves a
-    run that diverges again, a kill after it a run that continues from there."""
+    """The rollbacks of the run. A rollback counts from the moment that its event is written."""
     return [event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back"]
 
 

@@ -46,19 +46,16 @@ ONE_DEVICE = Devices()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """The place of this process in a job of several ranks."""
+    """The place of this process in a job of several ranks. local_rank: its number on its machine, and of its device;
+    host, port: where rank 0 listens; source: what says so (torchrun, Slurm, TF_CONFIG)."""
 
     rank: int
     world_size: int
     local_rank: int
-    """Its number on its machine, which is the number of its device."""
     local_world_size: int
-    """Ranks on its machine."""
     host: str
-    """Where rank 0 listens."""
     port: int
     source: str
-    """What says so: torchrun, Slurm, TF_CONFIG."""
 
     @property
     def is_one_machine(self) -> bool:
@@ -78,17 +75,14 @@ class RankPlace:
 
 
 MEET_TIMEOUT_S, SAY_MISSING_S = 600.0, 30.0
-"""How long the ranks of several machines wait for each other at the start, as torchrun's agents do, and after which
-time rank 0 prints which are missing."""
+"""How long ranks of several machines wait for each other, as torchrun's agents do; when rank 0 names the missing."""
 
 
 def meet(place: RankPlace, *, timeout_s: float = MEET_TIMEOUT_S) -> Any:
-    """A store that all ranks of several machines have reached; makes gloo and NCCL use the network between them.
-
-    By default gloo uses the address of the machine's name, which /etc/hosts of Debian and Ubuntu makes 127.0.1.1. Here
-    it is the interface of the route to a rank of another machine, unless the user has set one. Raises RankError, which
-    names the address, or the ranks that are missing.
-    """
+    """A store that all ranks of several machines have reached; makes gloo and NCCL use the network between them: the
+    interface of the route to a rank of another machine, unless the user has set one. (gloo's default is the address of
+    the machine's name, which /etc/hosts of Debian and Ubuntu makes 127.0.1.1.) Raises RankError, which names the
+    address, or the ranks that are missing."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, also for its restarts
@@ -135,7 +129,7 @@ def _resolve(host: str) -> str:
 
 
 def find_route(address: str, port: int) -> tuple[str, str]:
-    """(this machine's address, its interface) on the way to an address; empty where there is no way. To this machine
+    """(this machine's address, its interface) on the way to an address; empty where there is none. To this machine
     itself the interface is that of the loopback. Nothing is sent: a UDP socket only looks up the route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -158,10 +152,7 @@ def can_divide(settings: Mapping[str, Any], count: int) -> bool:
 
 def find_place(env: Mapping[str, str] = os.environ) -> RankPlace | None:
     """The place of this process; None: it trains alone. Variables of torchrun count before those of a cluster, which
-    started it.
-
-    Raises ConfigError for malformed variables, UsageError for a process that does not train.
-    """
+    started it. Raises ConfigError for malformed variables, UsageError for a process that does not train."""
     for read in (_read_torchrun, _read_cluster, _read_slurm):
         place = read(env)
         if place is not None:
@@ -231,7 +222,8 @@ def _read_slurm(env: Mapping[str, str]) -> RankPlace | None:
     """A task of `srun`. The batch script itself has no SLURM_STEP_NUM_TASKS: it is one process, whatever --ntasks."""
     if not env.get("SLURM_STEP_NUM_TASKS"):
         return None
-    counts = _expand_task_counts(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, repeat in found for _ in range(int(repeat or 1))]  # `2(x3),1` is 2, 2, 2, 1
     node = _read_int(env, "SLURM_NODEID", 0)
     # Steps of a job may run at the same time: each its own port, above those that services use.
     port = 20_000 + (_read_int(env, "SLURM_JOB_ID", 0) * 16 + _read_int(env, "SLURM_STEP_ID", 0)) % 12_000
@@ -251,15 +243,6 @@ def first_node(text: str) -> str:
     match = re.match(r"([^,\[]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", text)
     assert match is not None
     return "".join(part or "" for part in match.groups())
-
-
-def _expand_task_counts(text: str) -> list[int]:
-    """`2(x3),1` is 2, 2, 2, 1."""
-    return [
-        int(count)
-        for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-        for _ in range(int(repeat) if repeat else 1)
-    ]
 
 
 def _read_int(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -2,21 +2,18 @@
 
 `Ddp` averages the gradients of each step: torch's DistributedDataParallel exchanges them in buckets while the backward
 pass still runs, once per step, also with accumulation, and the signals of the step (`several.py`) in one of them. A
-compiled step does so too: compiled at its first call inside of DistributedDataParallel, it is cut at the borders of the
-buckets (torch's DDPOptimizer).
+compiled step is cut at the borders of the buckets (torch's DDPOptimizer).
 
-With `--sync bf16` and `powersgd`, a `GradientHook` compresses the buckets, by torch's own
-`torch.distributed.algorithms.ddp_comm_hooks`. Added is what these leave to the user: PowerSGD's state survives a
-checkpoint and a step with gradients that are not finite, which would otherwise stay in its error feedback for ever, and
-its first steps, also the one before a continued run, are not compressed. The signals have an exchange of their own, in
-full precision.
+With `--sync bf16` and `powersgd`, a `GradientHook` compresses the buckets, by torch's own `ddp_comm_hooks`. Added is
+what these leave to the user: PowerSGD's state survives a checkpoint and a step with gradients that are not finite,
+which would otherwise stay in its error feedback for ever. The signals have an exchange of their own, in full precision.
 
 `Periodic` averages weights instead, after every N steps (`--sync every:N`). If the gradient is not finite in one rank,
 all skip the step; each clips its gradient by its own norm, and reports that. `LocalSteps` is DiLoCo (Douillard et al.
-2023): the mean of what the ranks have changed is the gradient of an outer optimizer, SGD with Nesterov's momentum,
-whose weights all ranks continue from. Weights, moments and EMA differ between two averages; before an evaluation and
-before a checkpoint they are replaced by their means (`equalize`), so a checkpoint is that of one model, for any number
-of ranks, and rank 0 can write it alone. Why not torch's `model_averaging`: docs/decisions/0016-sync-methods.md.
+2023): the mean of what the ranks have changed is the gradient of an outer optimizer, SGD with Nesterov's momentum.
+Weights, moments and EMA differ between two averages; before an evaluation and a checkpoint they are replaced by their
+means (`equalize`), so a checkpoint is that of one model, for any number of ranks, and rank 0 can write it alone. Why
+not torch's `model_averaging`: docs/decisions/0016-sync-methods.md.
 """
 
 import contextlib
@@ -34,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.config.sync_method import DEFAULT_BUCKET_MIB, SyncMethod
 from stoker.data.batch import Batch
-from stoker.training.checkpoint import HostSnapshot
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
@@ -49,11 +45,8 @@ ONE_BUCKET_MIB = 1 << 20
 
 
 class GradientHook:
-    """The exchange of a method. Every method of it is called by all ranks at the same step.
-
-    powersgd: Vogels et al. 2019, each matrix of gradients as a product of two with few columns; the error is added to
-    the next step's gradients. bf16 keeps nothing from step to step.
-    """
+    """The exchange of a method. Called by all ranks at the same step. powersgd: Vogels et al. 2019, each matrix of
+    gradients as a product of two with few columns; the error is added to the next step's gradients."""
 
     def __init__(self, method: SyncMethod, ranks: Ranks) -> None:
         self._method, self._ranks = method, ranks
@@ -62,13 +55,6 @@ class GradientHook:
         """Whether the exchanges leave no trace in the state."""
         self._good_factors: dict[int, Tensor] = {}
         self.load(None)
-
-    def bucket_mib(self, *, is_cpu: bool) -> int | None:
-        """MiB of a bucket of gradients; None: DistributedDataParallel's default. With gloo, what PowerSGD does after
-        its first exchange runs in threads, whose order ranks would not share with several buckets."""
-        if not self.keeps_state:
-            return self._method.number
-        return ONE_BUCKET_MIB if is_cpu else None
 
     def finish_step(self, found_inf: Tensor) -> None:
         """After the update of the weights, which was skipped if `found_inf` is 1."""
@@ -89,18 +75,13 @@ class GradientHook:
             error.div_(self._ranks.world_size)
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps, after `equalize`; None: nothing. torch's `PowerSGDState.__getstate__` has NumPy's
-        random generator, which a file of tensors cannot have, and which nothing draws from once the factors are
-        there."""
+        """What a checkpoint keeps, after `equalize`; None: nothing. Not torch's `PowerSGDState.__getstate__`: it has
+        NumPy's random generator, from which nothing draws once the factors are there."""
         kept = self._powersgd
         if not self.keeps_state:
             return None
-        return {
-            "steps": kept.iter,
-            "errors": dict(kept.error_dict),
-            "p": dict(kept.p_memory_dict),
-            "q": dict(kept.q_memory_dict),
-        }
+        tables = {"errors": kept.error_dict, "p": kept.p_memory_dict, "q": kept.q_memory_dict}
+        return {"steps": kept.iter} | {name: dict(table) for name, table in tables.items()}
 
     def load(self, state: dict[str, Any] | None) -> None:
         """Restores what `state` returned; None: the state before the first step."""
@@ -206,7 +187,7 @@ def write_flat(tensors: list[Tensor], flat: Tensor) -> None:
 
 
 class _Replicas(Several):
-    """What both have in common: every rank has the whole model, and rank 0 writes it."""
+    """What both have in common: every rank has the whole model."""
 
     keeper: GradientHook | LocalSteps | None = None
     """Keeps something from step to step that is not the same in all ranks."""
@@ -233,20 +214,12 @@ class _Replicas(Several):
         if self.keeper is not None:
             self.keeper.load(self._sync_state)
 
-    def reserve_snapshots(self, state: dict[str, Any]) -> None:
-        if self.ranks.is_main:
-            super().reserve_snapshots(state)
-
-    def take_snapshot(self, state: dict[str, Any], *, ap: float | None) -> HostSnapshot | None:
-        return super().take_snapshot(state, ap=ap) if self.ranks.is_main else None
-
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
-        """A forward and a backward pass that change nothing.
+        """A forward and a backward pass that change nothing, also of what is compiled: a failure ends the run.
 
         DistributedDataParallel rearranges its buckets after the first one. The arrangement decides the order in which
         three and more ranks are summed: without this, the first step of a resumed run would be rounded differently than
-        the same step of an undisturbed one. It also compiles the step, where that was asked for; all ranks must train
-        the same, so a failure of that ends the run.
+        the same step of an undisturbed one.
         """
         try:
             self.rehearse(make_batch())
@@ -262,8 +235,11 @@ class Ddp(_Replicas):
         if self._hook is not None and self._hook.keeps_state:
             self.keeper, self.saves_together = self._hook, True
         super().__init__(setup, log_event)
+        size = sync.number
+        if sync.kind == "powersgd":
+            # With gloo, what it does after the first exchange runs in threads: ranks share the order within one bucket.
+            size = ONE_BUCKET_MIB if setup.device.is_cpu else DEFAULT_BUCKET_MIB
         # With an explicit size the first bucket is not smaller than the others, so the default is left out.
-        size = sync.number if self._hook is None else self._hook.bucket_mib(is_cpu=setup.device.is_cpu)
         losses = _Losses(setup.model, self.loss_fn, self.signals if self._hook is None else None)
         with warnings.catch_warnings():  # torch 2.15 has another name for broadcast_buffers, 2.11 does not
             warnings.simplefilter("ignore", FutureWarning)
@@ -321,8 +297,7 @@ class Periodic(_Replicas):
 
 
 class _Losses(nn.Module):
-    """What DistributedDataParallel wraps: the model with its losses, and the parameter of the signals, if that is to
-    be exchanged with the gradients."""
+    """What DistributedDataParallel wraps. signals: their parameter, if it is to be exchanged with the gradients."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, signals: nn.Parameter | None) -> None:
         super().__init__()

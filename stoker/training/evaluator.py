@@ -5,11 +5,9 @@ its steps. Another thread computes the metrics, writes evaluation.json and best.
 and reports to the run's events, the screen and TensorBoard.
 
 The metrics are taken into account at fixed points of the stream: before the next evaluation, a checkpoint or a
-rollback, at the end, and at once if they could end the run (`patience`). If need be, the training waits for them there.
-So nothing that a run decides depends on how long the metrics take.
-
-A signal does not wait: an evaluation without metrics goes into the checkpoint with its detections and weights, and the
-continued run computes its metrics first.
+rollback, at the end, and at once if they could end the run (`patience`), so nothing that a run decides depends on how
+long they take. A signal does not wait: an evaluation without metrics goes into the checkpoint with its detections and
+weights, and the continued run computes its metrics first.
 """
 
 import contextlib
@@ -45,18 +43,16 @@ SIGNAL_POLL_S = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class PendingEvaluation:
-    """The detections of an evaluation whose metrics are not known yet."""
+    """The detections of an evaluation without metrics yet, and the EMA weights that made them, without metadata."""
 
     step: int
     detections: Detections
     weights: checkpoint.HostSnapshot
-    """The EMA weights that made them; their metadata is not written yet."""
 
     def to_state(self) -> dict[str, Any]:
         """A part of a checkpoint's state. Waits for the copy of the weights."""
         self.weights.ready.synchronize()
-        columns = {field.name: getattr(self.detections, field.name) for field in dataclasses.fields(Detections)}
-        detections = {name: torch.from_numpy(column) for name, column in columns.items()}
+        detections = {name: torch.from_numpy(column) for name, column in vars(self.detections).items()}
         return {"step": self.step, "detections": detections, "weights": self.weights.weights}
 
     @classmethod
@@ -123,8 +119,7 @@ class Evaluator:
         return 0 < self._setup.config.run.patience <= self.evals_since_best
 
     def before_steps(self) -> None:
-        """Before the first step, and after a rollback: scores the evaluation left pending at preemption; runs one that
-        was due at the step of the checkpoint."""
+        """Scores the evaluation left pending at preemption; runs one that was due at the step of the checkpoint."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.start(pending)
@@ -144,17 +139,17 @@ class Evaluator:
             self.evaluate()
 
     def evaluate(self, *, wait: bool = False) -> None:
-        """Runs the EMA weights on the validation split and starts computing the metrics in the background.
-
-        Waits for the metrics if `wait`, or if they could end the run (`patience`).
-        """
+        """Runs the EMA weights on the validation split and starts computing the metrics in the background. Waits for
+        the metrics if `wait`, or if they could end the run (`patience`)."""
         setup, parallel, step = self._setup, self._parallel, self._setup.state.step
         self.collect()
         if self._metrics is None:
             self._attempt.hang_detector.allow_silence(2)  # the first batch chooses kernels, as the first step does
         with self._ledger.phase("eval"):
             parallel.equalize()
-            parts = setup.ranks.gather(self._detect())
+            detected = retry_in_smaller_batches(self._attempt, "evaluation", self.run_inference)
+            self._stopper.check_in_evaluation(is_last=True)
+            parts = setup.ranks.gather(detected)
         self.trigger.reset()
         parallel.after_evaluation()
         with self._ledger.phase("checkpoint"):
@@ -181,8 +176,7 @@ class Evaluator:
         return metrics
 
     def collect(self) -> None:
-        """Takes the metrics of the last evaluation into account, before anything else than steps. Raises what ended
-        their computation, and `Stopping` while it waits."""
+        """Takes the metrics of the last evaluation into account; raises what ended their computation or `Stopping`."""
         self._attempt.tracer.abandon()
         task = self._task
         if task is None:
@@ -235,10 +229,9 @@ class Evaluator:
         setup, step, detections = self._setup, task.pending.step, task.pending.detections
         result = compute_coco_result(self._ground_truth, detections)
         metrics = result.metrics
-        is_best = (metrics.ap or 0.0) > task.best_ap
-        evaluation = (
-            build_evaluation(result, self._ground_truth, detections, setup.index, step=step) if is_best else None
-        )
+        evaluation = None
+        if (metrics.ap or 0.0) > task.best_ap:
+            evaluation = build_evaluation(result, self._ground_truth, detections, setup.index, step=step)
         images = sample_images(setup.index, setup.val_indices, detections)
         with task.publishing:
             if task.is_canceled:
@@ -247,7 +240,7 @@ class Evaluator:
                 setup.folder.replace(EVALUATION, evaluation)
                 changes = {"step": step, "ap": metrics.ap, "threshold": evaluation.threshold}
                 metadata = msgspec.structs.replace(setup.metadata, **changes)
-                setup.writer.save_weights(dataclasses.replace(task.pending.weights, metadata=metadata.header()), [BEST])
+                setup.writer.save_weights(dataclasses.replace(task.pending.weights, metadata=metadata.header()), BEST)
             setup.folder.event("evaluated", step=step, metrics=msgspec.to_builtins(metrics))
             self._recorder.add_evaluation(step, metrics, images)
             task.is_published = True
@@ -256,14 +249,8 @@ class Evaluator:
             request.request(reason)
         return metrics
 
-    def _detect(self) -> Detections:
-        """Detections of the EMA weights on the validation split."""
-        detections = retry_in_smaller_batches(self._attempt, "evaluation", self.run_inference)
-        self._stopper.check_in_evaluation(is_last=True)
-        return detections
-
     def run_inference(self) -> Detections:
-        """The same with the present batch size."""
+        """Detections of the EMA weights on the validation split, with the present batch size."""
         setup, model = self._setup, self._setup.optimizer.ema_model
 
         def poll_between_batches(loader: Loader) -> Iterator[Batch]:
@@ -271,9 +258,5 @@ class Evaluator:
                 self._stopper.check_in_evaluation()
                 yield batch
 
-        with (
-            self._parallel.whole_weights(model),
-            contextlib.closing(make_validation_loader(setup)) as loader,
-        ):
-            batches, precision = poll_between_batches(loader), setup.config.run.precision
-            return detect(model, batches, setup.device, precision=precision)
+        with self._parallel.whole_weights(model), contextlib.closing(make_validation_loader(setup)) as loader:
+            return detect(model, poll_between_batches(loader), setup.device, precision=setup.config.run.precision)

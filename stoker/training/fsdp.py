@@ -4,8 +4,7 @@ torch's FSDP2 (`fully_shard`) keeps of every parameter the rows of this rank, co
 the model before it computes, and frees them afterwards; gradients come averaged and divided in the same way, after each
 micro-batch. The optimizer and the EMA work on the rows alone (`optim.py`), as plain tensors: a rank has 1/N of weights,
 gradients and moments. Buffers are whole in every rank. The rest is here: which parts are collected together, the way
-between rows and whole tensors, in which checkpoints are written and read, and the step. The norm of all gradients takes
-an exchange of its own, with which the signals go.
+between rows and the whole tensors of checkpoints, and the step.
 """
 
 import contextlib
@@ -29,8 +28,7 @@ from stoker.training.several import Several
 
 MAX_PART_BYTES = 2**25
 """Parameters that are collected together, as far as modules allow it: a little more than a bucket of
-DistributedDataParallel (25 MiB), so that an exchange is large enough to be fast, and small against a model that needs
-sharding. Not measured on GPUs."""
+DistributedDataParallel (25 MiB). Not measured on GPUs."""
 MIN_PART_BYTES = 2**20
 """Smaller modules are collected with the rest of the model."""
 

@@ -5,9 +5,9 @@ writes a counter every second and reads those of others; how long one has not ch
 clock. Rank 0 reads all of them, the others that of rank 0, which also says whether any rank makes progress: so the work
 of the store grows with the number of ranks, not with its square. What follows from silence, decides `watchdog.py`.
 
-A call of a store whose process is stopped, or whose machine is cut off, does not return, whatever its timeout: after it
-the store is asked to cancel, and its answer is waited for (torch 2.11 and 2.15). Only this thread waits for the store,
-over a connection of its own. It also reads what the ranks publish there: the first failure, and that rank 0 is done.
+A call of a store whose process is stopped, or whose machine is cut off, does not return, whatever its timeout (torch
+2.11 and 2.15). Only this thread waits for the store, over a connection of its own. It also reads what the ranks publish
+there: the first failure, and that rank 0 is done.
 """
 
 import contextlib

@@ -4,10 +4,9 @@ The ranks are processes of `cli/rank_process.py`, which find their place in the 
 itself is not used: it always exits with 1, its restarts inside a job fail, and killed it leaves its workers behind.
 With several machines the user's launcher starts one of this, or one rank per device, on each (`cluster.py`).
 
-- A signal is forwarded once to every rank; they agree on the step at which they stop.
-- After the first rank that failed, the others are ended; its error and exit code are the job's. The others only say
-  that they lost the connection.
-- Ranks are told by the end of a pipe that this process has gone, also after SIGKILL: none is left behind.
+A signal is forwarded once to every rank; they agree on the step at which they stop. After the first rank that failed,
+the others are ended; its error and exit code are the job's. Ranks are told by the end of a pipe that this process has
+gone, also after SIGKILL: none is left behind.
 """
 
 import contextlib
@@ -43,10 +42,10 @@ _FORWARDED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 
 class RankRequest(msgspec.Struct, kw_only=True):
-    """What a rank is to train: the arguments of `run.train`, on the standard input of its process."""
+    """What a rank is to train: the arguments of `run.train`, on the standard input of its process. settings: those that
+    the user set, by name."""
 
     settings: dict[str, Any]
-    """Those that the user set, by name."""
     run_dir: str | None = None
     resume: str | None = None
     accept_changed_data: bool = False
@@ -77,10 +76,8 @@ def choose_devices(devices: int | None, stages: int | None) -> int | None:
 
 
 def must_start_ranks(devices: int | None) -> bool:
-    """Whether this process starts ranks: `--devices` is several, and it is not one of them already.
-
-    Raises ConfigError if the number does not fit the job that this process is a rank of.
-    """
+    """Whether this process starts ranks: `--devices` is several, and it is not one of them already. Raises ConfigError
+    if the number does not fit the job that this process is a rank of."""
     if devices is None:
         return False
     if devices < 1 or devices % 1:
@@ -182,40 +179,32 @@ class _Starter:
         raise RankError("The ranks ended without a result.", fix="the run folder has the records")
 
     def _make_killed_error(self, rank: int, code: int) -> StokerError:
-        log = self._reports / ERROR_OUTPUT.format(rank)
-        lines = log.read_text(errors="replace").splitlines()[-MAX_OUTPUT_LINES:]
-        if code < 0:
-            name = signal.Signals(-code).name
-            return RankError(
-                f"Rank {rank} was killed by {name}.",
-                cause="\n".join(lines) or None,
-                fix="the same command continues from the last checkpoint"
-                + ("; `dmesg` says whether the kernel was out of memory" if name == "SIGKILL" else ""),
-            )
-        return RankError(f"Rank {rank} ended with exit code {code}.", cause="\n".join(lines) or None)
+        output = (self._reports / ERROR_OUTPUT.format(rank)).read_text(errors="replace")
+        cause = "\n".join(output.splitlines()[-MAX_OUTPUT_LINES:]) or None
+        if code >= 0:
+            return RankError(f"Rank {rank} ended with exit code {code}.", cause=cause)
+        name = signal.Signals(-code).name
+        fix = "the same command continues from the last checkpoint"
+        if name == "SIGKILL":
+            fix += "; `dmesg` says whether the kernel was out of memory"
+        return RankError(f"Rank {rank} was killed by {name}.", cause=cause, fix=fix)
 
 
 def make_places(devices: int) -> list[RankPlace]:
     """Of the ranks of this machine, which is one of several where the environment says so."""
     machine = find_place()
-    first, port = (0, find_free_port()) if machine is None else (machine.rank * devices, machine.port)
+    host, port = ("127.0.0.1", find_free_port()) if machine is None else (machine.host, machine.port)
+    first, machines = (0, 1) if machine is None else (machine.rank * devices, machine.world_size)
     return [
         RankPlace(
-            rank=first + number,
-            world_size=devices * (1 if machine is None else machine.world_size),
-            local_rank=number,
-            local_world_size=devices,
-            host="127.0.0.1" if machine is None else machine.host,
-            port=port,
-            source="stoker",
+            rank=first + number, world_size=devices * machines, local_rank=number, local_world_size=devices,
+            host=host, port=port, source="stoker",
         )
         for number in range(devices)
-    ]
+    ]  # fmt: skip
 
 
 def find_free_port() -> int:
     """A port of this machine on which nothing listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

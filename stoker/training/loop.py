@@ -3,9 +3,8 @@
 A step loads a batch and trains on it (`step.py`: augmentation, forward, losses, backward, update). `parallel` exchanges
 gradients and signals between processes, and does nothing where one process trains. The services own their state and put
 it into the checkpoints themselves: `recorder` (records, screen, TensorBoard), `stopper` (signals, notices, time
-limits), `saver` (checkpoints; at the end of this file), `evaluator` (evaluations, patience), `recovery` (rollbacks). No
-step waits for the device. The training thread sets the phase of the ledger. How a run is opened and closed is in
-`run.py`, how it is built in `start.py`, how it continues in `resume.py`.
+limits), `saver` (checkpoints), `evaluator` (evaluations, patience), `recovery` (rollbacks). No step waits for the
+device. How a run is opened and closed is in `run.py`, how it is built in `start.py`, how it continues in `resume.py`.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ from stoker.training.make_step import Step, make_parallel
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
 from stoker.training.recorder import Recorder, log_measured_steps
-from stoker.training.resume import Part, Recovery, collect_state, restore, send_to_other_ranks
+from stoker.training.resume import Part, Recovery, collect_state, send_to_other_ranks
 from stoker.training.state import EventLogger, IntervalTrigger, Signals, TrainSetup
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
@@ -66,13 +65,11 @@ class Training:
     ) -> None:
         """loaded: in rank 0, the checkpoint to continue from; started_s: from when on the ledger counts; trace: keep
         Chrome traces of some steps; on_hang: ends the process with this exit code if the training hangs, None: it is
-        only recorded; adapts_interval: the user set no interval of checkpoints; stop_stacks: ends the sampling
-        of stacks, with its last line."""
-        device = setup.device
-        self.setup, self.state, self.log_event, self.on_hang = setup, setup.state, log_event, on_hang
-        self.stop_stacks = stop_stacks
-        self.ledger = Ledger(device.make_clock(), start_s=started_s, ranges=device.make_nvtx_ranges())
-        self.tracer = Tracer(device, setup.folder, self.ledger, log_event, chrome=trace)
+        only recorded; adapts_interval: the user set no interval of checkpoints; stop_stacks: ends their sampling."""
+        self.setup, self.state, self.log_event = setup, setup.state, log_event
+        self.on_hang, self.stop_stacks = on_hang, stop_stacks
+        self.ledger = Ledger(setup.device.make_clock(), start_s=started_s, ranges=setup.device.make_nvtx_ranges())
+        self.tracer = Tracer(setup.device, setup.folder, self.ledger, log_event, chrome=trace)
         self.parallel = make_parallel(setup, log_event)
         limit_s = min_limit_s(is_remote=setup.index.remote_object(int(setup.train_indices[0])) is not None)
         self.hang_detector = HangDetector(limit_s or math.inf)
@@ -80,18 +77,18 @@ class Training:
         self.train = Step(self.attempt)
         self.recovery = Recovery(setup, log_event)
         self.recorder = Recorder(self.attempt, self.recovery)
-        memory_guard = HostMemoryGuard(setup.loader, log_event)
-        self.stopper = Stopper(self.attempt, stop_request, memory_guard)
+        self.stopper = Stopper(self.attempt, stop_request, HostMemoryGuard(setup.loader, log_event))
         self.evaluator = Evaluator(self.attempt, self.recorder, self.stopper)
         self.parts = (self.parallel, self.recovery, self.evaluator)
         self.saver = Saver(self.attempt, self.parts, self.evaluator, adapts_interval=adapts_interval)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
-        setup.ranks.share(lambda: restore(setup, self.parts, loaded, log_event))
+        setup.ranks.share(lambda: self.recovery.restore(self.parts, loaded))
         self.follow_main()
 
     def run(self) -> Metrics:
-        """Trains until the length is reached, then evaluates and saves. Returns the metrics of the final weights."""
+        """Trains until the length is reached, then evaluates and saves. Returns the metrics of the final weights.
+        Raises StorageError if these could not be written."""
         setup = self.setup
         with (
             TelemetrySampler(setup.folder) if setup.ranks.local_rank == 0 else contextlib.nullcontext(),
@@ -104,7 +101,9 @@ class Training:
             if metrics is None:
                 self.save_and_stop()
             self.finish_records()
-            self.saver.raise_failure()
+            if (failure := setup.writer.failure) is not None:
+                run = setup.folder.path
+                raise make_error(StorageError, "final-weights-not-saved", run, cause=failure, run=run)
         log_measured_steps(setup, self.log_event)
         step = self.state.step
         setup.folder.event("finished", f"{step:,} steps", step=step, metrics=msgspec.to_builtins(metrics))
@@ -144,11 +143,8 @@ class Training:
                 service.after_step()
         self.recorder.flush()
         if self.evaluator.is_out_of_patience and self.setup.progress < 1 and state.diverged_step is None:
-            self.log_event(
-                "info",
-                f"stopped at step {state.step:,}: {self.evaluator.evals_since_best} evaluations without an AP above "
-                f"{self.evaluator.best_ap:.3f}, whose weights are {BEST}",
-            )
+            found = f"{self.evaluator.evals_since_best} evaluations without an AP above {self.evaluator.best_ap:.3f}"
+            self.log_event("info", f"stopped at step {state.step:,}: {found}, whose weights are {BEST}")
 
     def step(self) -> None:
         """One optimizer step: load a batch, train on it, agree on what follows."""
@@ -231,10 +227,9 @@ class Training:
 
 
 class Saver:
-    """The checkpoints of a training. parts: whose state they have."""
+    """The checkpoints of a training. parts: whose state they have; adapts_interval: the user set none."""
 
     def __init__(self, attempt: Attempt, parts: Sequence[Part], evaluator: Evaluator, *, adapts_interval: bool) -> None:
-        """adapts_interval: the user set none."""
         setup, run = attempt.setup, attempt.setup.config.run
         self._setup, self._parallel, self._ledger = setup, attempt.parallel, attempt.ledger
         self._log_event, self._parts, self._evaluator = attempt.log_event, parts, evaluator
@@ -271,8 +266,7 @@ class Saver:
         self.trigger.reset()
 
     def _follow_cost(self, pause_s: float, write_s: float) -> None:
-        """A large model on a slow disk is saved less often than every two minutes. pause_s: seconds that training
-        waited for a save; write_s: of the write in the background."""
+        """Saves less often on a slow disk. pause_s: that training waited for a save; write_s: in the background."""
         self._costs.append(max(pause_s / MAX_COST, WRITE_FACTOR * write_s))
         before_s = self.trigger.interval_s
         interval_s = max(self._shortest_s, min(MAX_INTERVAL_S, statistics.median(self._costs)))
@@ -286,13 +280,7 @@ class Saver:
         with self._ledger.phase("checkpoint"):
             snapshot = self._parallel.take_snapshot({}, ap=metrics.ap)
             if snapshot is not None:
-                self._setup.writer.save_weights(snapshot, [FINAL])
-
-    def raise_failure(self) -> None:
-        """Raises StorageError if the final weights could not be written."""
-        failure, run = self._setup.writer.failure, self._setup.folder.path
-        if failure is not None:
-            raise make_error(StorageError, "final-weights-not-saved", run, cause=failure, run=run)
+                self._setup.writer.save_weights(snapshot, FINAL)
 
     def make_stop_error(self, requested_by: str | None) -> StokerError:
         """The error of a run that was stopped: Preempted, or StorageError if its state could not be saved."""

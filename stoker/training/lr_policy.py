@@ -5,6 +5,7 @@ suggests about 1e-3 where 1e-5 is best for a pretrained transformer. So its resu
 validation split decides.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -50,20 +51,16 @@ def has_diverged(losses: Sequence[float]) -> bool:
 def grid_center(lrs: Sequence[float], losses: Sequence[float]) -> float:
     """A tenth of the learning rate with the lowest smoothed loss: the lowest loss is next to divergence (Smith 2017).
     Losses that are not finite end the list; ValueError without a finite one."""
-    finite: list[float] = []
-    for loss in losses:
-        if not math.isfinite(loss):
-            break
-        finite.append(loss)
+    finite = list(itertools.takewhile(math.isfinite, losses))
     if not finite:
         raise ValueError("no finite loss")
     means = smooth(finite)
     return lrs[means.index(min(means))] / 10
 
 
-def grid(center: float, count: int = 7) -> list[float]:
-    """`count` learning rates in half-decades around `center`, ascending, of three digits."""
-    return [_digits(center * HALF_DECADE ** (n - count // 2)) for n in range(count)]
+def grid(center: float) -> list[float]:
+    """Seven learning rates in half-decades around `center`, ascending, of three digits."""
+    return [_digits(center * HALF_DECADE**n) for n in range(-3, 4)]
 
 
 def _digits(lr: float) -> float:
@@ -121,8 +118,8 @@ def best_of(center: float, done: Done) -> Score | None:
 
 
 def _rounds(center: float, done: Done) -> list[list[float]]:
-    """The learning rates of each round, as far as they are known. The first is the grid; while its best is at its edge,
-    it goes on beyond: a range test can be wrong by two decades."""
+    """The learning rates of each round, as far as they are known. The first is the grid, extended while its best is at
+    its edge: a range test can be wrong by two decades."""
     lrs = grid(center)
     for _ in range(MAX_EXTENSIONS):
         if any((0, lr) not in done for lr in lrs):
@@ -155,17 +152,15 @@ def cost() -> tuple[int, int]:
 
 
 def first_steps(step_s: float, budget_s: float, total: int | None) -> int:
-    """Steps of the trainings of the first round, so that all rounds fit the budget; at most a quarter of the length,
-    so that those of the last are as long as the run at most. Below MIN_STEPS: the budget is too short.
-
-    step_s: seconds of a step. total: steps of the run; None: it has a time.
-    """
+    """Steps of the trainings of the first round, so that all rounds fit the budget; at most a quarter of the length, so
+    that those of the last are as long as the run at most. Below MIN_STEPS: the budget is too short. step_s: seconds of
+    a step; total: steps of the run, None: it has a time."""
     length, trainings = cost()
     fitting = int((budget_s - trainings * START_S) / (length * step_s))
     return fitting if total is None else min(fitting, max(MIN_STEPS, total // 2 ** (RUNGS - 1)))
 
 
 def scale_lr(lr: float, batch_ratio: float, optimizer: str) -> float:
-    """The learning rate at `batch_ratio` times the batch size, by the rules of `defaults/derive.py`: linear for sgd
-    (Goyal et al. 2017), square root for adamw and muon (Malladi et al. 2022)."""
+    """The learning rate at `batch_ratio` times the batch size: linear for sgd (Goyal et al. 2017), square root for
+    adamw and muon (Malladi et al. 2022)."""
     return lr * (batch_ratio if optimizer == "sgd" else math.sqrt(batch_ratio))

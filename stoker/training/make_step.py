@@ -1,12 +1,10 @@
 """What trains on a batch, put together once: `step.train_step`, as a CUDA graph if the run asks for one, repeated in
-smaller micro-batches where memory is exhausted, compiled before the first batch, with the kernels that are fastest. The
-loop calls it and knows none of these.
+smaller micro-batches where memory is exhausted, compiled before the first batch, with the kernels that are fastest.
 
 As a CUDA graph, the host issues one call a step instead of about a thousand. A graph replays kernels on fixed
 addresses. So the step, from augmentation to the sums of the losses, reads its batch from static tensors, and learning
 rate, decay of the EMA and number of the step from scalars on the device (`OptimizerStep.set_scalars`); all that
-outlives a step is updated in place. A checkpoint or a rollback writes into the same tensors, so the graph goes on with
-what was loaded. `tests/training/test_cuda_graph.py` proves this on a CPU with an emulated graph.
+outlives a step is updated in place, also by a checkpoint or a rollback.
 
 After a failed capture the process ends, and `stoker train` starts it again: torch 2.11 may leave its allocator in
 capture mode, which then never reuses the memory of batches (pytorch issues 180395, 190308). The run says so in its
@@ -15,8 +13,7 @@ event `cuda_graph_failed`, and its later attempts train without a graph.
 On a GPU, two kernels are chosen by measurement before the first step (`choose_kernels`): convolutions with fused bias,
 residual and ReLU (`models/layers/convolutions.py`), and RetinaNet's matching and classification loss as Triton kernels
 (`models/layers/triton_kernels.py`). Each is timed against the separate operators on the shapes of the run, and must
-give the same result. An event has the choice, and every later attempt of the run takes it from there. A CPU, and a
-model divided among devices, keep the separate operators.
+give the same result. An event has the choice for every later attempt of the run.
 """
 
 import contextlib
@@ -36,6 +33,7 @@ from stoker.config.sync_method import parse_sync
 from stoker.data.augment import strong_augmentations
 from stoker.data.batch import Batch
 from stoker.errors import CaptureFailed
+from stoker.evaluation.evaluate import in_eval_mode
 from stoker.hardware.device import Device, is_out_of_memory
 from stoker.models.layers.convolutions import separate_conv_relu, use_fused_convs
 from stoker.models.retinanet import RetinaNet
@@ -52,11 +50,9 @@ WARM_UP_STEPS = 3
 ROUNDS, CALLS = 5, 10
 """Measurements of each side, in turn, of which the shortest counts, since disturbances only add time; calls in each."""
 MIN_GAIN = 1.02
-"""A kernel is taken if the separate operators take at least this many times as long: less may be noise (an assumption,
-not measured)."""
+"""A kernel is taken if the separate operators take at least this many times as long: less may be noise (assumed)."""
 TOLERANCE = 0.02
-"""Largest difference of results, relative to their norm. Both sides round to bf16, at other places; a wrong kernel is
-apart by all of it."""
+"""Largest difference of results, relative to their norm. Both sides round to bf16; a wrong kernel is apart by all."""
 
 
 class CudaCapture:
@@ -92,11 +88,9 @@ class CudaCapture:
 
 
 class CudaGraphStep:
-    """Calls `step` for the first WARM_UP_STEPS batches, then captures it and replays it with each batch.
-
-    All batches have the same shapes. variant: what the operators of a step depend on besides its batch; when it
-    changes, the step is captured again.
-    """
+    """Calls `step` for the first WARM_UP_STEPS batches, then captures it and replays it with each batch. All batches
+    have the same shapes. variant: what the operators of a step depend on besides its batch; when it changes, the step
+    is captured again."""
 
     def __init__(
         self, step: Callable[[Batch], None], capture: CudaCapture, variant: Callable[[], object] = lambda: None
@@ -251,12 +245,10 @@ def compare_convs(setup: TrainSetup, batch: Batch) -> tuple[float, float, float]
     step is compiled, what the compiler makes of bias, residual and ReLU is one pass over the map."""
     recorder = _ConvRecorder()
     use_fused_convs(setup.model, True)
-    setup.model.eval()  # the statistics of its norms stay what they are
     try:
-        with torch.no_grad(), setup.device.autocast(setup.config.run.precision), recorder:
-            setup.model(batch.images)
+        with recorder:
+            _evaluate(setup, batch)
     finally:
-        setup.model.train()
         use_fused_convs(setup.model, False)
     if not recorder.counts:
         return None
@@ -274,6 +266,12 @@ def compare_convs(setup: TrainSetup, batch: Batch) -> tuple[float, float, float]
         times = measure_in_turn(plain, fused, setup.device)
         separate_s, fused_s = separate_s + count * times[0], fused_s + count * times[1]
     return separate_s, fused_s, difference
+
+
+def _evaluate(setup: TrainSetup, batch: Batch) -> Any:
+    """The outputs of the model; the statistics of its norms stay what they are."""
+    with in_eval_mode(setup.model), torch.no_grad(), setup.device.autocast(setup.config.run.precision):
+        return setup.model(batch.images)
 
 
 def _as_compiled(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
@@ -310,12 +308,7 @@ def compare_losses(setup: TrainSetup, batch: Batch) -> tuple[float, float, float
     model = setup.model
     if not isinstance(model, RetinaNet) or importlib.util.find_spec("triton") is None:
         return None
-    model.eval()  # the statistics of its norms stay what they are
-    try:
-        with torch.no_grad(), setup.device.autocast(setup.config.run.precision):
-            outputs = model(batch.images)
-    finally:
-        model.train()
+    outputs = _evaluate(setup, batch)
     assert isinstance(outputs.logits, Tensor)
     split = torch.split(outputs.logits, list(outputs.num_anchors_per_level), dim=1)
     levels = [level.contiguous().requires_grad_() for level in split]

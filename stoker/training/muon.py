@@ -9,8 +9,7 @@ The iteration, X ← (a + b XXᵀ + c (XXᵀ)²) X, multiplies a matrix from the
 G alone, which is at most as large as the smaller side of the kernel, for all kernels with the same smaller side in one
 batch; the product of the polynomials is applied to X once. All of it is computed on the device, without a host wait.
 
-Why not `torch.optim.Muon`: it takes matrices only, one at a time, in bf16, and cannot skip a step whose gradients are
-not finite without a host wait.
+Not `torch.optim.Muon`: it takes matrices only, one at a time, in bf16, and cannot skip a step without a host wait.
 """
 
 import itertools
@@ -50,11 +49,9 @@ class Muon:
         self._groups = [_Group(group) for group in optimizer.param_groups if group.get("is_matrix") and group["params"]]
         for group in self._groups:
             for parameter, part in zip(group.parameters, group.split(group.momentum), strict=True):
-                shape = parameter.shape
-                if parameter.is_contiguous():
-                    buffer = part.view(shape)
-                else:  # channels-last
-                    buffer = part.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
+                buffer = part.view(_ordered(parameter, parameter).shape)
+                if not parameter.is_contiguous():  # channels-last
+                    buffer = buffer.permute(0, 3, 1, 2)
                 optimizer.state[parameter]["momentum_buffer"] = buffer
 
     @torch.no_grad()
@@ -161,6 +158,6 @@ def _shape(parameter: Tensor) -> tuple[int, int]:
 
 
 def _ordered(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """With its dimensions in the order of the parameter's memory. For a matrix [O, I · h · w] that is another order of
-    columns, which makes no difference to the update."""
+    """With its dimensions in the order of the parameter's memory: another order of columns of a matrix [O, I · h · w],
+    which makes no difference to the update."""
     return tensor if parameter.is_contiguous() else tensor.permute(0, 2, 3, 1)

@@ -4,8 +4,7 @@ Everything that a step decides (is the gradient finite? what is its norm?) stays
 there: torch's fused optimizers leave parameters, moments and step counts unchanged if `found_inf` is 1. So the host
 issues the same calls for any numbers. On an accelerator that holds for the learning rate, the decay of the EMA and the
 number of the step too: they are tensors that `set_scalars` fills before the step, and whatever outlives a step keeps
-its address. So a CUDA graph can replay the step (`make_step.py`). The learning rate schedule is a pure function at the
-end of the file.
+its address. So a CUDA graph can replay the step (`make_step.py`).
 
 Why not torch's own: `AveragedModel.update_parameters` reads its step count from the device (a host wait), and its decay
 has no warm-up; `GradScaler.unscale_` and `clip_grad_norm_` pass over all gradients once more each, which the fused
@@ -47,8 +46,7 @@ NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, Finit
 
 
 class Division(Protocol):
-    """How the tensors of a model are divided among ranks: `fsdp.Sharding` by rows, `stages.Stages` by parts of the
-    model."""
+    """How a model is divided among ranks: `fsdp.Sharding` by rows of each tensor, `stages.Stages` by parts."""
 
     def shard(self, model: nn.Module) -> None:
         """Divides the tensors of a model, in place, and moves what is this rank's to the device."""
@@ -60,7 +58,7 @@ class Division(Protocol):
         """Frees what is not this rank's."""
 
     def rows(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the model or the optimizer, of which it has a part."""
+        """This rank's part of a tensor."""
 
     def distributed(self, rows: Tensor, like: Any) -> Tensor:
         """The reverse, as `gather` takes it; like: the parameter of the model."""
@@ -69,16 +67,13 @@ class Division(Protocol):
         """`model.load_state_dict` of whole tensors."""
 
     def gather(self, tree: Any) -> Any:
-        """A tree of dicts, lists, numbers and tensors, with whole host tensors, in rank 0. Called by all ranks. Waits
-        for the device."""
+        """A tree with whole host tensors, in rank 0. Called by all ranks. Waits for the device."""
 
 
 class OptimizerStep:
-    """The optimizer of a model, and its EMA weights.
-
-    model: on the device and initialized. ema_model: the weights to evaluate and save; `model` itself if
-    `settings.ema_decay` is 0. sharding: divides the parameters of both among the ranks and moves them to the device;
-    then all numbers here are of this rank's rows, or of its stage, except for the norm of the gradient.
+    """The optimizer of a model, and its EMA weights. model: on the device and initialized; ema_model: the weights to
+    evaluate and save, `model` itself if `settings.ema_decay` is 0; sharding: divides the parameters of both among the
+    ranks and moves them to the device: all numbers but the norm of the gradient are then of this rank's rows or stage.
     """
 
     def __init__(
@@ -90,9 +85,7 @@ class OptimizerStep:
         precision: str,
         sharding: Division | None = None,
     ) -> None:
-        self.model = model
-        self.settings = settings
-        self.sharding = sharding
+        self.model, self.settings, self.sharding = model, settings, sharding
         self.restored: tuple[dict[str, Any], dict[str, Tensor]] | None = None
         """The whole tensors that `load_state_dict` got last, of a divided model, until they are sent to other ranks."""
         self.ema_model = copy.deepcopy(model).requires_grad_(False) if settings.ema_decay else model
@@ -230,18 +223,14 @@ class OptimizerStep:
     @torch.no_grad()
     def update_ratios(self) -> dict[str, float]:
         """Norm of what the moments now change in a step over the norm of the weights, by the name of each trained
-        weight matrix or kernel; of this rank's rows. {} for SGD without momentum. Waits for the device.
-
-        Biases and norms are left out: they begin at zero.
-        """
-        names = dict(zip(self._trainable_params, self.names, strict=True))
-        ratios: dict[str, Tensor] = {}
-        if self._muon is not None:
-            ratios |= {names[weight]: change.norm() / weight.norm() for weight, change in self._muon.changes().items()}
+        weight matrix or kernel (biases begin at zero); of this rank's rows. {} for SGD without momentum. Waits for the
+        device."""
+        changes = {} if self._muon is None else self._muon.changes()
+        norms = {weight: change.norm() for weight, change in changes.items()}
         for group in self._optimizer.param_groups:
-            for weight in (
-                parameter for parameter in group["params"] if parameter.dim() > 1 and names[parameter] not in ratios
-            ):
+            for weight in group["params"]:
+                if weight.dim() < 2 or weight in changes:
+                    continue
                 state = self._optimizer.state[weight]
                 change = state.get("momentum_buffer")
                 if "exp_avg" in state:
@@ -249,9 +238,10 @@ class OptimizerStep:
                     change = state["exp_avg"] / corrections[0]
                     change /= (state["exp_avg_sq"] / corrections[1]).sqrt_().add_(group["eps"])
                 if change is not None:
-                    ratios[names[weight]] = group["lr"] * change.norm() / weight.norm()
-        values = torch.stack(list(ratios.values())).tolist() if ratios else []
-        return {name: value for name, value in zip(ratios, values, strict=True) if math.isfinite(value)}
+                    norms[weight] = group["lr"] * change.norm()
+        names = dict(zip(self._trainable_params, self.names, strict=True))
+        ratios = torch.stack([norm / weight.norm() for weight, norm in norms.items()]).tolist() if norms else []
+        return {names[weight]: ratio for weight, ratio in zip(norms, ratios, strict=True) if math.isfinite(ratio)}
 
     def weights(self) -> list[Tensor]:
         """The trained parameters, not divided among ranks."""
@@ -303,25 +293,18 @@ class OptimizerStep:
             self._growth_tracker.copy_(state["scale"][1])
 
     def _load_optimizer_state(self, saved: dict[str, Any]) -> None:
-        """Copies moments and step counts, in place; what was not saved (before a first step) is zero.
-
-        The optimizer's `load_state_dict` would replace the tensors, and the learning rates and flags of another device
-        with them.
-        """
+        """Copies moments and step counts, in place; what was not saved (before a first step) is zero. The optimizer's
+        `load_state_dict` would replace the tensors, the learning rates, and the flags of another device."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         ids = [saved_id for group in saved["param_groups"] for saved_id in group["params"]]
         for parameter, number in zip(parameters, self._own_numbers(), strict=True):
             saved_state = saved["state"].get(ids[number], {})
             for name, tensor in self._optimizer.state[parameter].items():
-                if name not in saved_state:
-                    tensor.zero_()
-                else:
-                    whole = saved_state[name]
-                    tensor.copy_(whole if self.sharding is None or not tensor.dim() else self.sharding.rows(whole))
+                whole = saved_state.get(name, torch.zeros(()))
+                tensor.copy_(whole if self.sharding is None or not whole.dim() else self.sharding.rows(whole))
 
     def take_restored(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """(state, EMA weights) with whole tensors, to send to other ranks; None for the first step of a divided model,
-        whose weights they have."""
+        """(state, EMA weights), whole, to send to other ranks; None for the first step of a divided model."""
         if self.sharding is None:
             return self.state_dict(), self.ema_model.state_dict()
         restored, self.restored = self.restored, None
@@ -338,8 +321,7 @@ class OptimizerStep:
         return [number for numbers in self._numbers for number, is_own in numbers.items() if is_own]
 
     def _distributed_state(self, sharding: Division) -> dict[int, dict[str, Tensor]]:
-        """The optimizer's state, by the number of the parameter in the whole model; what has the shape of its rows as a
-        DTensor."""
+        """The optimizer's state, by the number of the parameter in the whole model, as `Division.gather` takes it."""
         divided: dict[Tensor, Any] = dict(zip(self._trainable_params, self._parameters, strict=True))
         parts = [part for group in self._optimizer.param_groups for part in group["params"]]
         return {
@@ -378,21 +360,11 @@ def _make_optimizer(
 ) -> tuple[torch.optim.Optimizer, list[float], list[dict[int, bool]]]:
     """(optimizer, factor of the learning rate of each of its groups, number of each parameter of the group in the whole
     model → whether this rank has it). parts: parameter of the model → what is optimized: itself, or this rank's rows;
-    those of other stages are not in it.
-
-    Biases and norms are not decayed (as in torchvision's and Detectron2's recipes for detection). The backbone has
-    groups of its own only if its learning rate differs, so that a single learning rate costs no more kernels.
-    """
-    backbone_prefix = (
-        model.backbone_prefixes if isinstance(model, Detector) and settings.backbone_lr_mult != 1 else None
-    )
+    without those of other stages. Biases and norms are not decayed, as in torchvision's and Detectron2's recipes."""
+    prefixes = model.backbone_prefixes if isinstance(model, Detector) else ()
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for module_name, module in model.named_modules():
-        lr_mult = (
-            settings.backbone_lr_mult
-            if backbone_prefix is not None and f"{module_name}.".startswith(backbone_prefix)
-            else 1.0
-        )
+        lr_mult = settings.backbone_lr_mult if f"{module_name}.".startswith(prefixes) else 1.0
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 decay = 0.0 if name == "bias" or isinstance(module, NORM_TYPES) else settings.weight_decay
@@ -457,11 +429,8 @@ def _step_by_operators(optimizer: torch.optim.Optimizer, clipped: Clipped) -> No
 
 
 def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
-    """A subclass that does the same without importing torch._dynamo, which takes two seconds of every start.
-
-    torch wraps these methods to keep dynamo from compiling them, which nothing here asks for; a wrapper imports it at
-    its first call. The methods inside are called directly.
-    """
+    """A subclass that does the same without importing torch._dynamo, which takes two seconds of every start. torch
+    wraps these methods to keep dynamo from compiling them, and a wrapper imports it at its first call."""
     names = ("add_param_group", "state_dict", "zero_grad")
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
     methods["step"] = torch.no_grad()(inspect.unwrap(optimizer.step))
@@ -470,14 +439,15 @@ def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
 
 def _stats_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """(module, name) of the running statistics of all trained BatchNorms."""
-    return [(m, n) for m in model.modules() if isinstance(m, NORM_TYPES[0]) for n in ("running_mean", "running_var")]
+    norms = [m for m in model.modules() if isinstance(m, NORM_TYPES[0]) and m.running_mean is not None]
+    return [(norm, name) for norm in norms for name in ("running_mean", "running_var")]
 
 
 def _copy_stats(model: nn.Module, flat: Tensor, *, into_model: bool) -> None:
     """Between the statistics of `model` and `flat`, where they are not views of it."""
     if flat.device.type not in XLA_KINDS or not flat.numel():
         return
-    buffers = [buffer for module, name in _stats_of(model) if (buffer := getattr(module, name)) is not None]
+    buffers = [getattr(module, name) for module, name in _stats_of(model)]
     if not into_model:
         flat.copy_(torch.cat(buffers))
         return
@@ -488,10 +458,9 @@ def _copy_stats(model: nn.Module, flat: Tensor, *, into_model: bool) -> None:
 def _flatten_norm_stats(model: nn.Module) -> Tensor:
     """Moves the running statistics of all trained BatchNorms into one tensor [N]; they become views of it. With XLA it
     is a copy (`_copy_stats`): what its batch norm writes into a view does not reach the tensor."""
-    owners = _stats_of(model)
     devices = [parameter.device for parameter in model.parameters()]
     device = next((device for device in devices if device.type != "meta"), devices[0])  # not that of other stages
-    buffers = [(module, name, getattr(module, name)) for module, name in owners if getattr(module, name) is not None]
+    buffers = [(module, name, getattr(module, name)) for module, name in _stats_of(model)]
     buffers = [buffer for buffer in buffers if buffer[2].is_meta == (device.type == "meta")]
     if not buffers:
         return torch.zeros(0, device=device)
@@ -505,15 +474,12 @@ def _flatten_norm_stats(model: nn.Module) -> Tensor:
 
 
 class LossAccumulator:
-    """Sums of losses over steps, kept on the device in one small tensor and read without a wait some steps later.
-
-    Also counts consecutive skipped steps, and keeps the step at which they first reached `max_skipped_steps`; and of
-    the step with the largest loss its number and the norms of its gradients.
-    """
+    """Sums of losses over steps, kept on the device in one small tensor and read without a wait some steps later. Also
+    counts consecutive skipped steps, and keeps the step at which they first reached `max_skipped_steps`; and of the
+    step with the largest loss its number and the norms of its gradients."""
 
     def __init__(self, device: Device, *, max_skipped_steps: int) -> None:
-        self._device = device.torch_device
-        self._max_skipped_steps = max_skipped_steps
+        self._device, self._max_skipped_steps = device.torch_device, max_skipped_steps
         self._names: list[str] = []
         self._sums = torch.zeros(0)
         self._skipped_streak = torch.zeros((), device=self._device)
@@ -597,10 +563,8 @@ class LossAccumulator:
 
 
 class StepStats(NamedTuple):
-    """Means over the finite steps of a window; diverged_step: the step that reached the limit of skipped steps.
-
-    worst_step: that of the largest loss; worst_norms, mean_norms: of each gradient in that step, and over the steps.
-    """
+    """Means over the finite steps of a window; diverged_step: the step that reached the limit of skipped steps;
+    worst_step: that of the largest loss; worst_norms, mean_norms: of each gradient in that step, and over the steps."""
 
     losses: dict[str, float]
     grad_norm: float | None

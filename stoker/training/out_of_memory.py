@@ -3,11 +3,11 @@
 A step is repeated in micro-batches of half the size, an evaluation in batches of half the size. The event
 `out_of_memory` has the new sizes, and every later attempt of the run takes them from there. What fits is measured
 before the start (`defaults/dry_run.py`); this is for what comes later: another process on the GPU, fragmentation, an
-unusual batch. A CPU that cannot allocate is treated in the same way.
+unusual batch.
 
 Memory of the host is given back before the kernel kills the run (`HostMemoryGuard`): prefetched batches first, then the
-cache of decoded images. The training thread looks at it once a second. Near the limit means that less than LOW_FRACTION
-of it, or LOW_BYTES, is free of what the kernel cannot reclaim. What was given back is not taken again in this attempt.
+cache of decoded images, if less than LOW_FRACTION of the limit, or LOW_BYTES, is free of what the kernel cannot
+reclaim. What was given back is not taken again in this attempt.
 """
 
 import time
@@ -62,12 +62,9 @@ def halve(sizes: BatchSizes, activity: Activity, *, batch_size: int, model: nn.M
 
 
 def shrink_batches(attempt: Attempt, activity: Activity, message: str) -> None:
-    """Makes the sizes of the state smaller, writes the event, and undoes what the failed attempt left.
-
-    Raises OutOfMemoryError where nothing smaller is left; after a failure in the middle of an update; and if there are
-    several ranks, as the others wait in an exchange. Nothing of that step is saved, and the next attempt of the run
-    continues from the last checkpoint with the smaller sizes.
-    """
+    """Makes the sizes of the state smaller, writes the event, and undoes what the failed attempt left. Raises
+    OutOfMemoryError where nothing smaller is left; after a failure in the middle of an update; and if there are several
+    ranks, as the others wait in an exchange: the next attempt of the run continues with the smaller sizes."""
     setup, state, before = attempt.setup, attempt.state, attempt.state.sizes
     attempt.hang_detector.allow_silence()  # new shapes: kernels are chosen or compiled again
     setup.optimizer.discard_gradients()
@@ -81,13 +78,10 @@ def shrink_batches(attempt: Attempt, activity: Activity, message: str) -> None:
             fix="end what else uses the GPU (`nvidia-smi`), or use --activation-checkpointing, a smaller --image-size "
             "or --model, or a device with more memory",
         )
+    what = f"evaluations run with {state.sizes.eval} images at a time instead of {before.eval}"
     if activity == "training":
-        what = (
-            f"a step runs as {setup.micro_batches} micro-batches of {state.sizes.train} images instead of "
-            f"{before.train}; its batch stays {setup.config.run.batch_size}"
-        )
-    else:
-        what = f"evaluations run with {state.sizes.eval} images at a time instead of {before.eval}"
+        what = f"a step runs as {setup.micro_batches} micro-batches of {state.sizes.train} images instead of "
+        what += f"{before.train}; its batch stays {setup.config.run.batch_size}"
     attempt.parallel.micro_batches = setup.micro_batches
     attempt.log_event(
         "out_of_memory",

@@ -1,10 +1,9 @@
 """Samples the stacks of a training of stoker's own into stacks.jsonl: of the training thread, and of one loader thread,
 of this process or of a worker process, in turn. Each rank samples itself.
 
-A thread reads them from inside, where it knows the loader's threads. What a stack means is the same as of a watched job
-(`profiling/frames.py`): kinds, places, windows. A stack can only be read when the interpreter's lock is free; a sample
-counts for all the times at which it was not. The rate follows the CPU time of the sampler's own thread, with all that
-it writes.
+What a stack means is the same as of a watched job (`profiling/frames.py`): kinds, places, windows. A stack can only be
+read when the interpreter's lock is free; a sample counts for all the times at which it was not. The rate follows the
+CPU time of the sampler's own thread, with all that it writes.
 """
 
 import collections
@@ -28,10 +27,8 @@ _PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 class OwnStacks:
-    """Samples from `start` to `stop`. The thread that makes it is the training thread.
-
-    folder: where windows are written; None: not yet, and the time until then is a part of the first one. processes: the
-    loader's worker processes, if it has some."""
+    """Samples from `start` to `stop`. The thread that makes it is the training thread. folder: where windows are
+    written; None: not yet, and the time until then is a part of the first one. processes: of the loader, if any."""
 
     def __init__(self) -> None:
         self.folder: RunFolder | None = None
@@ -104,8 +101,7 @@ class OwnStacks:
 
 
 def _as_frames(stack: Stack) -> list[Frame]:
-    """The frames from the first one of stoker's on: what has called it is not sampled for. Stoker's files get the same
-    names wherever it is installed."""
+    """The frames from the first one of stoker's on, whose files get the same names wherever it is installed."""
     frames = [
         Frame(function, PACKAGE_ROOT + file.removeprefix(_PACKAGE) if file.startswith(_PACKAGE) else file, line)
         for function, file, line in stack

@@ -2,7 +2,7 @@
 
 `One` is a training of one process: it exchanges nothing, and what it knows, all know. It is the interface of `ddp.Ddp`
 and `ddp.Periodic` (each process has the whole model and a part of the batch), `fsdp.Fsdp` (and the rows of each
-parameter) and `pipeline.Pipeline` (a stage of the model). The loop and its services call the same methods of each and
+parameter) and `stages.Pipeline` (a stage of the model). The loop and its services call the same methods of each and
 never ask which it is. All processes call each method at the same step.
 """
 
@@ -34,12 +34,16 @@ class One(PlainStep):
 
     can_be_captured = True
     """Whether a CUDA graph can replay its step: nothing in it depends on what the host does in each step."""
+    can_be_compiled = True
+    """Whether its step can be compiled: a run that was started on one device may ask for it."""
     takes_part_in_saves = True
     """Whether this process has something to do when a checkpoint is saved."""
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         run = setup.config.run
         self.setup, self.log_event = setup, log_event
+        self.compiles = run.compile and self.can_be_compiled
+        """Whether `warm_up` compiles the step."""
         is_whole = setup.optimizer.sharding is None
         loss_fn = make_loss_fn(setup.model, compile=self.compiles, cast_together=is_whole)
         super().__init__(loss_fn, setup.optimizer, setup.loss_accumulator, setup.device.autocast(run.precision))
@@ -48,11 +52,6 @@ class One(PlainStep):
         self._copy_stream = setup.device.make_stream()
         self._arenas: HostArenas | None = None
         self._newest_copy: ReadyEvent | None = None
-
-    @property
-    def compiles(self) -> bool:
-        """Whether `warm_up` compiles the step."""
-        return self.setup.config.run.compile
 
     def next_batch(self, loader: Loader) -> Batch:
         """This process's part of the next batch."""
@@ -73,17 +72,8 @@ class One(PlainStep):
         """The same, with all steps so far. Waits for the device."""
         return self.agreed
 
-    def notice_divergence(self, step: int | None) -> Signals:
-        """What all know, after this process has read from its own records that it diverged."""
-        self.agreed = self.agreed._replace(diverged_step=step)
-        return self.agreed
-
     def stops(self, is_asked: bool) -> bool:
         """Whether all stop after this step. is_asked: this process was asked to."""
-        return is_asked
-
-    def stops_alone(self, is_asked: bool) -> bool:
-        """Whether this process may stop while it waits for something that the others do not wait for."""
         return is_asked
 
     def poll(self, is_asked: bool, *, is_last: bool = False) -> bool:
@@ -110,20 +100,20 @@ class One(PlainStep):
 
     def reserve_snapshots(self, state: dict[str, Any]) -> None:
         """Allocates host memory for snapshots of the weights and a state like this one, so that no save does."""
-        weights = self.optimizer.ema_model.state_dict()
-        self._arenas = checkpoint.reserve_arenas(self.setup.device, weights, state)
+        if self.setup.ranks.is_main:
+            weights = self.optimizer.ema_model.state_dict()
+            self._arenas = checkpoint.reserve_arenas(self.setup.device, weights, state)
 
     def take_snapshot(self, state: dict[str, Any], *, ap: float | None) -> checkpoint.HostSnapshot | None:
         """The EMA weights with their metadata, and a state (empty for a file of weights alone), with whole tensors on
-        the host. Called by all processes that take part in it; None where there is nothing to write.
-
-        The copies are made on a stream of their own while the training goes on; only the next update of the weights has
-        to wait for them (`wait_for_snapshot`)."""
-        metadata, weights = self.metadata(ap), self.optimizer.ema_model.state_dict()
-        step, arenas = self.setup.state.step, self._arenas
+        the host. Called by all processes that take part in it; None where there is nothing to write. The copies are
+        made while the training goes on: only the next update of the weights has to wait (`wait_for_snapshot`)."""
+        if not self.setup.ranks.is_main:
+            return None
         taken = checkpoint.snapshot(
-            self._copy_stream, step=step, metadata=metadata, weights=weights, state=state, arenas=arenas
-        )
+            self._copy_stream, step=self.setup.state.step, metadata=self.metadata(ap),
+            weights=self.optimizer.ema_model.state_dict(), state=state, arenas=self._arenas,
+        )  # fmt: skip
         self._newest_copy = taken.ready
         return taken
 
@@ -138,8 +128,7 @@ class One(PlainStep):
             self._newest_copy = None
 
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
-        """Does once what the first step would do besides, without a change of the training: compiles the step.
-        make_batch: makes a micro-batch of the shapes of training."""
+        """Compiles the step, without a change of the training. make_batch: a micro-batch of the shapes of training."""
         if not self.compiles:
             return
         try:
@@ -168,8 +157,7 @@ class One(PlainStep):
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """What the loop of one attempt of a run and its services share. Only the training thread uses it, except where a
-    class says otherwise."""
+    """What the loop of one attempt of a run and its services share, in the training thread."""
 
     setup: TrainSetup
     parallel: One

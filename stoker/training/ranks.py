@@ -1,14 +1,13 @@
-"""What the ranks of a training tell each other: decisions of rank 0, results, records, and why one of them ended. torch
-is imported by the ranks of a job only.
+"""What the ranks of a training tell each other: decisions of rank 0, results, records, and why one of them ended.
 
 A training on several devices is one process per device: a rank. They meet in a process group of torch.distributed (gloo
 between hosts, NCCL between GPUs). Rank 0 decides and writes; the others follow. `Ranks` alone is a training of one
 process: nothing is exchanged, and torch.distributed is not imported. Gradients are exchanged in `several.py`, which
-process is which rank says `cluster.py`.
+process is which rank says `cluster.py`, who is alive `heartbeats.py`.
 
 An error that only one rank meets is published in the store of the group. The others, whose next exchange fails as that
 rank has gone, raise it in its name (`RankError`), so that the user sees the first exception and not the last one. For
-the process that started the ranks (`local_ranks.py`) it is a file (`Failure`). Who is alive: `heartbeats.py`.
+the process that started the ranks (`local_ranks.py`) it is a file (`Failure`).
 
 The store and the exchanges have no passwords, as torch has none. Ranks of one machine listen on its loopback interface
 only; between machines it must be a network of trusted users (docs/scaling.md).
@@ -38,18 +37,14 @@ Result = TypeVar("Result")
 
 START_TIMEOUT_S, EXCHANGE_TIMEOUT_S = 3600.0, 1200.0
 """An exchange fails after this time, until the first step and from there on. Rank 0 may be busy for long while the
-others wait: at the start with a data set in a bucket and trials of batch sizes, later with metrics of a large
-validation split. A rank that has ended is noticed at once, by its connections; one that is frozen by `watchdog.py`."""
+others wait, with a data set in a bucket or metrics. A rank that has ended is noticed at once, by its connections; one
+that is frozen by `watchdog.py`."""
 FAILURE_WAIT_S = 5.0
 """How long a rank whose exchange failed waits for the reason of the rank that has gone."""
 LATE_S = 20.0
 """How long rank 0 of a finished run waits for machines that do not see its folder, and are told by it."""
 END_TIMEOUT_S = 1800.0
 """How long a finished rank waits for rank 0, which still writes, or uploads to a bucket."""
-FLIGHT_RECORDER, OLD_FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""How many collectives NCCL's flight recorder keeps (`collective_trace`); torch 2.15 warns of the old name."""
-FLIGHT_RECORDER_SIZE = "2000"
-"""As torch's tutorial has it."""
 REPORTS_VARIABLE = "STOKER_RANK_REPORTS"
 """Folder in which the ranks that one `stoker train` started leave their failures, and rank 0 the result."""
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -62,19 +57,16 @@ _COMMUNICATION_WORDS = ("gloo", "NCCL", "Connection", "connection", "Socket", "s
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """The error that ended a rank."""
+    """The error that ended a rank. t: Unix time, seconds; is_consequence: another rank had ended before; trace: of a
+    bug; error: the class of a StokerError in `errors.py`, whose arguments follow, empty for other errors."""
 
     rank: int
     t: float
-    """Unix time, seconds."""
     text: str
     exit_code: int
     is_consequence: bool = False
-    """Another rank had ended before."""
     trace: str = ""
-    """The traceback, if it is a bug."""
     error: str = ""
-    """The class of a StokerError in `errors.py`; its arguments follow. Empty for other errors."""
     what: str = ""
     location: str | None = None
     cause: str | None = None
@@ -139,20 +131,16 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
 
 
 class Ranks:
-    """This rank among those of the training; by default alone.
-
-    Every method is called by all ranks, in the same order, unless it says otherwise.
-    """
+    """This rank among those of the training; by default alone. Every method is called by all ranks, in the same order,
+    unless it says otherwise."""
 
     def __init__(self, place: RankPlace | None = None) -> None:
         self.place = place
-        self.rank = 0 if place is None else place.rank
-        self.world_size = 1 if place is None else place.world_size
-        self.local_rank = 0 if place is None else place.local_rank
-        self.local_world_size = 1 if place is None else place.local_world_size
+        self.rank, self.world_size = (0, 1) if place is None else (place.rank, place.world_size)
+        self.local_rank, self.local_world_size = (0, 1) if place is None else (place.local_rank, place.local_world_size)
         self._store: Any = None
-        self._host_group: Any = None
-        """For what hosts exchange; None: the group of all."""
+        self.host_group: Any = None
+        """The process group for tensors of the host; None: the group of all."""
         self.heartbeats: Heartbeats | None = None
         """Of a rank that is connected."""
         self._explained: BaseException | None = None
@@ -187,8 +175,8 @@ class Ranks:
         os.environ.update(place.variables())
         divide_cores(place)
         has_gpu = torch.cuda.is_available()
-        if OLD_FLIGHT_RECORDER not in os.environ:
-            os.environ.setdefault(FLIGHT_RECORDER, FLIGHT_RECORDER_SIZE)
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name, of which torch 2.15 warns
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # for `collective_trace`, as in torch's tutorial
         timeout, store = datetime.timedelta(seconds=timeout_s), None
         try:
             if place.is_one_machine:
@@ -201,14 +189,9 @@ class Ranks:
                     )
             else:
                 store = meet(place, timeout_s=min(timeout_s, MEET_TIMEOUT_S))
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
-                store=store,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=timeout,
-            )
-            self._host_group = dist.new_group(backend="gloo", timeout=timeout) if has_gpu else None
+            backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+            self.host_group = dist.new_group(backend="gloo", timeout=timeout) if has_gpu else None
             self._store = dist.distributed_c10d._get_default_store()
             heartbeats = Heartbeats(self._store, self.rank, self.world_size)
             self.barrier()  # all have written
@@ -229,21 +212,18 @@ class Ranks:
         import torch.distributed as dist
 
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.11
-        for group in {None, self._host_group}:
+        for group in {None, self.host_group}:
             set_timeout(datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S), group)
-
-    @property
-    def host_group(self) -> Any:
-        """The process group for tensors of the host; None: the group of all."""
-        return self._host_group
 
     def share(self, work: Callable[[], Result]) -> Result:
         """Rank 0 does the work; its result, or its error, is that of all ranks."""
         if self.alone:
             return work()
+        import torch.distributed as dist
+
         result, error = _attempt(work) if self.is_main else (None, None)
         values: list[Any] = [result, self._encode(error)]
-        self._broadcast(values)
+        dist.broadcast_object_list(values, src=0, group=self.host_group)
         self._raise_first(error, values[1:])
         shared: Result = values[0]
         return shared
@@ -280,7 +260,7 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, values, dst=0, group=self._host_group)
+        dist.gather_object(value, values, dst=0, group=self.host_group)
         return values
 
     def gather_all(self, value: Result) -> list[Result]:
@@ -293,8 +273,7 @@ class Ranks:
         return self.share(lambda: value)
 
     def share_tensors(self, tree: Any) -> Any:
-        """A tree of rank 0, in the other ranks with tensors on the host. They go one by one: a copy of all of them in
-        one message would not fit where the model hardly does."""
+        """A tree of rank 0, in the other ranks with tensors on the host. They go one by one, as memory may be short."""
         import torch
         import torch.distributed as dist
 
@@ -304,7 +283,7 @@ class Ranks:
         if not self.is_main:
             tree = map_tensors(shapes, lambda like: torch.empty_like(like, device="cpu"))
         for tensor in list_tensors(tree):
-            dist.broadcast(tensor.detach().cpu().contiguous(), src=0, group=self._host_group)
+            dist.broadcast(tensor.detach().cpu().contiguous(), src=0, group=self.host_group)
         return tree
 
     def any(self, flag: bool) -> bool:
@@ -320,7 +299,7 @@ class Ranks:
         import torch.distributed as dist
 
         votes = torch.tensor([int(flag)])
-        self._vote = votes, dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
+        self._vote = votes, dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
 
     def end_vote(self) -> bool:
         """The answer to the last `begin_vote`; False if there was none."""
@@ -368,9 +347,8 @@ class Ranks:
         )
 
     def collective_trace(self) -> bytes | None:
-        """The last collectives of this rank with their stacks, as NCCL's flight recorder pickles them; None without
-        NCCL. From any thread."""
-        if self._host_group is None:
+        """The last collectives of this rank, as NCCL's flight recorder pickles them; None without. From any thread."""
+        if self.host_group is None:
             return None
         import torch
 
@@ -438,9 +416,8 @@ class Ranks:
             raise explained from error
 
     def close(self, *, orderly: bool) -> None:
-        """Leaves the group. orderly: all ranks end in this way, so the others wait until rank 0 has written all.
-
-        Raises HungError if rank 0 is frozen."""
+        """Leaves the group. orderly: all ranks end in this way, so the others wait until rank 0 has written all. Raises
+        HungError if rank 0 is frozen."""
         if self.heartbeats is None:
             return
         import torch.distributed as dist
@@ -471,11 +448,6 @@ class Ranks:
         heartbeats.stop()
         self._store.add(seen, 1)
 
-    def _broadcast(self, values: list[Any]) -> None:
-        import torch.distributed as dist
-
-        dist.broadcast_object_list(values, src=0, group=self._host_group)
-
     def publish(self, error: BaseException, *, is_consequence: bool) -> None:
         """Tells the error of this rank to the others, and to the process that started it. From any thread."""
         failure = Failure.of(self.rank, error, is_consequence=is_consequence)
@@ -501,11 +473,8 @@ class Ranks:
 
 
 def divide_cores(place: RankPlace) -> None:
-    """Makes this process use its part of the cores of its machine. Slurm has given each task its own already.
-
-    By their number, not by affinity: in a container with a CPU quota all jobs of the machine would take the same first
-    cores.
-    """
+    """Makes this process use its part of the cores of its machine. Slurm has given each task its own already. By their
+    number, not by affinity: in a container with a CPU quota all jobs of the machine would take the same first cores."""
     import torch
 
     if place.source != "Slurm" and CORES_VARIABLE not in os.environ:
@@ -527,12 +496,9 @@ def _is_communication(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def joined(place: RankPlace | None, finished: StokerError | None = None) -> Iterator[Ranks]:
-    """The ranks of this job, connected inside the block; alone without a place.
-
-    The error of a rank is published, and raised by the others. After a block without an error, and after `Preempted`,
-    a rank waits until rank 0 has left its block, too. finished: why nothing is left to do; raised at once, by rank 0
-    after it has waited LATE_S for others.
-    """
+    """The ranks of this job, connected inside the block; alone without a place. The error of a rank is published, and
+    raised by the others. After a block without an error, and after `Preempted`, a rank waits until rank 0 has left its
+    block, too. finished: why nothing is left to do; raised at once, by rank 0 after it has waited LATE_S for others."""
     ranks = Ranks(place)
     if finished is not None and not ranks.is_main:
         raise finished

@@ -3,12 +3,12 @@
 Losses and norms are summed on the device (`LossAccumulator`) and read when their copy has arrived, so no step waits.
 
 Of several ranks, rank 0 alone writes the run folder; the others send it what is theirs (`RankFolder`), through the
-store of the process group, when it suits them: no exchange waits for it, and their machines need not see the folder.
-Rank 0 writes the windows and the telemetry of rank n to `ranks/000n/`, its warnings to events.jsonl, and the images
-that it could not use to quarantine.jsonl (`RankRecords`).
+store of the process group: no exchange waits for it, and their machines need not see the folder. Rank 0 writes the
+windows and the telemetry of rank n to `ranks/000n/`, its warnings to events.jsonl, and the images that it could not use
+to quarantine.jsonl (`RankRecords`).
 
-A loss that jumps and steps that are skipped are reported at once (`StabilityAlerts`); nothing here acts on them.
-`resume.py` acts when gradients stay non-finite; the diagnosis judges the learning rate by the records.
+A loss that jumps and steps that are skipped are reported at once (`StabilityAlerts`). `resume.py` acts when gradients
+stay non-finite; the diagnosis judges the learning rate by the records.
 """
 
 import contextlib
@@ -134,11 +134,9 @@ SPIKE_COOLDOWN_WINDOWS = 16
 
 
 def is_spike(loss: float, previous: Sequence[float]) -> bool:
-    """Whether `loss` is far above the losses of the previous windows; all positive. False if there are too few.
-
-    It compares logarithms, so the unit of the loss does not matter. The noise of windows, which are one step or
-    hundreds, differs by a factor of ten between models; it is measured, as the median absolute deviation.
-    """
+    """Whether `loss` is far above the losses of the previous windows; all positive. False if there are too few. It
+    compares logarithms, so the unit of the loss does not matter. The noise of windows, which are one step or hundreds,
+    differs by a factor of ten between models; it is measured, as the median absolute deviation."""
     if len(previous) < MIN_SPIKE_WINDOWS:
         return False
     baseline = statistics.median(previous)
@@ -155,27 +153,21 @@ LARGE_UPDATE = 0.03
 
 
 class Suspects(NamedTuple):
-    """How `StabilityAlerts` names what a spike is from."""
+    """How `StabilityAlerts` names what a spike is from. parameters: names, in the order of the norms of the gradients;
+    name_images: those of the step after so many steps; clip_grad_norm: 0 is none; update_ratios: `OptimizerStep`'s."""
 
     parameters: Sequence[str] = ()
-    """Names, in the order of the norms of the gradients."""
     name_images: Callable[[int], str] = str
-    """The images of the step after so many steps."""
     clip_grad_norm: float = 0.0
-    """The setting of the run; 0: no clipping."""
     update_ratios: Callable[[], dict[str, float]] = dict
-    """Of the weights now (`OptimizerStep.update_ratios`)."""
-
-
-NO_SUSPECTS = Suspects()
 
 
 class StabilityAlerts:
     """Looks at the windows of a training in order. peak_lr: the peak learning rate since the last rollback."""
 
-    def __init__(self, log_event: EventLogger, peak_lr: float, suspects: Suspects = NO_SUSPECTS) -> None:
+    def __init__(self, log_event: EventLogger, peak_lr: float, suspects: Suspects | None = None) -> None:
         self._log_event, self._suggested_lr = log_event, float(f"{peak_lr / 3:.2g}")
-        self._suspects = suspects
+        self._suspects = suspects or Suspects()
         self._recent_norms: deque[tuple[float, list[float]]] = deque(maxlen=MIN_SPIKE_WINDOWS)
         """Norm of the whole gradient, and of each tensor's, of windows without a spike."""
         self._recent_losses: deque[float] = deque(maxlen=SPIKE_WINDOWS)
@@ -270,11 +262,8 @@ class Recorder:
         """At the first step of this attempt, and after a rollback."""
         setup = self._setup
         if self._board is None and setup.ranks.is_main:
-            self._board = Board(
-                setup.folder.path,
-                purge_step=setup.state.step,
-                on_error=lambda text: self._attempt.log_event("warning", text),
-            )
+            warn = functools.partial(self._attempt.log_event, "warning")
+            self._board = Board(setup.folder.path, purge_step=setup.state.step, on_error=warn)
         self._last_read_step = setup.state.step
         suspects = Suspects(
             setup.optimizer.names, functools.partial(name_images, setup), setup.config.optim.clip_grad_norm or 0.0,
@@ -289,10 +278,8 @@ class Recorder:
         self.read_stats()
 
     def read_stats(self, *, wait: bool = False) -> None:
-        """Writes the line of a window once a second, with the losses of steps whose copy has arrived.
-
-        wait: waits for the device and writes the line now.
-        """
+        """Writes the line of a window once a second, with the losses of steps whose copy has arrived. wait: waits for
+        the device and writes the line now."""
         state, accumulator = self._setup.state, self._setup.loss_accumulator
         if self._pending is None:
             if not wait and time.perf_counter() - self._window_start_s < WINDOW_S:
@@ -308,8 +295,8 @@ class Recorder:
         self._pending = None
         stats = accumulator.read(tensors, steps)
         self._write_window(self._ledger.window(0.0), stats, steps)
-        if stats.diverged_step is not None:
-            state.follow(self._parallel.notice_divergence(stats.diverged_step))
+        if stats.diverged_step is not None and self._setup.ranks.alone:  # ranks act at the same step, as they agree
+            state.diverged_step = stats.diverged_step
 
     def flush(self) -> None:
         """Writes the lines of all steps so far. Waits for the device, so only called where the loop waits anyway."""
@@ -383,24 +370,19 @@ class Recorder:
         if self._board is not None:
             self._board.add_window(window)
         if steps and setup.ranks.is_main:
-            self._show_progress(window)
+            done, memory = setup.progress, setup.device.memory()
+            self._attempt.screen.progress(
+                window,
+                fraction_done=min(1.0, done),
+                total_steps=setup.total_steps,
+                eta_s=setup.state.trained_s * (1 - done) / done if 0 < done < 1 else None,
+                memory=(memory.peak, memory.total),
+            )
             self._alerts.check(window, stats, tolerated_skips=1 if setup.config.run.precision == "fp16" else 0)
-
-    def _show_progress(self, window: StepWindow) -> None:
-        setup, memory = self._setup, self._setup.device.memory()
-        done, trained_s = setup.progress, setup.state.trained_s
-        self._attempt.screen.progress(
-            window,
-            fraction_done=min(1.0, done),
-            total_steps=setup.total_steps,
-            eta_s=trained_s * (1 - done) / done if 0 < done < 1 else None,
-            memory=(memory.peak, memory.total),
-        )
 
 
 def log_measured_steps(setup: TrainSetup, log_event: EventLogger) -> None:
-    """Adds the steps of this attempt to the calibration file, for `stoker plan` and `stoker why`, if one device trained
-    and there were enough."""
+    """Adds the steps of this attempt to the calibration file, if one device trained and there were enough."""
     if not setup.ranks.alone:
         return
     config, device = setup.config, setup.device
@@ -421,9 +403,7 @@ def log_measured_steps(setup: TrainSetup, log_event: EventLogger) -> None:
         device=device.name,
         threads=torch.get_num_threads() if device.is_cpu else 0,
         compiled=config.run.compile or config.run.cuda_graph,
-        step_s=statistics.median(
-            window.phases.get("compute", 0.0) / window.window_steps / window.devices for window in windows
-        ),
+        step_s=statistics.median(window.phases.get("compute", 0.0) / window.window_steps for window in windows),
         steps=sum(window.window_steps for window in windows),
         peak_bytes=None if device.is_cpu else device.memory().peak,
         settings=calibration.step_settings(config.set_fields()),

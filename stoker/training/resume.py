@@ -2,14 +2,13 @@
 to them; and when it rolls back.
 
 A checkpoint is the sum of what its owners put into it: the optimizer, the loader, the sums of the losses, and the
-services of the loop (`Part`), each under names of its own. Where a run continues, rank 0 reads the checkpoint and hands
-each its part; the other ranks get theirs from rank 0 and need not see the run's folder. The files are written and read
-by `checkpoint.py`.
+services of the loop (`Part`), each under names of its own. Where a run continues, rank 0 reads the checkpoint
+(`checkpoint.py`) and hands each its part; the other ranks get theirs from rank 0 and need not see the run's folder.
 
 If gradients stay non-finite, the run rolls back (`Recovery`): to the last healthy checkpoint, at a third of the
 learning rate. After two rollbacks it ends with exit code 6 and names the images of the step. A rollback is the event
 `rolled_back`, written before anything is undone. So a run that is killed at any moment either diverges again at the
-same step, or continues from the checkpoint that the event names. `recorder.py` only reports jumps of the loss.
+same step, or continues from the checkpoint that the event names.
 """
 
 import dataclasses
@@ -26,23 +25,20 @@ from stoker.runs.records import QUARANTINE, STEPS, read_lines
 from stoker.runs.schemas import Quarantined, StepWindow
 from stoker.storage.uri import display_path
 from stoker.training import checkpoint
-from stoker.training.checkpoint import read_rollbacks
+from stoker.training.checkpoint import LoadedCheckpoint, read_rollbacks
 from stoker.training.optim import OptimizerStep, lr_at
-from stoker.training.state import EventLogger, TrainSetup, TrainState, read_sizes
+from stoker.training.state import EventLogger, TrainSetup, read_sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """What a training continues from."""
+    """What a training continues from. saved: the state of a checkpoint, None: the first step; rollback_count: so far;
+    best_ap: before a rollback, as the best weights stay the best; is_changed: the data set is another one."""
 
     saved: dict[str, Any] | None
-    """The state of a checkpoint; None: the first step."""
     rollback_count: int
-    """Rollbacks of the run so far."""
     best_ap: float = -1.0
-    """The best AP before a rollback: the best weights stay the best, even if training went back to a step before."""
     is_changed: bool = False
-    """The data set is not that of the checkpoint."""
 
     @property
     def is_after_rollback(self) -> bool:
@@ -61,7 +57,7 @@ class Part(Protocol):
 
 
 def collect_state(setup: TrainSetup, parts: Sequence[Part]) -> dict[str, Any]:
-    """What `restore` needs besides the EMA weights: tensors that are still on the device, and plain numbers."""
+    """What `Recovery.restore` needs besides the EMA weights: tensors on the device, and plain numbers."""
     collected: dict[str, Any] = {
         "optimizer_step": setup.optimizer.state_dict(),
         "loader": setup.loader.state_dict(),
@@ -74,76 +70,6 @@ def collect_state(setup: TrainSetup, parts: Sequence[Part]) -> dict[str, Any]:
     return collected
 
 
-def restore(
-    setup: TrainSetup,
-    parts: Sequence[Part],
-    loaded: checkpoint.LoadedCheckpoint | None,
-    log_event: EventLogger,
-    *,
-    rollback_count: int = 0,
-) -> None:
-    """Restores a checkpoint in rank 0, or the state of step 0 if there is none; the weights are then left as they are.
-    If the content of one cannot be restored, the one before is taken. `send_to_other_ranks` has to follow.
-
-    rollback_count: rollbacks that this attempt knows of, should their events not have been written (a full disk).
-    Raises CheckpointError if the data set changed, or if no checkpoint can be restored.
-    """
-    rejected: dict[int, str] = {}
-    while True:
-        try:
-            _restore(setup, parts, loaded, log_event, rollback_count)
-            return
-        except torch.OutOfMemoryError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if loaded is None:
-                raise
-            rejected[loaded.step] = f"its state cannot be restored: {type(error).__name__}: {str(error)[:200]}"
-            loaded = checkpoint.load_newest(setup.folder.path, log_event, rejected=rejected)
-
-
-def _restore(
-    setup: TrainSetup,
-    parts: Sequence[Part],
-    loaded: checkpoint.LoadedCheckpoint | None,
-    log_event: EventLogger,
-    rollback_count: int,
-) -> None:
-    state, run = setup.state, setup.folder.path
-    rollbacks = read_rollbacks(run)
-    rollback_count = max([rollback_count, *(event.data["count"] for event in rollbacks)])
-    best_ap = max([-1.0, *(event.data["best_ap"] for event in rollbacks)])
-    state.sizes = read_sizes(run, setup.initial_sizes)
-    state.redo_until = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
-    state.diverged_step = None
-    setup.loss_accumulator.reset()
-    if loaded is None:
-        if setup.folder.attempt > 1 or rollback_count:
-            log_event("info", "no checkpoint yet: starting from the first step")
-        quarantined = _known_bad_images(setup)
-        setup.loader.load_state_dict(setup.loader.state_dict() | {"position": 0, "quarantined": quarantined})
-        state.step, state.trained_s = 0, 0.0
-        for part in parts:
-            part.resume(Resumed(None, rollback_count, best_ap))
-        return
-    saved = loaded.state
-    is_changed = _check_data(setup, loaded.step, saved["data"], log_event)
-    setup.optimizer.load_state_dict(saved["optimizer_step"], loaded.weights)
-    loader_state = saved["loader"] | {"quarantined": _known_bad_images(setup) | saved["loader"]["quarantined"]}
-    if is_changed:  # image indices have another meaning now
-        loader_state |= {"quarantined": {}, "count": len(setup.train_indices)}
-    setup.loader.load_state_dict(loader_state)
-    state.diverged_step = setup.loss_accumulator.load_skipped_streak(saved["skipped_streak"])
-    state.step, state.trained_s = loaded.step, saved["trained_s"]
-    for part in parts:
-        part.resume(Resumed(saved, max(rollback_count, saved["rollbacks"]), best_ap, is_changed))
-    lost_steps = max(0, state.redo_until - state.step)
-    log_event(
-        "info",
-        f"continuing from step {state.step:,}" + (f"; {lost_steps:,} steps are done again" if lost_steps else ""),
-    )
-
-
 def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
     """All ranks continue from the state that rank 0 has restored."""
     ranks = setup.ranks
@@ -151,7 +77,7 @@ def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
         return
     own = (setup.optimizer.take_restored(), setup.loss_accumulator.skipped_streak()) if ranks.is_main else None
     restored, streak = ranks.share_tensors(own)
-    fields = {field.name: getattr(setup.state, field.name) for field in dataclasses.fields(TrainState)}
+    fields = vars(setup.state)
     saved = {name: value for part in parts for name, value in part.state().items()} | {"pending_eval": None}
     loader_state, fields, saved = ranks.share_value((setup.loader.state_dict(), fields, saved))
     if ranks.is_main:
@@ -162,8 +88,7 @@ def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
     setup.loss_accumulator.reset()
     setup.loss_accumulator.load_skipped_streak(streak)
     setup.loader.load_state_dict(loader_state)
-    for name, value in fields.items():
-        setattr(setup.state, name, value)
+    vars(setup.state).update(fields)
     for part in parts:  # rank 0 computes the metrics of an evaluation that was pending
         part.resume(Resumed(saved, saved["rollbacks"]))
 
@@ -228,10 +153,8 @@ def _known_bad_images(setup: TrainSetup) -> dict[int, int]:
 
 MAX_NAMED_IMAGES = 8
 """Images that an error names at most."""
-
 MAX_ROLLBACKS = 2
 """If training diverges at a third and at a ninth of the learning rate too, a lower one does not help. A heuristic."""
-
 ROLLBACK_LR_DIVISOR = 3.0
 """Divides the learning rate at each rollback: about half a decade, the usual grid of learning rates. A heuristic."""
 
@@ -260,13 +183,62 @@ class Recovery:
     def resume(self, resumed: Resumed) -> None:
         self.rollback_count = resumed.rollback_count
 
-    def roll_back(self, failed_at: int, best_ap: float, parts: Sequence[Part]) -> None:
-        """Restores the last healthy state; from there the learning rate is a third. In rank 0.
+    def restore(self, parts: Sequence[Part], loaded: LoadedCheckpoint | None) -> None:
+        """Restores a checkpoint in rank 0, or the state of step 0 if there is none; the weights are then left as they
+        are. If the content of one cannot be restored, the one before is taken. `send_to_other_ranks` has to follow.
+        Raises CheckpointError if the data set changed, or if no checkpoint can be restored."""
+        rejected: dict[int, str] = {}
+        while True:
+            try:
+                self._restore(parts, loaded)
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                if loaded is None:
+                    raise
+                rejected[loaded.step] = f"its state cannot be restored: {type(error).__name__}: {str(error)[:200]}"
+                loaded = checkpoint.load_newest(self._setup.folder.path, self._log_event, rejected=rejected)
 
-        failed_at: the step, counted from 0, at which the limit of skipped steps was reached. Without a checkpoint it
-        restores the state of step 0. If the run diverged twice from the same checkpoint, it takes the one before: the
-        weights may have been damaged before a gradient showed it. Raises DivergedError after MAX_ROLLBACKS.
-        """
+    def _restore(self, parts: Sequence[Part], loaded: LoadedCheckpoint | None) -> None:
+        setup, state, run = self._setup, self._setup.state, self._setup.folder.path
+        rollbacks = read_rollbacks(run)
+        # Of those of this attempt, the events may not have been written (a full disk).
+        rollback_count = max([self.rollback_count, *(event.data["count"] for event in rollbacks)])
+        best_ap = max([-1.0, *(event.data["best_ap"] for event in rollbacks)])
+        state.sizes = read_sizes(run, setup.initial_sizes)
+        state.redo_until = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
+        state.diverged_step = None
+        setup.loss_accumulator.reset()
+        if loaded is None:
+            if setup.folder.attempt > 1 or rollback_count:
+                self._log_event("info", "no checkpoint yet: starting from the first step")
+            quarantined = _known_bad_images(setup)
+            setup.loader.load_state_dict(setup.loader.state_dict() | {"position": 0, "quarantined": quarantined})
+            state.step, state.trained_s = 0, 0.0
+            for part in parts:
+                part.resume(Resumed(None, rollback_count, best_ap))
+            return
+        saved = loaded.state
+        is_changed = _check_data(setup, loaded.step, saved["data"], self._log_event)
+        setup.optimizer.load_state_dict(saved["optimizer_step"], loaded.weights)
+        loader_state = saved["loader"] | {"quarantined": _known_bad_images(setup) | saved["loader"]["quarantined"]}
+        if is_changed:  # image indices have another meaning now
+            loader_state |= {"quarantined": {}, "count": len(setup.train_indices)}
+        setup.loader.load_state_dict(loader_state)
+        state.diverged_step = setup.loss_accumulator.load_skipped_streak(saved["skipped_streak"])
+        state.step, state.trained_s = loaded.step, saved["trained_s"]
+        for part in parts:
+            part.resume(Resumed(saved, max(rollback_count, saved["rollbacks"]), best_ap, is_changed))
+        lost_steps = max(0, state.redo_until - state.step)
+        again = f"; {lost_steps:,} steps are done again" if lost_steps else ""
+        self._log_event("info", f"continuing from step {state.step:,}{again}")
+
+    def roll_back(self, failed_at: int, best_ap: float, parts: Sequence[Part]) -> None:
+        """Restores the last healthy state, or that of step 0; from there the learning rate is a third. In rank 0. If
+        the run diverged twice from the same checkpoint, it takes the one before: the weights may have been damaged
+        before a gradient showed it. failed_at: the step, counted from 0, at which the limit of skipped steps was
+        reached. Raises DivergedError after MAX_ROLLBACKS."""
         setup, config, run = self._setup, self._setup.config, self._setup.folder.path
         if self.rollback_count >= MAX_ROLLBACKS:
             raise self.make_error(failed_at)
@@ -291,7 +263,8 @@ class Recovery:
             model = setup.make_initial_model(device, self._log_event)
             initial = OptimizerStep(model, config.optim, device, precision=config.run.precision)
             setup.optimizer.load_state_dict(initial.state_dict(), initial.ema_model.state_dict())
-        restore(setup, parts, loaded, self._log_event, rollback_count=count)
+        self.rollback_count = count
+        self.restore(parts, loaded)
         setup.writer.saved_step = -1 if loaded is None else loaded.step
 
     def make_error(self, step: int) -> DivergedError:
@@ -314,17 +287,14 @@ class Recovery:
 def name_images(setup: TrainSetup, step: int) -> str:
     """The first images of a step, of all ranks, that begins after `step` steps."""
     batch_size = setup.config.run.batch_size
-    names = [
-        setup.index.display_source(image_index)
-        for image_index in setup.loader.image_indices_at(step * batch_size, batch_size)
-    ]
+    names = list(map(setup.index.display_source, setup.loader.image_indices_at(step * batch_size, batch_size)))
     more = f" and {len(names) - MAX_NAMED_IMAGES} more" if len(names) > MAX_NAMED_IMAGES else ""
     return ", ".join(names[:MAX_NAMED_IMAGES]) + more
 
 
 def _choose_rollback_step(run: Path) -> int:
-    steps = checkpoint.healthy_steps(run)
-    used_steps = [event.data["rollback_step"] for event in read_rollbacks(run)]
-    if len(steps) > 1 and used_steps[-1:] == steps[:1]:
+    """The newest healthy checkpoint, or the one before if the last rollback took that; 0 without one."""
+    steps, rollbacks = checkpoint.healthy_steps(run), read_rollbacks(run)
+    if len(steps) > 1 and rollbacks and rollbacks[-1].data["rollback_step"] == steps[0]:
         return steps[1]
     return steps[0] if steps else 0

@@ -40,10 +40,8 @@ from stoker.training.recorder import open_folder
 from stoker.training.state import TrainSetup
 from stoker.training.stopper import NoticeWatcher, StopRequest, stop_on_signals
 
-IMPORTANT_SETTINGS = frozenset(
-    {
-        "data", "model", "weights", "image-size", "max-duration", "batch-size", "lr", "precision", "device", "workers",
-    }
+IMPORTANT_SETTINGS = (
+    "data", "model", "weights", "image-size", "max-duration", "batch-size", "lr", "precision", "device", "workers",
 )  # fmt: skip
 """Those that are always printed; others only if the user set them, or with `--verbose`."""
 
@@ -81,13 +79,10 @@ def train(
     finished = None  # a machine that is started again after all have finished must not wait for the others
     if place is not None and not place.is_one_machine:
         finished = run_selection.find_finished(user_config, run_dir, resume)
-    with (
-        joined(place, finished) as ranks,
-        stop_on_signals() as stop_request,
-        contextlib.ExitStack() as stack,
-    ):
+    with joined(place, finished) as ranks, stop_on_signals() as stop_request, contextlib.ExitStack() as stack:
         stop_request.after_evaluation = after_evaluation
-        screen = stack.enter_context(make_screen(ranks, log_format, stack))
+        null = None if ranks.is_main else stack.enter_context(Path(os.devnull).open("w"))  # rank 0 has the terminal
+        screen = stack.enter_context(Screen(null or (sys.stderr if log_format == "json" else None)))
         stacks = OwnStacks()
         stack.callback(stacks.stop)
         stacks.start()
@@ -141,12 +136,12 @@ def train(
                 _print_settings(screen, resolved, verbose=verbose)
                 for line in messages:
                     log_event("info", line)
-                processes = start.start_worker_processes(resolved.config, resolved.index, resolved.device, log_event)
+                processes = start.start_worker_processes(resolved, log_event)
                 if processes is not None:
                     stack.callback(processes.close)
                     stacks.processes = processes
                 setup, loaded = start.build(
-                    resolved, folder, log_event, processes, accept_changed_data=accept_changed_data, ranks=ranks
+                    resolved, folder, log_event, processes, accept_changed_data=accept_changed_data
                 )
                 stack.callback(setup.loader.close)
                 stack.callback(stacks.stop)
@@ -156,38 +151,20 @@ def train(
                 stack.callback(notices.stop)
                 notices.start()
                 check_stop(stop_request, ranks)
-                on_hang = os._exit if exit_when_hung else None
                 training = Training(
-                    setup,
-                    loaded,
-                    screen,
-                    stop_request,
-                    started_s,
-                    log_event,
-                    trace=trace,
-                    on_hang=on_hang,
+                    setup, loaded, screen, stop_request, started_s, log_event,
+                    trace=trace, on_hang=os._exit if exit_when_hung else None, stop_stacks=stacks.stop,
                     adapts_interval="checkpoint_every" in resolved.reasons,
-                    stop_stacks=stacks.stop,
-                )
+                )  # fmt: skip
                 loaded = None  # its memory is free from here on
                 metrics = training.run()
         except BaseException as error:
             kind = "preempted" if isinstance(error, Preempted) else "failed"
-            text, exit_code = (
-                (str(error), {"exit_code": error.exit_code})
-                if isinstance(error, StokerError)
-                else (f"{type(error).__name__}: {error}", {})
-            )
+            text = str(error) if isinstance(error, StokerError) else f"{type(error).__name__}: {error}"
+            exit_code = {"exit_code": error.exit_code} if isinstance(error, StokerError) else {}
             folder.event(kind, text, step=current_step(), **exit_code)
             raise
         return Result(folder.path, setup.state.step, metrics)
-
-
-def make_screen(ranks: Ranks, log_format: Literal["text", "json"], stack: contextlib.ExitStack) -> Screen:
-    """The terminal; of rank 0 only. stack: closes what the others write to."""
-    if not ranks.is_main:
-        return Screen(stack.enter_context(Path(os.devnull).open("w")))
-    return Screen(sys.stderr if log_format == "json" else None)
 
 
 def check_stop(stop_request: StopRequest, ranks: Ranks) -> None:
@@ -211,10 +188,8 @@ def print_plan(
     user_config: Config, *, run_dir: str | None, resume: str | None, verbose: bool, num_devices: int
 ) -> None:
     """Derives everything that `train` would, and prints data warnings, the settings that matter, and the plan. Writes
-    nothing but caches. Raises StokerError where `train` would before its first step.
-
-    num_devices: how many devices of this machine train together.
-    """
+    nothing but caches. num_devices: of this machine, which train together. Raises StokerError where `train` would
+    before its first step."""
     with contextlib.ExitStack() as stack, Screen() as screen:  # the stack holds the lock of a run to be continued
         user_config = run_selection.with_absolute_paths(user_config)
         path: Path | None = None
@@ -228,18 +203,15 @@ def print_plan(
         elif path is None:  # a file of another model is refused, as in a training
             start.build_initial_model(resolved.config, resolved.index, resolved.device, lambda *_, **__: None)
         data_messages = start.describe_data(resolved.index)
-        for text in start.warn_about_settings(resolved):
-            data_messages.append(("warning", text))
+        data_messages += [("warning", text) for text in start.warn_about_settings(resolved)]
         for kind, text in sorted(data_messages, key=lambda message: message[0] != "warning"):
             (screen.warning if kind == "warning" else screen.note)(text)
         _print_settings(screen, resolved, verbose=verbose)
-        where = (
-            f"writes into {run_dir or 'a new folder below runs/'}"
-            if path is None
-            else f"continues {display_path(path)}"
-        )
+        messages += _describe_training(resolved.config, resolved.index, resolved.device.is_cpu)
+        new = f"writes into {run_dir or 'a new folder below runs/'}"
+        messages.append(new if path is None else f"continues {display_path(path)}")
         screen.note("plan:")
-        for line in [*messages, *_describe_training(resolved.config, resolved.index, resolved.device.is_cpu), where]:
+        for line in messages:
             screen.note(f"- {line}")
         screen.note("nothing was trained or written (--dry-run)")
 
@@ -258,14 +230,11 @@ def _describe_training(config: Config, index: Index, is_cpu: bool) -> list[str]:
     else:
         epochs = steps * run.batch_size / num_images
         lines.append(f"{count(steps)} steps of {run.batch_size} images: each image is seen {epochs:.3g} times")
-    for name, text, verb in (
-        ("eval-every", run.eval_every, "evaluates"),
-        ("checkpoint-every", run.checkpoint_every, "saves"),
-    ):
+    intervals = ("evaluates", "eval-every", run.eval_every), ("saves", "checkpoint-every", run.checkpoint_every)
+    for verb, name, text in intervals:
         interval = parse_duration(text, name)
-        lines.append(
-            f"{verb} every {interval.value:g} {interval.unit}" if interval.value else f"{verb} at the end only"
-        )
+        when = f"every {interval.value:g} {interval.unit}" if interval.value else "at the end only"
+        lines.append(f"{verb} {when}")
     if is_cpu and steps is not None:
         speed = estimate_images_per_second(get_architecture(config.model.model), config.data.image_size)
         lines.append(f"takes very roughly {duration(steps * run.batch_size / speed)} on this CPU, without evaluations")

@@ -17,21 +17,8 @@ from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
 from stoker.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
 from stoker.profiling.telemetry.environment import describe
-from stoker.runs.records import (
-    CONFIG,
-    ENVIRONMENT,
-    EVENTS,
-    FINDINGS,
-    RunFolder,
-    holder_of_lock,
-    is_finished,
-    last_attempt,
-    locked,
-    make_run,
-    open_run,
-    read_lines,
-    sign_lock,
-)
+from stoker.runs import records
+from stoker.runs.records import CONFIG, EVENTS, RunFolder, is_finished, locked, read_lines, sign_lock
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import display_path, expand_variables, is_uri, parse_uri, to_run_uri
@@ -44,18 +31,15 @@ NO_LOCKS_NOTE = "this storage has no locks: a second process could train the sam
 def choose_run(
     user_config: Config, name: str | None, resume: str | None, stack: contextlib.ExitStack
 ) -> tuple[Path | None, Config, list[str]]:
-    """(the unfinished run to continue or None, the user's settings when it was started, messages).
-
-    name: --run-dir; resume: --resume; local folders, for a run in a bucket its working copy. The lock is held in
-    `stack`. Raises RunFinished if the named run is finished, UsageError if it was started with other settings or is
-    trained by another process.
-    """
+    """(the unfinished run to continue or None, the user's settings when it was started, messages). name: --run-dir;
+    resume: --resume; local folders, for a run in a bucket its working copy. The lock is held in `stack`. Raises
+    RunFinished if the named run is finished, UsageError if it has other settings or is trained by another process."""
     if resume is not None:
         if user_config.set_fields().keys() - {"stages"} or name is not None:
             raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
-        path = open_run(resume)
+        path = records.open_run(resume)
         refuse_finished(path, None, display_path(path))
-        return path, _with_stages_of(user_config, _read_user_config(path)), _lock_run(path, stack)
+        return path, _read_user_config(path).replace(stages=user_config.run.stages), _lock_run(path, stack)
     if "data" not in user_config.set_fields():
         choices = ("a folder", "an annotation file", "demo")
         raise UsageError("What should be trained on?", choices=choices, fix="stoker train demo")
@@ -80,9 +64,8 @@ def choose_run(
         try:
             acquired = stack.enter_context(locked(path))
         except OSError as error:
-            messages.append(
-                f"{path} has the same settings and cannot be written ({error.strerror}): starting a new run"
-            )
+            reason = f"cannot be written ({error.strerror})"
+            messages.append(f"{path} has the same settings and {reason}: starting a new run")
             continue
         if acquired is not False:
             sign_lock(path)
@@ -124,9 +107,10 @@ def find_finished(user_config: Config, name: str | None, resume: str | None) -> 
 
 
 def _difference(path: Path, user_config: Config) -> str | None:
-    """Which settings the run `path` was started with, if they are not these."""
+    """Which settings the run `path` was started with, if they are not these. The number of stages may be another one in
+    each attempt."""
     started = _read_user_config(path)
-    if _with_stages_of(user_config, started) == user_config:
+    if started.replace(stages=user_config.run.stages) == user_config:
         return None
     return f"it was started with {_format_flags(started)}; now it is {_format_flags(user_config)}"
 
@@ -146,7 +130,7 @@ def _lock_run(path: Path, stack: contextlib.ExitStack) -> list[str]:
     with writing("The run's folder cannot be written.", display_path(path), fix=fix):
         acquired = stack.enter_context(locked(path))
     if acquired is False:
-        holder = holder_of_lock(path)
+        holder = records.holder_of_lock(path)
         cause = None if holder is None else f"{holder} holds its lock"
         fix = "wait for it, end it, or train into another --run-dir"
         raise UsageError("Another process is training this run.", location=display_path(path), cause=cause, fix=fix)
@@ -163,21 +147,22 @@ def open_run_folder(
     messages: list[str],
     num_ranks: int = 1,
 ) -> RunFolder:
-    """The run's folder, locked and ready to write: of the run `path`, or a new one, called `name` if given. num_ranks:
-    processes that train together.
-
-    Appends to `messages`. Raises StorageError if it cannot be written.
-    """
+    """The run's folder, locked and ready to write: of the run `path`, or a new one, called `name` if given. Appends to
+    `messages`. num_ranks: processes that train together. Raises StorageError if it cannot be written."""
     restart = read_restart()
     try:
         if path is None:
-            path = _create_run(config, name)
+            if name is None:
+                path = records.make_run(RUNS_DIR, f"{_dataset_name(config)}-{config.model.model}")
+            else:
+                path = Path(expand_variables(name))
+                path.mkdir(parents=True, exist_ok=True)
             messages += _lock_run(path, stack)
             write_atomic(path / CONFIG, to_toml(config, reasons).encode(), private=True)
-        folder = RunFolder(path, last_attempt(path) + 1)
+        folder = RunFolder(path, records.last_attempt(path) + 1)
         stack.callback(folder.close)
         environment = describe(dirs={"run": path, "data": config.data.data})
-        write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
+        write_atomic(path / records.ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
         text = f"attempt {folder.attempt}"
         data: dict[str, Any] = {} if num_ranks == 1 else {"ranks": num_ranks}
         if num_ranks > 1 and config.run.num_stages > 1:
@@ -188,10 +173,8 @@ def open_run_folder(
         folder.event("started" if folder.attempt == 1 else "resumed", text, **data)
     except OSError as error:
         location = path or name or RUNS_DIR
-        fix = "make room or name another folder: --run-dir DIR"
-        raise StorageError(
-            "The run's folder cannot be written.", location=location, cause=str(error), fix=fix
-        ) from error
+        what, fix = "The run's folder cannot be written.", "make room or name another folder: --run-dir DIR"
+        raise StorageError(what, location=location, cause=str(error), fix=fix) from error
     return folder
 
 
@@ -202,15 +185,7 @@ def write_diagnosis(folder: RunFolder, warn: Callable[[str], None]) -> None:
     try:
         write_findings(folder.path, diagnose(folder.path))
     except OSError as error:
-        warn(f"{FINDINGS} could not be written: {error}")
-
-
-def _create_run(config: Config, name: str | None) -> Path:
-    if name is not None:
-        path = Path(expand_variables(name))
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    return make_run(RUNS_DIR, f"{_dataset_name(config)}-{config.model.model}")
+        warn(f"{records.FINDINGS} could not be written: {error}")
 
 
 def _read_user_config(path: Path) -> Config:
@@ -219,25 +194,18 @@ def _read_user_config(path: Path) -> Config:
     return config.replace(**dict.fromkeys(reasons))
 
 
-def _with_stages_of(user_config: Config, config: Config) -> Config:
-    """`config` with the stages of `user_config`: their number may be another one in each attempt."""
-    return config.replace(stages=user_config.run.stages)
-
-
 def _has_settings(path: Path, user_config: Config) -> bool:
     """Whether the run was started with these settings; False if this version cannot read them."""
     try:
-        return (path / CONFIG).exists() and _with_stages_of(user_config, _read_user_config(path)) == user_config
+        return (path / CONFIG).exists() and _difference(path, user_config) is None
     except ConfigError:
         return False
 
 
 def with_absolute_paths(user_config: Config) -> Config:
     """The settings with absolute paths of the data and the weights file, so that the run can continue from anywhere.
-
     URIs stay. Environment variables are expanded here: the data of a run must not change with a variable, and two
-    commands that mean the same are the same run. Raises ConfigError if a variable is not set.
-    """
+    commands that mean the same are the same run. Raises ConfigError if a variable is not set."""
     changes = {}
     fields = user_config.set_fields()
     data, weights = fields.get("data"), fields.get("weights")

@@ -1,15 +1,10 @@
 """What a training of several processes has in common: signals that travel with a step, and what follows from them.
 
-A `signals` vector is averaged over the ranks with each step. It has
-
-- the losses, so that every rank sees those of the whole batch;
-- what only some ranks know: a stop signal, and of rank 0 the time trained and whether an evaluation or a checkpoint is
-  due;
-- the running statistics of trained BatchNorms, which are means over the ranks then.
-
-It is the gradient of a parameter that belongs to no model, so accumulation and loss scaling treat it like any other.
-`ddp.Ddp` exchanges it with the gradients, in one of their buckets; `ddp.Periodic`, `fsdp.Fsdp` and
-`pipeline.Pipeline` with the norm of the gradients, in an exchange of its own.
+A `signals` vector is averaged over the ranks with each step. It has the losses; what only some ranks know: a stop
+signal, and of rank 0 the time trained and whether an evaluation or a checkpoint is due; and the running statistics of
+trained BatchNorms, which are means over the ranks then. It is the gradient of a parameter that belongs to no model, so
+accumulation and loss scaling treat it like any other. `ddp.Ddp` exchanges it with the gradients, in one of their
+buckets; `ddp.Periodic`, `fsdp.Fsdp` and `stages.Pipeline` with the norm of the gradients, in an exchange of its own.
 
 What a step decides on the device (skip it, the streak of skipped steps) follows from the means and is the same
 everywhere. The host acts on the numbers of a step LAG steps later, when their copy has long arrived: all ranks at the
@@ -51,8 +46,7 @@ class Several(One):
     has_whole_model = True
     """Whether each rank computes with the whole model. Else the running statistics are those of its own stage."""
     saves_together = False
-    """Whether each rank keeps a part of what a checkpoint has. Else rank 0 saves alone, and the others are not
-    told when."""
+    """Whether each rank keeps a part of what a checkpoint has. Else rank 0 saves alone, and does not tell when."""
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         super().__init__(setup, log_event)
@@ -100,8 +94,7 @@ class Several(One):
         return contextlib.nullcontext()
 
     def average(self, losses: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The losses of the whole batch, and the norm of its gradient if that took an exchange. Running statistics
-        become means."""
+        """The same as in `PlainStep`. Running statistics become means."""
         assert self.signals.grad is not None
         means = self.signals.grad.clone()  # the gradient may be a part of a bucket, which the next step fills
         self.signals.grad = None
@@ -129,29 +122,18 @@ class Several(One):
             tensors = [self._means, self.setup.loss_accumulator.skipped_streak()[1]]
             self._issued.append(self._stream.to_host(tensors))
             self._means = None
-        while len(self._issued) > self._lag:
-            self._read(*self._issued.popleft())
+        self._read(self._lag)
         if not self.saves_together:
             self.agreed = self.agreed._replace(save=own.save)
         return self.agreed
 
     def agree_on_all(self) -> Signals:
-        while self._issued:
-            self._read(*self._issued.popleft())
-        return self.agreed
-
-    def notice_divergence(self, step: int | None) -> Signals:
-        """Ranks act on it at the same step, when the exchange says so."""
-        del step
+        self._read(0)
         return self.agreed
 
     def stops(self, is_asked: bool) -> bool:
         del is_asked  # the others were told with the step
         return self.agreed.stop
-
-    def stops_alone(self, is_asked: bool) -> bool:
-        del is_asked
-        return False
 
     def poll(self, is_asked: bool, *, is_last: bool = False) -> bool:
         stops = self.ranks.end_vote()
@@ -192,13 +174,16 @@ class Several(One):
             for patch in reversed(patches):
                 patch.restore()
 
-    def _read(self, tensors: list[Tensor], ready: ReadyEvent) -> None:
-        ready.synchronize()
-        means, diverged_step = tensors[0].tolist(), int(tensors[1])
-        self.agreed = Signals(
-            stop=self.agreed.stop or means[STOP] > 0,
-            evaluate=means[EVALUATE] > 0,
-            save=means[SAVE] > 0,
-            trained_s=means[TRAINED_S],
-            diverged_step=diverged_step if diverged_step >= 0 else None,
-        )
+    def _read(self, lag: int) -> None:
+        """Waits for the numbers of all but the last `lag` steps."""
+        while len(self._issued) > lag:
+            tensors, ready = self._issued.popleft()
+            ready.synchronize()
+            means, diverged_step = tensors[0].tolist(), int(tensors[1])
+            self.agreed = Signals(
+                stop=self.agreed.stop or means[STOP] > 0,
+                evaluate=means[EVALUATE] > 0,
+                save=means[SAVE] > 0,
+                trained_s=means[TRAINED_S],
+                diverged_step=diverged_step if diverged_step >= 0 else None,
+            )

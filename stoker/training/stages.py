@@ -3,25 +3,21 @@
 Rank k keeps weights, gradients, optimizer state and EMA of stage k; of the others it has the shapes alone (meta
 tensors). A model is cut between the parts of its backbone and before its heads, so that no stage has a larger fraction
 of the FLOPs or of the parameters than it must. Checkpoints have the whole model, as if one process had written them.
-`Stages` is an `optim.Division`, as `fsdp.Sharding` is.
 
-`Pipeline` is the step: micro-batches flow through the ranks, gradients flow back. The schedule is torch's
-(`torch.distributed.pipelining`), 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503): the first stages
-start with a few forward passes, then each stage computes a forward and a backward pass in turn. A stage keeps the
-activations of at most as many micro-batches as there are stages from it on. Of N stages and M micro-batches, each waits
-(N - 1) / (M + N - 1) of a step if all are equally slow: the bubble. Losses and gradients are those of one process with
-M micro-batches.
+`Pipeline` is the step: micro-batches flow through the ranks, gradients flow back. The schedule is torch's 1F1B
+(PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503): a stage keeps the activations of at most as many
+micro-batches as there are stages from it on. Of N stages and M micro-batches, each waits (N - 1) / (M + N - 1) of a
+step if all are equally slow: the bubble. Losses and gradients are those of one process with M micro-batches.
 
 Rank 0 loads and augments the images, and sends boxes and labels to the last rank, which computes the losses. Between
 two stages goes the flow between two parts (`models/detector.py`), in channels-last memory. Everything else of a step is
-that of `fsdp.py`: the losses ride on the sum that gives the norm of all gradients. What torch leaves to do, and what
-its versions differ in: docs/decisions/0017-stages.md.
+that of `fsdp.py`. What torch leaves to do, and what its versions differ in: docs/decisions/0017-stages.md.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -38,6 +34,7 @@ from stoker.models.detector import Backbone, Detector, Part
 from stoker.models.layers.winograd import without_winograd
 from stoker.models.weights.load import shapes_only
 from stoker.training.checkpoint import list_tensors, map_tensors, shape_of
+from stoker.training.ddp import flatten
 from stoker.training.fsdp import Fsdp
 from stoker.training.ranks import Ranks
 from stoker.training.state import EventLogger, TrainSetup
@@ -52,14 +49,13 @@ COUNTED_SIDE = 128
 
 @dataclasses.dataclass(frozen=True)
 class StagePart:
-    """A part of a detector that is in one stage: one of its backbone, or its heads."""
+    """A part of a detector that is in one stage: one of its backbone, or its heads. prefixes: beginnings of the names
+    of its tensors; of the heads, which have the rest, none; flop: of a training step with an image of COUNTED_SIDE."""
 
     name: str
     prefixes: tuple[str, ...]
-    """Beginnings of the names of its tensors; of the heads, which have the rest, none."""
     flop: float
-    """Of a training step with one image of COUNTED_SIDE."""
-    num_parameters: int = 0
+    num_parameters: int
 
 
 def list_parts(model: Detector) -> list[StagePart]:
@@ -134,14 +130,6 @@ def check_stages(config: Config, num_devices: int) -> None:
         )
 
 
-class _Place(NamedTuple):
-    """Where a module keeps a tensor of its state."""
-
-    name: str
-    tensors: dict[str, Any]
-    key: str
-
-
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """Which parts of a model are this rank's stage."""
@@ -156,9 +144,8 @@ class Stages:
     def of(cls, model: Detector, ranks: Ranks, device: torch.device) -> "Stages":
         """A stage for each rank, of a model on the host."""
         parts = list_parts(model)
-        return cls(
-            ranks, device, tuple(parts), cut([(part.flop, part.num_parameters) for part in parts], ranks.world_size)
-        )
+        cuts = cut([(part.flop, part.num_parameters) for part in parts], ranks.world_size)
+        return cls(ranks, device, tuple(parts), cuts)
 
     @property
     def own(self) -> range:
@@ -179,51 +166,45 @@ class Stages:
 
     def reshard(self, model: nn.Module) -> None:
         """Frees the tensors of the other stages."""
-        for place in _places(model):
-            if self.owner(place.name) != self.ranks.rank:
-                _put(place, torch.empty_like(place.tensors[place.key], device="meta"))
+        state = model.state_dict()
+        for name, tensor in list(state.items()):
+            if self.owner(name) == self.ranks.rank:
+                del state[name]
+            else:
+                state[name] = torch.empty_like(tensor, device="meta")
+        model.load_state_dict(state, strict=False, assign=True)
 
     def collect(self, model: nn.Module) -> None:
         """Makes the model whole in every rank, until `reshard`: the ranks evaluate a part of the images each."""
-        groups: dict[tuple[int, torch.dtype], list[_Place]] = {}
-        for place in _places(model):
-            groups.setdefault((self.owner(place.name), place.tensors[place.key].dtype), []).append(place)
-        for (owner, dtype), places in groups.items():
-            whole = [place.tensors[place.key].detach() for place in places]
-            is_own = owner == self.ranks.rank
-            size = sum(tensor.numel() for tensor in whole)
-            flat = (
-                torch.cat([tensor.reshape(-1) for tensor in whole])
-                if is_own
-                else torch.empty(size, dtype=dtype, device=self.device)
-            )
+        state = model.state_dict()
+        groups: dict[tuple[int, torch.dtype], list[str]] = {}
+        for name, tensor in state.items():
+            groups.setdefault((self.owner(name), tensor.dtype), []).append(name)
+        for (owner, dtype), names in groups.items():
+            whole, is_own = [state.pop(name) for name in names], owner == self.ranks.rank
+            sizes = [tensor.numel() for tensor in whole]
+            flat = flatten(whole) if is_own else torch.empty(sum(sizes), dtype=dtype, device=self.device)
             dist.broadcast(flat, src=owner)
             if not is_own:
-                for place, part in zip(places, torch.split(flat, [t.numel() for t in whole]), strict=True):
-                    _put(place, part.view(place.tensors[place.key].shape))
-        constants = model.state_dict()
-        constants.clear()
-        model.load_state_dict(constants, strict=False)  # modules compute their constants (frozen norms)
+                parts = zip(names, whole, torch.split(flat, sizes), strict=True)
+                state.update((name, part.view(tensor.shape)) for name, tensor, part in parts)
+        model.load_state_dict(state, strict=False, assign=True)  # modules compute their constants, too (frozen norms)
 
     def rows(self, whole: Tensor) -> Tensor:
         """A tensor of this stage is whole."""
         return whole
 
-    def distributed(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """The same."""
+    def distributed(self, rows: Tensor, like: Tensor) -> Tensor:
         del like
-        return tensor
+        return rows
 
     def load(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         state = model.state_dict()
         shapes = {name: tensor.shape for name, tensor in state.items()}
         if shapes != {name: tensor.shape for name, tensor in weights.items()}:
             raise RuntimeError("names or shapes of the weights are not those of the model")
-        for name in shapes:
-            if self.owner(name) == self.ranks.rank:
-                state[name] = weights[name]
-            else:
-                del state[name]
+        state.clear()  # it also has the versions of the modules
+        state.update((name, weight) for name, weight in weights.items() if self.owner(name) == self.ranks.rank)
         model.load_state_dict(state, strict=False)
 
     def gather(self, tree: Any) -> Any:
@@ -244,23 +225,6 @@ def _receive(rank: int, group: Any, like: Tensor) -> Tensor:
     tensor = torch.empty_like(like, device="cpu")
     dist.recv(tensor, src=rank, group=group)
     return tensor
-
-
-def _places(model: nn.Module) -> Iterator[_Place]:
-    """The tensors of a model that are in its `state_dict`."""
-    for prefix, module in model.named_modules():
-        start = f"{prefix}." if prefix else ""
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for key, tensor in table.items():
-                if tensor is not None and key not in module._non_persistent_buffers_set:
-                    yield _Place(start + key, table, key)
-
-
-def _put(place: _Place, tensor: Tensor) -> None:
-    old = place.tensors[place.key]
-    is_parameter = isinstance(old, nn.Parameter)
-    place.tensors[place.key] = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
 
 
 def _merge(trees: Sequence[Any]) -> Any:
@@ -287,6 +251,10 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool = False
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
     def make(self, device: torch.device | str) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
 
@@ -299,15 +267,14 @@ _LOSS = _Spec((), torch.float64, requires_grad=True)
 class Pipeline(Fsdp):
     """The steps of a rank that has a stage."""
 
-    has_whole_model = False
+    can_be_compiled = has_whole_model = False
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         super().__init__(setup, log_event)
         stages = setup.optimizer.sharding
         assert isinstance(stages, Stages)
         self._device, self._group = setup.device.torch_device, setup.ranks.host_group
-        self._model: Detector = setup.model
-        self._image_size = setup.config.data.image_size
+        self._model, self._image_size = setup.model, setup.config.data.image_size
         self._stages, self._last = stages, self.ranks.world_size - 1
         self._target_specs: list[_Spec] | None = None
         self._received: list[_Spec] = []
@@ -318,11 +285,6 @@ class Pipeline(Fsdp):
         self._totals: dict[str, Tensor] = {}
         self._loss_names: list[str] = []
         dist.all_reduce(torch.zeros(1, device=self._device))  # NCCL connects all ranks in a collective, not between two
-
-    @property
-    def compiles(self) -> bool:
-        """A run that was started on one device may ask for it; stages are not compiled."""
-        return False
 
     def next_batch(self, loader: Loader) -> Batch:
         return super().next_batch(loader) if self.ranks.is_main else NO_BATCH
@@ -346,8 +308,8 @@ class Pipeline(Fsdp):
         return self._set_signals(self._own.to(self._device, non_blocking=True, copy=True))
 
     def _make_schedule(self, micro_batches: int) -> Any:
-        """Tells torch the shapes of what this stage receives and sends: those of a forward pass in
-        evaluation mode. Torch would take one in training mode, which changes running statistics in 2.11."""
+        """Tells torch the shapes of what this stage receives and sends, by a forward pass in evaluation mode. Torch
+        would take one in training mode, which changes running statistics in 2.11."""
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # imports torch.export
 
         rank, group = self.ranks.rank, self._group
@@ -355,16 +317,12 @@ class Pipeline(Fsdp):
         sent = [_LOSS]
         if rank < self._last:
             with in_eval_mode(self._model):
-                sent = [_spec_of(x) for x in self._forward(*(spec.make(self._device) for spec in self._received))]
+                sent = [_Spec.of(x) for x in self._forward(*(spec.make(self._device) for spec in self._received))]
             dist.send_object_list([sent], dst=rank + 1, group=group)
-        stage = PipelineStage(
-            _Stage(self._forward),
-            rank,
-            self._last + 1,
-            self._device,
-            input_args=tuple(spec.make("meta") for spec in self._received),
-            output_args=tuple(spec.make("meta") for spec in sent),
-        )
+        module = nn.Module()  # torch asks for one
+        module.forward = self._forward
+        inputs, outputs = (tuple(spec.make("meta") for spec in specs) for specs in (self._received, sent))
+        stage = PipelineStage(module, rank, self._last + 1, self._device, input_args=inputs, output_args=outputs)
         # With fewer micro-batches than stages, 1F1B has no steady state, and torch refuses it.
         schedule = Schedule1F1B if micro_batches > self._last else ScheduleGPipe
         return schedule(stage, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
@@ -414,7 +372,7 @@ class Pipeline(Fsdp):
             return batch
         targets = [tensor.contiguous() for tensor in batch[1:]]
         if self._target_specs is None and rank == 0:
-            self._target_specs = [_spec_of(tensor) for tensor in targets]
+            self._target_specs = [_Spec.of(tensor) for tensor in targets]
             dist.send_object_list([self._target_specs], dst=self._last, group=group)
         elif self._target_specs is None:
             self._target_specs = _receive_specs(0, group)
@@ -427,22 +385,10 @@ class Pipeline(Fsdp):
         return batch
 
 
-class _Stage(nn.Module):
-    """What torch asks for: a function as a module."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.forward = forward
-
-
 def _receive_specs(peer: int, group: Any) -> list[_Spec]:
     box: list[Any] = [None]
     dist.recv_object_list(box, src=peer, group=group)
     return [_Spec(*spec) for spec in box[0]]
-
-
-def _spec_of(tensor: Tensor) -> _Spec:
-    return _Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 def _from_wire(x: Tensor, spec: _Spec) -> Tensor:

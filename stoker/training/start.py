@@ -51,8 +51,7 @@ from stoker.training.state import EventLogger, TrainSetup, is_staged, read_initi
 COVERED_IOU = 0.5
 """IoU from which an anchor covers a box: the lowest threshold for a positive anchor of all models (PASCAL VOC's)."""
 MAX_BOXES = 4_000
-"""Boxes that are compared with the anchors: a fraction of them is known to 1.6 points (two standard errors) at
-worst."""
+"""Boxes that are compared with the anchors: a fraction is known to 1.6 points (two standard errors) at worst."""
 MAX_EXAMPLES = 2
 """Examples of each kind of problem that are printed at the start; `stoker data check` prints all."""
 
@@ -65,6 +64,7 @@ class ResolvedRun:
     reasons: dict[str, str]
     device: Device
     index: Index
+    ranks: Ranks
 
 
 def resolve_run(
@@ -74,11 +74,9 @@ def resolve_run(
     devices: Devices | None = None,
     fetch: Fetch | None = fetch_weights,
 ) -> ResolvedRun:
-    """Opens the data and derives the settings, or rereads those of the run `path`. Raises StokerError.
-
-    ranks: those that train; default: this process alone. For a plan: devices, how many there will be without their
-    ranks, and no `fetch`, so that nothing is downloaded.
-    """
+    """Opens the data and derives the settings, or rereads those of the run `path`. ranks: those that train; default:
+    this process alone. For a plan: devices, how many there will be without their ranks, and no `fetch`, so that nothing
+    is downloaded. Raises StokerError."""
     ranks = ranks or Ranks()
     devices = devices or ranks.devices()
     stored = ranks.share(lambda: None if path is None else from_run(path / CONFIG))
@@ -109,24 +107,22 @@ def resolve_run(
     if config.run.sync == "auto":
         method, reason = choose_sync(config, index, device, ranks)
         config, reasons = config.replace(sync=method), reasons | {"sync": reason}
-    return ResolvedRun(config, reasons, device, index)
+    return ResolvedRun(config, reasons, device, index, ranks)
 
 
-def start_worker_processes(
-    config: Config, index: Index, device: Device, log_event: EventLogger
-) -> WorkerProcesses | None:
+def start_worker_processes(resolved: ResolvedRun, log_event: EventLogger) -> WorkerProcesses | None:
     """The processes that load images, while the model is built; None: threads do it. Close them after the loaders."""
-    requested = config.run.worker_processes
+    run, index, device = resolved.config.run, resolved.index, resolved.device
     count, reason = choose_worker_processes(
-        requested,
+        run.worker_processes,
         is_cpu=device.is_cpu,
         cores=host_cores(),
         is_remote=index.remote_object(int(index.image_indices("train")[0])) is not None,
-        jpeg_decoder=config.run.jpeg_decoder,
+        jpeg_decoder=run.jpeg_decoder,
     )
-    if config.run.num_workers:
-        count = min(count, config.run.num_workers)
-    if count or requested not in ("auto", 0):
+    if run.num_workers:
+        count = min(count, run.num_workers)
+    if count or run.worker_processes not in ("auto", 0):
         log_event("info", f"loader: {count or 'no'} worker processes: {reason}")
     return WorkerProcesses(count, device) if count else None
 
@@ -135,17 +131,13 @@ def build(
     resolved: ResolvedRun,
     folder: RunFolder,
     log_event: EventLogger,
-    processes: WorkerProcesses | None = None,
+    processes: WorkerProcesses | None,
     *,
-    accept_changed_data: bool = False,
-    ranks: Ranks | None = None,
+    accept_changed_data: bool,
 ) -> tuple[TrainSetup, checkpoint.LoadedCheckpoint | None]:
     """Everything the loop needs, at step 0 with pretrained weights; and in rank 0 the checkpoint to continue from.
-
-    accept_changed_data: continue also if images or boxes are not those of the checkpoint. Raises CheckpointError.
-    """
-    ranks = ranks or Ranks()
-    config, device, index = resolved.config, resolved.device, resolved.index
+    accept_changed_data: continue also if images or boxes are not those of the checkpoint. Raises CheckpointError."""
+    config, device, index, ranks = resolved.config, resolved.device, resolved.index, resolved.ranks
     ranks.share(lambda: report_preflight(resolved, folder, log_event))
     if device.is_cpu:
         configure_malloc()
@@ -176,7 +168,6 @@ def build(
         log_event,
         checkpoint.CheckpointWriter(folder.path, log_event, has_folder=ranks.is_main),
         processes,
-        ranks=ranks,
         sharding=sharding,
         quarantine=_make_quarantine_reporter(folder, log_event),
         accept_changed_data=accept_changed_data,
@@ -193,7 +184,6 @@ def make_setup(
     writer: checkpoint.CheckpointWriter,
     processes: WorkerProcesses | None,
     *,
-    ranks: Ranks,
     quarantine: Callable[[QuarantinedImage], None],
     sharding: Division | None = None,
     accept_changed_data: bool = False,
@@ -205,16 +195,9 @@ def make_setup(
     train_indices = index.image_indices("train")
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
     loader = make_training_loader(
-        config,
-        index,
-        device,
-        max_boxes=max_boxes,
-        log_event=log_event,
-        processes=processes,
-        on_quarantine=quarantine,
-        ranks=ranks,
-        image_indices=image_indices,
-    )
+        config, index, device, max_boxes=max_boxes, log_event=log_event, processes=processes,
+        on_quarantine=quarantine, ranks=resolved.ranks, image_indices=image_indices,
+    )  # fmt: skip
     return TrainSetup(
         folder=folder,
         config=config,
@@ -240,17 +223,16 @@ def make_setup(
         accept_changed_data=accept_changed_data,
         total_steps=total_steps(parse_duration(config.run.max_duration), len(train_indices), config.run.batch_size),
         max_boxes=max_boxes,
-        ranks=ranks,
+        ranks=resolved.ranks,
         initial_ranks=initial_ranks,
     )
 
 
 def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
-    """Facts about the data that the diagnosis needs and cannot measure afterwards, as a sentence and by name.
-
-    `num_images` and `boxes` of the training split; `median_pixels` of its images, if their sizes are known;
-    `pretrained`: weights that exist for the model. For models with anchors `anchor_coverage`, the fraction of boxes
-    that an anchor at their center covers with COVERED_IOU, and, if that is low, better `anchor_sizes`."""
+    """Facts about the data that the diagnosis needs and cannot measure afterwards, as a sentence and by name:
+    `median_pixels` of the training images, if their sizes are known; `pretrained`: weights that exist for the model;
+    for models with anchors `anchor_coverage`, the fraction of boxes that an anchor at their center covers with
+    COVERED_IOU, and, if that is low, better `anchor_sizes`."""
     train_indices = index.image_indices("train")
     facts: dict[str, Any] = {
         "num_images": len(train_indices),
@@ -280,18 +262,13 @@ def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
 def log_prediction(config: Config, device: Device, log_event: EventLogger) -> None:
     """An event with what `stoker plan` predicted for such a training on this device, if it did."""
     predicted = calibration.find_prediction(
-        model=config.model.model,
-        image_size=config.data.image_size,
-        batch_size=config.run.batch_size,
-        precision=config.run.precision,
-        device=device.name,
-    )
+        model=config.model.model, image_size=config.data.image_size, batch_size=config.run.batch_size,
+        precision=config.run.precision, device=device.name,
+    )  # fmt: skip
     if predicted is not None:
-        log_event(
-            "info",
-            f"`stoker plan` predicted {predicted.step_s:.3g} s a step ± {100 * predicted.step_error:.0f} %",
-            facts={"predicted_step_s": predicted.step_s, "predicted_step_error": predicted.step_error},
-        )
+        text = f"`stoker plan` predicted {predicted.step_s:.3g} s a step ± {100 * predicted.step_error:.0f} %"
+        facts = {"predicted_step_s": predicted.step_s, "predicted_step_error": predicted.step_error}
+        log_event("info", text, facts=facts)
 
 
 def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> None:
@@ -428,18 +405,11 @@ def _make_quarantine_reporter(folder: RunFolder, log_event: EventLogger) -> Call
         if bad_image.image_index in reported:
             return
         reported.add(bad_image.image_index)
-        folder.append(
-            QUARANTINE,
-            Quarantined(
-                t=time.time(),
-                attempt=folder.attempt,
-                image_index=bad_image.image_index,
-                path=bad_image.source,
-                error=bad_image.error,
-                sample_position=bad_image.sample_position,
-                replaced_by=bad_image.replaced_by,
-            ),
-        )
+        line = Quarantined(
+            t=time.time(), attempt=folder.attempt, image_index=bad_image.image_index, path=bad_image.source,
+            error=bad_image.error, sample_position=bad_image.sample_position, replaced_by=bad_image.replaced_by,
+        )  # fmt: skip
+        folder.append(QUARANTINE, line)
         log_event("warning", f"image excluded: {bad_image.source}: {bad_image.error}")
 
     return report

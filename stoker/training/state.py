@@ -32,10 +32,9 @@ class EventLogger(Protocol):
 
 
 class BatchSizes(NamedTuple):
-    """Images that the model gets at once."""
+    """Images that the model gets at once. train: of a micro-batch."""
 
     train: int
-    """Of a micro-batch."""
     eval: int
 
 
@@ -44,24 +43,21 @@ NO_SIZES = BatchSizes(0, 0)
 
 
 class Signals(NamedTuple):
-    """What a process knows after a step. What `parallel.One.agree` returns, all know after the same step."""
+    """What a process knows after a step. What `parallel.One.agree` returns, all know after the same step.
+
+    stop: a process was asked to; evaluate, save: due by the clock, a checkpoint in the processes that take part in it;
+    trained_s: wall seconds of the steps so far; diverged_step: at which the limit of skipped steps was reached."""
 
     stop: bool = False
-    """A process was asked to stop."""
     evaluate: bool = False
-    """By the clock, an evaluation is due."""
     save: bool = False
-    """By the clock, a checkpoint is due, in the processes that take part in it."""
     trained_s: float = 0.0
-    """Wall seconds of the steps so far."""
     diverged_step: int | None = None
-    """Step at which the limit of consecutive skipped steps was reached."""
 
 
 @dataclasses.dataclass
 class TrainState:
-    """How far a training is: what the loop changes and its services read. The rest of a checkpoint is the state of its
-    owners (`resume.py`)."""
+    """How far a training is: what the loop changes and its services read. The rest has its owners (`resume.py`)."""
 
     step: int = 0
     """Optimizer steps that the weights contain."""
@@ -184,13 +180,12 @@ def count_micro_batches(batch_size: int, max_size: int) -> int:
 
 
 class IntervalTrigger:
-    """An interval of 0 is never due. Minutes count from the last `reset`, or from the start."""
+    """Says when an interval is over; one of 0 never is. Minutes count from the last `reset`, or from the start."""
 
     def __init__(self, interval: Duration, num_images: int, batch_size: int) -> None:
         self.interval_s = interval.value * 60 if interval.unit == "minutes" else 0.0
-        steps = {"steps": interval.value, "epochs": interval.value * num_images / batch_size, "minutes": 0.0}[
-            interval.unit
-        ]
+        factors = {"steps": 1.0, "epochs": num_images / batch_size, "minutes": 0.0}
+        steps = interval.value * factors[interval.unit]
         self.interval_steps = max(1, round(steps)) if steps else 0
         self._last_s = time.perf_counter()
 

@@ -64,11 +64,9 @@ def split_batch(batch: Batch, micro_batches: int) -> Iterator[Batch]:
 
 
 class PlainStep:
-    """What `train_step` needs, where nothing is exchanged with other processes. `parallel.One` is it in a training.
-
-    accumulator: records the losses; None: nothing does. micro_batches: equal parts of a batch, which the model gets one
-    after the other.
-    """
+    """What `train_step` needs, where nothing is exchanged with other processes; in a training it is `parallel.One`.
+    accumulator: records the losses, if there is one; micro_batches: equal parts of a batch, which the model gets in
+    turn."""
 
     def __init__(
         self,
@@ -95,9 +93,8 @@ class PlainStep:
         return totals
 
     def rehearse(self, batch: Batch) -> None:
-        """A forward and a backward pass on a micro-batch of the shapes of training, which compiles a step that is to be
-        compiled. Everything is as before afterwards, also after an error: running statistics are restored, and no
-        gradient is left."""
+        """A forward and a backward pass on a micro-batch of the shapes of training, which compiles what is to be
+        compiled. Afterwards, running statistics are as before, and no gradient is left; also after an error."""
         model, micro_batches = self.optimizer.model, self.micro_batches
         saved_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self.micro_batches = 1
@@ -126,10 +123,8 @@ class PlainStep:
 
 
 def train_step(parallel: PlainStep, batch: Batch) -> None:
-    """From a batch to the next weights; after `optimizer.set_scalars`.
-
-    On an accelerator it issues the same operators at every step, on tensors that keep their addresses.
-    """
+    """From a batch to the next weights; after `optimizer.set_scalars`. On an accelerator it issues the same operators
+    at every step, on tensors that keep their addresses."""
     optimizer = parallel.optimizer
     batch = parallel.augment(batch)
     losses, grad_norm = parallel.average(parallel.forward_backward(batch))

@@ -5,10 +5,9 @@ of an evaluation and while the training waits for metrics, and raises `Stopping`
 and ends with exit code 75. Several ranks stop after the same step.
 
 A cloud's notice that the machine is about to go is awaited by threads (`NoticeWatcher`). Google Cloud: a request to the
-metadata server that returns when `instance/preempted` (a spot VM, 30 s before) or `instance/maintenance-event` changes;
-it costs nothing. AWS: `spot/instance-action` (two minutes before), asked for every five seconds, as AWS recommends.
-Where the firmware names neither cloud and no variable names a metadata server, nothing is asked. The time limit of a
-Slurm job is in a variable (`time_limit_s`).
+metadata server that returns when `instance/preempted` (a spot VM, 30 s before) or `instance/maintenance-event` changes.
+AWS: `spot/instance-action` (two minutes before), asked for every five seconds, as AWS recommends. Where the firmware
+names neither cloud and no variable names a metadata server, nothing is asked.
 """
 
 import contextlib
@@ -51,10 +50,8 @@ class Notice(NamedTuple):
 
 
 class NoticeWatcher:
-    """Watches for notices in daemon threads until one comes or `stop`.
-
-    on_notice: called from a thread, once; report(kind, text): an event.
-    """
+    """Watches for notices in daemon threads until one comes or `stop`. on_notice: called from a thread, once;
+    report(kind, text): an event."""
 
     def __init__(
         self,
@@ -64,17 +61,16 @@ class NoticeWatcher:
         env: Mapping[str, str] = os.environ,
         cloud: str | None = None,
     ) -> None:
-        self._on_notice, self._report, self._env = on_notice, report, env
+        self._on_notice, self._report = on_notice, report
         self._stopped = threading.Event()
         cloud = detect_cloud() if cloud is None else cloud
         self._sources: list[tuple[str, Callable[[], Notice | None]]] = []
         """Name of what is asked, and the function that waits for an answer."""
         if "GCE_METADATA_HOST" in env or cloud == "gcp":
-            address = env.get("GCE_METADATA_HOST") or GCE_HOST
-            self._sources = [
-                ("the metadata server of Google Cloud", _GceKey(address, "preempted").wait),
-                ("the metadata server of Google Cloud", _GceKey(address, "maintenance-event").wait),
+            keys = [
+                _GceKey(env.get("GCE_METADATA_HOST") or GCE_HOST, key) for key in ("preempted", "maintenance-event")
             ]
+            self._sources = [("the metadata server of Google Cloud", key.wait) for key in keys]
         elif env.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true" and (
             "AWS_EC2_METADATA_SERVICE_ENDPOINT" in env or cloud == "aws"
         ):
@@ -82,9 +78,8 @@ class NoticeWatcher:
             self._sources = [("the metadata service of AWS", spot.wait)]
 
     def start(self) -> None:
-        for name, wait in self._sources:
-            thread = threading.Thread(target=self._watch, args=(name, wait), name="stoker-notices", daemon=True)
-            thread.start()
+        for source in self._sources:
+            threading.Thread(target=self._watch, args=source, name="stoker-notices", daemon=True).start()
 
     def stop(self) -> None:
         """No notice is reported afterwards. A thread in a request is left to it."""
@@ -189,8 +184,7 @@ def time_limit_s(env: Mapping[str, str] = os.environ, *, now: Callable[[], float
 
 
 MIN_TIME_LIMIT_MARGIN_S = 60.0
-"""How long before a time limit the last save begins, or three of the longest saves: as in the signal that batch scripts
-usually ask Slurm for."""
+"""How long before a time limit the last save begins, or three of the longest saves: as usual in batch scripts."""
 
 
 class Stopping(Exception):
@@ -234,12 +228,9 @@ class StopRequest:
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
     """SIGTERM, SIGUSR1 and SIGINT ask the loop to save and stop; a second SIGINT ends the process at once, as Ctrl-C
-    does. SIGUSR2 asks for a trace.
-
-    Repeated SIGTERMs change nothing: Slurm and torchrun each send one. SIGUSR1 is what a batch script lets Slurm send
-    before the time limit (`#SBATCH --signal=B:USR1@60`). Outside the main thread Python does not allow
-    signal handlers, so the flags are never set there.
-    """
+    does. SIGUSR2 asks for a trace. Repeated SIGTERMs change nothing: Slurm and torchrun each send one. SIGUSR1 is what
+    a batch script lets Slurm send before the time limit (`#SBATCH --signal=B:USR1@60`). Outside the main thread Python
+    allows no signal handlers, so the flags are never set there."""
     stop_request = StopRequest()
 
     def handle(signum: int, _: FrameType | None) -> None:
@@ -258,9 +249,10 @@ class Stopper:
     """Raises `Stopping` where a training that was asked to stop can do so."""
 
     def __init__(self, attempt: Attempt, request: StopRequest, memory_guard: HostMemoryGuard) -> None:
+        setup = attempt.setup
         self.request, self._parallel = request, attempt.parallel
         self._hang_detector, self._tracer = attempt.hang_detector, attempt.tracer
-        self._memory_guard, self._writer = memory_guard, attempt.setup.writer
+        self._memory_guard, self._writer, self._is_alone = memory_guard, setup.writer, setup.ranks.alone
         limit_s = time_limit_s()
         self._time_limit_at_s = math.inf if limit_s is None else time.perf_counter() + limit_s
 
@@ -276,9 +268,9 @@ class Stopper:
             raise Stopping
 
     def check(self) -> None:
-        """The same while this process waits for the metrics of an evaluation."""
+        """The same while this process waits for the metrics of an evaluation, for which other ranks do not wait."""
         self._look_at_requests()
-        if self._parallel.stops_alone(self.is_asked):
+        if self.is_asked and self._is_alone:
             raise Stopping
 
     def check_in_evaluation(self, *, is_last: bool = False) -> None:

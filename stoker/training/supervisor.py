@@ -1,10 +1,9 @@
 """`stoker train … --restarts N`: runs the training as a child process, and again after a failure, with back-off.
 
-The same command again continues an unfinished run, so every attempt resumes from what the run folder holds. Other
-ends are passed on: done, a wrong command, setting or data set, divergence, and exit code 75, after which the machine is
-about to go. Signals go to the child; it saves and ends with code 75. If this process dies, the kernel
-sends the child a SIGTERM (Linux). Why an attempt was started is in its event `resumed`. No torch here. Several machines
-are restarted by their scheduler.
+The same command again continues an unfinished run, so every attempt resumes from what the run folder holds. Other ends
+are passed on: done, a wrong command, setting or data set, divergence, and exit code 75, after which the machine is
+about to go. Signals go to the child; it saves and ends with code 75. If this process dies, the kernel sends the child a
+SIGTERM (Linux). Several machines are restarted by their scheduler. No torch here.
 """
 
 import contextlib
@@ -39,17 +38,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an attempt was started by the supervisor."""
+    """Why an attempt was started by the supervisor. number: from 1; limit: N of --restarts; exit_code: of the attempt
+    before, negative: the signal that killed it; since: Unix time of the first attempt, seconds."""
 
     number: int
-    """1 for the first restart."""
     limit: int
-    """N of --restarts."""
     reason: str
     exit_code: int
-    """Of the attempt before; negative: the signal that killed it."""
     since: float
-    """Unix time of the first attempt, seconds."""
 
 
 def read_restart(env: Mapping[str, str] = os.environ) -> Restart | None:
@@ -80,16 +76,12 @@ def replace_process(reason: str) -> None:
 
 def without_restarts(arguments: Sequence[str]) -> list[str]:
     """The arguments of the command line without --restarts and its number."""
-    kept: list[str] = []
-    skips_number = False
-    for argument in arguments:
-        if skips_number or argument.startswith("--restarts="):
-            skips_number = False
-        elif argument == "--restarts":
-            skips_number = True
-        else:
-            kept.append(argument)
-    return kept
+    follows_flag = [before == "--restarts" for before in ["", *arguments]]
+    return [
+        argument
+        for argument, is_number in zip(arguments, follows_flag, strict=False)
+        if not is_number and argument.partition("=")[0] != "--restarts"
+    ]
 
 
 def delay_s(restart: int) -> float:
@@ -106,18 +98,10 @@ def describe_end(code: int) -> str:
 
 
 class Supervisor:
-    """Runs a command until it ends in a way that a restart cannot correct, or N restarts are used up.
+    """Runs a command until it ends in a way that a restart cannot correct, or N restarts are used up. sleep: waits for
+    some seconds; replaced in tests."""
 
-    sleep: waits for some seconds; replaced in tests.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        restarts: int,
-        *,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, command: Sequence[str], restarts: int, *, sleep: Callable[[float], object] = time.sleep) -> None:
         if restarts < 0:
             raise ConfigError(f"--restarts {restarts} is not a number of restarts.", choices=["0 and above"])
         self._command, self._restarts, self._sleep = list(command), restarts, sleep

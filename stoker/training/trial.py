@@ -1,13 +1,9 @@
 """A process that repeats steps of a training on request, so that two configurations can be measured in turn.
 
-    python -m stoker.training.trial
-
-It reads a `Start`, then `Request`s, as JSON lines from stdin, and answers each with a `Reply`; it ends at the end of
-stdin. Steps are those of a run, from its first weights. The stream of samples begins at position 0 in every process, so
-that two processes that get the same requests train on the same samples. Who asks is `stoker/tuning/trials.py`.
-
-With several devices it is rank 0. It starts the other ranks and passes on what it reads; they send no replies. All are
-in one process group, so a signal to the group stops all.
+`python -m stoker.training.trial` reads a `Start`, then `Request`s, as JSON lines from stdin, and answers each with a
+`Reply`; it ends at the end of stdin. Steps are those of a run, from its first weights. The stream of samples begins at
+position 0 in every process, so that two processes that get the same requests train on the same samples. Who asks is
+`stoker/tuning/trials.py`. With several devices it is rank 0: it starts the other ranks and passes on what it reads.
 """
 
 import contextlib
@@ -60,8 +56,7 @@ MAX_EVALUATED = 64
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):
-    """The first line. settings: all of a run; num_images: of the training split, which the stream repeats; devices:
-    that train together."""
+    """The first line. settings: all of a run; num_images: that the stream repeats; devices: that train together."""
 
     settings: dict[str, Any]
     num_images: int
@@ -116,14 +111,14 @@ class Trial:
         nowhere = Path("nowhere")  # a trial writes no records and no checkpoints
         # One rank of a machine downloads weights.
         model = ranks.locally_first(lambda: build_initial_model(config, index, device, _ignore_event))
+        resolved = ResolvedRun(config, {}, device, index, ranks)
         setup = make_setup(
-            ResolvedRun(config, {}, device, index),
+            resolved,
             model,
             RunFolder(nowhere, 1),
             _ignore_event,
             CheckpointWriter(nowhere, _ignore_event, has_folder=False),
-            start_worker_processes(config, index, device, _ignore_event),
-            ranks=ranks,
+            start_worker_processes(resolved, _ignore_event),
             quarantine=lambda _: None,
             image_indices=train_indices[chosen],
         )
@@ -153,13 +148,11 @@ class Trial:
         if request.do == "restore":
             self._restore()
             return Reply()
+        start_s = time.perf_counter()
         if request.do == "ramp":
-            start_s = time.perf_counter()
             loss = self._ramp(request.lr)
-            is_finite = math.isfinite(loss)  # JSON has no other numbers
-            return Reply(
-                seconds=time.perf_counter() - start_s, images=self.batch_size, steps=1, losses=[loss] * is_finite
-            )
+            finite = [loss] if math.isfinite(loss) else []  # JSON has no other numbers
+            return Reply(seconds=time.perf_counter() - start_s, images=self.batch_size, steps=1, losses=finite)
         if request.do in ("eval", "checkpoint"):
             return Reply(seconds=self._evaluate() if request.do == "eval" else self._copy_state())
         steps = max(1, -(-request.images // self.batch_size))
@@ -182,8 +175,10 @@ class Trial:
             self._load(steps * self.batch_size)
         else:
             with self.parallel.timing_waits(self.ledger):
+                if request.do == "step" and self._kept_batch is None:  # its buffer will be filled again
+                    self._kept_batch = Batch(*(tensor.clone() for tensor in next(self.loader)))
                 for _ in range(steps):
-                    self._step(self._keep_batch() if request.do == "step" else None)
+                    self._step(self._kept_batch if request.do == "step" else None)
         self.device.synchronize()
         seconds, breakdown = time.perf_counter() - start_s, self.ledger.window(0.0)
         images, after = steps * self.batch_size, self.loader.stats()
@@ -225,11 +220,6 @@ class Trial:
     def _load(self, images: int) -> None:
         for _ in range(-(-images // self.batch_size)):
             self._next_batch()
-
-    def _keep_batch(self) -> Batch:
-        if self._kept_batch is None:  # its buffer will be filled again
-            self._kept_batch = Batch(*(tensor.clone() for tensor in next(self.loader)))
-        return self._kept_batch
 
     def _step(self, batch: Batch | None) -> None:
         batch = batch or self._next_batch()

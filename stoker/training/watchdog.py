@@ -6,11 +6,8 @@ median steps of silence. Seconds are counted while this process runs, not read f
 (SIGSTOP, a paused container, a suspended machine) has not hung. Silence is allowed in the first step, while compiling,
 saving, rolling back or profiling, and in a debugger. With several ranks, each watches itself, and it is a hang if none
 of the others makes progress: then a rank that does not reach a collective and those that wait in it all write their
-stacks (`ranks/0001/hang.txt`), and with NCCL what its flight recorder has (`nccl_trace/`).
-
-A rank whose heartbeat stopped (`heartbeats.py`) is named, whatever the others do: rank 0 notices those of the others,
-and they that of rank 0.
-
+stacks (`ranks/0001/hang.txt`), and with NCCL what its flight recorder has (`nccl_trace/`). A rank whose heartbeat
+stopped (`heartbeats.py`) is named, whatever the others do: rank 0 notices those of the others, and they that of rank 0.
 A rank that has not noticed that another one failed (NCCL waits on, where gloo loses a connection) is ended, too.
 """
 
@@ -23,13 +20,12 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Literal, Self
 
 from stoker.errors import ConfigError, HungError
 from stoker.runs.records import HANG, RANKS, RunFolder
 from stoker.storage.failures import Timeouts
-from stoker.training.heartbeats import FRESH_S, Heartbeats, call_within
+from stoker.training.heartbeats import FRESH_S, call_within
 from stoker.training.ranks import Failure, Ranks
 
 MIN_LIMIT_S = 60.0
@@ -51,9 +47,7 @@ Hung = Literal["loader", "device", "collective", "evaluation", "rank"]
 
 
 def min_limit_s(*, is_remote: bool) -> float | None:
-    """Seconds of silence that are never a hang; None: no watchdog. is_remote: images come from a bucket.
-
-    Raises ConfigError."""
+    """Seconds of silence that are never a hang; None: no watchdog. is_remote: from a bucket. Raises ConfigError."""
     text = os.environ.get("STOKER_HANG_TIMEOUT_S", "")
     try:
         limit_s = float(text or MIN_LIMIT_S)
@@ -108,10 +102,8 @@ class HangDetector:
 
 
 class Watchdog:
-    """Watches the thread that creates it, as a context manager. phase: that thread's phase of the ledger.
-
-    on_hang(code): ends the process; None (a training inside another program): the hang is recorded only.
-    """
+    """Watches the thread that creates it, as a context manager. phase: that thread's phase of the ledger;
+    on_hang(code): ends the process; None (a training inside another program): the hang is recorded only."""
 
     def __init__(
         self,
@@ -134,9 +126,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
 
@@ -153,36 +143,35 @@ class Watchdog:
                     return
             is_silent, frozen = self._detector.tick(TICK_S, is_limited=self._phase() not in UNLIMITED_PHASES), None
             if heartbeats is not None:
-                is_silent, frozen = self._ask_others(heartbeats, is_silent=is_silent)
+                heartbeats.tick(TICK_S)
+                heartbeats.progresses = self._detector.silence_s < self._detector.limit_s / 2
+                is_silent = is_silent and not heartbeats.others_progress()  # one may wait for another that saves
+                frozen = heartbeats.frozen(FRESH_S if is_silent else heartbeats.limit_s)
             if is_silent or frozen is not None:
-                frames = self._watched_frames()
+                innermost = sys._current_frames().get(self._watched_id)
+                frames = [] if innermost is None else list(traceback.extract_stack(innermost))
                 if any(os.path.basename(frame.filename) in ("bdb.py", "pdb.py") for frame in frames):
                     self._detector.allow_silence()
                     continue
-                if frozen is None:
-                    self._end(describe_hang(self._phase(), frames), frames)
-                else:
-                    self._end("rank", frames, frozen)
+                self._end(describe_hang(self._phase(), frames) if frozen is None else "rank", frames, frozen)
                 return
 
-    def _ask_others(self, heartbeats: Heartbeats, *, is_silent: bool) -> tuple[bool, HungError | None]:
-        """(whether no rank makes progress: one may wait long for another that evaluates or saves; the error that names
-        a frozen rank)."""
-        heartbeats.tick(TICK_S)
-        heartbeats.progresses = self._detector.silence_s < self._detector.limit_s / 2
-        is_silent = is_silent and not heartbeats.others_progress()
-        return is_silent, heartbeats.frozen(FRESH_S if is_silent else heartbeats.limit_s)
-
-    def _watched_frames(self) -> list[traceback.FrameSummary]:
-        frame = sys._current_frames().get(self._watched_id)
-        return [] if frame is None else list(traceback.extract_stack(frame))
-
-    def _end(self, hung: Hung, frames: list[traceback.FrameSummary], error: HungError | None = None) -> None:
-        if error is None:
-            error = make_hung_error(hung, self._detector.silence_s, self._step(), frames, str(self._stacks))
+    def _end(self, hung: Hung, frames: list[traceback.FrameSummary], error: HungError | None) -> None:
+        error = error or self._make_error(hung, frames)
         call_within(REPORT_TIMEOUT_S, self._report, hung, error, frames)
         if self._on_hang is not None:
             self._on_hang(error.exit_code)
+
+    def _make_error(self, hung: Hung, frames: list[traceback.FrameSummary]) -> HungError:
+        (where, fix), silence_s = WHERE_AND_FIX[hung], self._detector.silence_s
+        own = [frame for frame in frames if "/stoker/" in frame.filename.replace(os.sep, "/")]
+        innermost = f"; the training thread is in {own[-1].name} ({own[-1].filename}:{own[-1].lineno})" if own else ""
+        return HungError(
+            f"The training hangs: no progress for {silence_s:.0f} s after step {self._step():,}, in {where}.",
+            location=self._stacks,
+            cause=f"the stacks of all threads are there{innermost}",
+            fix=f"{fix}; the same command continues from the last checkpoint (--restarts 3 does so by itself)",
+        )
 
     def _end_after(self, failure: Failure, end: Callable[[int], object]) -> None:
         """Ends this rank as a consequence of the failure of another."""
@@ -197,7 +186,10 @@ class Watchdog:
         self._ranks.publish(error, is_consequence=hung == "collective")
         with contextlib.suppress(OSError):
             self._write_stacks(error, frames)
-            self._write_collectives()
+            if (trace := self._ranks.collective_trace()) is not None:
+                folder = self._folder.path / NCCL_TRACE
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"rank_{self._ranks.rank}").write_bytes(trace)
         self._folder.event(
             "failed" if self._on_hang is not None else "warning",
             str(error),
@@ -218,12 +210,14 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
             file.write("\n")
 
-    def _write_collectives(self) -> None:
-        trace = self._ranks.collective_trace()
-        if trace is not None:
-            folder = self._folder.path / NCCL_TRACE
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"rank_{self._ranks.rank}").write_bytes(trace)
+
+WHERE_AND_FIX: dict[Hung, tuple[str, str]] = {
+    "loader": ("the loader, which has no batch", "look at the storage of the images"),
+    "device": ("the step on the device", "look for errors of the driver (`dmesg`, `nvidia-smi`)"),
+    "collective": ("a collective, which waits for another rank",
+                   f"look at {HANG} of the other ranks: they wait for the one that is not in a collective"),
+    "evaluation": ("the evaluation", "look at the storage of the validation images, and for errors of the driver"),
+}  # fmt: skip
 
 
 def describe_hang(phase: str, frames: list[traceback.FrameSummary]) -> Hung:
@@ -237,27 +231,3 @@ def describe_hang(phase: str, frames: list[traceback.FrameSummary]) -> Hung:
     if phase == "input_wait" and not any(file.endswith("stoker/hardware/device.py") for file in files):
         return "loader"
     return "evaluation" if phase == "eval" else "device"
-
-
-def make_hung_error(
-    hung: Hung, silence_s: float, step: int, frames: list[traceback.FrameSummary], stacks: str
-) -> HungError:
-    what, fix = {
-        "loader": ("the loader, which has no batch", "look at the storage of the images"),
-        "device": ("the step on the device", "look for errors of the driver (`dmesg`, `nvidia-smi`)"),
-        "collective": (
-            "a collective, which waits for another rank",
-            f"look at {HANG} of the other ranks: they wait for the one that is not in a collective",
-        ),
-        "evaluation": (
-            "the evaluation", "look at the storage of the validation images, and for errors of the driver"
-        ),
-    }[hung]  # fmt: skip
-    own = [frame for frame in frames if "/stoker/" in frame.filename.replace(os.sep, "/")]
-    innermost = f"; the training thread is in {own[-1].name} ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return HungError(
-        f"The training hangs: no progress for {silence_s:.0f} s after step {step:,}, in {what}.",
-        location=stacks,
-        cause=f"the stacks of all threads are there{innermost}",
-        fix=f"{fix}; the same command continues from the last checkpoint (--restarts 3 does so by itself)",
-    )

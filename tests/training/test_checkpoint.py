@@ -149,7 +149,7 @@ from stoker.training.checkpoint import CheckpointWriter
 writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text, **_: print(kind, text))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 writer.save(make_snapshot(2, size=1_000_000))
-writer.save_weights(make_snapshot(2, size=1_000_000), ["best.safetensors"])
+writer.save_weights(make_snapshot(2, size=1_000_000), "best.safetensors")
 writer.wait()
 writer.save(make_snapshot(3, size=10))
 writer.wait()

@@ -1,9 +1,6 @@
 """Refuses settings of the user that exclude each other on these devices (knowledge/conflicts.toml), before anything is
-derived or tried.
-
-Only for new runs: one that was started with `--shard` or `--sync` continues on one device, too. And warns of what
-derived settings cannot do well.
-"""
+derived or tried. Only for new runs: one that was started with `--shard` or `--sync` continues on one device, too. And
+warns of what derived settings cannot do well."""
 
 from collections.abc import Mapping
 
@@ -114,20 +111,18 @@ def check_options(settings: ModelSettings, options_of_weights: Mapping[str, bool
     for name, value in options_of_weights.items():
         if getattr(settings, name) not in (None, value):
             flag = name.replace("_", "-")
+            asked, fitting = (f"--no-{flag}", f"--{flag}") if value else (f"--{flag}", f"--no-{flag}")
             raise ConfigError(
-                f"--{'no-' if value else ''}{flag} does not fit --weights {settings.weights}.",
+                f"{asked} does not fit --weights {settings.weights}.",
                 cause=f"it was trained {'with' if value else 'without'} --{flag}",
-                fix=f"--{'' if value else 'no-'}{flag}, or other weights",
+                fix=f"{fitting}, or other weights",
             )
 
 
 def warn_oversized_boxes(config: Config, index: Index) -> str | None:
-    """A warning if boxes are longer than the model can predict, else None.
-
-    The model then predicts a part of such a box, which counts as a miss from 1.05 times the longest length for IoU
-    0.95, to twice for IoU 0.5.
-    """
-    tuning = get_architecture(config.model.model).tuning
+    """A warning if boxes are longer than the model can predict, else None. It then predicts a part of such a box, which
+    counts as a miss from 1.05 times the longest length for IoU 0.95, to twice for IoU 0.5."""
+    tuning, (height, width) = get_architecture(config.model.model).tuning, config.data.image_size
     if tuning is None:
         return None
     box_sizes = box_dimensions(index, index.image_indices("train"), config.data.image_size, config.data.resize)
@@ -135,7 +130,6 @@ def warn_oversized_boxes(config: Config, index: Index) -> str | None:
     count = int((longer_sides > tuning.max_box_px).sum())
     if not count:
         return None
-    height, width = config.data.image_size
     return (
         f"{count:,} of {len(longer_sides):,} boxes are longer than {tuning.max_box_px} pixels at the image size "
         f"{height}×{width} (up to {longer_sides.max():.0f}): {config.model.model} cannot predict them whole; take a "
@@ -159,8 +153,7 @@ def warn_few_queries(settings: ModelSettings, index: Index) -> str | None:
 
 
 def warn_random_weights(settings: ModelSettings, reasons: Mapping[str, str]) -> str | None:
-    """A warning if the run starts from random weights and there is a measured or pretrained alternative. reasons: of
-    `derive`; they say if the weights could not be downloaded."""
+    """A warning if the run starts from random weights and there is an alternative, else None. reasons: of `derive`."""
     arch, reason = get_architecture(settings.model), reasons.get("model", "")
     if reason.startswith(NOT_DOWNLOADED):
         return f"model: {FROM_SCRATCH}: {reason}"

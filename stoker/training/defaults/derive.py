@@ -41,6 +41,7 @@ from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.defaults import checks
 from stoker.training.defaults.dry_run import NO_TRIAL_OF_SHARDS, DryRun, find_batch_size
 from stoker.training.defaults.model_choice import Fetch, choose_image_side, choose_model, estimate_images_per_second
+from stoker.training.lr_policy import scale_lr
 
 Choice = tuple[Any, str]
 """A value and the reason for it."""
@@ -49,15 +50,10 @@ Choice = tuple[Any, str]
 def derive(
     user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE, fetch: Fetch | None = None
 ) -> tuple[Config, dict[str, str]]:
-    """(complete config, reasons of the fields that `user_config` did not set). devices: how many train together.
-    fetch: downloads weights; None: nothing is downloaded (`choose_model`).
-
-    Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits.
-    """
+    """(complete config, reasons of the fields that `user_config` did not set). devices: how many train together; fetch:
+    see `choose_model`. Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits."""
     checks.check_user_settings(user_config, index, device, devices)
-    known = Known(user_config, index, device, devices)
-    known.fetch = fetch
-    config, reasons = known.fill(SETTINGS)
+    config, reasons = Known(user_config, index, device, devices, fetch).fill(SETTINGS)
     check(config)
     return config, reasons
 
@@ -103,11 +99,15 @@ def derive_model_input(user_config: Config, index: Index, device: Device) -> Mod
 class Known:
     """What a setting is derived from: the data, the device, and `config`, the settings so far."""
 
-    fetch: Fetch | None = None
-    """Downloads weights; None: nothing is downloaded."""
-
-    def __init__(self, user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE) -> None:
-        self.config, self.index, self.device = user_config, index, device
+    def __init__(
+        self,
+        user_config: Config,
+        index: Index,
+        device: Device,
+        devices: Devices = ONE_DEVICE,
+        fetch: Fetch | None = None,
+    ) -> None:
+        self.config, self.index, self.device, self.fetch = user_config, index, device, fetch
         self.reasons: dict[str, str] = {}
         self.num_devices = devices.count
         # Of a model in stages, one device loads the images, and each works on whole batches.
@@ -242,15 +242,14 @@ def _stronger_augmentation(known: Known, name: str) -> Choice | None:
     batch_size = config.run.batch_size or min(known.num_images, known.recipe.run.batch_size)
     if arch.tuning is None:
         return None
-    if not config.run.max_duration:
-        num_seen = float(_default_length(known, batch_size)[1] * batch_size)
+    length = parse_duration(config.run.max_duration) if config.run.max_duration else None
+    steps = total_steps(length, known.num_images, batch_size) if length else _default_length(known, batch_size)[1]
+    if steps is not None:
+        num_seen = float(steps * batch_size)
+    elif length is not None and known.device.computes_on_host:
+        num_seen = length.value * 60 * estimate_images_per_second(arch, config.data.image_size)
     else:
-        duration = parse_duration(config.run.max_duration)
-        steps = total_steps(duration, known.num_images, batch_size)
-        if steps is None and not known.device.computes_on_host:
-            return None  # how fast an accelerator is, is not known
-        images_per_s = estimate_images_per_second(arch, config.data.image_size)
-        num_seen = duration.value * 60 * images_per_s if steps is None else float(steps * batch_size)
+        return None  # how fast an accelerator is, is not known
     views = num_seen / max(1, known.num_images)
     if views < arch.tuning.many_views:
         return None
@@ -260,9 +259,8 @@ def _stronger_augmentation(known: Known, name: str) -> Choice | None:
 
 def derive_backbone_norm(known: Known) -> Choice | None:
     """bn for random weights, else the model's."""
-    if known.config.model.weights == "none":
-        return "bn", "there are no statistics to freeze: the weights are random"
-    return None
+    is_random = known.config.model.weights == "none"
+    return ("bn", "there are no statistics to freeze: the weights are random") if is_random else None
 
 
 def derive_trainable_backbone_layers(known: Known) -> Choice | None:
@@ -367,18 +365,13 @@ def derive_lr(known: Known) -> Choice:
 
     SGD: a step with k times the images moves as far as k steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
     AdamW divides by the gradient's magnitude, so the noise must stay the same, which falls with the square root of the
-    batch size (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky 2014
-    takes the square root for all). Momentum and the betas stay: the linear rule is derived for a fixed momentum, and
-    Malladi's rule for the betas, 1 - k (1 - beta), is not defined for k of 10 and more. The EMA needs no rule: its
-    horizon is a fraction of the length, so it covers the same number of images at any batch size.
+    batch size (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"). Momentum and the
+    betas stay: Malladi's rule for them, 1 - k (1 - beta), is not defined for k of 10 and more.
     """
-    base_lr, base_batch_size, source = _reference_lr(known)
-    batch_ratio = known.config.run.batch_size / base_batch_size
-    if known.config.optim.optimizer == "sgd":
-        factor, rule = batch_ratio, "linear rule (Goyal et al. 2017)"
-    else:
-        factor, rule = math.sqrt(batch_ratio), "square root rule (Malladi et al. 2022)"
-    return float(f"{base_lr * factor:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} images, {rule}"
+    (base_lr, base_batch_size, source), optimizer = _reference_lr(known), known.config.optim.optimizer
+    lr = scale_lr(base_lr, known.config.run.batch_size / base_batch_size, optimizer)
+    rule = "linear rule (Goyal et al. 2017)" if optimizer == "sgd" else "square root rule (Malladi et al. 2022)"
+    return float(f"{lr:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} images, {rule}"
 
 
 def _reference_lr(known: Known) -> tuple[float, int, str]:
@@ -420,11 +413,8 @@ def derive_warmup_steps(known: Known) -> Choice:
 
 def choose_warmup_steps(total: int | None, batch_ratio: float) -> tuple[int, str]:
     """Warm-up steps and the reason. total: steps of the run, None if it has a time; batch_ratio: batch size relative to
-    the reference.
-
-    Goyal et al. need a longer warm-up for a larger batch: 5 of 90 epochs, 780 steps, at 32 times their reference. With
-    the square root of the batch size, 500 steps at 16 images become 2,000 at 256, a little over four epochs of COCO.
-    """
+    the reference. Goyal et al. need a longer warm-up for a larger batch: 780 steps at 32 times their reference. With
+    the square root of the batch size, 500 steps at 16 images become 2,000 at 256."""
     scale = math.sqrt(max(1.0, batch_ratio))
     max_steps, fraction = round(500 * scale), min(0.1, 0.05 * scale)
     if total is None:
@@ -566,10 +556,10 @@ def missing_for_compile() -> str | None:
 
 def _defaults(*sections: str) -> dict[str, Row]:
     """The settings that have a default, in the order of knowledge/settings.toml."""
-    rows = {name: row for name, row in setting_rows().items() if SECTION_OF[name] in sections and row.reason}
     return {
         name: (tuple(row.default) if isinstance(row.default, list) else row.default, row.reason)
-        for name, row in rows.items()
+        for name, row in setting_rows().items()
+        if SECTION_OF[name] in sections and row.reason
     }
 
 

@@ -8,12 +8,12 @@ the tensors alive at the same time are counted, in the forward pass of one image
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 import math
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +31,8 @@ from stoker.hardware.device import Device, end_step
 from stoker.models import build
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.optim import OptimizerStep
+from stoker.training.state import TrainSetup, count_micro_batches
 from stoker.training.step import make_loss_fn
-
-if TYPE_CHECKING:
-    from stoker.training.state import TrainSetup
 
 MEMORY_FRACTION = 0.9
 """Fraction of the free memory that a step may use; the rest is for fragmentation and cuDNN's workspace."""
@@ -52,47 +50,37 @@ GIB = 2**30
 NO_TRIAL_OF_SHARDS = "one device cannot try a step of a model that is divided among several"
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchTrial:
-    """The measurement of one batch size."""
+class BatchTrial(NamedTuple):
+    """The measurement of one batch size, in images."""
 
     micro_batch_size: int
-    """Images."""
     peak_bytes: int
     seconds_per_image: float
 
 
 class DryRun:
-    """The model and optimizer of a config, with random weights that are never updated.
-
-    `config` needs the image size, precision, the optimizer and the model's settings.
-    """
+    """The model and optimizer of a config, with random weights that are never updated. `config` needs the image size,
+    precision, the optimizer and the model's settings."""
 
     def __init__(self, config: Config, index: Index, device: Device) -> None:
         self.config, self.index, self.device = config, index, device
-        self.num_classes = len(index.class_names)
-        self.max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
+        self.make_batch = functools.partial(
+            make_worst_case_batch,
+            image_size=config.data.image_size,
+            max_boxes=compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic),
+            num_classes=len(index.class_names),
+            device=device,
+        )
+        """Makes the worst case of so many images."""
         self.budget_bytes = int(MEMORY_FRACTION * device.memory().free)
         """Bytes that steps may use, weights included."""
-        model = build(config.model, self.num_classes).to(device.torch_device).train()
-        optim = (
-            config.optim if config.optim.ema_decay is not None else dataclasses.replace(config.optim, ema_decay=0.99)
-        )
+        model = build(config.model, len(index.class_names)).to(device.torch_device).train()
+        has_decay = config.optim.ema_decay is not None
+        optim = config.optim if has_decay else dataclasses.replace(config.optim, ema_decay=0.99)
         self.optimizer = OptimizerStep(model, optim, device, precision=config.run.precision)
         self._loss_fn = make_loss_fn(model, compile=False)
         self.min_size = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
-        """Images of the smallest step: with one image, trainable norms have no variance where a feature map has a
-        single position, and keep their initial statistics (`models.layers.norms.BatchNorm`)."""
-
-    def make_batch(self, count: int) -> Batch:
-        """The worst case of `count` images."""
-        return make_worst_case_batch(
-            count,
-            image_size=self.config.data.image_size,
-            max_boxes=self.max_boxes,
-            num_classes=self.num_classes,
-            device=self.device,
-        )
+        """Images of the smallest step: of one, trained norms have no variance where a map has a single position."""
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """The sum of the losses, a scalar; not compiled, since compiling for every batch size would take minutes."""
@@ -111,9 +99,7 @@ class DryRun:
 
     def measure_peak_bytes(self, count: int) -> int:
         """Bytes at the peak of two steps (the second has all optimizer state) and an evaluation; on a CPU of a step.
-
-        Raises torch.OutOfMemoryError.
-        """
+        Raises torch.OutOfMemoryError."""
         if self.device.is_cpu:
             memory = PeakMemoryMode("cpu")
             for tensor in _pytree.tree_leaves((self.optimizer.state_dict(), self.optimizer.ema_model.state_dict())):
@@ -186,7 +172,7 @@ def _extrapolate_peak_bytes(trials: list[BatchTrial], count: int) -> float:
     return b.peak_bytes + slope * (count - b.micro_batch_size)
 
 
-def make_worst_case(setup: "TrainSetup") -> Batch:
+def make_worst_case(setup: TrainSetup) -> Batch:
     """A micro-batch of the shapes of training."""
     return make_worst_case_batch(
         setup.rank_batch_size // setup.micro_batches,
@@ -200,30 +186,22 @@ def make_worst_case(setup: "TrainSetup") -> Batch:
 def make_worst_case_batch(
     count: int, *, image_size: tuple[int, int], max_boxes: int, num_classes: int, device: Device
 ) -> Batch:
-    """A batch of `count` images that fill the image size (height, width), each with `max_boxes` boxes.
-
-    The pixels are random, always the same: constant ones take less power to multiply, so that a GPU at its power limit
-    runs faster than it will in training.
-    """
+    """A batch of `count` images that fill the image size (height, width), each with `max_boxes` boxes. The pixels are
+    random, always the same: constant ones take less power to multiply, so that a GPU at its power limit runs faster
+    than it will in training."""
     height, width = image_size
     torch_device = device.torch_device
     drawn_on = torch_device if device.has_streams else torch.device("cpu")  # XLA has no generators
     generator = torch.Generator(drawn_on).manual_seed(0)
-    images = (
-        torch.randint(256, (count, height, width, 3), dtype=torch.uint8, device=drawn_on, generator=generator)
-        .to(torch_device)
-        .permute(0, 3, 1, 2)
-    )
+    pixels = torch.randint(256, (count, height, width, 3), dtype=torch.uint8, device=drawn_on, generator=generator)
     top_left = torch.rand(count, max_boxes, 2, device=torch_device) * 0.5
     whwh = torch.tensor([width, height, width, height], dtype=torch.float32, device=torch_device)
     hw = torch.tensor([[height, width]], dtype=torch.int32, device=torch_device).expand(count, 2).contiguous()
+    labels = torch.arange(max_boxes, device=torch_device) % num_classes
     return Batch(
-        images=images,
+        images=pixels.to(torch_device).permute(0, 3, 1, 2),
         boxes=torch.cat([top_left, top_left + 0.4], -1) * whwh,
-        labels=torch.arange(max_boxes, device=torch_device)
-        .remainder(num_classes)
-        .expand(count, max_boxes)
-        .contiguous(),
+        labels=labels.expand(count, max_boxes).contiguous(),
         valid=torch.ones(count, max_boxes, dtype=torch.bool, device=torch_device),
         resized_size=hw,
         scale=torch.ones(count, 2, device=torch_device),
@@ -234,10 +212,8 @@ def make_worst_case_batch(
 
 
 class PeakMemoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
-    """Counts the bytes of live tensors on a device type: `current_bytes`, and their maximum `peak_bytes`.
-
-    Every storage counts once, rounded up to `rounding_bytes`. Memory used inside a single operator is not counted.
-    """
+    """Counts the bytes of live tensors on a device type: `current_bytes`, and their maximum `peak_bytes`. Every storage
+    counts once, rounded up to `rounding_bytes`. Memory used inside a single operator is not counted."""
 
     def __init__(self, device_type: str, rounding_bytes: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -289,16 +265,12 @@ def find_batch_size(
     devices: Devices = ONE_DEVICE,
 ) -> tuple[int, int, str]:
     """(images per step of all devices, micro-batches per step, reason): for the user's batch size, for the fastest one
-    with `--auto-batch`, else for the recipe's.
-
-    `config` needs the image size, precision, the optimizer and the model's settings; num_images: of the training split.
-    Raises OutOfMemoryError if one image does not fit, ConfigError if both `--auto-batch` and a batch size are set.
-    """
+    with `--auto-batch`, else for the recipe's. num_images: of the training split. Raises OutOfMemoryError if one image
+    does not fit, ConfigError if both `--auto-batch` and a batch size are set."""
     user_batch_size: int | None = config.set_fields().get("batch_size")
     if user_batch_size is not None and config.run.auto_batch:
-        raise ConfigError(
-            f"--auto-batch and --batch-size {user_batch_size} exclude each other.", fix="leave one of them out"
-        )
+        what = f"--auto-batch and --batch-size {user_batch_size} exclude each other."
+        raise ConfigError(what, fix="leave one of them out")
     total_size: int = user_batch_size if user_batch_size is not None else max(1, min(recipe_batch_size, num_images))
     target_size = -(-total_size // devices.count)
     if user_batch_size is None and config.data.mosaic > 0:
@@ -315,20 +287,19 @@ def find_batch_size(
     if config.run.auto_batch:
         target_size, source = _fastest_batch_size(dry_run, max(1, num_images // devices.count), target_size)
     min_size = min(dry_run.min_size, target_size)
-    if device.is_cpu:
-        max_size, evidence = _max_size_on_cpu(dry_run, min_size)
-    else:
-        max_size, evidence = _max_size_on_device(dry_run, min_size, target_size)
+    max_size, evidence = (
+        _max_size_on_cpu(dry_run, min_size) if device.is_cpu else _max_size_on_device(dry_run, min_size, target_size)
+    )
     if max_size < min_size:
         height, width = config.data.image_size
-        count_text = "one image" if min_size == 1 else f"{min_size} images"
+        images = "one image" if min_size == 1 else f"{min_size} images"
         suggestion = "" if config.model.activation_checkpointing else "--activation-checkpointing, "
         raise OutOfMemoryError(
-            f"Not even {count_text} of {width}x{height} pixels fit the memory of {device.name}.",
+            f"Not even {images} of {width}x{height} pixels fit the memory of {device.name}.",
             cause=evidence,
             fix=f"{suggestion}a smaller --image-size or --model, or a device with more memory",
         )
-    micro_batches = next(n for n in range(1, target_size + 1) if target_size % n == 0 and target_size // n <= max_size)
+    micro_batches = count_micro_batches(target_size, max_size)
     split = "" if micro_batches == 1 else f", so in {micro_batches} micro-batches"
     if devices.count > 1:
         source += f", {target_size} on each of {devices.count} devices"
@@ -338,20 +309,16 @@ def find_batch_size(
 def candidate_sizes(dry_run: DryRun, num_images: int) -> Iterator[int]:
     """Micro-batch sizes that can be tried: powers of two whose batch (times `grad_accum_steps`) has whole mosaic groups
     and at most `num_images` images."""
-    config = dry_run.config
-    micro_batches = config.optim.grad_accum_steps or 1
-    min_size = max(
-        dry_run.min_size,
-        MOSAIC_GROUP_SIZE // math.gcd(MOSAIC_GROUP_SIZE, micro_batches) if config.data.mosaic > 0 else 1,
-    )
-    return itertools.takewhile(
-        lambda size: size * micro_batches <= num_images, (min_size * 2**n for n in itertools.count())
-    )
+    micro_batches, size = dry_run.config.optim.grad_accum_steps or 1, dry_run.min_size
+    if dry_run.config.data.mosaic > 0:
+        size = max(size, MOSAIC_GROUP_SIZE // math.gcd(MOSAIC_GROUP_SIZE, micro_batches))
+    while size * micro_batches <= num_images:
+        yield size
+        size *= 2
 
 
-def pick_fastest(trials: Iterable[BatchTrial]) -> BatchTrial:
+def pick_fastest(trials: Sequence[BatchTrial]) -> BatchTrial:
     """The smallest whose time per image is within MAX_SLOWDOWN of the best."""
-    trials = list(trials)
     best = min(trial.seconds_per_image for trial in trials)
     return next(trial for trial in trials if trial.seconds_per_image <= MAX_SLOWDOWN * best)
 
@@ -362,16 +329,15 @@ def _fastest_batch_size(dry_run: DryRun, num_images: int, fallback: int) -> tupl
     end = end or f"the training split has {num_images} images"
     if not trials:
         return fallback, f"no batch size could be tried: {end}"
-    micro_batches = dry_run.config.optim.grad_accum_steps or 1
-    table = ", ".join(
-        f"{trial.micro_batch_size * micro_batches}: {1e3 * trial.seconds_per_image:.3g} ms" for trial in trials
-    )
-    compile_note = "" if not dry_run.config.run.compile else ", not compiled as in training"
-    fastest = pick_fastest(trials).micro_batch_size * micro_batches
+    parts = dry_run.config.optim.grad_accum_steps or 1
+    table = ", ".join(f"{trial.micro_batch_size * parts}: {1e3 * trial.seconds_per_image:.3g} ms" for trial in trials)
+    compile_note = ", not compiled as in training" if dry_run.config.run.compile else ""
+    fastest = pick_fastest(trials).micro_batch_size * parts
     return fastest, f"fastest of the trials, time per image at {table}{compile_note}; {end}"
 
 
 def _max_size_on_cpu(dry_run: DryRun, min_size: int) -> tuple[int, str]:
+    """(images that fit, evidence)."""
     memory = PeakMemoryMode("cpu")
     model, worst_batch = dry_run.optimizer.model, dry_run.make_batch(min_size)
     for tensor in model.state_dict().values():
@@ -390,11 +356,8 @@ def _max_size_on_cpu(dry_run: DryRun, min_size: int) -> tuple[int, str]:
 
 
 def _max_size_on_device(dry_run: DryRun, min_size: int, target_size: int) -> tuple[int, str]:
-    """(the largest equal part of `target_size` that fits, or 0; evidence).
-
-    The largest comes first: in each trial cuDNN times its convolutions for that size, for many seconds, and only the
-    choices for the size of training are used again.
-    """
+    """(the largest equal part of `target_size` that fits, or 0; evidence). The largest comes first: in each trial cuDNN
+    times its convolutions for that size, for many seconds, and only those for the size of training are used again."""
     limit_bytes = dry_run.budget_bytes
     parts = [target_size // n for n in range(1, target_size + 1) if target_size % n == 0]
     for count in (*(part for part in parts if part > min_size), min_size):

@@ -28,8 +28,7 @@ COST_OF_RANDOM_WEIGHTS = (
     "blood cells less than ember_n; docs/which-model.md)"
 )
 GFLOP_PER_CORE_SECOND = 160.0
-"""1e9 operations per second that a core trains with: ember_n in bf16 (LOG.md, "Ember"). Accurate enough to tell
-whether a length in minutes is long."""
+"""1e9 operations per second that a core trains with, roughly: ember_n in bf16 (LOG.md, "Ember")."""
 
 
 Fetch = Callable[[str], tuple[Path, str]]
@@ -38,18 +37,10 @@ NOT_DOWNLOADED = f"the pretrained weights of {PRETRAINED} could not be downloade
 """Begins the reason for a model with random weights that was chosen instead."""
 
 
-def choose_model(
-    index: Index,
-    device: Device,
-    weights: str | None,
-    *,
-    fetch: Fetch | None = None,
-) -> tuple[str, str]:
+def choose_model(index: Index, device: Device, weights: str | None, *, fetch: Fetch | None = None) -> tuple[str, str]:
     """A name in MODELS and the reason. weights: the setting, None if not set. fetch: downloads the file at a URL, or
     raises WeightsError; None: nothing is downloaded, and the weights are expected to be there when training starts.
-
-    Raises WeightsError if a weights file of the user is missing or cannot be read.
-    """
+    Raises WeightsError if a weights file of the user is missing or cannot be read."""
     if weights not in (None, "none", *PRETRAINED_NAMES):
         detected = detect_architecture(weights)
         if detected is not None:

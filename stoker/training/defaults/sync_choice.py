@@ -1,9 +1,9 @@
 """`--sync auto`: measures the link between the ranks and a step, and takes the most faithful of the fast methods.
 
-Measured by all ranks at the same time, in about ten seconds: an all-reduce of one number and of many, in fp32 and bf16;
-a step without any exchange; casts and products of the compressions. `hardware/exchange_cost.py` computes a step with
-each method from that. The methods are in the order of their effect on the training: the first whose speed is near that
-of the fastest is taken, so a link that hides the exchange gets plain averages.
+Measured by all ranks at the same time: an all-reduce of one number and of many, in fp32 and bf16; a step without any
+exchange; casts and products of the compressions. `hardware/exchange_cost.py` computes a step with each method from
+that. The methods are in the order of their effect on the training: the first whose speed is near that of the fastest is
+taken, so a link that hides the exchange gets plain averages.
 """
 
 import dataclasses
@@ -59,10 +59,8 @@ def decide(measured: Measured) -> tuple[str, str]:
     best_s = min(total_s.values())
     chosen = next(name for name, seconds in total_s.items() if best_s / seconds >= NEAR)
     if chosen.startswith("plain"):
-        chosen = "plain"
         fastest = min(("plain:1", "plain:5"), key=lambda name: total_s[name])
-        if total_s["plain"] / total_s[fastest] >= BUCKET_GAIN:
-            chosen = fastest
+        chosen = fastest if total_s["plain"] / total_s[fastest] >= BUCKET_GAIN else "plain"
     facts = (
         f"{work.gradient_bytes / 2**20:.3g} MiB of gradients at {link.bytes_per_s * 8e-6:.3g} Mbit/s and "
         f"{link.latency_s * 1e3:.2g} ms a message, a step of {work.compute_s:.3g} s"
@@ -92,17 +90,12 @@ def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, r
     gradients = [torch.randn_like(weight).detach() for weight in weights]
     size_bytes = sum(gradient.nbytes for gradient in gradients)
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    own = [
-        step_s,
-        found.latency_s,
-        large_s,
-        max(0.0, half_s - large_s) / found.size_bytes * size_bytes / 2
-        + _time(device, lambda: flat.copy_(flat.to(torch.bfloat16))),
-        _time(device, lambda: compress(gradients, COMPRESSION_RANK)) / COMPRESSION_RANK,
-    ]
-    step_s, latency_s, large_s, cast_s, compression_s = (
-        max(values) for values in zip(*ranks.gather_all(own), strict=True)
-    )
+    own_cast_s = max(0.0, half_s - large_s) / found.size_bytes * size_bytes / 2
+    own_cast_s += _time(device, lambda: flat.copy_(flat.to(torch.bfloat16)))
+    own_compression_s = _time(device, lambda: compress(gradients, COMPRESSION_RANK)) / COMPRESSION_RANK
+    own = [step_s, found.latency_s, large_s, own_cast_s, own_compression_s]
+    slowest = (max(values) for values in zip(*ranks.gather_all(own), strict=True))
+    step_s, latency_s, large_s, cast_s, compression_s = slowest
     n = ranks.world_size
     link = Link(latency_s / (2 * (n - 1)), 2 * (n - 1) / n * found.size_bytes / max(1e-9, large_s - latency_s))
     work = Workload(
