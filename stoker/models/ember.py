@@ -15,7 +15,7 @@ With `nms_free` there is a second, one-to-one head, trained to detect each box a
 2024, arXiv 2405.14458), so its boxes need no NMS. Its gradient does not reach the features.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.backbones import BackboneWithNeck, build_backbone_with_neck
+from stoker.models.backbones import build_backbone_with_neck
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.fcos import MIN_STRIDE, PointGenerator, Points, ltrb_to_boxes
 from stoker.models.layers.boxes import batched_gather, giou, iou
@@ -75,7 +75,7 @@ class DecoupledHead(nn.Module):
     """Per level: two convolutions and the box distances; two separable convolutions and the classes. The class branch
     is the lighter one, since classification is easier than localization."""
 
-    def __init__(self, channels: list[int], num_classes: int, norm: Norm, depth: int = HEAD_DEPTH) -> None:
+    def __init__(self, channels: Sequence[int], num_classes: int, norm: Norm, depth: int) -> None:
         super().__init__()
         self.num_classes = num_classes
         # The widths do not depend on the number of classes, so weights of other classes can be loaded. Half of the
@@ -108,7 +108,8 @@ class DecoupledHead(nn.Module):
 
 
 class Ember(Detector):
-    """The detector. channels: of the three levels."""
+    """The detector, on a backbone of BACKBONES or a CSP backbone of these arguments. channels: of the three levels, at
+    strides 8, 16 and 32; num_blocks: as in `PAFPN`; head_depth: as in `DecoupledHead`."""
 
     pre_nms_top_n = PRE_NMS_TOP_N
     """Boxes of a level before NMS."""
@@ -116,14 +117,17 @@ class Ember(Detector):
     bin_distances: Tensor
 
     def __init__(
-        self, backbone: BackboneWithNeck, settings: ModelSettings, num_classes: int, channels: list[int],
-        head_depth: int = HEAD_DEPTH,
+        self, settings: ModelSettings, num_classes: int, *, backbone: str | Mapping[str, Any],
+        channels: Sequence[int], num_blocks: int, head_depth: int = HEAD_DEPTH,
     ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)
         self.iou_threshold = 1.0 if settings.nms_free else IOU_THRESHOLD
-        self.backbone = backbone
-        self.num_levels, self.head_depth = len(channels), head_depth
         norm = NORMS[trainable_norm(settings.backbone_norm)]
+        neck = partial(PAFPN, channels=channels, num_blocks=num_blocks, norm=norm, depthwise=settings.depthwise)
+        self.backbone = build_backbone_with_neck(
+            backbone, neck, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
+        )
+        self.num_levels, self.head_depth = len(channels), head_depth
         self.head = nn.ModuleDict({"many": DecoupledHead(channels, num_classes, norm, head_depth)})
         if settings.nms_free:
             self.head["one"] = DecoupledHead(channels, num_classes, norm, head_depth)
@@ -242,20 +246,6 @@ def ember_options(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
         "nms_free": any(name.startswith("head.one.") for name in tensors),
         "depthwise": "backbone.neck.down.0.blocks.0.first.0.0.weight" in tensors,
     }
-
-
-def build_ember(
-    settings: ModelSettings, num_classes: int, *, backbone: str | Mapping[str, Any], channels: tuple[int, ...],
-    num_blocks: int, head_depth: int = HEAD_DEPTH,
-) -> Ember:  # fmt: skip
-    """An ember on a backbone of BACKBONES, or a CSP backbone of these arguments; channels: at strides 8, 16 and 32;
-    num_blocks: as in `PAFPN`; head_depth: as in `DecoupledHead`."""
-    norm = NORMS[trainable_norm(settings.backbone_norm)]
-    neck = partial(PAFPN, channels=channels, num_blocks=num_blocks, norm=norm, depthwise=settings.depthwise)
-    network = build_backbone_with_neck(
-        backbone, neck, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
-    )
-    return Ember(network, settings, num_classes, list(channels), head_depth)
 
 
 ALPHA, BETA = 1.0, 6.0

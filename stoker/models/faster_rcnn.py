@@ -17,7 +17,7 @@ from torch.nn import functional
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch, RandSlot
 from stoker.hardware.device import block_size
-from stoker.models.backbones import BackboneWithNeck, build_backbone_with_fpn
+from stoker.models.backbones import build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import (
     AnchorGenerator,
@@ -37,6 +37,8 @@ from stoker.models.layers.postprocess import MAX_PAIRS, Candidates, fixed_point_
 from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.layers.roi_align import OUTPUT_SIZE, multiscale_roi_align
 
+CHANNELS = 256
+"""Of the FPN's levels."""
 NMS_THRESH = 0.7
 """NMS threshold of the proposals of a level (section 3.3)."""
 MIN_PROPOSAL_PX = 1e-3
@@ -70,20 +72,18 @@ class Proposals(NamedTuple):
 
 
 class RegionProposalNetwork(nn.Module):
-    """A convolution, then objectness and box per anchor, shared by all levels, with torchvision's names; its anchors.
-    sizes: one per level, finest first, as `anchor_sizes` of `ModelSettings`."""
+    """A convolution, then objectness and box per anchor, shared by all levels, with torchvision's names; its
+    anchors."""
 
-    def __init__(
-        self, channels: int, *, sizes: Sequence[float], scales: Sequence[float], aspect_ratios: Sequence[float]
-    ) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        num_anchors = len(scales) * len(aspect_ratios)
-        conv = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True))
+        num_anchors = len(settings.anchor_scales) * len(settings.aspect_ratios)
+        conv = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(inplace=True))
         self.head = nn.ModuleDict(
             {
                 "conv": nn.Sequential(conv),
-                "cls_logits": nn.Conv2d(channels, num_anchors, 1),
-                "bbox_pred": nn.Conv2d(channels, num_anchors * 4, 1),
+                "cls_logits": nn.Conv2d(CHANNELS, num_anchors, 1),
+                "bbox_pred": nn.Conv2d(CHANNELS, num_anchors * 4, 1),
             }
         )
         for layer in self.head.modules():
@@ -91,7 +91,9 @@ class RegionProposalNetwork(nn.Module):
                 assert layer.bias is not None
                 nn.init.normal_(layer.weight, std=0.01)
                 nn.init.zeros_(layer.bias)
-        self.anchors = AnchorGenerator(cell_anchors(size, scales, aspect_ratios) for size in sizes)
+        self.anchors = AnchorGenerator(
+            cell_anchors(size, settings.anchor_scales, settings.aspect_ratios) for size in settings.anchor_sizes
+        )
 
     def forward(self, levels: Sequence[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
         """levels: finest first, each [B, C, h, w]; image_size: height and width of the model input."""
@@ -249,10 +251,10 @@ class RoIHead(nn.Module):
     """Two hidden layers, then classes and, for each class, a box, with torchvision's names: pooled features
     [B · S, C, OUTPUT_SIZE, OUTPUT_SIZE] → (logits [B · S, 1 + C], deltas [B · S, 1 + C, 4])."""
 
-    def __init__(self, channels: int, num_classes: int) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.box_head = nn.ModuleDict(
-            {"fc6": nn.Linear(channels * OUTPUT_SIZE**2, HIDDEN), "fc7": nn.Linear(HIDDEN, HIDDEN)}
+            {"fc6": nn.Linear(CHANNELS * OUTPUT_SIZE**2, HIDDEN), "fc7": nn.Linear(HIDDEN, HIDDEN)}
         )
         self.box_predictor = nn.ModuleDict(
             {"cls_score": nn.Linear(HIDDEN, 1 + num_classes), "bbox_pred": nn.Linear(HIDDEN, (1 + num_classes) * 4)}
@@ -318,8 +320,9 @@ class FasterRCNNOutputs(NamedTuple):
 
 
 class FasterRCNN(Detector):
-    """The detector. num_pooled_levels: number of levels, from the finest, that RoIs are pooled from; rpn_score_thresh:
-    minimum objectness of a proposal."""
+    """The detector, on a backbone of BACKBONES with an FPN. return_layers: as in `build_backbone_with_fpn`;
+    num_pooled_levels: number of levels, from the finest, that RoIs are pooled from; rpn_score_thresh: minimum
+    objectness of a proposal."""
 
     num_train_proposals = 2000
     """Proposals of an image after NMS, and anchors of a level before it (torchvision)."""
@@ -330,22 +333,17 @@ class FasterRCNN(Detector):
     has fewer."""
 
     def __init__(
-        self,
-        backbone: BackboneWithNeck,
-        settings: ModelSettings,
-        num_classes: int,
-        *,
-        channels: int,
-        num_pooled_levels: int,
-        rpn_score_thresh: float,
-    ) -> None:
+        self, settings: ModelSettings, num_classes: int, *, backbone: str,
+        return_layers: Mapping[str, int] | None = None, num_pooled_levels: int = 4, rpn_score_thresh: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)
         self.num_pooled_levels, self.rpn_score_thresh = num_pooled_levels, rpn_score_thresh
-        self.backbone = backbone
-        self.rpn = RegionProposalNetwork(
-            channels, sizes=settings.anchor_sizes, scales=settings.anchor_scales, aspect_ratios=settings.aspect_ratios
-        )
-        self.roi_heads = RoIHead(channels, num_classes)
+        self.backbone = build_backbone_with_fpn(
+            backbone, CHANNELS, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers,
+            min_level=2, extra_blocks="pool", return_layers=return_layers,
+        )  # fmt: skip
+        self.rpn = RegionProposalNetwork(settings)
+        self.roi_heads = RoIHead(num_classes)
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> FasterRCNNOutputs:
         """The first stage; the second one runs in `loss` and `candidates`. image_size: multiples of 32."""
@@ -436,33 +434,3 @@ class FasterRCNN(Detector):
 
 def _in_fp32(rpn_outputs: RPNOutputs) -> RPNOutputs:
     return rpn_outputs._replace(logits=at_least_fp32(rpn_outputs.logits), deltas=at_least_fp32(rpn_outputs.deltas))
-
-
-def build_faster_rcnn(
-    settings: ModelSettings,
-    num_classes: int,
-    *,
-    backbone: str,
-    return_layers: Mapping[str, int] | None = None,
-    num_pooled_levels: int = 4,
-    rpn_score_thresh: float = 0.0,
-) -> FasterRCNN:
-    """A Faster R-CNN on a backbone of BACKBONES with an FPN of 256 channels; return_layers: as in
-    `build_backbone_with_fpn`; num_pooled_levels, rpn_score_thresh: as in `FasterRCNN`."""
-    network = build_backbone_with_fpn(
-        backbone,
-        256,
-        norm=settings.backbone_norm,
-        trainable_stages=settings.trainable_backbone_layers,
-        min_level=2,
-        extra_blocks="pool",
-        return_layers=return_layers,
-    )
-    return FasterRCNN(
-        network,
-        settings,
-        num_classes,
-        channels=256,
-        num_pooled_levels=num_pooled_levels,
-        rpn_score_thresh=rpn_score_thresh,
-    )

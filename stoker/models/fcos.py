@@ -17,7 +17,7 @@ from torch.nn import functional
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import device_of_constants
-from stoker.models.backbones import BackboneWithNeck, build_backbone_with_fpn
+from stoker.models.backbones import build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import area, batched_gather, giou, rows_at
 from stoker.models.layers.losses import at_least_fp32, focal_loss
@@ -90,17 +90,20 @@ def _head_blocks(channels: int, num_convs: int) -> list[nn.Module]:
 
 
 class FCOS(Detector):
-    """The detector. channels: of FPN and heads, a multiple of NUM_GROUPS; num_convs: convolutions in each head."""
+    """The detector, on a backbone of BACKBONES. channels: of FPN and heads, a multiple of NUM_GROUPS; num_convs:
+    convolutions in each head."""
 
     iou_threshold = 0.6
     pre_nms_top_n = PRE_NMS_TOP_N
     """Boxes of a pyramid level before NMS."""
 
     def __init__(
-        self, backbone: BackboneWithNeck, settings: ModelSettings, num_classes: int, *, channels: int, num_convs: int
+        self, settings: ModelSettings, num_classes: int, *, backbone: str, channels: int = 256, num_convs: int = 4
     ) -> None:
         super().__init__(settings, num_classes)
-        self.backbone = backbone
+        self.backbone = build_backbone_with_fpn(
+            backbone, channels, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
+        )
         class_head = ConvHead(
             _head_blocks(channels, num_convs),
             cls_logits=(head_conv(channels, num_classes, bias=PRIOR_LOGIT), num_classes),
@@ -251,13 +254,3 @@ def ltrb_to_boxes(distances: Tensor, center: Tensor, stride: Tensor) -> Tensor:
     """Boxes xyxy [..., A, 4] from `distances` [..., A, 4], in strides [..., A], from the points `center`."""
     left_top, right_bottom = torch.split(distances * stride[..., None], 2, dim=-1)
     return torch.cat((center - left_top, center + right_bottom), dim=-1)
-
-
-def build_fcos(
-    settings: ModelSettings, num_classes: int, *, backbone: str, channels: int = 256, num_convs: int = 4
-) -> FCOS:
-    """An FCOS on a backbone of BACKBONES; channels: of FPN and heads; num_convs: convolutions in each head."""
-    network = build_backbone_with_fpn(
-        backbone, channels, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
-    )
-    return FCOS(network, settings, num_classes, channels=channels, num_convs=num_convs)

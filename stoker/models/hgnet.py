@@ -174,13 +174,24 @@ class Stage(nn.Module):
 
 
 class HGNetBackbone(Backbone):
-    """HGNetv2 and an encoder, which makes the maps of the decoder from those of the last `num_maps` stages. encoder: a
-    `HybridEncoder` or `LiteEncoder`; trainable_stages: of the stem and the stages, counted from the last of five."""
+    """A network of HGNETS and an encoder, which makes the maps of the decoder from those of the last `num_maps` stages;
+    for one map it is the lite one. trainable_stages: of the stem and the stages, counted from the last of five; the
+    others: of the encoder."""
 
-    def __init__(self, name: str, encoder: nn.Module, num_maps: int, *, norm: NormKind, trainable_stages: int) -> None:
+    def __init__(
+        self, name: str, num_maps: int, channels: int, *, norm: NormKind, trainable_stages: int, feedforward: int,
+        expansion: float, num_blocks: int, fused: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
         spec, make_norm = HGNETS[name], NORMS[norm]
         self.num_maps = num_maps
+        widths = [stage.out for stage in spec.stages[-num_maps:]]
+        common: dict[str, Any] = {"expansion": expansion, "num_blocks": num_blocks, "norm": NORMS[trainable_norm(norm)]}
+        encoder = (
+            LiteEncoder(widths[0], channels, **common)
+            if num_maps == 1
+            else HybridEncoder(widths, channels, feedforward=feedforward, fused=fused, **common)
+        )
         self.body = nn.ModuleDict({"stem": Stem(*spec.stem, affine=spec.affine, norm=make_norm)})
         widths = [spec.stem[1], *(stage.out for stage in spec.stages)]
         self.body["stages"] = nn.ModuleList(
@@ -336,26 +347,3 @@ class LiteEncoder(nn.Module):
         coarse = self.bi_fusion_conv(coarse + coarse.mean((2, 3), keepdim=True))
         fine = self.fpn_block(fine + upsample_2x(coarse))
         return [fine, self.pan_block(coarse + self.down_conv2(functional.avg_pool2d(fine, 3, 2, 1)))]
-
-
-def build_backbone(
-    name: str,
-    num_maps: int,
-    channels: int,
-    *,
-    norm: NormKind,
-    trainable_stages: int,
-    feedforward: int,
-    expansion: float,
-    num_blocks: int,
-    fused: bool,
-) -> HGNetBackbone:
-    """A backbone of HGNETS. num_maps: of its last stages; with one, the encoder is the lite one. The rest as there."""
-    widths = [stage.out for stage in HGNETS[name].stages[-num_maps:]]
-    common: dict[str, Any] = {"expansion": expansion, "num_blocks": num_blocks, "norm": NORMS[trainable_norm(norm)]}
-    encoder = (
-        LiteEncoder(widths[0], channels, **common)
-        if num_maps == 1
-        else HybridEncoder(widths, channels, feedforward=feedforward, fused=fused, **common)
-    )
-    return HGNetBackbone(name, encoder, num_maps, norm=norm, trainable_stages=trainable_stages)

@@ -25,13 +25,7 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.backbones import (
-    BackboneWithNeck,
-    ExtraBlocks,
-    build_backbone_with_fpn,
-    depthwise_conv,
-    separable_conv,
-)
+from stoker.models.backbones import ExtraBlocks, build_backbone_with_fpn, depthwise_conv, separable_conv
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import AnchorGenerator, batched_gather, cell_anchors, decode, rows_at
 from stoker.models.layers.convolutions import ConvReLU, conv_norm, flatten_map
@@ -103,9 +97,10 @@ class SharedConvLayer(nn.Module):
 
 
 class RetinaNet(Detector):
-    """The detector. num_convs: convolutions in each head; norm: after each of them, None for none (the paper).
+    """The detector, on a backbone of BACKBONES. channels: of FPN and heads; num_convs: convolutions in each head;
+    with_norm: whether FPN and heads have trained norms (not in the paper).
 
-    lite: one head for both, of `num_convs` separable convolutions, with a `norm` for each level.
+    lite: one head for both, of `num_convs` separable convolutions, with a norm for each level.
     """
 
     pre_nms_top_n = PRE_NMS_TOP_N
@@ -114,19 +109,17 @@ class RetinaNet(Detector):
     """Whether matching and classification loss are Triton kernels (`layers/triton_kernels.py`)."""
 
     def __init__(
-        self,
-        backbone: BackboneWithNeck,
-        settings: ModelSettings,
-        num_classes: int,
-        *,
-        channels: int,
-        num_convs: int,
-        norm: Norm | None,
-        lite: bool = False,
-    ) -> None:
+        self, settings: ModelSettings, num_classes: int, *, backbone: str, channels: int = 256, num_convs: int = 4,
+        extra_blocks: ExtraBlocks = "p6p7", with_norm: bool = False, lite: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)
+        kind = trainable_norm(settings.backbone_norm)
+        norm = lite_norm(kind) if lite else NORMS[kind] if with_norm else None
+        self.backbone = build_backbone_with_fpn(
+            backbone, channels, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers,
+            extra_blocks=extra_blocks, fpn_norm=norm, lite=lite,
+        )  # fmt: skip
         num_anchors = len(settings.anchor_scales) * len(settings.aspect_ratios)
-        self.backbone = backbone
         self.head = nn.ModuleDict()
         if lite:
             assert norm is not None
@@ -210,30 +203,3 @@ class RetinaNet(Detector):
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         num_anchors = len(self.settings.anchor_scales) * len(self.settings.aspect_ratios)
         return (ClassHeadSpec("head.classification_head.cls_logits", num_anchors),)
-
-
-def build_retinanet(
-    settings: ModelSettings,
-    num_classes: int,
-    *,
-    backbone: str,
-    channels: int = 256,
-    num_convs: int = 4,
-    extra_blocks: ExtraBlocks = "p6p7",
-    with_norm: bool = False,
-    lite: bool = False,
-) -> RetinaNet:
-    """A RetinaNet on a backbone of BACKBONES; channels: of FPN and heads; num_convs: convolutions in each head;
-    with_norm: whether FPN and heads have trained norms; lite: the lite variant, always with norms."""
-    kind = trainable_norm(settings.backbone_norm)
-    norm = lite_norm(kind) if lite else NORMS[kind] if with_norm else None
-    network = build_backbone_with_fpn(
-        backbone,
-        channels,
-        norm=settings.backbone_norm,
-        trainable_stages=settings.trainable_backbone_layers,
-        extra_blocks=extra_blocks,
-        fpn_norm=norm,
-        lite=lite,
-    )
-    return RetinaNet(network, settings, num_classes, channels=channels, num_convs=num_convs, norm=norm, lite=lite)

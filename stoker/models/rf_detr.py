@@ -25,20 +25,13 @@ from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import device_of_constants
 from stoker.models.detector import Backbone, ClassHeadSpec, Detector, Part
-from stoker.models.layers.boxes import GridSize, batched_gather, cxcywh_to_xyxy
+from stoker.models.dfine import ANCHOR_SIZE, make_class_layer, point_boxes
+from stoker.models.layers.boxes import GridSize, batched_gather
 from stoker.models.layers.deformable_attention import DeformableAttention
 from stoker.models.layers.losses import at_least_fp32
-from stoker.models.layers.postprocess import MAX_DETECTIONS, Candidates, clip_and_filter
+from stoker.models.layers.postprocess import Candidates, best_of_queries
 from stoker.models.layers.rank_mean import loss_divisor
-from stoker.models.layers.set_criterion import (
-    MatchingCosts,
-    Truth,
-    box_terms,
-    make_truth,
-    match,
-    matched,
-    xyxy_scale,
-)
+from stoker.models.layers.set_criterion import Truth, box_terms, make_truth, match, matched
 from stoker.models.layers.transformer import MLP, FiniteLayerNorm, SelfAttention
 
 PATCH = 16
@@ -51,8 +44,6 @@ LAYERS_PER_STAGE = 3
 CHANNELS = 256
 GROUPS = 13
 """Of queries, in training; Group DETR, table 8: about 11 are best."""
-ANCHOR_SIZE, ANCHOR_MARGIN = 0.05, 0.01
-"""Of a point's box, as a fraction of the image; points nearer than the margin to an edge are no candidates."""
 MAX_SHIFT, MAX_LOG_SCALE = 100.0, 8.0
 """Limits of what is predicted of a box, in its sizes and as a logarithm. Three factors exp(8) keep areas finite."""
 LOSS_WEIGHTS = {"class": 1.0, "bbox": 5.0, "giou": 2.0}
@@ -60,7 +51,6 @@ LOSS_WEIGHTS = {"class": 1.0, "bbox": 5.0, "giou": 2.0}
 ALPHA, GAMMA = 0.25, 2.0
 """Exponents of the class loss (LW-DETR, equation 3): of the score in the target, and of a negative's score."""
 MIN_TARGET = 0.01
-COSTS = MatchingCosts()
 
 
 class Scale(nn.Module):
@@ -310,9 +300,9 @@ class RFDETR(Detector):
         nn.init.zeros_(self.reference_point_embed.weight)
         self.enc_output = nn.ModuleList(nn.Linear(CHANNELS, CHANNELS) for _ in range(GROUPS))
         self.enc_output_norm = nn.ModuleList(FiniteLayerNorm(CHANNELS) for _ in range(GROUPS))
-        self.enc_out_class_embed = nn.ModuleList(_class_layer(num_classes) for _ in range(GROUPS))
+        self.enc_out_class_embed = nn.ModuleList(make_class_layer(CHANNELS, num_classes) for _ in range(GROUPS))
         self.enc_out_bbox_embed = nn.ModuleList(_box_head() for _ in range(GROUPS))
-        self.class_embed, self.bbox_embed = _class_layer(num_classes), _box_head()
+        self.class_embed, self.bbox_embed = make_class_layer(CHANNELS, num_classes), _box_head()
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> RFDETROutputs:
         """image_size: multiples of WINDOWS · PATCH."""
@@ -339,10 +329,7 @@ class RFDETR(Detector):
     def _proposals(self, memory: Tensor, grid: GridSize, groups: int) -> list[tuple[Tensor, Tensor]]:
         """Class logits and boxes of the points that become queries, of each group: [B, Q, classes], [B, Q, 4]."""
         dtype = torch.float64 if memory.dtype == torch.float64 else torch.float32
-        y, x = ((torch.arange(n, dtype=dtype, device=memory.device) + 0.5) / n for n in grid)
-        size = torch.full(grid, ANCHOR_SIZE, dtype=dtype, device=memory.device)
-        anchors = torch.stack((x.expand(grid), y[:, None].expand(grid), size, size), -1).flatten(0, 1)
-        inside = ((anchors > ANCHOR_MARGIN) & (anchors < 1 - ANCHOR_MARGIN)).all(-1, keepdim=True)
+        anchors, inside = point_boxes(grid, ANCHOR_SIZE, dtype, memory.device)
         candidates, anchors = torch.where(inside, memory, 0.0), torch.where(inside, anchors, 0.0)
         count = min(self.settings.queries, memory.shape[1])
         found = []
@@ -373,7 +360,7 @@ class RFDETR(Detector):
                 by_group_logits, by_group_boxes = (
                     x.unflatten(1, (groups, -1)).transpose(0, 1) for x in (stack_logits, stack_boxes)
                 )
-                index = match(by_group_logits, by_group_boxes, truth, COSTS)
+                index = match(by_group_logits, by_group_boxes, truth)
                 measured = box_terms(by_group_boxes, index, truth, image_size)
                 classes = iou_aware_class_terms(by_group_logits, index, truth, measured.iou)
                 stacks.append(torch.stack([term.sum() for term in (classes, measured.l1, measured.giou)]))
@@ -382,17 +369,11 @@ class RFDETR(Detector):
     def candidates(
         self, outputs: RFDETROutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
-        """The best pairs of a query and a class, MAX_DETECTIONS or as many as there are queries."""
+        """`best_of_queries` of the last layer, of the first group."""
         layer = outputs.logits.shape[0] - 2
         first = outputs.logits.shape[2] // outputs.groups
         logits, boxes = outputs.logits[layer, :, :first], outputs.boxes[layer, :, :first]
-        with torch.autocast(logits.device.type, enabled=False):
-            best, place = logits.flatten(1).topk(min(max(MAX_DETECTIONS, first), logits[0].numel()), dim=1)
-            corners = cxcywh_to_xyxy(batched_gather(boxes, place // self.num_classes))
-            pixels = corners * xyxy_scale(outputs.image_size, boxes)
-            return clip_and_filter(
-                resized_size, pixels, best.sigmoid(), place % self.num_classes, score_threshold=score_threshold
-            )
+        return best_of_queries(logits, boxes, outputs.image_size, resized_size, score_threshold)
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         return (
@@ -427,12 +408,6 @@ def iou_aware_class_terms(logits: Tensor, index: Tensor, truth: Truth, iou: Tens
     as_positive = functional.softplus(at_label) - target * at_label
     as_negative, others = (x.sigmoid() ** GAMMA * functional.softplus(x) for x in (at_label, logits))
     return others.sum(-1) + torch.where(index >= 0, as_positive - as_negative, 0.0)
-
-
-def _class_layer(num_classes: int) -> nn.Linear:
-    layer = nn.Linear(CHANNELS, num_classes)
-    nn.init.constant_(layer.bias, -math.log(99))  # scores of 0.01
-    return layer
 
 
 def _box_head() -> MLP:

@@ -156,6 +156,12 @@ def xyxy_to_cxcywh(boxes: Tensor) -> Tensor:
     return torch.cat(((low + high) / 2, high - low), dim=-1)
 
 
+def xyxy_scale(image_size: tuple[int, int], like: Tensor) -> Tensor:
+    """Width, height, width, height, made on the device of `like`: int64 [4]."""
+    height, width = image_size
+    return torch.where(torch.arange(4, device=like.device) % 2 == 0, width, height)
+
+
 def clip(boxes: Tensor, size: Tensor) -> Tensor:
     """`boxes` [B, K, 4] clipped to `size` [B, 2], height and width of each image: [B, K, 4]."""
     height, width = size[:, None, 0], size[:, None, 1]

@@ -67,15 +67,19 @@ def _sample_by_gathers(maps: Tensor, at: Tensor) -> Tensor:
     return sampled
 
 
+OFFSET_SCALE = 0.5
+"""Largest offset at the start of training, in sizes of the reference box."""
+
+
 class DeformableAttention(nn.Module):
     """Cross-attention of queries with maps, as D-FINE has it: neither values nor outputs are projected.
 
-    num_points: in each map; offset_scale: largest offset at the start of training, in sizes of the reference box.
+    num_points: in each map.
     """
 
-    def __init__(self, channels: int, num_heads: int, num_points: Sequence[int], *, offset_scale: float = 0.5) -> None:
+    def __init__(self, channels: int, num_heads: int, num_points: Sequence[int]) -> None:
         super().__init__()
-        self.num_heads, self.num_points, self.offset_scale = num_heads, tuple(num_points), offset_scale
+        self.num_heads, self.num_points = num_heads, tuple(num_points)
         total = num_heads * sum(num_points)
         self.sampling_offsets, self.attention_weights = nn.Linear(channels, 2 * total), nn.Linear(channels, total)
         for layer in (self.sampling_offsets, self.attention_weights):
@@ -107,6 +111,6 @@ class DeformableAttention(nn.Module):
         weights = at_least_fp32(self.attention_weights(queries)).reshape(shape).softmax(-1)
         with torch.autocast(queries.device.type, enabled=False):
             center, size = reference[:, :, None, None].split(2, dim=-1)
-            locations = center + offsets * self.point_scale * size * self.offset_scale
+            locations = center + offsets * self.point_scale * size * OFFSET_SCALE
         by_head = value.unflatten(2, (self.num_heads, -1))
         return sample_levels(by_head, grids, locations, weights, self.num_points)

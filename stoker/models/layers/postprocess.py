@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.hardware.device import XLA_KINDS, allow_host_sync
-from stoker.models.layers.boxes import batched_gather, clip, iou
+from stoker.models.layers.boxes import batched_gather, clip, cxcywh_to_xyxy, iou, xyxy_scale
 
 NMS_ROUNDS = 32
 """Rounds of `fixed_point_nms`. It needs one per link of the longest chain of boxes in which each decides about the next
@@ -181,6 +181,21 @@ def clip_and_filter(
     # A box in the padding is clipped to a line at the image's edge, which NMS would not remove.
     is_box = (clipped[..., 2:] > clipped[..., :2]).all(-1)
     return Candidates(clipped, torch.where((scores > score_threshold) & is_box, scores, 0.0), labels)
+
+
+def best_of_queries(
+    logits: Tensor, boxes: Tensor, image_size: tuple[int, int], resized_size: Tensor, score_threshold: float | Tensor
+) -> Candidates:
+    """The best pairs of a query and a class, MAX_DETECTIONS or as many as there are queries. logits: [B, Q, C]; boxes:
+    [B, Q, 4], center and size as fractions of images of `image_size` (height, width)."""
+    num_queries, num_classes = logits.shape[1:]
+    with torch.autocast(logits.device.type, enabled=False):
+        count = min(max(MAX_DETECTIONS, num_queries), num_queries * num_classes)
+        best, place = logits.flatten(1).topk(count, dim=1)
+        pixels = cxcywh_to_xyxy(batched_gather(boxes, place // num_classes)) * xyxy_scale(image_size, boxes)
+        return clip_and_filter(
+            resized_size, pixels, best.sigmoid(), place % num_classes, score_threshold=score_threshold
+        )
 
 
 def nms_per_class(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:

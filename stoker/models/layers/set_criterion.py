@@ -14,19 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stoker.models.layers.boxes import cxcywh_to_xyxy, iou_and_giou, xyxy_to_cxcywh
+from stoker.models.layers.boxes import cxcywh_to_xyxy, iou_and_giou, xyxy_scale, xyxy_to_cxcywh
 from stoker.models.layers.hungarian import assign
 from stoker.models.layers.matching import BACKGROUND
 
-
-class MatchingCosts(NamedTuple):
-    """Weights of the costs of a pair, and the focal loss of its class cost (DINO, arXiv 2203.03605; D-FINE too)."""
-
-    classes: float = 2.0
-    l1: float = 5.0
-    giou: float = 2.0
-    alpha: float = 0.25
-    gamma: float = 2.0
+CLASS_COST, L1_COST, GIOU_COST = 2.0, 5.0, 2.0
+"""Weights of the costs of a pair of a query and a box (DINO, arXiv 2203.03605; D-FINE too)."""
+COST_ALPHA, COST_GAMMA = 0.25, 2.0
+"""Of the focal loss in the class cost."""
 
 
 class Truth(NamedTuple):
@@ -45,30 +40,24 @@ def make_truth(boxes: Tensor, labels: Tensor, valid: Tensor, image_size: tuple[i
     return Truth(xyxy_to_cxcywh(boxes.to(dtype)) / xyxy_scale(image_size, boxes), labels, valid)
 
 
-def xyxy_scale(image_size: tuple[int, int], like: Tensor) -> Tensor:
-    """Width, height, width, height, made on the device of `like`: int64 [4]."""
-    height, width = image_size
-    return torch.where(torch.arange(4, device=like.device) % 2 == 0, width, height)
-
-
-def matching_cost(logits: Tensor, boxes: Tensor, truth: Truth, costs: MatchingCosts) -> Tensor:
+def matching_cost(logits: Tensor, boxes: Tensor, truth: Truth) -> Tensor:
     """Cost of each pair of a query and a box: [K, B, Q, M]. logits: [K, B, Q, C]; boxes: [K, B, Q, 4]."""
     shape = (*logits.shape[:3], truth.labels.shape[1])
     probability = logits.gather(3, truth.labels[None, :, None].expand(shape)).sigmoid()
-    if_absent = (1 - costs.alpha) * probability**costs.gamma * -(1 - probability + 1e-8).log()
-    cost = costs.alpha * (1 - probability) ** costs.gamma * -(probability + 1e-8).log() - if_absent
-    cost *= costs.classes
+    if_absent = (1 - COST_ALPHA) * probability**COST_GAMMA * -(1 - probability + 1e-8).log()
+    cost = COST_ALPHA * (1 - probability) ** COST_GAMMA * -(probability + 1e-8).log() - if_absent
+    cost *= CLASS_COST
     for predicted, wanted in zip(boxes.unbind(-1), truth.boxes.unbind(-1), strict=True):  # not [K, B, Q, M, 4] at once
-        cost += costs.l1 * (predicted[..., None] - wanted[None, :, None]).abs()
+        cost += L1_COST * (predicted[..., None] - wanted[None, :, None]).abs()
     pairs = (*shape, 4)
     first = cxcywh_to_xyxy(boxes)[..., None, :].expand(pairs)
-    return cost - costs.giou * iou_and_giou(first, cxcywh_to_xyxy(truth.boxes)[None, :, None].expand(pairs))[1]
+    return cost - GIOU_COST * iou_and_giou(first, cxcywh_to_xyxy(truth.boxes)[None, :, None].expand(pairs))[1]
 
 
-def match(logits: Tensor, boxes: Tensor, truth: Truth, costs: MatchingCosts) -> Tensor:
+def match(logits: Tensor, boxes: Tensor, truth: Truth) -> Tensor:
     """The box of each query by bipartite matching, or `BACKGROUND`: int64 [K, B, Q]. Without gradients."""
     with torch.no_grad():
-        cost = matching_cost(logits.detach(), boxes.detach(), truth, costs)
+        cost = matching_cost(logits.detach(), boxes.detach(), truth)
         query = assign(cost.flatten(0, 1), truth.valid.repeat(cost.shape[0], 1)).unflatten(0, cost.shape[:2])
         return box_of_query(query, cost.shape[2])
 
