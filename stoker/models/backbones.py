@@ -16,15 +16,17 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stoker.models.detector import Backbone, Part
-from stoker.models.layers.convolutions import (
-    StridedConv2d,
-    conv_norm,
-    fold_frozen_norms,
-    pad_image_conv,
-    upsample_2x,
-)
+from stoker.models.layers.convolutions import StridedConv2d, conv_norm, pad_and_fold, upsample_2x
 from stoker.models.layers.norms import NORMS, Norm, NormKind
-from stoker.models.networks import BasicBlock, Bottleneck, CSPBackbone, mobilenet_v2, mobilenet_v3_large, resnet
+from stoker.models.networks import (
+    BasicBlock,
+    Bottleneck,
+    CSPBackbone,
+    ResidualBlock,
+    mobilenet_v2,
+    mobilenet_v3_large,
+    resnet,
+)
 
 ExtraBlocks = Literal["p6p7", "pool"] | None
 """Levels above the FPN: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or none."""
@@ -98,9 +100,7 @@ class BackboneWithNeck(Backbone):
 
     body: IntermediateLayerGetter
 
-    def __init__(
-        self, backbone: nn.Module, return_layers: Iterable[str], neck: nn.Module, *, neck_name: str = "neck"
-    ) -> None:
+    def __init__(self, backbone: nn.Module, return_layers: Iterable[str], neck: nn.Module, neck_name: str) -> None:
         super().__init__()
         self.neck_name = neck_name
         self.body = IntermediateLayerGetter(backbone, return_layers)
@@ -139,10 +139,10 @@ class FeaturePyramidNetwork(nn.Module):
         super().__init__()
         lite_norm = norm if lite else None
         self.inner_blocks = nn.ModuleList(
-            _conv_norm(width, channels, 1, None if lite else norm) for width in in_channels
+            conv_norm(width, channels, None if lite else norm, kernel_size=1, activation=None) for width in in_channels
         )
         self.layer_blocks = nn.ModuleList(
-            _conv_norm(channels, channels, 3, norm)
+            conv_norm(channels, channels, norm, activation=None)
             if lite_norm is None
             else _separable_conv_norm_relu6(channels, lite_norm)
             for _ in in_channels
@@ -180,11 +180,6 @@ class FeaturePyramidNetwork(nn.Module):
         return levels
 
 
-def _conv_norm(in_channels: int, out_channels: int, kernel_size: int, norm: Norm | None) -> nn.Sequential:
-    conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=norm is None)
-    return nn.Sequential(conv) if norm is None else nn.Sequential(conv, norm(out_channels))
-
-
 def separable_conv(channels: int, *, stride: int = 1) -> nn.Sequential:
     """A depthwise 3 × 3 and a pointwise convolution without norm, activation or bias (Keras's SeparableConv2D;
     MobileNet, arXiv 1704.04861): a tenth of the FLOPs of a 3 × 3 convolution."""
@@ -213,7 +208,7 @@ class BackboneSpec(NamedTuple):
 STAGES = ("stem", "layer1", "layer2", "layer3", "layer4")
 
 
-def _resnet(block: Callable[..., BasicBlock | Bottleneck], num_blocks: tuple[int, ...]) -> BackboneSpec:
+def _resnet(block: Callable[..., ResidualBlock], num_blocks: tuple[int, ...]) -> BackboneSpec:
     expansion = 1 if block is BasicBlock else 4
     stage_outputs = [("relu", 64), *((name, 64 * 2**n * expansion) for n, name in enumerate(STAGES[1:]))]
     return BackboneSpec(partial(resnet, block=block, num_blocks=num_blocks), stage_outputs)
@@ -260,31 +255,25 @@ def build_backbone_with_fpn(
     min_level: 2 … 5, the first C-level (stride 2^min_level) that goes into the FPN; return_layers: child → its
     channels, explicit inputs of the FPN instead; extra_blocks, fpn_norm, lite: as in `FeaturePyramidNetwork`.
     """
-    spec = BACKBONES[backbone_name]
-    network = _build_backbone(spec, norm, trainable_stages)
-    layers = dict(spec.stage_outputs[min_level - 1 :]) if return_layers is None else return_layers
-    fpn = FeaturePyramidNetwork(list(layers.values()), channels, extra_blocks=extra_blocks, norm=fpn_norm, lite=lite)
-    return BackboneWithNeck(network, layers, fpn, neck_name="fpn")
+    neck = partial(FeaturePyramidNetwork, channels=channels, extra_blocks=extra_blocks, norm=fpn_norm, lite=lite)
+    return build_backbone_with_neck(
+        backbone_name, neck, norm=norm, trainable_stages=trainable_stages, min_level=min_level,
+        return_layers=return_layers, neck_name="fpn",
+    )  # fmt: skip
 
 
 def build_backbone_with_neck(
-    backbone: str | Mapping[str, Any], neck: Callable[[list[int]], nn.Module], *, norm: NormKind, trainable_stages: int
-) -> BackboneWithNeck:
+    backbone: str | Mapping[str, Any], neck: Callable[[list[int]], nn.Module], *, norm: NormKind,
+    trainable_stages: int, min_level: int = 3, return_layers: Mapping[str, int] | None = None, neck_name: str = "neck",
+) -> BackboneWithNeck:  # fmt: skip
     """A backbone of BACKBONES, or a CSP backbone of these arguments, with its first stages frozen, and `neck(channels
-    of its maps)`, those of stride 8 and more."""
+    of its maps)`. min_level, return_layers: as in `build_backbone_with_fpn`."""
     spec = BACKBONES[backbone] if isinstance(backbone, str) else _csp(**backbone)
-    network = _build_backbone(spec, norm, trainable_stages)
-    names, widths = zip(*spec.stage_outputs[2:], strict=True)
-    return BackboneWithNeck(network, names, neck(list(widths)))
-
-
-def _build_backbone(spec: BackboneSpec, norm: NormKind, trainable_stages: int) -> nn.Module:
     network = spec.build(NORMS[norm])
-    pad_image_conv(network)
-    if norm == "frozen_bn":
-        fold_frozen_norms(network)
+    pad_and_fold(network)
     freeze_stages(network, [name for name, _ in spec.stage_outputs], trainable_stages)
-    return network
+    layers = dict(spec.stage_outputs[min_level - 1 :]) if return_layers is None else return_layers
+    return BackboneWithNeck(network, layers, neck(list(layers.values())), neck_name)
 
 
 def freeze_stages(network: nn.Module, last_children: Sequence[str], trainable_stages: int) -> None:

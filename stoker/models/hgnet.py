@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.models.detector import Backbone, Part
-from stoker.models.layers.convolutions import conv_norm, fold_frozen_norms, pad_image_conv, upsample_2x
+from stoker.models.layers.convolutions import conv_norm, pad_and_fold, upsample_2x
 from stoker.models.layers.norms import NORMS, Norm, NormKind, trainable_norm
 from stoker.models.layers.transformer import EncoderLayer, SinePositions
 
@@ -200,8 +200,7 @@ class HGNetBackbone(Backbone):
         self.encoder = encoder
         for part in [self.body["stem"], *self.body["stages"]][: max(0, 5 - trainable_stages)]:  # type: ignore[misc]
             part.requires_grad_(False)
-        fold_frozen_norms(self.body)
-        pad_image_conv(self.body)
+        pad_and_fold(self.body)
 
     def parts(self) -> list[Part]:
         stages = [f"stages.{number}" for number in range(len(self.body["stages"]))]  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ from stoker.models.layers.boxes import (
     grid_anchors,
     rows_at,
 )
-from stoker.models.layers.convolutions import StridedConv2d, conv_norm, flatten_map, fold_frozen_norms, pad_image_conv
+from stoker.models.layers.convolutions import StridedConv2d, conv_norm, flatten_map, pad_and_fold
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.matching import match_anchors
 from stoker.models.layers.norms import Norm, NormKind, lite_norm, trainable_norm
@@ -68,7 +68,7 @@ class VGG(Backbone):
                 in_channels = width
             stage_ends.append(str(len(layers) - 1))
         network = nn.Sequential(*layers)
-        pad_image_conv(network)
+        pad_and_fold(network)
         layers = list(network)
         freeze_stages(network, stage_ends, trainable_stages)
         with torch.no_grad():  # so that random weights get pixels of about 1; the pretrained ones expect 0 … 255
@@ -154,9 +154,7 @@ class MobileNet(Backbone):
     def __init__(self, norm: NormKind, trainable_stages: int, reduced_tail: bool) -> None:
         super().__init__()
         network = mobilenet_v3_large(lite_norm(norm), reduced_tail=reduced_tail)
-        pad_image_conv(network)
-        if norm == "frozen_bn":
-            fold_frozen_norms(network)
+        pad_and_fold(network)
         stage_ends = [name for name, _ in BACKBONES["mobilenet_v3_large"].stage_outputs]
         freeze_stages(network, stage_ends, trainable_stages)
         blocks = list(network.children())
@@ -196,22 +194,6 @@ def detect_reduced_tail(tensors: Mapping[str, Tensor]) -> bool:
         if name in tensors and tensors[name].shape[0] == LAST_CHANNELS[False]:
             return False
     return True
-
-
-def mobilenet_key(name: str) -> str:
-    """Name in a `MobileNet` of the tensor `name` of torchvision's MobileNetV3-large classifier."""
-    match = re.match(r"features\.(\d+)\.(.+)$", name)
-    if match is None:
-        return name
-    block, rest = int(match[1]), match[2]
-    if block < 13:
-        return f"features.0.{block}.{rest}"
-    if block > 13:
-        return f"features.1.{block - 13}.{rest}"
-    expansion, other = "block.0.", "block."
-    if rest.startswith(expansion):
-        return f"features.0.13.{rest.removeprefix(expansion)}"
-    return f"features.1.0.{rest.removeprefix(other)}"
 
 
 def _separable_downsampling_block(in_channels: int, out_channels: int, norm: Norm) -> nn.Sequential:
@@ -310,6 +292,8 @@ class SSD(Detector):
     """Distance between neighboring anchors in pixels; None: the map's positions divide the input evenly."""
     pre_nms_top_n_per_class: ClassVar[int]
     """Boxes of a class before NMS."""
+    mean: ClassVar[tuple[float, ...]]
+    std: ClassVar[tuple[float, ...]]
     class_layer_key: ClassVar[str] = "head.classification_head.module_list.{}"
 
     def __init__(
@@ -317,12 +301,9 @@ class SSD(Detector):
         backbone: VGG | MobileNet,
         settings: ModelSettings,
         num_classes: int,
-        *,
         make_layer: Callable[[int, int], nn.Module],
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
     ) -> None:
-        super().__init__(settings, num_classes, mean=mean, std=std)
+        super().__init__(settings, num_classes, mean=self.mean, std=self.std)
         self.backbone = backbone
         pairs = itertools.pairwise(settings.anchor_sizes)
         shapes = [
@@ -414,11 +395,10 @@ class SSD300(SSD):
     # are torchvision's 100 and 300.
     steps = (8, 16, 32, 64, None, None)
     pre_nms_top_n_per_class = 400
+    mean, std = (0.48235, 0.45882, 0.40784), (1 / 255, 1 / 255, 1 / 255)
 
     def __init__(self, settings: ModelSettings, num_classes: int) -> None:
-        backbone = VGG(settings.trainable_backbone_layers)
-        mean, std = (0.48235, 0.45882, 0.40784), (1 / 255, 1 / 255, 1 / 255)
-        super().__init__(backbone, settings, num_classes, make_layer=conv_predictor, mean=mean, std=std)
+        super().__init__(VGG(settings.trainable_backbone_layers), settings, num_classes, conv_predictor)
 
     def backbone_key(self, name: str) -> str:
         match = re.match(r"features\.(\d+)\.(\w+)$", name)  # of VGG-16
@@ -435,17 +415,26 @@ class SSDLite(SSD):
     aspect_ratios = ((2, 3),) * 6
     steps = (None,) * 6
     pre_nms_top_n_per_class = 300
+    mean = std = (0.5, 0.5, 0.5)
     class_layer_key = "head.classification_head.module_list.{}.1"
 
     def __init__(self, settings: ModelSettings, num_classes: int) -> None:
         backbone = MobileNet(settings.backbone_norm, settings.trainable_backbone_layers, settings.reduced_tail)
         make_layer = partial(separable_predictor, norm=lite_norm(trainable_norm(settings.backbone_norm)))
-        half = (0.5, 0.5, 0.5)
-        super().__init__(backbone, settings, num_classes, make_layer=make_layer, mean=half, std=half)
+        super().__init__(backbone, settings, num_classes, make_layer)
         for layer in self.modules():  # as torchvision's SSDlite
             if isinstance(layer, nn.Conv2d):
                 nn.init.normal_(layer.weight, std=0.03)
                 _zero_bias(layer)
 
     def backbone_key(self, name: str) -> str:
-        return "backbone." + mobilenet_key(name)
+        match = re.match(r"features\.(\d+)\.(.+)$", name)  # of MobileNetV3-large
+        if match is None:
+            return f"backbone.{name}"
+        block, rest = int(match[1]), match[2]
+        if block != 13:
+            return f"backbone.features.0.{block}.{rest}" if block < 13 else f"backbone.features.1.{block - 13}.{rest}"
+        expansion, other = "block.0.", "block."
+        if rest.startswith(expansion):
+            return f"backbone.features.0.13.{rest.removeprefix(expansion)}"
+        return f"backbone.features.1.0.{rest.removeprefix(other)}"

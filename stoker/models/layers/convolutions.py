@@ -50,20 +50,22 @@ class StridedConv2d(nn.Conv2d):
 def conv_norm(
     in_channels: int,
     out_channels: int,
-    norm: Norm,
+    norm: Norm | None,
     *,
     kernel_size: int = 3,
     stride: int = 1,
     groups: int = 1,
     activation: type[nn.ReLU | nn.ReLU6 | nn.Hardswish | nn.SiLU] | None = nn.ReLU,
 ) -> nn.Sequential:
-    """Convolution without bias, norm, activation (None for none): [B, in, H, W] → [B, out, H / stride, W / stride]."""
+    """Convolution, norm or, with None, a bias, activation (None for none): [B, in, H, W] → [B, out, H / stride,
+    W / stride]."""
+    bias = norm is None
     if (kernel_size, stride) == (3, 2):
-        conv: nn.Conv2d = StridedConv2d(in_channels, out_channels, groups=groups, bias=False)
+        conv: nn.Conv2d = StridedConv2d(in_channels, out_channels, groups=groups, bias=bias)
     else:
         padding = kernel_size // 2
-        conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False)
-    layers = [conv, norm(out_channels)]
+        conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=bias)
+    layers = [conv] if norm is None else [conv, norm(out_channels)]
     return nn.Sequential(*layers) if activation is None else nn.Sequential(*layers, activation(inplace=True))
 
 
@@ -125,12 +127,13 @@ def upsample_2x(x: Tensor) -> Tensor:
         return functional.interpolate(x, scale_factor=2.0, mode="nearest")
 
 
-def pad_image_conv(network: nn.Module) -> None:
-    """Replaces, in place, the convolutions of `network` that take images by padded ones."""
+def pad_and_fold(network: nn.Module) -> None:
+    """Replaces, in place, the convolutions of `network` that take images by padded ones, and folds its frozen norms."""
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Conv2d) and child.in_channels == IMAGE_CHANNELS:
                 setattr(parent, name, PaddedConv2d(child))
+    fold_frozen_norms(network)
 
 
 class FoldedConv2d(PaddedConv2d):
