@@ -190,17 +190,13 @@ def _iter_iou_pairs(
         counts = count[start:end]
         det_index = np.repeat(np.arange(start, end), counts)
         gt_index = np.arange(len(det_index)) + np.repeat(first[start:end] - (ends[start:end] - counts - before), counts)
-        width = np.minimum(det_xyxy[2, det_index], gt_xyxy[2, gt_index]) - np.maximum(
-            det_xyxy[0, det_index], gt_xyxy[0, gt_index]
-        )
-        height = np.minimum(det_xyxy[3, det_index], gt_xyxy[3, gt_index]) - np.maximum(
-            det_xyxy[1, det_index], gt_xyxy[1, gt_index]
-        )
-        intersects = (width > 0) & (height > 0)
+        size = np.minimum(det_xyxy[2:, det_index], gt_xyxy[2:, gt_index])
+        size -= np.maximum(det_xyxy[:2, det_index], gt_xyxy[:2, gt_index])
+        intersects = (size > 0).all(axis=0)
         det_index, gt_index, intersection = (
             det_index[intersects],
             gt_index[intersects],
-            width[intersects] * height[intersects],
+            size[:, intersects].prod(axis=0),
         )
         pair_iou = intersection / np.where(
             gt_crowd[gt_index], det_area[det_index], det_area[det_index] + gt_area[gt_index] - intersection

@@ -4,8 +4,7 @@ A detector predicts (`forward`), computes its loss (`loss`) and selects boxes be
 and the conversion to pixels of the original image are the same for all detectors (`decode`).
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.models.layers.convolutions import is_on_accelerator
+from stoker.models.layers.norms import DerivedBuffers
 from stoker.models.layers.postprocess import (
     MAX_DETECTIONS,
     BatchDetections,
@@ -69,7 +69,7 @@ class Backbone(nn.Module):
         return self.run([images], 0, len(self.parts()))
 
 
-class Detector(nn.Module):
+class Detector(DerivedBuffers):
     """Base of all detectors. settings: no field that the architecture uses is AUTO; num_classes: C, without background.
 
     Only, on a CPU, the NMS in `decode` may synchronize host and device. `forward`, `loss` and `decode` run under
@@ -105,19 +105,13 @@ class Detector(nn.Module):
         self.register_buffer("pixel_std", torch.tensor(std)[:, None, None], persistent=False)
         self.register_buffer("pixel_shift", torch.empty(3, 1, 1), persistent=False)
         self.register_buffer("pixel_scale", torch.empty(3, 1, 1), persistent=False)
-        self._update_shift_and_scale()
+        self.update_buffers()
 
-    def _update_shift_and_scale(self) -> None:
-        if self.pixel_mean.is_meta:  # no values (`weights/load.py`)
-            return
-        self.pixel_shift.copy_(-self.pixel_mean / self.pixel_std)
-        self.pixel_scale.copy_(1 / (255 * self.pixel_std))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`double` and similar would only cast the constants as they were rounded in the old dtype."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._update_shift_and_scale()
-        return self
+    def update_buffers(self) -> None:
+        """Computes `pixel_shift` and `pixel_scale`."""
+        if not self.pixel_mean.is_meta:  # no values (`weights/load.py`)
+            self.pixel_shift.copy_(-self.pixel_mean / self.pixel_std)
+            self.pixel_scale.copy_(1 / (255 * self.pixel_std))
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] RGB → normalized pixels of the same shape, in channels-last memory: float32, on an

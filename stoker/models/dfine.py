@@ -42,7 +42,7 @@ from stoker.models.layers.convolutions import conv_norm
 from stoker.models.layers.deformable_attention import DeformableAttention
 from stoker.models.layers.denoising import DenoisingQueries, denoising_mask, make_denoising_queries
 from stoker.models.layers.losses import at_least_fp32
-from stoker.models.layers.norms import NORMS, trainable_norm
+from stoker.models.layers.norms import NORMS, DerivedBuffers, trainable_norm
 from stoker.models.layers.postprocess import Candidates, best_of_queries
 from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.layers.set_criterion import (
@@ -150,7 +150,7 @@ class DecoderLayer(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
+class Decoder(DerivedBuffers):
     """Queries and maps → predictions of each layer. modern: DEIMv2's layers, and positions of the queries from the
     boxes that they start with; lite: no gates, and one box head for all layers."""
 
@@ -179,11 +179,9 @@ class Decoder(nn.Module):
         self.modern, self.reg_scale = modern, reg_scale
         self.register_buffer("distances", bin_distances(reg_scale).float(), persistent=False)
 
-    def _apply(self, *args: object, **options: object) -> "Decoder":
-        super()._apply(*args, **options)
-        if not self.distances.is_meta:  # `double` would only cast them as they were rounded
+    def update_buffers(self) -> None:
+        if not self.distances.is_meta:
             self.distances.copy_(bin_distances(self.reg_scale))
-        return self
 
     def forward(
         self, content: Tensor, box_logits: Tensor, memory: Tensor, grids: Sequence[GridSize], mask: Tensor | None

@@ -7,6 +7,7 @@ map of the backbone; it makes a second, coarser one. Maps are [B, C, h, w]; h an
 coarsest's.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -136,7 +137,7 @@ class Block(nn.Module):
             if spec.light:
                 depthwise = layer(spec.middle, spec.middle, kernel_size=spec.kernel_size, groups=spec.middle)
                 pointwise = plain_conv(width, spec.middle, norm, kernel_size=1)
-                self.layers.append(nn.ModuleDict({"conv1": pointwise, "conv2": depthwise}))
+                self.layers.append(nn.Sequential(OrderedDict(conv1=pointwise, conv2=depthwise)))
             else:
                 self.layers.append(layer(width, spec.middle, kernel_size=spec.kernel_size))
         total = in_channels + num_layers * spec.middle
@@ -147,8 +148,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         maps = [x]
         for layer in self.layers:
-            is_light = isinstance(layer, nn.ModuleDict)
-            maps.append(layer["conv2"](layer["conv1"](maps[-1])) if is_light else layer(maps[-1]))  # type: ignore[index]
+            maps.append(layer(maps[-1]))
         out: Tensor = self.aggregation(torch.cat(maps, 1))
         return out + x if self.residual else out
 

@@ -15,7 +15,7 @@ without dropout. For other images its windows are those of a transposed grid; he
 # (`split` and `unflatten` of tensors are untyped)
 
 import math
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from stoker.models.dfine import ANCHOR_SIZE, make_class_layer, point_boxes
 from stoker.models.layers.boxes import GridSize, batched_gather
 from stoker.models.layers.deformable_attention import DeformableAttention
 from stoker.models.layers.losses import at_least_fp32
+from stoker.models.layers.norms import DerivedBuffers
 from stoker.models.layers.postprocess import Candidates, best_of_queries
 from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.layers.set_criterion import Truth, box_terms, make_truth, match, matched
@@ -113,17 +114,13 @@ class WindowedViT(Backbone):
             parameter.requires_grad_(not name.startswith(tuple(frozen)))
 
     def parts(self) -> list[Part]:
-        stages = [range(first, first + LAYERS_PER_STAGE) for first in range(0, DEPTH, LAYERS_PER_STAGE)]
-        return [
-            Part("embeddings", ("patch_embeddings.", "cls_token", "position_embeddings")),
-            *(
-                Part(
-                    f"stage{n}",
-                    (*(f"layers.{i}." for i in stage), *(("layernorm.",) if stage[-1] == DEPTH - 1 else ())),
-                )
-                for n, stage in enumerate(stages, 1)
-            ),
+        stages = [
+            [f"layers.{number}." for number in range(first, first + LAYERS_PER_STAGE)]
+            for first in range(0, DEPTH, LAYERS_PER_STAGE)
         ]
+        stages[-1].append("layernorm.")
+        embeddings = Part("embeddings", ("patch_embeddings.", "cls_token", "position_embeddings"))
+        return [embeddings, *(Part(f"stage{n}", tuple(names)) for n, names in enumerate(stages, 1))]
 
     def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
         *maps, last = flow
@@ -186,10 +183,8 @@ class Projector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         half = CHANNELS // 2
-        self.conv1, self.conv2 = (
-            ConvNorm(DEPTH // LAYERS_PER_STAGE * WIDTH, CHANNELS, 1),
-            ConvNorm(5 * half, CHANNELS, 1),
-        )
+        self.conv1 = ConvNorm(DEPTH // LAYERS_PER_STAGE * WIDTH, CHANNELS, 1)
+        self.conv2 = ConvNorm(5 * half, CHANNELS, 1)
         self.bottlenecks = nn.ModuleList(
             nn.Sequential(ConvNorm(half, half, 3), ConvNorm(half, half, 3)) for _ in range(3)
         )
@@ -236,7 +231,7 @@ class DecoderLayer(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
+class Decoder(DerivedBuffers):
     frequencies: Tensor
 
     def __init__(self, num_layers: int) -> None:
@@ -245,17 +240,12 @@ class Decoder(nn.Module):
         self.layernorm = FiniteLayerNorm(CHANNELS)
         self.ref_point_head = MLP((2 * CHANNELS, CHANNELS, CHANNELS))
         self.register_buffer("frequencies", torch.empty(CHANNELS // 4), persistent=False)
-        self._set_frequencies()
+        self.update_buffers()
 
-    def _set_frequencies(self) -> None:
+    def update_buffers(self) -> None:
         if not self.frequencies.is_meta:
             places = torch.arange(CHANNELS // 4, dtype=torch.float32, device=self.frequencies.device)
             self.frequencies.copy_(2 * math.pi / 10000.0 ** (places / (CHANNELS // 4)))
-
-    def _apply(self, *args: Any, **options: Any) -> Self:
-        super()._apply(*args, **options)
-        self._set_frequencies()
-        return self
 
     def forward(self, x: Tensor, boxes: Tensor, memory: Tensor, grid: GridSize, groups: int) -> list[Tensor]:
         """x: [B, groups · Q, CHANNELS]; boxes: [B, groups · Q, 4], at least fp32. The normalized output of each layer,

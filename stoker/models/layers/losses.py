@@ -44,7 +44,7 @@ class _FocalLoss(torch.autograd.Function):
         sums = []
         for image_slice in _image_blocks(logits, block):
             labels, positive = target[image_slice], target[image_slice] >= 0
-            channel, ignored = _channel(labels), (labels == IGNORED)[..., None]
+            channel, ignored = labels.clamp(min=0).to(torch.int64)[..., None], (labels == IGNORED)[..., None]
             neg_loss, neg_derivative = _loss_and_derivative(at_least_fp32(logits[image_slice]), gamma)
             logit_at_label = at_least_fp32(logits[image_slice].gather(2, channel))
             pos_loss, pos_derivative = _loss_and_derivative(-logit_at_label, gamma)
@@ -124,11 +124,6 @@ def _image_blocks(logits: Tensor, block: int) -> Iterator[slice]:
 def at_least_fp32(x: Tensor) -> Tensor:
     """x in fp32; fp64 stays fp64."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _channel(target: Tensor) -> Tensor:
-    """Index of each anchor's positive class for gather and scatter; 0 if it has none: int64 [b, A, 1]."""
-    return target.clamp(min=0).to(torch.int64)[..., None]
 
 
 def _loss_and_derivative(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,20 @@ Norm = Callable[[int], nn.Module]
 NormKind = Literal["frozen_bn", "bn", "sync_bn"]
 
 
-class FrozenBatchNorm2d(nn.Module):
+class DerivedBuffers(nn.Module):
+    """A module with buffers that `update_buffers` computes: again after `to`, `double` and similar, which would only
+    cast them as they were rounded in the old dtype."""
+
+    def update_buffers(self) -> None:
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.update_buffers()
+        return self
+
+
+class FrozenBatchNorm2d(DerivedBuffers):
     """BatchNorm2d with constant statistics, weight and bias, under the names of BatchNorm2d."""
 
     weight: Tensor
@@ -37,9 +50,9 @@ class FrozenBatchNorm2d(nn.Module):
         self.register_buffer("running_var", torch.ones(channels))
         self.register_buffer("scale", torch.empty(channels), persistent=False)
         self.register_buffer("shift", torch.empty(channels), persistent=False)
-        self._update_scale_and_shift()
+        self.update_buffers()
 
-    def _update_scale_and_shift(self) -> None:
+    def update_buffers(self) -> None:
         """Computes `scale` and `shift`, once per loaded set of weights instead of once a step."""
         if self.weight.is_meta:  # no values (`weights/load.py`)
             return
@@ -49,13 +62,7 @@ class FrozenBatchNorm2d(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self._update_scale_and_shift()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`to`, `double` and similar would only cast `scale` as it was rounded in the old dtype."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._update_scale_and_shift()
-        return self
+        self.update_buffers()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape and dtype."""
@@ -105,33 +112,28 @@ class SafeSyncBatchNorm(SafeBatchNorm2d):
             return super().forward(x)
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        return _sync_batch_norm(self, x)
+        ranks = num_exchanging_ranks()
+        if x.device.type != "cpu":
+            from torch.nn.modules._functions import SyncBatchNorm
 
-
-def _sync_batch_norm(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Normalizes by mean and variance over the batches of all ranks; updates the running statistics as torch does."""
-    ranks = num_exchanging_ranks()
-    if x.device.type != "cpu":
-        from torch.nn.modules._functions import SyncBatchNorm
-
-        group = torch.distributed.group.WORLD
-        normalized: Tensor = SyncBatchNorm.apply(
-            x, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps, norm.momentum, group, ranks
-        )
-        return normalized
-    count = ranks * x.numel() // x.shape[1]
-    exact = x.to(norm.weight.dtype)
-    mean = sum_over_ranks(exact.sum((0, 2, 3))) / count
-    centered = exact - mean[:, None, None]
-    variance = sum_over_ranks(centered.square().sum((0, 2, 3))) / count
-    assert norm.momentum is not None
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    with torch.no_grad():
-        norm.running_mean.lerp_(mean, norm.momentum)
-        norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
-    scale = norm.weight * (variance + norm.eps).rsqrt()
-    return torch.addcmul(norm.bias[:, None, None], centered, scale[:, None, None]).to(x.dtype)
+            group, running = torch.distributed.group.WORLD, (self.running_mean, self.running_var)
+            normalized: Tensor = SyncBatchNorm.apply(
+                x, self.weight, self.bias, *running, self.eps, self.momentum, group, ranks
+            )
+            return normalized
+        count = ranks * x.numel() // x.shape[1]
+        exact = x.to(self.weight.dtype)
+        mean = sum_over_ranks(exact.sum((0, 2, 3))) / count
+        centered = exact - mean[:, None, None]
+        variance = sum_over_ranks(centered.square().sum((0, 2, 3))) / count
+        assert self.momentum is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return torch.addcmul(self.bias[:, None, None], centered, scale[:, None, None]).to(x.dtype)
 
 
 class BatchCounts:

@@ -60,28 +60,20 @@ class WeightCasts:
         if not torch.is_autocast_enabled(device_type):
             yield
             return
-        places: list[tuple[nn.Module, str]] = [
-            (layer, name)
+        places = [
+            (layer._parameters, name)
             for layer in self._plain
             for name in ("weight", "bias")
             if (tensor := layer._parameters[name]) is not None and tensor.dtype == torch.float32
         ]
-        originals = [layer._parameters[name] for layer, name in places]
         folded = [tensor for layer in self._folded for tensor in layer.fold()]
+        originals = [parameters[name] for parameters, name in places]
         casts = _CastAll.apply(torch.get_autocast_dtype(device_type), *originals, *folded)
-        try:
-            for (layer, name), cast in zip(places, casts, strict=False):
-                layer._parameters[name] = cast
-            folded_casts = iter(casts[len(places) :])
-            for folded_layer in self._folded:
-                folded_layer.cast = next(folded_casts), next(folded_casts)
-            del casts, folded_casts, folded
+        of_folded = iter(casts[len(places) :])
+        values = [*casts[: len(places)], *zip(of_folded, of_folded, strict=True)]
+        del casts, folded, of_folded
+        with _installed([*places, *((vars(layer), "cast") for layer in self._folded)], values):
             yield
-        finally:
-            for (layer, name), original in zip(places, originals, strict=True):
-                layer._parameters[name] = original
-            for folded_layer in self._folded:
-                folded_layer.cast = None
 
 
 def same_weights(segment: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -89,30 +81,19 @@ def same_weights(segment: nn.Module) -> contextlib.AbstractContextManager[None]:
     inside `WeightCasts.apply` the cast ones. For a segment that is computed again in the backward pass, after
     `apply` has ended: it has to save the tensors that the forward pass saved."""
     layers = [module for module in segment.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
-    now = _tensors(layers)
-
-    @contextlib.contextmanager
-    def installed() -> Iterator[None]:
-        before = _tensors(layers)
-        try:
-            _install(layers, now)
-            yield
-        finally:
-            _install(layers, before)
-
-    return installed()
+    places = [(layer._parameters, name) for layer in layers for name in layer._parameters]
+    places += [(vars(layer), "cast") for layer in layers if isinstance(layer, FoldedConv2d)]
+    return _installed(places, [owner[name] for owner, name in places])
 
 
-_Tensors = list[tuple[dict[str, nn.Parameter | None], tuple[Tensor, Tensor] | None]]
-
-
-def _tensors(layers: list[nn.Conv2d | nn.Linear]) -> _Tensors:
-    """Of each layer: its parameters, and the casts of a folded one."""
-    return [(dict(layer._parameters), layer.cast if isinstance(layer, FoldedConv2d) else None) for layer in layers]
-
-
-def _install(layers: list[nn.Conv2d | nn.Linear], tensors: _Tensors) -> None:
-    for layer, (parameters, cast) in zip(layers, tensors, strict=True):
-        layer._parameters.update(parameters)
-        if isinstance(layer, FoldedConv2d):
-            layer.cast = cast
+@contextlib.contextmanager
+def _installed(places: list[tuple[dict[str, Any], str]], values: list[Any]) -> Iterator[None]:
+    """In the block, the entries `places` of dictionaries have these values."""
+    before = [owner[name] for owner, name in places]
+    try:
+        for (owner, name), value in zip(places, values, strict=True):
+            owner[name] = value
+        yield
+    finally:
+        for (owner, name), value in zip(places, before, strict=True):
+            owner[name] = value
