@@ -193,11 +193,8 @@ def _iter_iou_pairs(
         size = np.minimum(det_xyxy[2:, det_index], gt_xyxy[2:, gt_index])
         size -= np.maximum(det_xyxy[:2, det_index], gt_xyxy[:2, gt_index])
         intersects = (size > 0).all(axis=0)
-        det_index, gt_index, intersection = (
-            det_index[intersects],
-            gt_index[intersects],
-            size[:, intersects].prod(axis=0),
-        )
+        det_index, gt_index = det_index[intersects], gt_index[intersects]
+        intersection = size[:, intersects].prod(axis=0)
         pair_iou = intersection / np.where(
             gt_crowd[gt_index], det_area[det_index], det_area[det_index] + gt_area[gt_index] - intersection
         )
