@@ -102,7 +102,9 @@ def build_onnx(
     for value in (*graph.input, *graph.output):
         _set_batch_dim(value, batch_size)
     _strip(network)
-    _set_metadata(network, {**model_metadata.header(), "iou_threshold": str(iou_threshold), **(metadata or {})})
+    for key, text in {**model_metadata.header(), "iou_threshold": str(iou_threshold), **(metadata or {})}.items():
+        network.metadata_props.add(key=key, value=text)
+    network.producer_name, network.producer_version = "stoker", importlib.metadata.version("stoker")
     network.ir_version = IR_VERSION
     onnx.checker.check_model(network, full_check=True)
     return bytes(network.SerializeToString())
@@ -178,9 +180,3 @@ def _strip(network: Any) -> None:
         del item.metadata_props[:]
         item.doc_string = ""
     graph.name = "detector"
-
-
-def _set_metadata(network: Any, metadata: dict[str, str]) -> None:
-    network.producer_name, network.producer_version = "stoker", importlib.metadata.version("stoker")
-    for key, value in metadata.items():
-        network.metadata_props.add(key=key, value=value)

@@ -115,11 +115,12 @@ class InputImage:
         """Number of windows that are not read yet."""
         self._lock = threading.Lock()
 
-    def read(self, buffer: HostBatchBuffer, k: int, region: Region | None, resize: str) -> None:
-        """Writes a window into entry k of the buffer; region None: the whole image, decoded at a reduced size.
+    def read(self, buffer: HostBatchBuffer, k: int, window: "InferenceWindow", resize: str) -> None:
+        """Writes a window into entry k of the buffer; the whole image is decoded at a reduced size.
 
         Raises DataError, the same for every window of an image. Thread-safe.
         """
+        region = window.region
         try:
             if region is None and self.path is not None:
                 self.size = decode_into_buffer(buffer, k, read_image(self.path), self.path, resize)
@@ -127,6 +128,7 @@ class InputImage:
                 x0, y0, x1, y1 = region or (0, 0, self.size[1], self.size[0])
                 pixels = self._decode_once()[y0:y1, x0:x1]
                 decode.resize_into(pixels, _resize_view(buffer, k, (y1 - y0, x1 - x0), resize)[0])
+            buffer.image_index[k] = window.window_index
         except DataError as error:
             self.error = error
             raise
@@ -211,7 +213,9 @@ def iter_batches(
     with ThreadPoolExecutor(workers, "stoker-predict") as pool:
         while batch_windows := list(islice(windows, batch_size)):
             buffer = HostBatchBuffer(device, batch_size, image_size, 1)
-            futures = [pool.submit(_read_window, buffer, k, window, resize) for k, window in enumerate(batch_windows)]
+            futures = [
+                pool.submit(window.image.read, buffer, k, window, resize) for k, window in enumerate(batch_windows)
+            ]
             pending.append((buffer, batch_windows, futures))
             if len(pending) > PREFETCH_BATCHES:
                 yield finish(*pending.popleft())
@@ -225,11 +229,6 @@ def num_decode_workers(sources: Iterable[ImageSource], batch_size: int) -> int:
         isinstance(source, Path) and places.path_to_uri(source) is not None for source in sources
     )
     return max(host_cores(), (PREFETCH_BATCHES + 1) * batch_size if is_remote else 0)
-
-
-def _read_window(buffer: HostBatchBuffer, k: int, window: InferenceWindow, resize: str) -> None:
-    window.image.read(buffer, k, window.region, resize)
-    buffer.image_index[k] = window.window_index
 
 
 def read_image(path: Path) -> bytes:

@@ -23,7 +23,7 @@ from torch import Tensor
 from stoker.config.settings import Config, DataSettings, from_fields, from_run
 from stoker.data.images import decode
 from stoker.data.images.source import display_path
-from stoker.data.index import Index, open_index_of, require_images
+from stoker.data.index import open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, UsageError, make_error, nearest
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
@@ -215,7 +215,13 @@ class Model:
         image_indices = index.image_indices(split)
         max_bad_fraction = DEFAULT_MAX_BAD_FRACTION if run_data.max_bad_fraction is None else run_data.max_bad_fraction
         require_images(index, (split,), max_bad_fraction=max_bad_fraction, max_bad_boxes=run_data.max_bad_boxes)
-        _require_same_classes(index, self.class_names, self.weights)
+        if index.class_names != self.class_names:
+            raise DataError(
+                "The data set has other classes than the model was trained on.",
+                location=index.source,
+                cause=f"data: {', '.join(index.class_names)}; model ({self.weights}): {', '.join(self.class_names)}",
+                fix="name a data set with the same classes in the same order",
+            )
         gt = ground_truth(index, image_indices)
         require_boxes(gt)  # before any work on the device
         batches = evaluation_loader(
@@ -321,13 +327,3 @@ def _make_tiling(conf: float, iou: float | None, tile: int | None, tile_overlap:
     if tile_overlap is not None and tile is None:
         raise UsageError("--tile-overlap needs --tile.", fix="--tile 640, or leave out --tile-overlap")
     return None if tile is None else Tiling(tile, TILE_OVERLAP if tile_overlap is None else tile_overlap)
-
-
-def _require_same_classes(index: Index, class_names: tuple[str, ...], weights: Path) -> None:
-    if index.class_names != class_names:
-        raise DataError(
-            "The data set has other classes than the model was trained on.",
-            location=index.source,
-            cause=f"data: {', '.join(index.class_names)}; model ({weights}): {', '.join(class_names)}",
-            fix="name a data set with the same classes in the same order",
-        )

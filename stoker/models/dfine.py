@@ -210,15 +210,12 @@ class Decoder(DerivedBuffers):
                 if number == 0:
                     first_logits = class_logits
             if self.training or is_last:
-                logits.append(class_logits + self._quality_logit(number, side_logits))
+                top = side_logits.unflatten(-1, (4, NUM_BINS)).softmax(-1).topk(TOP_PROBABILITIES, dim=-1).values
+                statistics = torch.cat((top, top.mean(-1, keepdim=True)), -1).flatten(-2)
+                logits.append(class_logits + at_least_fp32(self.lqe_layers[number](statistics)))
                 boxes.append(refined)
                 sides.append(side_logits)
         return Decoded(torch.stack(logits), torch.stack(boxes), torch.stack(sides), first_logits, first_boxes)
-
-    def _quality_logit(self, number: int, side_logits: Tensor) -> Tensor:
-        top = side_logits.unflatten(-1, (4, NUM_BINS)).softmax(-1).topk(TOP_PROBABILITIES, dim=-1).values
-        statistics = torch.cat((top, top.mean(-1, keepdim=True)), -1).flatten(-2)
-        return at_least_fp32(self.lqe_layers[number](statistics))
 
 
 class DFine(Detector):
@@ -271,10 +268,6 @@ class DFine(Detector):
         maps = [project(level) for project, level in zip(self.decoder_input_proj, levels, strict=True)]
         grids = tuple((level.shape[2], level.shape[3]) for level in maps)
         memory = torch.cat([level.flatten(2).transpose(1, 2) for level in maps], 1)
-        encoded = self._select_queries(memory, grids)
-        return DFineOutputs(encoded, image_size, None if self.training else self.decode_queries(encoded, None))
-
-    def _select_queries(self, memory: Tensor, grids: tuple[GridSize, ...]) -> Encoded:
         anchors, is_candidate = self._anchors_of(grids, memory)
         features = self.enc_output(torch.where(is_candidate, memory, 0.0))
         logits = self.enc_score_head(features)
@@ -282,7 +275,9 @@ class DFine(Detector):
         content = batched_gather(features, index)
         offsets = at_least_fp32(self.enc_bbox_head(content))
         box_logits = offsets + anchors.index_select(0, index.flatten()).view_as(offsets)
-        return Encoded(memory, grids, content.detach(), at_least_fp32(batched_gather(logits, index)), box_logits)
+        query_logits = at_least_fp32(batched_gather(logits, index))
+        encoded = Encoded(memory, grids, content.detach(), query_logits, box_logits)
+        return DFineOutputs(encoded, image_size, None if self.training else self.decode_queries(encoded, None))
 
     def _anchors_of(self, grids: tuple[GridSize, ...], like: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [S, 4] of the boxes of all points, and bool [S, 1], whether they are candidates; cached."""
@@ -341,10 +336,8 @@ class DFine(Detector):
             terms = measure(found, logits, boxes, index, box_index, divisors=(num_boxes, num_pairs))
             if noisy is not None:
                 dn = _slice(decoded, 0, start)
-                logits, boxes = (
-                    torch.cat((dn.logits, dn.first_logits[None])),
-                    torch.cat((dn.boxes, dn.first_boxes[None])),
-                )
+                logits = torch.cat((dn.logits, dn.first_logits[None]))
+                boxes = torch.cat((dn.boxes, dn.first_boxes[None]))
                 index = noisy.box.expand(logits.shape[0], -1, -1)
                 divisors = num_boxes, num_boxes
                 of_noisy = measure(dn, logits, boxes.clamp(0, 1), index, index, divisors=divisors, weight=noisy.weight)

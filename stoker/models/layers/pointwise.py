@@ -19,12 +19,10 @@ MIN_IMAGES = 16
 def use_onednn_for_pointwise(model: nn.Module) -> None:
     """Makes the 1 × 1 convolutions of a model use oneDNN also for few images on one thread of a CPU."""
     for module in model.modules():
-        if isinstance(module, nn.Conv2d) and _is_pointwise(module):
-            module._conv_forward = types.MethodType(_conv_forward, module)  # type: ignore[method-assign]
-
-
-def _is_pointwise(conv: nn.Conv2d) -> bool:
-    return (conv.kernel_size, conv.stride, conv.padding, conv.groups) == ((1, 1), (1, 1), (0, 0), 1)
+        if isinstance(module, nn.Conv2d):
+            shape = module.kernel_size, module.stride, module.padding, module.groups
+            if shape == ((1, 1), (1, 1), (0, 0), 1):
+                module._conv_forward = types.MethodType(_conv_forward, module)  # type: ignore[method-assign]
 
 
 def _conv_forward(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

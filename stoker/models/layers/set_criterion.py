@@ -2,14 +2,15 @@
 
 Everything is per query, with fixed shapes: K stacks of predictions (of the layers of a decoder, or of groups of
 queries) for B images with Q queries, and M slots for boxes. A query without a box has the target `BACKGROUND`; its
-share of a loss is masked. All is at least fp32 and without autocast, which the callers switch off. Boxes are center and
-size as fractions of the image, unless a name says otherwise.
+share of a loss is masked. All is at least fp32; the callers switch autocast off. Boxes are center and size as fractions
+of the image, unless a name says otherwise.
 """
-
-from typing import NamedTuple
 
 # mypy: disable-error-code="no-untyped-call"
 # (`split` and `unflatten` of tensors are untyped)
+
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -40,26 +41,22 @@ def make_truth(boxes: Tensor, labels: Tensor, valid: Tensor, image_size: tuple[i
     return Truth(xyxy_to_cxcywh(boxes.to(dtype)) / xyxy_scale(image_size, boxes), labels, valid)
 
 
-def matching_cost(logits: Tensor, boxes: Tensor, truth: Truth) -> Tensor:
-    """Cost of each pair of a query and a box: [K, B, Q, M]. logits: [K, B, Q, C]; boxes: [K, B, Q, 4]."""
-    shape = (*logits.shape[:3], truth.labels.shape[1])
-    probability = logits.gather(3, truth.labels[None, :, None].expand(shape)).sigmoid()
-    if_absent = (1 - COST_ALPHA) * probability**COST_GAMMA * -(1 - probability + 1e-8).log()
-    cost = COST_ALPHA * (1 - probability) ** COST_GAMMA * -(probability + 1e-8).log() - if_absent
-    cost *= CLASS_COST
-    for predicted, wanted in zip(boxes.unbind(-1), truth.boxes.unbind(-1), strict=True):  # not [K, B, Q, M, 4] at once
-        cost += L1_COST * (predicted[..., None] - wanted[None, :, None]).abs()
-    pairs = (*shape, 4)
-    first = cxcywh_to_xyxy(boxes)[..., None, :].expand(pairs)
-    return cost - GIOU_COST * iou_and_giou(first, cxcywh_to_xyxy(truth.boxes)[None, :, None].expand(pairs))[1]
-
-
 def match(logits: Tensor, boxes: Tensor, truth: Truth) -> Tensor:
-    """The box of each query by bipartite matching, or `BACKGROUND`: int64 [K, B, Q]. Without gradients."""
+    """The box of each query by bipartite matching, or `BACKGROUND`: int64 [K, B, Q]. Without gradients. logits: [K, B,
+    Q, C]; boxes: [K, B, Q, 4]."""
+    shape = (*logits.shape[:3], truth.labels.shape[1])
     with torch.no_grad():
-        cost = matching_cost(logits.detach(), boxes.detach(), truth)
-        query = assign(cost.flatten(0, 1), truth.valid.repeat(cost.shape[0], 1)).unflatten(0, cost.shape[:2])
-        return box_of_query(query, cost.shape[2])
+        probability = logits.gather(3, truth.labels[None, :, None].expand(shape)).sigmoid()
+        if_absent = (1 - COST_ALPHA) * probability**COST_GAMMA * -(1 - probability + 1e-8).log()
+        cost = COST_ALPHA * (1 - probability) ** COST_GAMMA * -(probability + 1e-8).log() - if_absent
+        cost *= CLASS_COST
+        for predicted, wanted in zip(boxes.unbind(-1), truth.boxes.unbind(-1), strict=True):  # not all four at once
+            cost += L1_COST * (predicted[..., None] - wanted[None, :, None]).abs()
+        first = cxcywh_to_xyxy(boxes)[..., None, :].expand(*shape, 4)
+        second = cxcywh_to_xyxy(truth.boxes)[None, :, None].expand(*shape, 4)
+        cost = cost - GIOU_COST * iou_and_giou(first, second)[1]
+        query = assign(cost.flatten(0, 1), truth.valid.repeat(shape[0], 1)).unflatten(0, shape[:2])
+        return box_of_query(query, shape[2])
 
 
 def box_of_query(query: Tensor, num_queries: int) -> Tensor:
@@ -121,12 +118,10 @@ def quality_class_terms(
     alpha · p^gamma. mal: matchability-aware loss (DEIM, arXiv 2412.04234, equation 3): target quality^gamma, weight 1;
     other classes p^gamma.
     """
-    positive = index >= 0
     at_label = logits.gather(3, matched(truth.labels, index)[..., None])[..., 0]
-    negative_weight = alpha if kind == "vfl" else 1.0
-    if_negative = negative_weight * logits.detach().sigmoid() ** gamma * functional.softplus(logits)
-    target = quality if kind == "vfl" else quality**gamma
-    weight = quality if kind == "vfl" else 1.0
+    target, weight, negative_weight = (quality, quality, alpha) if kind == "vfl" else (quality**gamma, 1.0, 1.0)
     as_positive = weight * (functional.softplus(at_label) - target * at_label)
-    as_negative = negative_weight * at_label.detach().sigmoid() ** gamma * functional.softplus(at_label)
-    return if_negative.sum(-1) + torch.where(positive, as_positive - as_negative, 0.0)
+    as_negative, others = (
+        negative_weight * x.detach().sigmoid() ** gamma * functional.softplus(x) for x in (at_label, logits)
+    )
+    return others.sum(-1) + torch.where(index >= 0, as_positive - as_negative, 0.0)
