@@ -35,9 +35,9 @@ ExtraBlocks = Literal["p6p7", "pool"] | None
 class IntermediateLayerGetter(nn.Module):
     """The feature maps of the children `return_layers` of a backbone: images [B, 3, H, W] → maps, each [B, C, h, w].
 
-    In training on a CPU, the leading frozen children process one image at a time: their maps are the largest, keep
-    nothing for the backward pass, and then fit in the CPU's cache. That reduces the time of MobileNetV2's first two
-    stages to a third (LOG.md, "Frozen stages on a CPU").
+    In training on a CPU, the leading frozen children process one image at a time: their maps, the largest, then fit in
+    the CPU's cache, which reduces the time of MobileNetV2's first two stages to a third (LOG.md, "Frozen stages on a
+    CPU").
     """
 
     def __init__(self, backbone: nn.Module, return_layers: Iterable[str]) -> None:

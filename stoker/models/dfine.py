@@ -1,15 +1,14 @@
 """D-FINE (Peng et al. 2024, arXiv 2410.13842) and DEIMv2 with HGNetv2 (Huang et al. 2025, arXiv 2509.20787).
 
-A query predicts classes and a box; no NMS follows. The best points of the encoder's maps become queries with boxes.
-Every layer of the decoder lets the queries look at each other and at the maps around their boxes, and refines
-distributions of the boxes' sides (`layers/box_distribution.py`); a logit that depends on how sharp they are is added to
-the class logits (LQE). All layers, the first guess and the encoder's points are matched with the boxes and trained; box
-losses use the union of all matchings if `union`. Denoising queries (`layers/denoising.py`) need the boxes, so in
-training the decoder runs in `loss`, once for both kinds of queries.
+The best points of the encoder's maps become queries with boxes. Every layer of the decoder lets the queries look at
+each other and at the maps around their boxes, and refines distributions of the boxes' sides
+(`layers/box_distribution.py`); a logit that depends on how sharp they are is added to the class logits (LQE). No NMS
+follows. All layers, the first guess and the encoder's points are matched with the boxes and trained; box losses use the
+union of all matchings if `union`. Denoising queries (`layers/denoising.py`) need the boxes, so in training the decoder
+runs in `loss`, once for both kinds of queries.
 
 DEIMv2 has other norms, feed-forward layers and activations, takes the points of the maps as they are, and gives all
-layers the positions of the first boxes; its smallest sizes have no losses of the distributions. Both equal their
-authors' code (tests/models/test_published_names.py says which version).
+layers the positions of the first boxes. Both equal their authors' code (tests/models/test_published_names.py).
 """
 
 # mypy: disable-error-code="no-untyped-call"

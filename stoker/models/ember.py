@@ -5,14 +5,12 @@ level, for classes and for boxes. A point predicts a logit per class and, for ea
 distances, whose mean is the distance (GFL, Li et al. 2020, arXiv 2006.04388).
 
 Boxes are assigned to points by the current predictions (TOOD, Feng et al. 2021, arXiv 2108.07755, section 3.2), with
-fixed shapes and without host syncs. The points inside a box are its candidates. The alignment of a candidate is
-score^ALPHA · IoU^BETA, with its score for the box's class and the IoU of its predicted box. The `topk` best aligned
-candidates of a box are its positives; a point that is positive for several boxes is assigned to the one with the
-largest IoU. The target score of a positive is its alignment, scaled so that the maximum over a box's positives equals
-their largest IoU.
+fixed shapes and without host syncs. Of the points inside a box, the `topk` with the largest alignment, score^ALPHA ·
+IoU^BETA with the box, are positives; of several boxes, a point gets the one with the largest IoU. Its target score is
+its alignment, scaled so that the maximum over a box's positives equals their largest IoU.
 
-With `nms_free` there is a second, one-to-one head, trained to detect each box at a single point (YOLOv10, Wang et al.
-2024, arXiv 2405.14458), so its boxes need no NMS. Its gradient does not reach the features.
+With `nms_free`, a second, one-to-one head is trained to detect each box at a single point, so its boxes need no NMS
+(YOLOv10, Wang et al. 2024, arXiv 2405.14458). Its gradient does not reach the features.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,8 +70,7 @@ class EmberOutputs(NamedTuple):
 
 
 class DecoupledHead(nn.Module):
-    """Per level: two convolutions and the box distances; two separable convolutions and the classes. The class branch
-    is the lighter one, since classification is easier than localization."""
+    """Per level: convolutions and the box distances; separable convolutions and the classes, which are easier."""
 
     def __init__(self, channels: Sequence[int], num_classes: int, norm: Norm, depth: int) -> None:
         super().__init__()
@@ -158,7 +155,7 @@ class Ember(Detector):
 
         The last two are sums over the points with a box. (TOOD weights them by quality, so that badly predicted boxes,
         mostly small ones, hardly learn: LOG.md, "Ember".) All are divided by the sum of the quality over the batch, at
-        least 1. So the parts of an accumulated batch have equal weights, regardless of their boxes.
+        least 1: the parts of an accumulated batch have equal weights.
         """
         assert outputs.one_to_many is not None
         losses = self._loss(outputs.one_to_many, outputs.points, batch, TAL_TOPK)
@@ -276,10 +273,9 @@ def assign_task_aligned(
     """The box of each point. Without gradients.
 
     logits: [B, A, C], of the classes, of any dtype; pred_boxes: float32 [B, A, 4] xyxy; center: float32 [A, 2], the
-    points; boxes: float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]; center_radius: in pixels, points
-    within it along x and y of a box's center are candidates, too: with half the distance between points, every box has
-    one. Among boxes with equal IoU, a point gets the first. block: maximum number of pairs computed at once; default:
-    `device.block_size`.
+    points; boxes: float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]; center_radius: points within these
+    pixels of a box's center along x and y are candidates, too: with half the distance between points, every box has
+    one. Among boxes with equal IoU, a point gets the first. block: as in `matching.match_anchors`.
     """
     image_slices, boxes_per_block = plan_blocks(boxes, center.shape[0], block)
     topk = min(topk, center.shape[0])

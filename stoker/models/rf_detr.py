@@ -1,11 +1,10 @@
 """RF-DETR (Robinson et al. 2025, arXiv 2511.09554): LW-DETR's decoder (arXiv 2406.03459) on a windowed DINOv2 backbone.
 
-The backbone is a ViT whose layers attend within windows, but for every third one (`WindowedViT`). A projector makes one
-map of four of its layers. The points of the map with the best class scores become queries with a box each; every layer
-of the decoder lets them look at each other and at the map around their boxes. Boxes are refined once, relative to the
-boxes that the queries start with. Training has `GROUPS` groups of queries, which do not see each other (Group DETR,
-arXiv 2207.13085); evaluation uses the first. Each layer of each group, and the points that became its queries, are
-matched with the boxes. No NMS follows.
+The backbone is a ViT whose layers attend within windows, but for every third one. A projector makes one map of four of
+its layers. The points of the map with the best class scores become queries with a box each; every layer of the decoder
+lets them look at each other and at the map around their boxes, which are refined once. Training has `GROUPS` groups of
+queries, which do not see each other (Group DETR, arXiv 2207.13085); evaluation uses the first. Each layer of each
+group, and the points that became its queries, are matched with the boxes. No NMS follows.
 
 With the same weights, predictions and losses are those of transformers' RfDetrForObjectDetection for square images
 without dropout. For other images its windows are those of a transposed grid; here they are windows of the image.

@@ -33,9 +33,7 @@ class _FocalLoss(torch.autograd.Function):
 
     With p = sigmoid(x): a negative costs (1 - alpha) p^gamma · -log(1 - p), whose derivative in x is
     (1 - alpha) p^gamma (p - gamma (1 - p) log(1 - p)). A positive is the same with -x for x and alpha for 1 - alpha.
-
-    The derivative shares its costly parts with the loss, so the forward pass computes both and keeps the derivative in
-    place of the logits.
+    The two share their costly parts: the forward pass computes both and keeps the derivative in place of the logits.
     """
 
     @staticmethod
@@ -77,8 +75,8 @@ def soft_binary_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *,
 
 
 class _SoftBinaryCrossEntropy(torch.autograd.Function):
-    """Computes the loss for a target of 0, with the derivative sigmoid(x); a target of q subtracts q x from the loss
-    and q from the derivative. Keeps the derivative, as `_FocalLoss`."""
+    """As for a target of 0, with the derivative sigmoid(x); a target of q subtracts q x from the loss and q from the
+    derivative, which is kept as in `_FocalLoss`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, quality: Tensor, block: int) -> Tensor:
@@ -136,11 +134,8 @@ def _loss_and_derivative(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
 
 
 def _minus_log_one_minus_sigmoid(x: Tensor) -> Tensor:
-    """-log(1 - sigmoid(x)), exact to the last digits of x's dtype.
-
-    On CPUs, torch's log1p, and so logsigmoid, is not vectorized and takes five times as long as this: log(1 + y) plus
-    the rounding error of 1 + y, divided by 1 + y. On accelerators, softplus is one kernel.
-    """
+    """-log(1 - sigmoid(x)), exact to the last digits of x's dtype. On CPUs, torch's log1p, and so logsigmoid, is not
+    vectorized and takes five times as long as log(1 + y) plus the rounding error of 1 + y, divided by 1 + y."""
     if x.device.type != "cpu":
         return functional.softplus(x)
     y = x.abs().neg_().exp_()

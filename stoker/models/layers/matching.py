@@ -5,9 +5,8 @@ box with the largest IoU if that is at least `fg_iou_thresh`; below `bg_iou_thre
 it is ignored. In addition, every box gets the anchors with its largest IoU, however small. One difference: a box that
 overlaps no anchor gets none, where torchvision assigns it every anchor with an IoU of 0.
 
-Samples of a fixed number of anchors or RoIs per image need no random generator: the sort keys are a hash of the image's
-random number in `Batch.rand` and of each candidate's index. So they depend only on (seed, epoch, index), on every
-device and after every resume.
+Samples need no random generator: their sort keys are a hash of the image's random number in `Batch.rand` and of each
+candidate's index. So they depend only on (seed, epoch, index), on every device and after every resume.
 """
 
 from collections.abc import Callable
@@ -39,8 +38,7 @@ def match_anchors(
     boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. Among boxes with equal IoU, an anchor gets
     the first. single_best: the rule of torchvision's `SSDMatcher`, a box gets only the first anchor with its largest
     IoU, and the last of several boxes with the same best anchor gets it. block: maximum number of IoUs computed at
-    once; default: `device.block_size`. All IoUs of a batch (32 images, 100 boxes, 120,087 anchors at 800 × 800) would
-    take 1.4 GiB, and about six such tensors exist at once.
+    once (default: `device.block_size`); all of 32 images, 100 boxes and 120,087 anchors (800 × 800) would take 1.4 GiB.
     """
     match = partial(
         _match, anchors=anchors, fg_iou_thresh=fg_iou_thresh, bg_iou_thresh=bg_iou_thresh, single_best=single_best
@@ -133,8 +131,7 @@ def random_keys(rand: Tensor, count: int, *, stream: int) -> Tensor:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """A bijective hash of int64 in [0, 2^32): xor-shifts and odd factors (T. Mueller's integer hash). The factor is
-    small enough that no product exceeds 63 bits."""
+    """A bijective hash of int64 in [0, 2^32) (T. Mueller's integer hash). No product exceeds 63 bits."""
     for _ in range(2):
         x = ((x ^ (x >> 16)) * 0x45D9F3B) & (KEY_RANGE - 1)
     return x ^ (x >> 16)

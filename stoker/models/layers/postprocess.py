@@ -1,10 +1,9 @@
 """From dense predictions to detections: best candidates, NMS, a fixed number of detections.
 
-Everything has fixed shapes except torchvision's NMS; the host must know the length of its result. That host sync has
-the name "nms". On an accelerator, greedy NMS as the fixed point of a rule, in a fixed number of rounds, takes its
-place, without a host sync and for whole batches (docs/decisions/0007); for the rare image for which that is not exact,
-torchvision's NMS repeats it when the host reads the detections (`ExactnessCheck`). The proposals of Faster R-CNN use
-NMS in rounds in training and in evaluation.
+Everything has fixed shapes except torchvision's NMS, whose result's length the host must know: a host sync with the
+name "nms". On an accelerator, NMS in a fixed number of rounds takes its place, for whole batches (docs/decisions/0007);
+for the rare image for which that is not exact, torchvision's NMS repeats it when the host reads the detections
+(`ExactnessCheck`). The proposals of Faster R-CNN use NMS in rounds in training and in evaluation.
 """
 
 import importlib.util
@@ -59,8 +58,8 @@ def fixed_point_nms(
 
 @cache
 def torchvision_nms() -> Callable[[Tensor, Tensor, float], Tensor]:
-    """torchvision's greedy NMS of boxes [K, 4] with scores [K] and an IoU threshold: indices int64, best first. Its
-    library of operators is loaded without importing torchvision, because that imports torch's compiler: 3 s."""
+    """torchvision's greedy NMS of boxes [K, 4] with scores [K] and an IoU threshold: indices int64, best first. Loads
+    its operators without importing torchvision, which imports torch's compiler: 3 s."""
     spec = importlib.util.find_spec("torchvision")
     libraries = list(Path(spec.origin).parent.glob("_C*.so")) if spec and spec.origin else []
     if len(libraries) == 1:
@@ -221,21 +220,16 @@ def nms_in_rounds(candidates: Candidates, *, iou_threshold: float, max_detection
     best = _best_first(candidates, MAX_NMS_BOXES)
     num_boxes, eligible = best.scores.shape[1], best.scores > 0
     images_per_group = max(1, MAX_PAIRS // num_boxes**2)
-    kept, converged = [], []
-    for first in range(0, eligible.shape[0], images_per_group):
-        group = slice(first, first + images_per_group)
-        group_kept, group_converged = fixed_point_nms(
-            best.boxes[group],
-            eligible[group],
-            iou_threshold=largest_float32(iou_threshold),
-            labels=best.labels[group],
-        )
-        kept.append(group_kept)
-        converged.append(group_converged)
-    keep = torch.cat(kept)
+    columns = (column.split(images_per_group) for column in (best.boxes, eligible, best.labels))
+    threshold = largest_float32(iou_threshold)
+    rounds = [
+        fixed_point_nms(boxes, some, iou_threshold=threshold, labels=labels)
+        for boxes, some, labels in zip(*columns, strict=True)
+    ]
+    keep, converged = (torch.cat(parts) for parts in zip(*rounds, strict=True))
     kept_best = _best_first(best._replace(scores=torch.where(keep, best.scores, 0.0)), max_detections)
     had_all = (candidates.scores > 0).sum(1) <= num_boxes
-    is_exact = torch.cat(converged) & (had_all | (keep.sum(1) >= max_detections))
+    is_exact = converged & (had_all | (keep.sum(1) >= max_detections))
 
     def repeat(images: list[int]) -> BatchDetections:
         with allow_host_sync("nms"):
@@ -247,24 +241,16 @@ def nms_in_rounds(candidates: Candidates, *, iou_threshold: float, max_detection
 
 def greedy_nms(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:
     """`nms_per_class` by torchvision, image by image. Synchronizes, as "nms"."""
+    found = []
     with allow_host_sync("nms"):
-        per_image = [_nms_image(*image, iou_threshold, max_detections) for image in zip(*candidates, strict=True)]
-    boxes, scores, labels = (torch.stack(column) for column in zip(*per_image, strict=True))
-    return BatchDetections(boxes, scores, labels, scores > 0)
-
-
-def _nms_image(
-    boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float, max_detections: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    positive = scores > 0
-    boxes, scores, labels = boxes[positive], scores[positive], labels[positive]
-    keep = _greedy_keep(boxes, scores, labels, iou_threshold)[:max_detections]
-    num_padding = max_detections - keep.shape[0]
-    return (
-        functional.pad(boxes[keep], (0, 0, 0, num_padding)),
-        functional.pad(scores[keep], (0, num_padding)),
-        functional.pad(labels[keep], (0, num_padding)),
-    )
+        for columns in zip(*candidates, strict=True):
+            positive = columns[1] > 0
+            image = Candidates(*(column[positive] for column in columns))
+            keep = _greedy_keep(*image, iou_threshold)[:max_detections]
+            kept = Candidates(*(column[keep][None] for column in image))
+            found.append(_as_detections(kept, max_detections))
+    boxes, scores, labels, valid, _ = zip(*found, strict=True)
+    return BatchDetections(torch.cat(boxes), torch.cat(scores), torch.cat(labels), torch.cat(valid))
 
 
 def _greedy_keep(boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float) -> Tensor:

@@ -1,9 +1,9 @@
 """Counts that a loss is divided by, over the ranks of a training.
 
 A loss that is divided by a count of the batch (positive points, sampled anchors) needs the count of the whole batch:
-the mean over ranks of sums divided by their own counts is another loss than that of one process. So while a step of
-several ranks runs (`counting_over_ranks`), counts are exchanged. Everywhere else, in trials of batch sizes or in an
-evaluation, a rank computes alone. Gradients are exchanged in `training/ddp.py`.
+the mean over ranks of sums divided by their own counts is another loss. So while a step of several ranks runs
+(`counting_over_ranks`), counts are exchanged. Elsewhere, in trials of batch sizes or in an evaluation, a rank computes
+alone. Gradients are exchanged in `training/ddp.py`.
 """
 
 import contextlib

@@ -1,11 +1,10 @@
 """RoIAlign (arXiv 1703.06870, section 3) over a feature pyramid, with fixed shapes.
 
-Each box is pooled from one level by its size (FPN, arXiv 1612.03144, equation 1). Grouping boxes by level would need
-their number on the host; pooling all boxes from all levels takes four times the FLOPs. Here all levels are concatenated
-into one table of feature vectors, and a cell of a box is a weighted sum of 16 rows of the table, which `embedding_bag`
-computes in one kernel, in the features' dtype and from channels-last memory. The result equals torchvision's
-MultiScaleRoIAlign (sampling ratio 2, not aligned). On one CPU core (2 × 512 boxes, 256 channels, 512 × 512) forward and
-backward take 0.15 s, torchvision's 0.8 s, pooling from four levels 2.6 s.
+Each box is pooled from one level by its size (FPN, arXiv 1612.03144, equation 1). All levels are concatenated into one
+table of feature vectors, and a cell of a box is a weighted sum of 16 rows of the table, which `embedding_bag` computes
+in one kernel, in the features' dtype and from channels-last memory. The result equals torchvision's MultiScaleRoIAlign
+(sampling ratio 2, not aligned). On one CPU core (2 × 512 boxes, 256 channels, 512 × 512) forward and backward take
+0.15 s, torchvision's 0.8 s, pooling all boxes from four levels 2.6 s.
 """
 
 import itertools
@@ -82,9 +81,8 @@ def _bilinear_samples(low: Tensor, high: Tensor, size: Tensor) -> tuple[Tensor, 
     """Along one axis, the 2 · SAMPLING_RATIO feature cells from which each cell of a box is interpolated: (indices
     int64, weights), both [B, K, OUTPUT_SIZE, 2 · SAMPLING_RATIO].
 
-    low, high: [B, K], the box in units of feature cells; size: int64 [B, K], of the map. The order of operations is
-    torchvision's, so rounding is equal. Boxes are at least one cell long; a point more than a cell outside of the map
-    has weight 0.
+    low, high: [B, K], the box in units of feature cells; size: int64 [B, K], of the map. Rounding is torchvision's.
+    Boxes are at least one cell long; a point more than a cell outside of the map has weight 0.
     """
     cell = ((high - low).clamp(min=1.0) / OUTPUT_SIZE)[..., None, None]
     cell_index = torch.arange(OUTPUT_SIZE, device=low.device)[:, None]

@@ -1,10 +1,9 @@
 """Matching and focal loss of RetinaNet as Triton kernels: the losses of a step read what they need once.
 
 `match_anchors` equals `matching.match_anchors`; no IoU is stored, both passes compute all of them. `focal_loss` equals
-`losses.focal_loss` and reads the logits of each pyramid level where the convolution left them; the backward pass
-computes the gradients from the logits, so nothing is kept but these. Imported only where Triton is installed (the CUDA
-build of torch on Linux); `training/make_step.py` decides whether they are used. TRITON_INTERPRET=1 runs
-them on CPU tensors.
+`losses.focal_loss`, reads the logits of each pyramid level where the convolution left them, and keeps nothing but these
+for the backward pass. Imported only where Triton is installed (the CUDA build of torch on Linux);
+`training/make_step.py` decides whether they are used. TRITON_INTERPRET=1 runs them on CPU tensors.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

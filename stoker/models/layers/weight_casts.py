@@ -2,8 +2,7 @@
 
 Autocast casts each weight where it is used, and each of its gradients back: for `ember_n` 160 operators a step. Here
 one `foreach` operator casts all weights before the forward pass, and one casts all gradients at the end of the backward
-pass. The numbers are the same. Only for accelerators, where the host issues operators one by one; compiled code has no
-need of it, as the compiler fuses the casts.
+pass; the numbers are the same. Only for accelerators, where the host issues operators one by one, in eager mode.
 """
 
 import contextlib
