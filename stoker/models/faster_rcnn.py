@@ -183,13 +183,7 @@ def propose_in_groups(
 
 
 def rpn_loss(
-    rpn_outputs: RPNOutputs,
-    boxes: Tensor,
-    valid: Tensor,
-    rand: Tensor,
-    *,
-    fg_iou_thresh: float,
-    bg_iou_thresh: float,
+    rpn_outputs: RPNOutputs, boxes: Tensor, valid: Tensor, rand: Tensor, *, fg_iou_thresh: float, bg_iou_thresh: float
 ) -> tuple[Tensor, Tensor]:
     """(objectness loss, box loss): scalars, both divided by the number of sampled anchors of the batch.
 

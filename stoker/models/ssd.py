@@ -162,7 +162,7 @@ class MobileNet(Backbone):
         assert isinstance(split_block, nn.Sequential)
         # Not nn.Sequential: forward calls the two children separately.
         self.features = nn.ModuleList(
-            [nn.Sequential(*blocks[:13], split_block[0]), nn.Sequential(split_block[1:], *blocks[14:])],
+            [nn.Sequential(*blocks[:13], split_block[0]), nn.Sequential(split_block[1:], *blocks[14:])]
         )
         width = LAST_CHANNELS[reduced_tail]
         extra_norm = lite_norm(trainable_norm(norm))

@@ -29,12 +29,7 @@ MAX_PAIRS = 2**25
 
 
 def fixed_point_nms(
-    boxes: Tensor,
-    eligible: Tensor,
-    *,
-    iou_threshold: float,
-    labels: Tensor | None = None,
-    num_rounds: int = NMS_ROUNDS,
+    boxes: Tensor, eligible: Tensor, *, iou_threshold: float, labels: Tensor | None = None, num_rounds: int = NMS_ROUNDS
 ) -> tuple[Tensor, Tensor]:
     """Greedy NMS of the `eligible` ones (bool [B, K]) of boxes [B, K, 4], best first, in fixed shapes: (kept: bool
     [B, K], converged: bool [B]). labels [B, K]: NMS within each label; None: all boxes have one label.
