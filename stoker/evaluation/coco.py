@@ -170,8 +170,7 @@ def _greedy_match(
 def _iter_iou_pairs(
     gt: GroundTruth, detections: Detections, order: NDArray[np.int64]
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """(position in `order`, ground truth box, IoU) of all pairs of boxes of an image with at least MIN_PAIR_IOU, in
-    blocks."""
+    """(position in `order`, ground truth box, IoU) of all pairs of an image with at least MIN_PAIR_IOU, in blocks."""
     gt_order = np.argsort(gt.image_index, kind="stable")
     gt_image_index = gt.image_index[gt_order]
     gt_xyxy = gt.boxes[gt_order].T.astype(np.float64)
@@ -276,9 +275,8 @@ def _interpolated_precision(
 ) -> NDArray[np.float64]:
     """[classes, 101], interpolated precision: the maximum at this or a higher recall; 0 if the recall is not reached.
 
-    label: [N], sorted by class and descending score; hits: positions of the true positives; num_counted: [N],
-    cumulative number of detections that are not ignored. Precision has its maxima at true positives, so only these are
-    evaluated.
+    label: [N], sorted by class and descending score; hits: positions of the true positives, where precision has its
+    maxima; num_counted: [N], cumulative number of detections that are not ignored.
     """
     num_classes = len(required_hits)
     hit_label = label[hits]

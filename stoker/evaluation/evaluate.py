@@ -3,9 +3,8 @@
 `detect` runs the model, `compute_metrics` scores (`coco.py`); `error_analysis.py` makes evaluation.json of both.
 Detections are copied by a side stream and read one batch later, so the host does not wait for the batch that it has
 just issued. Named host syncs: "detections", and "nms": on a CPU in the model's `decode`, on an accelerator for images
-whose NMS in rounds was not exact. With several ranks, each evaluates its part of the images (`Loader`'s rank and
-world_size); the concatenated detections, in any order, give the same score. Images without annotations:
-`inference/predict.py`.
+whose NMS in rounds was not exact. With several ranks, each evaluates its part of the images; the concatenated
+detections, in any order, give the same score. Images without annotations: `inference/predict.py`.
 """
 
 import contextlib

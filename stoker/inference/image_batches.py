@@ -190,8 +190,7 @@ def iter_batches(
 ) -> Iterator[Batch]:
     """Batches on the device, with PREFETCH_BATCHES decoded ahead in threads; the last batch is padded.
 
-    The windows of each batch are appended to `issued_windows` before it is yielded. Unreadable windows and padding have
-    image_index -1.
+    The windows of a batch are appended to `issued_windows` first. Unreadable ones and padding have image_index -1.
     """
     stream = device.make_stream()
     pending: deque[tuple[HostBatchBuffer, list[InferenceWindow], list[Future[None]]]] = deque()

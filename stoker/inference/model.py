@@ -117,11 +117,9 @@ class Model:
         """The detections in each image, in order; a single image gives a list of one. `model(images)` is the same.
 
         bgr: arrays and tensors are BGR, as OpenCV reads images. stream: give an iterator, for inputs that do not fit
-        into memory together and for videos, of which each frame is an image; it reads some 4 batches ahead. options:
-        see `PredictOptions`.
+        into memory together and for videos, of which each frame is an image; it reads some 4 batches ahead.
 
-        Raises DataError for an image that cannot be read, UsageError for an input that is not an image or a number out
-        of range.
+        Raises DataError for an image that cannot be read, UsageError for what is no image or a number out of range.
         """
         sources = _iter_sources(images, bgr=bgr, stream=stream)
         predictions = self._detect(options, sources if stream else list(sources), raise_errors=True)
@@ -240,8 +238,7 @@ class Model:
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
     """A trained detector from a run folder (its best weights), a .safetensors file or an exported file (.onnx, .xml,
-    .tflite, .pt2) that stoker saved, local or in a bucket (gs://, s3://); or the name of a model with COCO weights, as
-    retinanet_resnet50_fpn.
+    .tflite, .pt2) of stoker, local or in a bucket (gs://, s3://); or a name with COCO weights: retinanet_resnet50_fpn.
 
     device: cpu, cuda …; default: the accelerator that torch finds, else the CPU. An exported file runs on the CPU.
 

@@ -57,9 +57,8 @@ Detect = Callable[[Iterable[ImageSource]], Iterator[Prediction]]
 def find_images(
     inputs: Iterable[str | Path], *, exclude_dir: Path | None = None, suffixes: Sequence[str] = IMAGE_SUFFIXES
 ) -> list[Path]:
-    """The images of files, folders (recursive), patterns and URIs of these, each once, in order, without those in
-    `exclude_dir`. For an image in a bucket, its stub file (`data/images/source.py`). suffixes: of files in folders and
-    patterns.
+    """The images of files, folders (recursive), patterns and URIs, each once, in order, without those in `exclude_dir`.
+    For an image in a bucket, its stub file (`data/images/source.py`). suffixes: of files in folders and patterns.
 
     Raises UsageError for an input without images, DataError and StorageError for a URI.
     """
@@ -119,8 +118,7 @@ def predict_images(
 ) -> Iterator[Prediction]:
     """Runs the model, which is on `device`, over images, in order; image_size, resize: as in training.
 
-    tiling: an image larger than a tile is processed whole and in tiles, and the detections are merged. An unreadable
-    image is yielded with its error.
+    tiling: an image larger than a tile is processed whole and in tiles. An unreadable one is yielded with its error.
     """
     nms_threshold = model.iou_threshold if iou_threshold is None else iou_threshold
     issued_windows: deque[list[InferenceWindow]] = deque()
@@ -186,8 +184,7 @@ def predict_to_dir(
     The frames of a video are lines of VIDEO.jsonl. save_txt: also a YOLO label file, `labels/IMAGE.txt` or
     `labels/VIDEO-FRAME.txt`; save_crop: also each object, `crops/CLASS/IMAGE-N.jpg` or `crops/CLASS/VIDEO-FRAME-N.jpg`.
 
-    Raises UsageError for inputs without images and for an `out` with other files; DataError at the end if some images
-    could not be read.
+    Raises UsageError for inputs without images and for an `out` with other files; DataError at the end for unread ones.
     """
     paths = find_images(inputs, exclude_dir=out, suffixes=(*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
     _require_output_dir(out)
@@ -285,8 +282,7 @@ def _save_crops(prediction: Prediction, folder: Path, stem: str) -> None:
 def output_names(paths: Sequence[Path]) -> list[str]:
     """An output file name for each image: its own, prefixed by its folders if two would be equal.
 
-    Names are compared without case, as some file systems do. `.jpg` is appended to suffixes that Pillow cannot write;
-    videos become `.mp4`.
+    Names are compared without case. `.jpg` is appended to suffixes that Pillow cannot write; videos become `.mp4`.
     """
     file_names = [
         f"{p.name.removesuffix('.mp4')}.mp4" if is_video(p)
@@ -311,8 +307,7 @@ def output_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _require_output_dir(out: Path) -> None:
-    """Raises UsageError if `out` has files that stoker did not write, since images of the same name would be
-    replaced."""
+    """Raises UsageError if `out` has files of others, since images of the same name would be replaced."""
     if out.exists() and not out.is_dir():
         raise UsageError("The output folder is a file.", location=out, fix="--out FOLDER")
     if out.exists() and any(out.iterdir()) and not (out / RESULTS_NAME).exists():

@@ -36,8 +36,7 @@ class IntermediateLayerGetter(nn.Module):
     """The feature maps of the children `return_layers` of a backbone: images [B, 3, H, W] → maps, each [B, C, h, w].
 
     In training on a CPU, the leading frozen children process one image at a time: their maps, the largest, then fit in
-    the CPU's cache, which reduces the time of MobileNetV2's first two stages to a third (LOG.md, "Frozen stages on a
-    CPU").
+    its cache, which reduces the time of MobileNetV2's first two stages to a third (LOG.md, "Frozen stages on a CPU").
     """
 
     def __init__(self, backbone: nn.Module, return_layers: Iterable[str]) -> None:
@@ -72,8 +71,7 @@ class IntermediateLayerGetter(nn.Module):
         return maps if is_map[stop - 1] else [*maps, x]
 
     def groups(self) -> list[range]:
-        """Numbers of consecutive children: one with convolutions, and those without after it, some of which change
-        their input in place."""
+        """Numbers of consecutive children: one with convolutions, and those without after it, some of them in-place."""
         starts = [
             number
             for number, child in enumerate(self.children())
@@ -277,8 +275,7 @@ def build_backbone_with_neck(
 
 
 def freeze_stages(network: nn.Module, last_children: Sequence[str], trainable_stages: int) -> None:
-    """Freezes all stages except the last `trainable_stages` (0 … 5). last_children: the name of each stage's last
-    child."""
+    """Freezes all stages except the last `trainable_stages` (0 … 5). last_children: names of the stages' last ones."""
     num_frozen = len(last_children) - trainable_stages
     for name, child in network.named_children() if num_frozen > 0 else ():
         child.requires_grad_(False)

@@ -52,8 +52,7 @@ class Backbone(nn.Module):
     """A network that makes feature maps of images in consecutive parts, between which `training/stages.py` can cut it.
 
     A flow is what goes from one part to the next, a list of tensors [B, C, h, w]: maps for later parts or the heads,
-    and last the features that the next part starts with. The first part gets [images], the last one gives the maps of
-    the heads.
+    and last the features that the next part starts with. The first part gets [images], the last one gives the maps.
     """
 
     def parts(self) -> list[Part]:
@@ -77,8 +76,7 @@ class Detector(DerivedBuffers):
     """
 
     iou_threshold: float = 0.5
-    """Two boxes of a class that overlap more are one object, where the caller does not say otherwise; from 1 on nothing
-    is suppressed."""
+    """Two boxes of a class that overlap more are one object, by default; from 1 on nothing is suppressed."""
 
     backbone_prefixes: ClassVar[tuple[str, ...]] = ("backbone.body.",)
     """Beginnings of the names of what a classifier's weights fill."""
@@ -160,8 +158,7 @@ class Detector(DerivedBuffers):
         """The best `max_detections` boxes of each image in pixels of the original image.
 
         resized_size, scale, original_size: as in `Batch`; iou_threshold: default the model's own; from 1 on there is no
-        NMS. With NMS, a CPU synchronizes, as "nms"; on an accelerator the result has a `check`, which the reader must
-        apply (`evaluate.detect_batches` does).
+        NMS. With NMS, a CPU synchronizes, as "nms"; on an accelerator the reader must apply the result's `check`.
         """
         nms_threshold = self.iou_threshold if iou_threshold is None else iou_threshold
         with torch.no_grad():

@@ -46,8 +46,7 @@ IOU_THRESHOLD = 0.7
 HEAD_DEPTH = 2
 """Convolutions of a head before its last layer, which has this index."""
 CLASS_WEIGHT, BOX_WEIGHT, DFL_WEIGHT = 2.0, 2.5, 0.5
-"""Weights of the loss terms: PP-YOLOE's (arXiv 2203.16250, equation 3), with twice the weight of the classes (LOG.md,
-"Ember", has the effect)."""
+"""Weights of the loss terms: PP-YOLOE's (arXiv 2203.16250, equation 3), but of the classes twice (LOG.md, "Ember")."""
 
 
 class HeadOutputs(NamedTuple):
@@ -141,8 +140,7 @@ class Ember(Detector):
         return EmberOutputs(one_to_many, one_to_one, points, tuple(height * width for height, width in grids))
 
     def decode_boxes(self, ltrb_logits: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-        """Boxes xyxy, float32 [..., 4], from logits [..., 4 · REG_MAX] at points `center` [..., 2] of `stride`
-        [...]."""
+        """Boxes xyxy, float32 [..., 4], from logits [..., 4 · REG_MAX] at points: center [..., 2], stride [...]."""
         probabilities = at_least_fp32(ltrb_logits).reshape(*ltrb_logits.shape[:-1], 4, REG_MAX).softmax(-1)
         # A column instead of a vector: 8 % less time per image in onnxruntime.
         return ltrb_to_boxes(

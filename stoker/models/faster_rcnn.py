@@ -72,8 +72,7 @@ class Proposals(NamedTuple):
 
 
 class RegionProposalNetwork(nn.Module):
-    """A convolution, then objectness and box per anchor, shared by all levels, with torchvision's names; its
-    anchors."""
+    """A convolution, objectness and box per anchor, shared by all levels, with torchvision's names; the anchors."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -315,16 +314,14 @@ class FasterRCNNOutputs(NamedTuple):
 
 class FasterRCNN(Detector):
     """The detector, on a backbone of BACKBONES with an FPN. return_layers: as in `build_backbone_with_fpn`;
-    num_pooled_levels: number of levels, from the finest, that RoIs are pooled from; rpn_score_thresh: minimum
-    objectness of a proposal."""
+    num_pooled_levels: levels, from the finest, that RoIs are pooled from; rpn_score_thresh: a proposal's minimum."""
 
     num_train_proposals = 2000
     """Proposals of an image after NMS, and anchors of a level before it (torchvision)."""
     num_test_proposals = 1000
     """The same in evaluation."""
     max_candidates = 1000
-    """Best (RoI, class) scores of an image. torchvision has no limit; above the usual threshold of 0.05 a trained model
-    has fewer."""
+    """Best (RoI, class) scores of an image. torchvision has no limit; above 0.05 a trained model has fewer."""
 
     def __init__(
         self, settings: ModelSettings, num_classes: int, *, backbone: str,
@@ -349,9 +346,8 @@ class FasterRCNN(Detector):
         )
 
     def loss(self, outputs: FasterRCNNOutputs, batch: Batch) -> dict[str, Tensor]:
-        """torchvision's four fp32 scalars: `loss_objectness` and `loss_rpn_box_reg` of the first stage, summed over
-        the sampled anchors of the batch and divided by their number; `loss_classifier` and `loss_box_reg` of the
-        second stage, the same over RoIs.
+        """torchvision's four fp32 scalars: `loss_objectness` and `loss_rpn_box_reg` of the first stage, means over the
+        sampled anchors of the batch; `loss_classifier` and `loss_box_reg` of the second stage, the same over RoIs.
 
         The losses of two half batches average to that of the whole batch if all images have equally many samples:
         nearly always 256 anchors, and 512 RoIs unless there are fewer proposals.

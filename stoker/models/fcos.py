@@ -132,8 +132,7 @@ class FCOS(Detector):
         """`classification` (focal), `bbox_regression` (1 - GIoU) and `bbox_ctrness` (cross-entropy), fp32 scalars.
 
         Each is summed over the batch and divided by its number of positive points (at least 1), as in torchvision. So
-        the parts of an accumulated batch have equal weights, while in one step on the whole batch their weights would
-        be their positives.
+        the parts of an accumulated batch have equal weights, in one step on the whole batch those of their positives.
         """
         settings, points = self.settings, outputs.points
         with torch.autocast(outputs.logits.device.type, enabled=False):
@@ -197,8 +196,7 @@ class PointGenerator:
 def grid_points(
     image_size: tuple[int, int], grids: list[tuple[int, int]], device: torch.device, *, shift: float = 0.0
 ) -> Points:
-    """The points of pyramid levels of `grids` (height, width), finest first, by row; shift: offset from the multiples
-    of the stride, in strides."""
+    """The points of pyramid levels of `grids` (height, width), finest first, by row; shift: of all, in strides."""
     levels = []
     for level, (height, width) in enumerate(grids):
         y = (torch.arange(height, device=device, dtype=torch.float32) + shift) * (image_size[0] // height)

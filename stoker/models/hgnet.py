@@ -3,8 +3,7 @@
 A stage downsamples by a depthwise convolution and has blocks that concatenate the outputs of all their layers. Hybrid
 encoder (RT-DETR, Zhao et al. 2023, arXiv 2304.08069, section 4.2): a transformer layer on the coarsest map, then a
 top-down and a bottom-up path of CSP-ELAN blocks. Lite encoder (DEIMv2, Huang et al. 2025, arXiv 2509.20787): for one
-map of the backbone; it makes a second, coarser one. Maps are [B, C, h, w]; h and w of the finest are multiples of the
-coarsest's.
+map; it makes a second, coarser one. Maps are [B, C, h, w]; h and w of the finest are multiples of the coarsest's.
 """
 
 from collections import OrderedDict
@@ -101,8 +100,7 @@ def _layer(affine: bool, in_channels: int, out_channels: int, norm: Norm, **opti
 
 
 class Stem(nn.Module):
-    """Images [B, 3, H, W] → [B, out, H / 4, W / 4]. Its 2 × 2 convolutions and the pooling are padded at the right and
-    at the bottom."""
+    """Images [B, 3, H, W] → [B, out, H / 4, W / 4]. 2 × 2 convolutions and pooling are padded right and below."""
 
     def __init__(self, middle: int, out: int, *, affine: bool, norm: Norm) -> None:
         super().__init__()
@@ -175,8 +173,7 @@ class Stage(nn.Module):
 
 class HGNetBackbone(Backbone):
     """A network of HGNETS and an encoder, which makes the maps of the decoder from those of the last `num_maps` stages;
-    for one map it is the lite one. trainable_stages: of the stem and the stages, counted from the last of five; the
-    others: of the encoder."""
+    for one map the lite one. trainable_stages: of stem and stages, from the last of five; others: of the encoder."""
 
     def __init__(
         self, name: str, num_maps: int, channels: int, *, norm: NormKind, trainable_stages: int, feedforward: int,
@@ -274,8 +271,7 @@ class ELANBlock(nn.Module):
 
 
 class HybridEncoder(nn.Module):
-    """Maps of `in_channels`, finest first → as many maps of `channels`. fused: DEIMv2's blocks, with sums of maps in
-    place of concatenations."""
+    """Maps of `in_channels`, finest first → as many maps of `channels`. fused: DEIMv2's blocks, and sums of maps."""
 
     def __init__(
         self,
@@ -327,8 +323,7 @@ class HybridEncoder(nn.Module):
 
 
 class LiteEncoder(nn.Module):
-    """One map of `in_channels` → two maps of `channels`, the second at half the resolution, to which the mean over the
-    image is added."""
+    """One map of `in_channels` → two maps of `channels`; to the second, half as large, its mean is added."""
 
     def __init__(self, in_channels: int, channels: int, *, expansion: float, num_blocks: int, norm: Norm) -> None:
         super().__init__()

@@ -192,8 +192,7 @@ class InvertedResidualV2(nn.Module):
 
 
 class InvertedResidualV3(nn.Module):
-    """The block of MobileNetV3: as `InvertedResidualV2`, with squeeze-and-excitation after the depthwise
-    convolution."""
+    """The block of MobileNetV3: with squeeze-and-excitation after the depthwise convolution."""
 
     def __init__(self, in_channels: int, spec: V3Block, norm: Norm) -> None:
         super().__init__()
@@ -216,8 +215,7 @@ class InvertedResidualV3(nn.Module):
 
 
 class SqueezeExcitation(nn.Module):
-    """Multiplies each channel by a factor of 0 … 1 computed from the means of all channels (arXiv 1709.01507):
-    [B, C, H, W] → the same shape."""
+    """Multiplies each channel by a factor of 0 … 1 computed from the means of all channels (arXiv 1709.01507)."""
 
     def __init__(self, channels: int, squeezed_channels: int) -> None:
         super().__init__()
@@ -248,8 +246,7 @@ def _initialized(layers: Sequence[nn.Module], classifier: Sequence[nn.Linear]) -
 ConvFactory = Callable[..., nn.Sequential]
 """`conv_norm` or `separable_conv_norm`."""
 POOL_SIZE = 5
-"""Window of the three poolings in sequence of `SPPF`, which cover 5, 9 and 13 positions (SPP, arXiv 1406.4729, with
-YOLOv4's windows, arXiv 2004.10934)."""
+"""Window of `SPPF`'s poolings, which cover 5, 9 and 13 positions (SPP, arXiv 1406.4729; YOLOv4, arXiv 2004.10934)."""
 
 
 class Residual(nn.Module):

@@ -156,8 +156,7 @@ class RetinaNet(Detector):
 
     def loss(self, outputs: RetinaNetOutputs, batch: Batch) -> dict[str, Tensor]:
         """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over an image's anchors, divided by its
-        number of positives (at least 1), averaged over images. So the losses of two half batches average to that of the
-        whole batch."""
+        number of positives (at least 1), averaged over images: those of half batches average to the whole batch's."""
         settings = self.settings
         match: Callable[..., Tensor] = match_anchors
         compute_class_loss: Callable[..., Tensor] = focal_loss

@@ -156,8 +156,7 @@ class WindowedViT(Backbone):
 
 
 def _resizing(old: int, new: int, like: Tensor) -> Tensor:
-    """[new, old]: what an antialiased bicubic `interpolate` does along an axis. As a product, its gradient is the same
-    in every run on CUDA, and XLA has it."""
+    """[new, old]: an antialiased bicubic `interpolate` along an axis as a product, deterministic and for XLA, too."""
     device = device_of_constants(like.device)
     basis = torch.eye(old, device=device)[None, None]
     matrix = functional.interpolate(basis, (old, new), mode="bicubic", align_corners=False, antialias=True)

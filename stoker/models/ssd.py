@@ -147,8 +147,7 @@ class MobileNet(Backbone):
     """MobileNetV3-large up to the expansion of its 13th block, the rest of it, four downsampling blocks (arXiv
     1905.02244, section 6.3). Images [B, 3, H, W], no side below 32, → six maps.
 
-    reduced_tail: the blocks at stride 32 have half the channels, as in table 6 and in the COCO weights; the ImageNet
-    weights have full ones.
+    reduced_tail: the blocks at stride 32 have half the channels, as in table 6 and the COCO (not ImageNet) weights.
     """
 
     def __init__(self, norm: NormKind, trainable_stages: int, reduced_tail: bool) -> None:
@@ -283,8 +282,7 @@ class SSDAnchorGenerator(AnchorGenerator):
 
 
 class SSD(Detector):
-    """The detector. backbone: gives six maps of `out_channels`; make_layer: (channels, outputs) → the predictor of one
-    map."""
+    """The detector. backbone: gives six maps of `out_channels`; make_layer: (channels, outputs) → a map's predictor."""
 
     aspect_ratios: ClassVar[tuple[tuple[float, ...], ...]]
     """Aspect ratios above 1 of each map's anchors; each is used as width / height and as height / width."""

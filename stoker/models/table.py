@@ -65,8 +65,7 @@ def get_architecture(name: str) -> Architecture:
 def build(settings: ModelSettings, num_classes: int) -> Detector:
     """The model of `settings` (no field that it uses is AUTO), with random weights, in channels-last memory.
 
-    Raises ConfigError for an unknown name, a setting that the architecture does not have, and a wrong number of anchor
-    sizes.
+    Raises ConfigError for an unknown name, a setting that the model does not have, a wrong number of anchor sizes.
     """
     arch = get_architecture(settings.model)
     check_settings(settings)

@@ -1,8 +1,7 @@
 """Activation checkpointing (arXiv 1604.06174): segments of a model keep only their input and are computed again in the
 backward pass. docs/models.md has the memory that it saves and the time that it costs.
 
-Modules, names in `state_dict` and results do not change. Segments are found by structure; a detector needs no code for
-it.
+Modules, names in `state_dict` and results do not change. Segments are found by structure, without code of a detector.
 """
 
 import contextlib

@@ -188,8 +188,7 @@ class AnchorGenerator(nn.Module):
         self._cache: dict[tuple[tuple[int, int], torch.device, torch.dtype], Tensor] = {}
 
     def forward(self, image_size: tuple[int, int], grids: list[GridSize]) -> Tensor:
-        """All anchors of an input size (height, width) with feature maps `grids`: float32 [A, 4], by map, then by
-        row."""
+        """All anchors of an input size (height, width) with feature maps `grids`: float32 [A, 4], by map, by row."""
         first_base = self.get_buffer("cells_0")
         key = (image_size, first_base.device, first_base.dtype)
         if key not in self._cache:

@@ -53,8 +53,7 @@ def conv_norm(
     groups: int = 1,
     activation: type[nn.ReLU | nn.ReLU6 | nn.Hardswish | nn.SiLU] | None = nn.ReLU,
 ) -> nn.Sequential:
-    """Convolution, norm or, with None, a bias, activation (None for none): [B, in, H, W] → [B, out, H / stride,
-    W / stride]."""
+    """Convolution, norm (None: a bias), activation (None: none): [B, in, H, W] → [B, out, H / stride, W / stride]."""
     bias = norm is None
     if (kernel_size, stride) == (3, 2):
         conv: nn.Conv2d = StridedConv2d(in_channels, out_channels, groups=groups, bias=bias)

@@ -1,8 +1,7 @@
 """Multi-scale deformable attention (Deformable DETR, Zhu et al. 2020, arXiv 2010.04159) on maps of fixed shapes.
 
 A query looks at a few points of each map, at predicted offsets from its reference box. Offsets, locations and sampling
-are fp32 in any case: fp16 has no more than 11 bits for a location. The shapes of the maps are numbers of the host, so
-nothing waits for the device.
+are fp32 in any case: fp16 has no more than 11 bits for a location. Shapes are numbers of the host: nothing waits.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -26,8 +25,7 @@ def sample_levels(
     """Weighted sums of bilinear samples: [B, Q, heads · c], at least fp32.
 
     value: [B, S, heads, c], the maps of `grids` (height, width) one after the other, by row; locations: [B, Q, heads,
-    P, 2], x and y as fractions of the map, outside of which it is 0; weights: [B, Q, heads, P]; num_points: points in
-    each map, sums to P.
+    P, 2], x and y as fractions of the map (0 outside); weights: [B, Q, heads, P]; num_points: in each map, sums to P.
     """
     batch_size, _, num_heads, channels = value.shape
     with torch.autocast(value.device.type, enabled=False):

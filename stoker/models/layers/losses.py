@@ -97,8 +97,7 @@ class _SoftBinaryCrossEntropy(torch.autograd.Function):
 
 
 def _empty_derivatives(logits: Tensor) -> Tensor:
-    """A tensor for the derivatives, in the logits' dtype; bf16 for fp16, where small derivatives would underflow before
-    the loss scale is applied."""
+    """A tensor for the derivatives, in the logits' dtype; for fp16, where small ones would underflow, in bf16."""
     return torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
 
 
@@ -149,8 +148,7 @@ def box_loss(kind: Literal["l1", "giou"], deltas: Tensor, anchors: Tensor, boxes
 
     deltas: float32 [B, A, 4], predicted; anchors: [A, 4]; boxes: [B, A, 4], the box of each anchor, any value where not
     positive; positive: bool [B, A]. l1: of the encoded offsets; giou: 1 - generalized IoU of the decoded boxes.
-    The inputs of other anchors are replaced before the arithmetic: a factor of 0 afterwards would give inf · 0 = NaN,
-    also in the backward pass.
+    The inputs of other anchors are replaced before the arithmetic: a factor of 0 afterwards would give inf · 0 = NaN.
     """
     if kind == "l1":
         target = torch.where(positive[..., None], encode(boxes, anchors), 0.0)

@@ -49,8 +49,7 @@ def match_anchors(
 def map_blocks(
     fn: Callable[[Tensor, Tensor, int], Tensor], boxes: Tensor, valid: Tensor, num_anchors: int, block: int | None
 ) -> Tensor:
-    """`fn(boxes [b, M, 4], valid [b, M], boxes_per_block)` for the image blocks of `plan_blocks`, concatenated: [B, …].
-    Without gradients."""
+    """`fn(boxes [b, M, 4], valid [b, M], boxes_per_block)` of `plan_blocks`, concatenated: [B, …]. No gradients."""
     image_slices, boxes_per_block = plan_blocks(boxes, num_anchors, block)
     with torch.no_grad():
         return torch.cat([fn(boxes[image_slice], valid[image_slice], boxes_per_block) for image_slice in image_slices])

@@ -75,8 +75,7 @@ class FrozenBatchNorm2d(DerivedBuffers):
 class SafeBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d that accepts one value per channel, where torch raises ValueError as there is no variance.
 
-    The coarsest map of a single image can be that small. Then it normalizes by the running statistics and does not
-    update them.
+    The coarsest map of a single image can be that small. It is normalized by the running statistics, which stay.
     """
 
     def forward(self, x: Tensor) -> Tensor:

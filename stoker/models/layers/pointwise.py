@@ -50,8 +50,7 @@ def num_parts(images: int, height: int) -> int:
 
 
 class PointwiseConv(torch.autograd.Function):
-    """(x [B, C, H, W], weight [K, C, 1, 1], bias [K] or None, parts of an image) → [B, K, H, W], in channels-last
-    memory."""
+    """(x [B, C, H, W], weight [K, C, 1, 1], bias [K] or None, parts of an image) → [B, K, H, W], channels-last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
@@ -79,8 +78,7 @@ def _split(x: Tensor, parts: int) -> Tensor:
 
 
 def _join(x: Tensor, parts: int) -> Tensor:
-    """[B · parts, C, H / parts, W] → [B, C, H, W] with the same memory, but for autograd no view, which could not be
-    changed in place."""
+    """[B · parts, C, H / parts, W] → [B, C, H, W], the same memory, for autograd no view: it may change in place."""
     images, channels, height, width = x.shape
     joined = x.permute(0, 2, 3, 1).reshape(images // parts, height * parts, width, channels)
     return joined.permute(0, 3, 1, 2).data

@@ -21,9 +21,8 @@ from stoker.hardware.device import XLA_KINDS, allow_host_sync
 from stoker.models.layers.boxes import batched_gather, clip, cxcywh_to_xyxy, iou, xyxy_scale
 
 NMS_ROUNDS = 32
-"""Rounds of `fixed_point_nms`. It needs one per link of the longest chain of boxes in which each decides about the next
-one, and one to detect convergence: 10 for 2,000 boxes around 20 objects. Even, so that without convergence too many
-boxes stay rather than too few."""
+"""Rounds of `fixed_point_nms`: one per link of the longest chain of boxes in which each decides about the next one, and
+one to detect convergence: 10 for 2,000 boxes around 20 objects. Even: without convergence, too many boxes stay."""
 MAX_PAIRS = 2**25
 """IoUs that are computed at once: 128 MiB in fp32; about four such tensors exist at the same time."""
 
@@ -169,8 +168,8 @@ def topk_per_level(
 def clip_and_filter(
     resized_size: Tensor, boxes: Tensor, scores: Tensor, labels: Tensor, *, score_threshold: float | Tensor
 ) -> Candidates:
-    """Boxes [B, N, 4] clipped to `resized_size` [B, 2]. The score [B, N] of a box becomes 0 if it is not above the
-    threshold or nothing of the box is inside."""
+    """Boxes [B, N, 4] clipped to `resized_size` [B, 2]. A score [B, N] not above the threshold, or of a box outside,
+    becomes 0."""
     clipped = clip(boxes, resized_size)
     # A box in the padding is clipped to a line at the image's edge, which NMS would not remove.
     is_box = (clipped[..., 2:] > clipped[..., :2]).all(-1)
@@ -262,15 +261,13 @@ def _greedy_keep(boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: f
 
 
 def topk_detections(candidates: Candidates, max_detections: int) -> BatchDetections:
-    """The best `max_detections` candidates of each image, best first, without NMS. The boxes stay in pixels of the
-    model input."""
+    """The best `max_detections` candidates of each image, best first, without NMS, in pixels of the model input."""
     indices = candidates.scores.topk(min(max_detections, candidates.scores.shape[1]), dim=1).indices
     return _as_detections(_select(candidates, indices), max_detections)
 
 
 def _best_first(candidates: Candidates, count: int) -> Candidates:
-    """The `count` candidates of each image with the highest scores; of equal ones the first come first, as in a stable
-    sort."""
+    """The `count` candidates of each image with the highest scores, as in a stable sort."""
     place = torch.arange(candidates.scores.shape[1], device=candidates.scores.device)
     # The bits of positive floats are in the order of the floats. Unlike `sort`, `topk` takes no launches per image.
     rank = (candidates.scores.view(torch.int32).to(torch.int64) << 32) - place

@@ -42,8 +42,8 @@ def make_truth(boxes: Tensor, labels: Tensor, valid: Tensor, image_size: tuple[i
 
 
 def match(logits: Tensor, boxes: Tensor, truth: Truth) -> Tensor:
-    """The box of each query by bipartite matching, or `BACKGROUND`: int64 [K, B, Q]. Without gradients. logits: [K, B,
-    Q, C]; boxes: [K, B, Q, 4]."""
+    """The box of each query by bipartite matching, or `BACKGROUND`, of logits [K, B, Q, C] and boxes [K, B, Q, 4]:
+    int64 [K, B, Q]. Without gradients."""
     shape = (*logits.shape[:3], truth.labels.shape[1])
     with torch.no_grad():
         probability = logits.gather(3, truth.labels[None, :, None].expand(shape)).sigmoid()

@@ -109,8 +109,7 @@ def local_path(location: str) -> Path:
 
 
 def _download_from_hub(hub: re.Match[str]) -> Path:
-    """The file in Hugging Face's cache. Raises OSError for another SHA-256, after it removed the file; other errors are
-    the library's."""
+    """The file in Hugging Face's cache. Raises OSError for another SHA-256 (the file is removed), and the library's."""
     from huggingface_hub import constants, hf_hub_download, hf_hub_url
 
     print_text(f"Downloading {hf_hub_url(**hub.groupdict())} to {constants.HF_HUB_CACHE}", file=sys.stderr, flush=True)

@@ -304,9 +304,8 @@ def fit_class_head(
 ) -> tuple[dict[str, Tensor], str]:
     """(`tensors` with class heads for `class_names`, or without them; a sentence about the result).
 
-    class_heads: the model's; file_classes: class names in the file, None if it has none. The heads are kept if every
-    class is one of the file's, or if the file has no names and as many classes. A file with 91 channels without names
-    has torchvision's COCO classes.
+    class_heads: the model's; file_classes: class names in the file, None if it has none: with 91 channels then COCO's.
+    The heads are kept if every class is one of the file's, or if the file has no names and as many classes.
     """
     first = class_heads[0]
     head_by_tensor = class_tensors(class_heads)

@@ -48,8 +48,7 @@ class ModelMetadata(msgspec.Struct, kw_only=True):
     """Score threshold with their best F1 on that split: the default of predictions."""
 
     def header(self) -> dict[str, str]:
-        """The safetensors header. A single key, since several keys have no fixed order: equal models are equal
-        files."""
+        """The safetensors header: a single key, as several have no fixed order: equal models are equal files."""
         fields = msgspec.to_builtins(self)
         fields["settings"] = {name: value for name, value in fields["settings"].items() if value is not None}
         return {METADATA_KEY: msgspec.json.encode(fields).decode()}
@@ -96,8 +95,7 @@ def load_model(path: Path) -> tuple["models.Detector", ModelMetadata]:
 
 
 def load_pretrained(name: str | os.PathLike[str]) -> tuple["models.Detector", ModelMetadata]:
-    """An architecture of `MODELS` with its COCO weights, downloaded where they are not there yet, as `load_model`.
-    Raises WeightsError if it has none."""
+    """An architecture of `MODELS` with its COCO weights, downloaded if need be. Raises WeightsError if it has none."""
     architecture = MODELS[str(name)]
     if "coco" not in architecture.urls:
         fix = f"stoker train DATA --model {name}"
