@@ -92,9 +92,9 @@ def match_detections(gt: GroundTruth, detections: Detections) -> CocoMatches:
     visit_order = np.argsort(2 * det_index + gt_ignore[:, gt_index], axis=1, kind="stable")
     hits = _greedy_match(det_index, gt_index[visit_order], overlap[visit_order], _starts(image_index, label), gt.crowd)
     hit_ignore = np.take_along_axis(gt_ignore[:, gt_index], visit_order, axis=1)
-    tp = np.stack([_sum_bits(det_index, np.where(a, 0, h), len(order)) for a, h in zip(hit_ignore, hits, strict=True)])
-    ignored = np.stack(
-        [_sum_bits(det_index, np.where(a, h, 0), len(order)) for a, h in zip(hit_ignore, hits, strict=True)]
+    tp, ignored = (
+        np.stack([_sum_bits(det_index, bits, len(order)) for bits in np.where(hit_ignore == is_ignored, hits, 0)])
+        for is_ignored in (False, True)
     )
     boxes = detections.boxes[order].astype(np.float64)
     area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
@@ -233,15 +233,8 @@ def compute_metrics(gt: GroundTruth, detections: Detections) -> CocoResult:
             recall_at[n, :, num_gt == 0] = -1.0
     num_gt_total = np.bincount(gt.label[~gt.crowd], minlength=num_classes)
     precision_all = precision[0]
-    summary = (
-        precision_all,
-        precision_all[0],
-        precision_all[5],
-        *precision[1:],
-        recall[1][0],
-        recall[10][0],
-        *recall[MAX_DETECTIONS],
-    )
+    by_iou = precision_all, precision_all[0], precision_all[5]
+    summary = (*by_iou, *precision[1:], recall[1][0], recall[10][0], *recall[MAX_DETECTIONS])
     means: dict[str, Any] = {name: _mean(part) for name, part in zip(COCO_SUMMARY, summary, strict=True)}
     metrics = Metrics(
         **means,

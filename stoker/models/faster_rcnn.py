@@ -7,8 +7,8 @@ torchvision's FasterRCNN, and so do the names in `state_dict`; only the random s
 second stage class 0 is the background, the user's class c is c + 1.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,12 @@ from stoker.models.layers.boxes import (
     iou,
     rows_at,
 )
-from stoker.models.layers.convolutions import flatten_map
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.matching import BACKGROUND, match_anchors, random_keys, sample_balanced
 from stoker.models.layers.postprocess import MAX_PAIRS, Candidates, fixed_point_nms, topk_per_level
 from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.layers.roi_align import OUTPUT_SIZE, multiscale_roi_align
+from stoker.models.retinanet import ConvHead
 
 CHANNELS = 256
 """Of the FPN's levels."""
@@ -78,13 +78,8 @@ class RegionProposalNetwork(nn.Module):
         super().__init__()
         num_anchors = len(settings.anchor_scales) * len(settings.aspect_ratios)
         conv = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(inplace=True))
-        self.head = nn.ModuleDict(
-            {
-                "conv": nn.Sequential(conv),
-                "cls_logits": nn.Conv2d(CHANNELS, num_anchors, 1),
-                "bbox_pred": nn.Conv2d(CHANNELS, num_anchors * 4, 1),
-            }
-        )
+        cls_logits, bbox_pred = (nn.Conv2d(CHANNELS, num_anchors * outputs, 1) for outputs in (1, 4))
+        self.head = ConvHead([conv], cls_logits=(cls_logits, 1), bbox_pred=(bbox_pred, 4))
         for layer in self.head.modules():
             if isinstance(layer, nn.Conv2d):
                 assert layer.bias is not None
@@ -94,12 +89,10 @@ class RegionProposalNetwork(nn.Module):
             cell_anchors(size, settings.anchor_scales, settings.aspect_ratios) for size in settings.anchor_sizes
         )
 
-    def forward(self, levels: Sequence[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
+    def forward(self, levels: list[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
         """levels: finest first, each [B, C, h, w]; image_size: height and width of the model input."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
-        hidden = [self.head["conv"](level) for level in levels]
-        logits = torch.cat([flatten_map(self.head["cls_logits"](features), 1) for features in hidden], dim=1)
-        deltas = torch.cat([flatten_map(self.head["bbox_pred"](features), 4) for features in hidden], dim=1)
+        logits, deltas = (torch.cat(predicted, dim=1) for predicted in self.head(levels))
         anchors = self.anchors(image_size, grids)
         return RPNOutputs(logits[..., 0], deltas, anchors, self.anchors.num_anchors_per_level(grids))
 
@@ -157,26 +150,21 @@ def _nms_of_padded_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) ->
 
 
 def propose_in_groups(
-    rpn_outputs: RPNOutputs, resized_size: Tensor, *, pre_nms_top_n: int, post_nms_top_n: int, score_threshold: float
+    rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: int, score_threshold: float
 ) -> Proposals:
     """`propose` for groups of images: on a CPU at most MAX_PAIRS IoUs are computed at once, on an accelerator at most
     `device.block_size`, of all levels."""
     logits = rpn_outputs.logits
     if logits.device.type == "cpu":
-        images_per_group = max(1, MAX_PAIRS // pre_nms_top_n**2)
+        images_per_group = max(1, MAX_PAIRS // top_n**2)
     else:
-        pairs = len(rpn_outputs.num_anchors_per_level) * pre_nms_top_n**2
+        pairs = len(rpn_outputs.num_anchors_per_level) * top_n**2
         images_per_group = max(1, block_size(logits) // pairs)
-    starts = range(0, resized_size.shape[0], images_per_group)
+    limits: Any = {"pre_nms_top_n": top_n, "post_nms_top_n": top_n, "score_threshold": score_threshold}
+    columns = (column.split(images_per_group) for column in (logits, rpn_outputs.deltas, resized_size))
     groups = [
-        propose(
-            rpn_outputs._replace(logits=logits[image_slice], deltas=rpn_outputs.deltas[image_slice]),
-            resized_size[image_slice],
-            pre_nms_top_n=pre_nms_top_n,
-            post_nms_top_n=post_nms_top_n,
-            score_threshold=score_threshold,
-        )
-        for image_slice in (slice(start, start + images_per_group) for start in starts)
+        propose(rpn_outputs._replace(logits=some, deltas=deltas), sizes, **limits)
+        for some, deltas, sizes in zip(*columns, strict=True)
     ]
     return Proposals(*(torch.cat(field) for field in zip(*groups, strict=True)))
 
@@ -369,8 +357,7 @@ class FasterRCNN(Detector):
                 proposals = propose_in_groups(
                     rpn_outputs,
                     batch.resized_size,
-                    pre_nms_top_n=self.num_train_proposals,
-                    post_nms_top_n=self.num_train_proposals,
+                    top_n=self.num_train_proposals,
                     score_threshold=self.rpn_score_thresh,
                 )
                 rois = sample_rois(proposals, boxes, batch.labels, batch.valid, rand)
