@@ -212,9 +212,7 @@ def compute_metrics(gt: GroundTruth, detections: Detections) -> CocoResult:
     label = detections.label[matches.order[matches.by_class]]
     rank = matches.rank[matches.by_class]
     precision = np.empty((len(AREA_RANGES), len(IOU_THRESHOLDS), NUM_RECALL_POINTS, num_classes))
-    recall = {
-        max_dets: np.empty((len(AREA_RANGES), len(IOU_THRESHOLDS), num_classes)) for max_dets in (1, 10, MAX_DETECTIONS)
-    }
+    recall = np.empty((3, len(AREA_RANGES), len(IOU_THRESHOLDS), num_classes))
     for n, (low, high) in enumerate(AREA_RANGES.tolist()):
         in_area = ~gt.crowd & (gt.area >= low) & (gt.area <= high)
         num_gt = np.bincount(gt.label[in_area], minlength=num_classes)
@@ -224,17 +222,15 @@ def compute_metrics(gt: GroundTruth, detections: Detections) -> CocoResult:
             hits = np.flatnonzero(tp & np.uint16(1 << t))
             num_counted = np.cumsum(counts >> np.uint16(t) & np.uint16(1), dtype=np.int64)
             precision[n, t] = _interpolated_precision(label, hits, num_counted, required_hits).T
-            for max_dets, recall_at in recall.items():
-                recall_at[n, t] = np.bincount(label[hits][rank[hits] < max_dets], minlength=num_classes) / np.maximum(
-                    num_gt, 1
-                )
+            for k, max_dets in enumerate((1, 10, MAX_DETECTIONS)):
+                num_hits = np.bincount(label[hits][rank[hits] < max_dets], minlength=num_classes)
+                recall[k, n, t] = num_hits / np.maximum(num_gt, 1)
         precision[n, :, :, num_gt == 0] = -1.0
-        for recall_at in recall.values():
-            recall_at[n, :, num_gt == 0] = -1.0
+        recall[:, n, :, num_gt == 0] = -1.0
     num_gt_total = np.bincount(gt.label[~gt.crowd], minlength=num_classes)
     precision_all = precision[0]
     by_iou = precision_all, precision_all[0], precision_all[5]
-    summary = (*by_iou, *precision[1:], recall[1][0], recall[10][0], *recall[MAX_DETECTIONS])
+    summary = (*by_iou, *precision[1:], recall[0, 0], recall[1, 0], *recall[2])
     means: dict[str, Any] = {name: _mean(part) for name, part in zip(COCO_SUMMARY, summary, strict=True)}
     metrics = Metrics(
         **means,

@@ -252,11 +252,8 @@ def _resize_view(buffer: HostBatchBuffer, k: int, size: tuple[int, int], resize:
     resize_geometry = geometry.compute_resize_geometry(size, buffer.image_size, resize)
     height, width = resize_geometry.resized_size
     buffer.write_filler(k)
-    buffer.resized_size[k], buffer.scale[k], buffer.original_size[k] = (
-        resize_geometry.resized_size,
-        resize_geometry.scale,
-        size,
-    )
+    buffer.resized_size[k], buffer.original_size[k] = resize_geometry.resized_size, size
+    buffer.scale[k] = resize_geometry.scale
     return buffer.pixels[k, :height, :width], resize_geometry.region
 
 

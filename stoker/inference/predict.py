@@ -66,12 +66,10 @@ def find_images(
     unique_paths: dict[Path, Path] = {}
     for location in inputs:
         path = local_path(location)
-        if path.is_dir():
-            image_paths = sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file())
-        elif path.exists() or is_camera(path):
+        if is_camera(path) or (path.exists() and not path.is_dir()):
             image_paths = [path]
         else:
-            matched = (Path(name) for name in glob.glob(str(path), recursive=True))
+            matched = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
             image_paths = sorted(p for p in matched if p.suffix.lower() in suffixes and p.is_file())
         included = [p for p in image_paths if excluded is None or excluded not in p.resolve().parents]
         if image_paths and not included:

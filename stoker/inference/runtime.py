@@ -104,12 +104,8 @@ class ExportedModel(nn.Module):
             outputs.numpy(), resized_size.numpy(), score_threshold=score_threshold, iou_threshold=iou_threshold
         )
         valid = torch.arange(result.scores.shape[1]) < torch.from_numpy(result.count)[:, None]
-        detections = BatchDetections(
-            torch.from_numpy(result.boxes),
-            torch.from_numpy(result.scores),
-            torch.from_numpy(result.labels).clamp(min=0),
-            valid,
-        )
+        columns = result.boxes, result.scores, result.labels.clip(min=0)
+        detections = BatchDetections(*map(torch.from_numpy, columns), valid)
         return rescale_to_original(detections, scale, original_size)
 
     def run(

@@ -308,19 +308,11 @@ class SSD(Detector):
             _anchor_shapes(*sizes, aspect_ratios)
             for sizes, aspect_ratios in zip(pairs, self.aspect_ratios, strict=True)
         ]
-        heads = {"classification_head": 1 + num_classes, "regression_head": 4}
-        self.head = nn.ModuleDict(
-            {
-                name: SSDScoringHead(
-                    [
-                        make_layer(n, len(map_shapes) * outputs)
-                        for n, map_shapes in zip(backbone.out_channels, shapes, strict=True)
-                    ],
-                    outputs,
-                )
-                for name, outputs in heads.items()
-            }
-        )
+        self.head = nn.ModuleDict()
+        for name, outputs in (("classification_head", 1 + num_classes), ("regression_head", 4)):
+            widths = zip(backbone.out_channels, shapes, strict=True)
+            layers = [make_layer(channels, len(map_shapes) * outputs) for channels, map_shapes in widths]
+            self.head[name] = SSDScoringHead(layers, outputs)
         self.anchors = SSDAnchorGenerator((torch.tensor(map_shapes) for map_shapes in shapes), self.steps)
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> SSDOutputs:
