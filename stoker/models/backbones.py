@@ -105,8 +105,7 @@ class BackboneWithNeck(Backbone):
         self.add_module(neck_name, neck)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        levels: list[Tensor] = self.get_submodule(self.neck_name)(self.body(images))
-        return levels
+        return self.get_submodule(self.neck_name)(self.body(images))
 
     def parts(self) -> list[Part]:
         names = [name for name, _ in self.body.named_children()]

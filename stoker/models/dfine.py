@@ -116,8 +116,7 @@ class Gate(nn.Module):
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         of_first, of_second = self.gate(torch.cat((first, second), -1)).sigmoid().chunk(2, -1)
-        out: Tensor = self.norm(of_first * first + of_second * second)
-        return out
+        return self.norm(of_first * first + of_second * second)
 
 
 class DecoderLayer(nn.Module):
@@ -145,8 +144,7 @@ class DecoderLayer(nn.Module):
         x = self.self_attn_layer_norm(x + self.self_attn(x, positions, mask))
         seen = self.encoder_attn(x + positions, reference, memory, grids)
         x = self.encoder_attn_layer_norm(x + seen) if self.lite else self.gateway(x, seen)
-        out: Tensor = self.final_layer_norm(x + self.mlp(x))
-        return out
+        return self.final_layer_norm(x + self.mlp(x))
 
 
 class Decoder(DerivedBuffers):
@@ -299,8 +297,7 @@ class DFine(Detector):
             content = torch.cat((embedded.to(content.dtype), content), 1)
             box_logits = torch.cat((inverse_sigmoid(noisy.boxes), box_logits), 1)
             mask = denoising_mask(noisy.group, encoded.content.shape[1])
-        decoded: Decoded = self.decoder(content, box_logits, encoded.memory, encoded.grids, mask)
-        return decoded
+        return self.decoder(content, box_logits, encoded.memory, encoded.grids, mask)
 
     def loss(self, outputs: DFineOutputs, batch: Batch) -> dict[str, Tensor]:
         """`class` (`class_loss`), `bbox` (L1), `giou`, with `local` also `fgl` and `ddf`, and the same of the denoising

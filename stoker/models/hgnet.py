@@ -119,8 +119,7 @@ class Stem(nn.Module):
         x = functional.pad(self.stem1(x), (0, 1, 0, 1))
         branch = self.stem2b(functional.pad(self.stem2a(x), (0, 1, 0, 1)))
         pooled = functional.max_pool2d(x, 2, stride=1)
-        out: Tensor = self.stem4(self.stem3(torch.cat((pooled, branch), 1)))
-        return out
+        return self.stem4(self.stem3(torch.cat((pooled, branch), 1)))
 
 
 class Block(nn.Module):
@@ -167,8 +166,7 @@ class Stage(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.blocks(self.downsample(x))
-        return out
+        return self.blocks(self.downsample(x))
 
 
 class HGNetBackbone(Backbone):
@@ -266,8 +264,7 @@ class ELANBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         halves = self.conv1(x)
         first = self.conv2(self.csp_rep1(halves.chunk(2, 1)[1]))
-        out: Tensor = self.conv4(torch.cat((halves, first, self.conv3(self.csp_rep2(first))), 1))
-        return out
+        return self.conv4(torch.cat((halves, first, self.conv3(self.csp_rep2(first))), 1))
 
 
 class HybridEncoder(nn.Module):

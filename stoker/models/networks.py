@@ -54,8 +54,7 @@ class ResidualBlock(nn.Module):
             out = self.relu(getattr(self, f"bn{number}")(conv(out)))
         out = getattr(self, f"bn{self.numbers[-1]}")(last(out))
         out += x if self.downsample is None else self.downsample(x)
-        activated: Tensor = self.relu(out)
-        return activated
+        return self.relu(out)
 
 
 class BasicBlock(ResidualBlock):
@@ -259,8 +258,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, channels, H, W] → the same shape."""
-        output: Tensor = x + self.second(self.first(x))
-        return output
+        return x + self.second(self.first(x))
 
 
 class CSPLayer(nn.Module):
@@ -281,8 +279,7 @@ class CSPLayer(nn.Module):
         features = [self.beside(x), self.through(x)]
         for block in self.blocks:
             features.append(block(features[-1]))
-        joined: Tensor = self.join(torch.cat(features, dim=1))
-        return joined
+        return self.join(torch.cat(features, dim=1))
 
 
 class SPPF(nn.Module):
@@ -298,8 +295,7 @@ class SPPF(nn.Module):
         features = [self.narrow(x)]
         for _ in range(3):
             features.append(functional.max_pool2d(features[-1], POOL_SIZE, stride=1, padding=POOL_SIZE // 2))
-        joined: Tensor = self.join(torch.cat(features, dim=1))
-        return joined
+        return self.join(torch.cat(features, dim=1))
 
 
 INVERTED_FACTOR = 4

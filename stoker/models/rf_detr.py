@@ -81,8 +81,7 @@ class ViTLayer(nn.Module):
             tokens = tokens.unflatten(0, (-1, WINDOWS**2)).flatten(1, 2)
         mixed = self.attention(tokens)
         x = x + self.layer_scale1(mixed.reshape(x.shape))
-        out: Tensor = x + self.layer_scale2(self.mlp(self.norm2(x)))
-        return out
+        return x + self.layer_scale2(self.mlp(self.norm2(x)))
 
 
 class WindowedViT(Backbone):
@@ -204,8 +203,7 @@ class CrossAttention(DeformableAttention):
         self.value_proj, self.output_proj = (nn.Linear(CHANNELS, CHANNELS) for _ in range(2))
 
     def forward(self, queries: Tensor, reference: Tensor, value: Tensor, grids: Any) -> Tensor:
-        out: Tensor = self.output_proj(super().forward(queries, reference, self.value_proj(value), grids))
-        return out
+        return self.output_proj(super().forward(queries, reference, self.value_proj(value), grids))
 
 
 class DecoderLayer(nn.Module):
@@ -225,8 +223,7 @@ class DecoderLayer(nn.Module):
         mixed = self.self_attn(by_group, by_group_positions)
         x = self.self_attn_layer_norm(x + mixed.unflatten(0, (-1, groups)).flatten(1, 2))
         x = self.cross_attn_layer_norm(x + self.cross_attn(x + positions, boxes, memory, [grid]))
-        out: Tensor = self.layer_norm(x + self.mlp(x))
-        return out
+        return self.layer_norm(x + self.mlp(x))
 
 
 class Decoder(DerivedBuffers):
@@ -373,8 +370,7 @@ class RFDETR(Detector):
 def in_fp32(layer: nn.Module, x: Tensor) -> Tensor:
     """The output of a head without autocast: a score or a shift of a box beyond fp16 would be infinite."""
     with torch.autocast(x.device.type, enabled=False):
-        out: Tensor = layer(at_least_fp32(x))
-        return out
+        return layer(at_least_fp32(x))
 
 
 def refine(boxes: Tensor, delta: Tensor) -> Tensor:

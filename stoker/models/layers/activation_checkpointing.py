@@ -45,8 +45,7 @@ def _checkpointed_forward(segment: nn.Sequential, x: Tensor) -> Tensor:
             contextlib.nullcontext(), _recomputation(segment, same_weights(segment))
         )  # fmt: skip
     # No model uses random numbers, and reading the generator's state would synchronize.
-    result: Tensor = checkpoint(forward, segment, x, use_reentrant=False, preserve_rng_state=False, **checkpoint_kwargs)
-    return result
+    return checkpoint(forward, segment, x, use_reentrant=False, preserve_rng_state=False, **checkpoint_kwargs)
 
 
 @contextlib.contextmanager

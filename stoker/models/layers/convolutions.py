@@ -102,8 +102,7 @@ class PaddedConv2d(nn.Conv2d):
             channels = 4 if self.stride == (2, 2) else 8
             padding = (0, 0, 0, 0, 0, channels - IMAGE_CHANNELS)
             input, weight = functional.pad(input, padding), functional.pad(weight, padding)
-        output: Tensor = super()._conv_forward(input, weight, bias)
-        return output
+        return super()._conv_forward(input, weight, bias)
 
 
 def is_on_accelerator(x: Tensor) -> bool:
@@ -153,8 +152,7 @@ class FoldedConv2d(PaddedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, in, H, W] → the norm's output [B, out, h, w]."""
-        folded: Tensor = self._conv_forward(x, *self.weights())
-        return folded
+        return self._conv_forward(x, *self.weights())
 
 
 def fold_frozen_norms(module: nn.Module) -> None:
@@ -192,8 +190,7 @@ def conv_relu(conv: nn.Conv2d, x: Tensor, residual: Tensor | None = None) -> Ten
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-    output: Tensor = torch.ops.stoker.conv_relu(*tensors, conv.stride, conv.padding, conv.dilation, conv.groups)
-    return output
+    return torch.ops.stoker.conv_relu(*tensors, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
 def use_fused_convs(model: nn.Module, enabled: bool) -> None:
@@ -213,8 +210,7 @@ class ConvReLU(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         conv = self[0]
         assert isinstance(conv, nn.Conv2d)
-        activated: Tensor = conv_relu(conv, x) if self.fused_convs else super().forward(x)
-        return activated
+        return conv_relu(conv, x) if self.fused_convs else super().forward(x)
 
 
 def _cudnn(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *geometry: Any) -> Tensor:
@@ -233,8 +229,7 @@ def separate_conv_relu(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
 
 def _without_values(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *geometry: Any) -> Tensor:  # noqa: ARG001
     *of_window, groups = geometry
-    output: Tensor = aten.convolution(x, weight, None, *of_window, False, [0, 0], groups)
-    return output
+    return aten.convolution(x, weight, None, *of_window, False, [0, 0], groups)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -29,8 +29,7 @@ def assign(cost: Tensor, valid: Tensor) -> Tensor:
     more valid boxes than queries, Q boxes get one, and the others `UNASSIGNED`. A pair with a cost that is not finite
     is taken only where no assignment avoids it. No gradient flows through it.
     """
-    assigned: Tensor = torch.ops.stoker.assign(cost.detach(), valid)
-    return assigned
+    return torch.ops.stoker.assign(cost.detach(), valid)
 
 
 def _assign(cost: Tensor, valid: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float, bl
     `IGNORED`; alpha: weight of positives, 1 - alpha that of negatives; block: maximum number of logits computed at
     once, in whole images, at least one; default: `device.block_size`. Differentiable once, in `logits`.
     """
-    loss: Tensor = _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_size(logits))
-    return loss
+    return _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_size(logits))
 
 
 class _FocalLoss(torch.autograd.Function):
@@ -70,8 +69,7 @@ def soft_binary_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *,
     logits: floating point [B, A, C]; quality: float [B, A], the target of class `label` (int64 [B, A]) at each point;
     the target of all other classes is 0. Differentiable once, in `logits`; `block` as in `focal_loss`.
     """
-    loss: Tensor = _SoftBinaryCrossEntropy.apply(logits, label, quality, block or block_size(logits))
-    return loss
+    return _SoftBinaryCrossEntropy.apply(logits, label, quality, block or block_size(logits))
 
 
 class _SoftBinaryCrossEntropy(torch.autograd.Function):

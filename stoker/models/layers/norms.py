@@ -116,10 +116,7 @@ class SafeSyncBatchNorm(SafeBatchNorm2d):
             from torch.nn.modules._functions import SyncBatchNorm
 
             group, running = torch.distributed.group.WORLD, (self.running_mean, self.running_var)
-            normalized: Tensor = SyncBatchNorm.apply(
-                x, self.weight, self.bias, *running, self.eps, self.momentum, group, ranks
-            )
-            return normalized
+            return SyncBatchNorm.apply(x, self.weight, self.bias, *running, self.eps, self.momentum, group, ranks)
         count = ranks * x.numel() // x.shape[1]
         exact = x.to(self.weight.dtype)
         mean = sum_over_ranks(exact.sum((0, 2, 3))) / count

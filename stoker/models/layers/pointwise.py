@@ -38,10 +38,9 @@ def _conv_forward(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | Non
         and not torch.is_autocast_enabled("cpu")
     )
     parts = num_parts(len(x), x.shape[2]) if fits else 1
-    output: Tensor = (
+    return (
         type(conv)._conv_forward(conv, x, weight, bias) if parts == 1 else PointwiseConv.apply(x, weight, bias, parts)
     )
-    return output
 
 
 def num_parts(images: int, height: int) -> int:

@@ -48,8 +48,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """The sum over the ranks that compute together, with its gradient."""
-    total: Tensor = _SumOverRanks.apply(x)
-    return total
+    return _SumOverRanks.apply(x)
 
 
 def loss_divisor(count: Tensor) -> Tensor:

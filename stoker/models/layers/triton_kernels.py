@@ -50,17 +50,13 @@ def match_anchors(
     boxes: Tensor, valid: Tensor, anchors: Tensor, *, fg_iou_thresh: float, bg_iou_thresh: float
 ) -> Tensor:
     """As `matching.match_anchors`, for float32 and anchors that have an area: int64 [B, A]."""
-    matched: Tensor = torch.ops.stoker.match_anchors(
-        boxes.contiguous(), valid.contiguous(), anchors, fg_iou_thresh, bg_iou_thresh
-    )
-    return matched
+    return torch.ops.stoker.match_anchors(boxes.contiguous(), valid.contiguous(), anchors, fg_iou_thresh, bg_iou_thresh)
 
 
 def focal_loss(levels: list[Tensor], target: Tensor, *, alpha: float, gamma: float) -> Tensor:
     """As `losses.focal_loss`: float32 [B]. levels: [B, A of the level, C] each, in the order of `target` [B, A]."""
     dense = [level if level[0].is_contiguous() else level.contiguous() for level in levels]
-    loss: Tensor = torch.ops.stoker.focal_sums(dense, target, alpha, gamma)
-    return loss
+    return torch.ops.stoker.focal_sums(dense, target, alpha, gamma)
 
 
 @triton.jit

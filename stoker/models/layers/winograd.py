@@ -95,8 +95,7 @@ def _conv_forward(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | Non
         and len(x) * _num_tiles(x.shape[2]) * _num_tiles(x.shape[3]) >= MIN_TILES
     )
     if not fits:
-        direct: Tensor = type(conv)._conv_forward(conv, x, weight, bias)
-        return direct
+        return type(conv)._conv_forward(conv, x, weight, bias)
     output: Tensor = WinogradConv.apply(x, weight)
     return output if bias is None else output.add_(bias[:, None, None])
 
