@@ -239,10 +239,8 @@ class CSPLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fused:
             bypass, main = self.conv1(x).chunk(2, 1)
-            out: Tensor = self.conv2(bypass + self.bottlenecks(main))
-        else:
-            out = self.bottlenecks(self.conv1(x)) + self.conv2(x)
-        return out
+            return self.conv2(bypass + self.bottlenecks(main))
+        return self.bottlenecks(self.conv1(x)) + self.conv2(x)
 
 
 class ELANBlock(nn.Module):

@@ -225,8 +225,7 @@ class SqueezeExcitation(nn.Module):
         self.scale_activation = nn.Hardsigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
-        scale: Tensor = self.scale_activation(self.fc2(self.activation(self.fc1(self.avgpool(x)))))
-        return scale * x
+        return self.scale_activation(self.fc2(self.activation(self.fc1(self.avgpool(x))))) * x
 
 
 def _initialized(layers: Sequence[nn.Module], classifier: Sequence[nn.Linear]) -> nn.Sequential:

@@ -1,7 +1,7 @@
 """BatchNorm of a backbone: frozen, trained, or synchronized. `convolutions.py` folds frozen ones into convolutions."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -132,6 +132,19 @@ class SafeSyncBatchNorm(SafeBatchNorm2d):
         return torch.addcmul(self.bias[:, None, None], centered, scale[:, None, None]).to(x.dtype)
 
 
+@contextlib.contextmanager
+def installed(places: Sequence[tuple[dict[str, Any], str]], values: Sequence[Any]) -> Iterator[None]:
+    """In the block, the entries `places` of dictionaries have these values."""
+    before = [owner[name] for owner, name in places]
+    try:
+        for (owner, name), value in zip(places, values, strict=True):
+            owner[name] = value
+        yield
+    finally:
+        for (owner, name), value in zip(places, before, strict=True):
+            owner[name] = value
+
+
 class BatchCounts:
     """Counts the batches of all trained norms of `model` by one operator instead of one for each norm.
 
@@ -145,15 +158,10 @@ class BatchCounts:
     def defer(self) -> Iterator[None]:
         """Inside, the norms' counts are not changed; at the end they are what they would be without it."""
         norms = [norm for norm in self._norms if norm.training and norm.num_batches_tracked is not None]
-        counts = [norm._buffers["num_batches_tracked"] for norm in norms]
+        counts = [norm.num_batches_tracked for norm in norms]
         deferred = [_DeferredCount() for _ in norms]
-        try:
-            for norm, stand_in in zip(norms, deferred, strict=True):
-                norm._buffers["num_batches_tracked"] = stand_in  # type: ignore[assignment]
+        with installed([(norm._buffers, "num_batches_tracked") for norm in norms], deferred):
             yield
-        finally:
-            for norm, count in zip(norms, counts, strict=True):
-                norm._buffers["num_batches_tracked"] = count
         by_value: dict[int, list[Tensor]] = {}
         for count, stand_in in zip(counts, deferred, strict=True):
             if stand_in.value and count is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.models.layers.convolutions import FoldedConv2d
+from stoker.models.layers.norms import installed
 
 
 class _CastAll(torch.autograd.Function):
@@ -71,7 +72,7 @@ class WeightCasts:
         of_folded = iter(casts[len(places) :])
         values = [*casts[: len(places)], *zip(of_folded, of_folded, strict=True)]
         del casts, folded, of_folded
-        with _installed([*places, *((vars(layer), "cast") for layer in self._folded)], values):
+        with installed([*places, *((vars(layer), "cast") for layer in self._folded)], values):
             yield
 
 
@@ -82,17 +83,4 @@ def same_weights(segment: nn.Module) -> contextlib.AbstractContextManager[None]:
     layers = [module for module in segment.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     places = [(layer._parameters, name) for layer in layers for name in layer._parameters]
     places += [(vars(layer), "cast") for layer in layers if isinstance(layer, FoldedConv2d)]
-    return _installed(places, [owner[name] for owner, name in places])
-
-
-@contextlib.contextmanager
-def _installed(places: list[tuple[dict[str, Any], str]], values: list[Any]) -> Iterator[None]:
-    """In the block, the entries `places` of dictionaries have these values."""
-    before = [owner[name] for owner, name in places]
-    try:
-        for (owner, name), value in zip(places, values, strict=True):
-            owner[name] = value
-        yield
-    finally:
-        for (owner, name), value in zip(places, before, strict=True):
-            owner[name] = value
+    return installed(places, [owner[name] for owner, name in places])
