@@ -11,9 +11,6 @@ DEIMv2 has other norms, feed-forward layers and activations, takes the points of
 layers the positions of the first boxes. Both equal their authors' code (tests/models/test_published_names.py).
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (`unflatten` of tensors is untyped)
-
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple

@@ -10,9 +10,6 @@ With the same weights, predictions and losses are those of transformers' RfDetrF
 without dropout. For other images its windows are those of a transposed grid; here they are windows of the image.
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (`split` and `unflatten` of tensors are untyped)
-
 import math
 from typing import Any, NamedTuple
 

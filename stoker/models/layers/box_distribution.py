@@ -5,9 +5,6 @@ are dense around 0 and sparse far from it. Layers of a decoder add to each other
 two bins around the true distance, DDF distils the last layer into the others. The caller switches autocast off.
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (`split` and `unflatten` of tensors are untyped)
-
 import torch
 from torch import Tensor
 

@@ -12,9 +12,6 @@ NVIDIA GPUs, where each would read and write the whole map. The backward pass is
 CPU computes, too. `use_fused_convs` switches it; `training/make_step.py` decides by measurement.
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (what registers operators in torch is untyped)
-
 import itertools
 from typing import Any
 

@@ -4,9 +4,6 @@ A query looks at a few points of each map, at predicted offsets from its referen
 are fp32 in any case: fp16 has no more than 11 bits for a location. Shapes are numbers of the host: nothing waits.
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (`split` and `unflatten` of tensors are untyped)
-
 import math
 from collections.abc import Sequence
 

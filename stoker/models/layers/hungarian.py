@@ -6,9 +6,6 @@ CUDA it is a kernel with one program per problem (`hungarian_kernel.py`), for wh
 is NumPy. Where Triton is missing, the costs are copied to the host, which waits, as "assign".
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (torch.library is untyped)
-
 import importlib.util
 
 import numpy as np

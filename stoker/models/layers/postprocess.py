@@ -57,7 +57,7 @@ def torchvision_nms() -> Callable[[Tensor, Tensor, float], Tensor]:
     spec = importlib.util.find_spec("torchvision")
     libraries = list(Path(spec.origin).parent.glob("_C*.so")) if spec and spec.origin else []
     if len(libraries) == 1:
-        torch.ops.load_library(libraries[0])  # type: ignore[no-untyped-call]
+        torch.ops.load_library(libraries[0])
     else:
         importlib.import_module("torchvision")
     return torch.ops.torchvision.nms

@@ -6,9 +6,6 @@ share of a loss is masked. All is at least fp32; the callers switch autocast off
 of the image, unless a name says otherwise.
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (`split` and `unflatten` of tensors are untyped)
-
 from typing import NamedTuple
 
 import torch

@@ -6,8 +6,8 @@ for the backward pass. Imported only where Triton is installed (the CUDA build o
 `training/make_step.py` decides whether they are used. TRITON_INTERPRET=1 runs them on CPU tensors.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# (kernels have no types of Python; what registers operators in torch is untyped)
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# (kernels have no types of Python)
 
 from typing import Any
 

@@ -321,7 +321,7 @@ def fit_class_head(
     if channel_indices is None:
         return fitted, f"class head replaced: {channels} -> {num_channels} channels, random; {reason}"
     for name, head in head_by_tensor.items():
-        by_class = tensors[name].unflatten(0, (head.num_anchors, channels, head.outputs_per_class))  # type: ignore[no-untyped-call]
+        by_class = tensors[name].unflatten(0, (head.num_anchors, channels, head.outputs_per_class))
         fitted[name] = by_class[:, channel_indices].flatten(0, 2)
     return fitted, f"class head kept, {channels} -> {num_channels} channels; {reason}"
 
