@@ -29,7 +29,7 @@ from stoker.errors import DataError, make_error
 from stoker.evaluation import coco
 from stoker.evaluation.coco import CocoResult, only_evaluated
 from stoker.evaluation.draw import ImageWithBoxes
-from stoker.evaluation.metrics import Detections, GroundTruth, Metrics
+from stoker.evaluation.metrics import Detections, GroundTruth, Metrics, boxes_in_image
 from stoker.hardware.device import Device, ReadyEvent, allow_host_sync
 from stoker.models.layers.postprocess import DetectorProtocol, ExactnessCheck
 
@@ -207,10 +207,8 @@ def sample_images(
         np.unique(np.linspace(0, len(image_indices) - 1, min(count, len(image_indices))).round().astype(np.int64))
     ]
     gt = ground_truth(index, chosen_indices)
-    ones = np.ones(len(gt.image_index), np.float32)
-    gt_detections = Detections(
-        image_index=gt.image_index, boxes=gt.boxes, score=ones, label=gt.label, image_indices=chosen_indices
-    )
+    gt_detections = boxes_in_image(gt.boxes, gt.label)
+    gt_detections = dataclasses.replace(gt_detections, image_index=gt.image_index, image_indices=chosen_indices)
     confident = detections.select(detections.score >= SHOWN_SCORE)
     return [
         ImageWithBoxes(

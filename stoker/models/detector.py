@@ -22,10 +22,6 @@ from stoker.models.layers.postprocess import (
     topk_detections,
 )
 
-# Mean and standard deviation of ImageNet pixels in 0 … 1. torchvision's weights were trained with them.
-PIXEL_MEAN = (0.485, 0.456, 0.406)
-PIXEL_STD = (0.229, 0.224, 0.225)
-
 
 class ClassHeadSpec(NamedTuple):
     """A layer whose output channels are [num_anchors, classes, outputs_per_class], flattened."""
@@ -78,6 +74,10 @@ class Detector(DerivedBuffers):
     iou_threshold: float = 0.5
     """Two boxes of a class that overlap more are one object, by default; from 1 on nothing is suppressed."""
 
+    mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)
+    std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
+    """Of pixels in 0 … 1; these are ImageNet's, with which torchvision's weights were trained."""
+
     backbone_prefixes: ClassVar[tuple[str, ...]] = ("backbone.body.",)
     """Beginnings of the names of what a classifier's weights fill."""
 
@@ -89,18 +89,11 @@ class Detector(DerivedBuffers):
     """Pixels 0 … 255 are normalized by `pixel_shift` + pixel · `pixel_scale`."""
     pixel_scale: Tensor
 
-    def __init__(
-        self,
-        settings: ModelSettings,
-        num_classes: int,
-        *,
-        mean: tuple[float, ...] = PIXEL_MEAN,
-        std: tuple[float, ...] = PIXEL_STD,
-    ) -> None:
+    def __init__(self, settings: ModelSettings, num_classes: int) -> None:
         super().__init__()
         self.settings, self.num_classes = settings, num_classes
-        self.register_buffer("pixel_mean", torch.tensor(mean)[:, None, None], persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(std)[:, None, None], persistent=False)
+        self.register_buffer("pixel_mean", torch.tensor(self.mean)[:, None, None], persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(self.std)[:, None, None], persistent=False)
         self.register_buffer("pixel_shift", torch.empty(3, 1, 1), persistent=False)
         self.register_buffer("pixel_scale", torch.empty(3, 1, 1), persistent=False)
         self.update_buffers()

@@ -221,6 +221,7 @@ class DFine(Detector):
     """
 
     iou_threshold = 1.0  # no NMS
+    mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
     def __init__(
         self, settings: ModelSettings, num_classes: int, *, backbone: str, encoder_channels: int,
@@ -228,7 +229,7 @@ class DFine(Detector):
         encoder_feedforward: int = 1024, num_maps: int = 3, channels: int = 256, feedforward: int = 1024,
         reg_scale: float = REG_SCALE, family: str = "dfine",
     ) -> None:  # fmt: skip
-        super().__init__(settings, num_classes, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+        super().__init__(settings, num_classes)
         modern, lite = family != "dfine", family == "deimv2_lite"
         self.backbone = HGNetBackbone(
             backbone, num_maps, encoder_channels,

@@ -290,8 +290,6 @@ class SSD(Detector):
     """Distance between neighboring anchors in pixels; None: the map's positions divide the input evenly."""
     pre_nms_top_n_per_class: ClassVar[int]
     """Boxes of a class before NMS."""
-    mean: ClassVar[tuple[float, ...]]
-    std: ClassVar[tuple[float, ...]]
     class_layer_key: ClassVar[str] = "head.classification_head.module_list.{}"
 
     def __init__(
@@ -301,7 +299,7 @@ class SSD(Detector):
         num_classes: int,
         make_layer: Callable[[int, int], nn.Module],
     ) -> None:
-        super().__init__(settings, num_classes, mean=self.mean, std=self.std)
+        super().__init__(settings, num_classes)
         self.backbone = backbone
         pairs = itertools.pairwise(settings.anchor_sizes)
         shapes = [

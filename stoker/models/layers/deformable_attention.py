@@ -6,6 +6,7 @@ are fp32 in any case: fp16 has no more than 11 bits for a location. Shapes are n
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,27 +29,18 @@ def sample_levels(
     with torch.autocast(value.device.type, enabled=False):
         by_head = at_least_fp32(value).permute(0, 2, 3, 1).flatten(0, 1)
         points = (2 * at_least_fp32(locations) - 1).transpose(1, 2).flatten(0, 1)  # -1 … 1, for grid_sample
-        sample = _sample_by_gathers if value.device.type in XLA_KINDS else _sample
-        sampled = [
-            sample(level.unflatten(2, grid), at)
-            for level, grid, at in zip(
-                by_head.split([height * width for height, width in grids], dim=2),
-                grids,
-                points.split(list(num_points), dim=2),
-                strict=True,
-            )
-        ]  # each [B · heads, c, Q, points]
+        on_xla = value.device.type in XLA_KINDS
+        sample = _sample_by_gathers if on_xla else partial(functional.grid_sample, align_corners=False)
+        by_level = by_head.split([height * width for height, width in grids], 2), points.split(list(num_points), 2)
+        sampled = [sample(level.unflatten(2, grid), at) for grid, level, at in zip(grids, *by_level, strict=True)]
+        # each [B · heads, c, Q, points]
         by_point = at_least_fp32(weights).transpose(1, 2).flatten(0, 1)[:, None]
         summed = (torch.cat(sampled, dim=3) * by_point).sum(3)
         return summed.view(batch_size, num_heads * channels, -1).transpose(1, 2)
 
 
-def _sample(maps: Tensor, at: Tensor) -> Tensor:
-    return functional.grid_sample(maps, at, "bilinear", "zeros", align_corners=False)
-
-
 def _sample_by_gathers(maps: Tensor, at: Tensor) -> Tensor:
-    """The same, [N, c, h, w] and [N, Q, P, 2] → [N, c, Q, P], for XLA, which has no `grid_sample`."""
+    """`grid_sample` of [N, c, h, w] at [N, Q, P, 2]: [N, c, Q, P], for XLA, which has none."""
     height, width = maps.shape[2:]
     x, y = ((at[..., axis] + 1) * (size / 2) - 0.5 for axis, size in enumerate((width, height)))
     left, top = x.floor().detach(), y.floor().detach()

@@ -55,7 +55,8 @@ class _FocalLoss(torch.autograd.Function):
                 2, channel, torch.where(positive, -alpha * pos_derivative, (1 - alpha) * neg_derivative_at_label)
             )
             derivatives[image_slice] = neg_derivative.masked_fill_(ignored, 0.0)
-        _save_derivatives(ctx, derivatives, logits)
+        ctx.save_for_backward(derivatives)
+        ctx.dtype = logits.dtype
         return torch.cat(sums)
 
     @staticmethod
@@ -86,7 +87,8 @@ class _SoftBinaryCrossEntropy(torch.autograd.Function):
             loss_without_target = _minus_log_one_minus_sigmoid(x).sum((1, 2))
             sums.append(loss_without_target - (target * x.gather(2, channel)).sum((1, 2)))
             derivatives[image_slice] = x.sigmoid().scatter_add_(2, channel, -target)
-        _save_derivatives(ctx, derivatives, logits)
+        ctx.save_for_backward(derivatives)
+        ctx.dtype = logits.dtype
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     @staticmethod
@@ -97,11 +99,6 @@ class _SoftBinaryCrossEntropy(torch.autograd.Function):
 def _empty_derivatives(logits: Tensor) -> Tensor:
     """A tensor for the derivatives, in the logits' dtype; for fp16, where small ones would underflow, in bf16."""
     return torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
-
-
-def _save_derivatives(ctx: Any, derivatives: Tensor, logits: Tensor) -> None:
-    ctx.save_for_backward(derivatives)
-    ctx.dtype = logits.dtype
 
 
 def _multiply_derivatives(ctx: Any, grad: Tensor) -> Tensor:

@@ -44,12 +44,10 @@ class FrozenBatchNorm2d(DerivedBuffers):
         self.eps = eps
         self.folded = False
         """Whether the convolution before it computes the norm as well."""
-        self.register_buffer("weight", torch.ones(channels))
-        self.register_buffer("bias", torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-        self.register_buffer("scale", torch.empty(channels), persistent=False)
-        self.register_buffer("shift", torch.empty(channels), persistent=False)
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
+        for name in ("scale", "shift"):
+            self.register_buffer(name, torch.empty(channels), persistent=False)
         self.update_buffers()
 
     def update_buffers(self) -> None:
