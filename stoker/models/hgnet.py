@@ -26,8 +26,8 @@ class StageSpec(NamedTuple):
     """Channels of the layers in a block."""
     out: int
     num_blocks: int
-    kernel_size: int = 3
-    light: bool = False
+    kernel_size: int
+    light: bool
     """Whether a layer is a 1 × 1 and a depthwise convolution."""
 
 
@@ -36,46 +36,31 @@ class HGNetSpec(NamedTuple):
     stages: tuple[StageSpec, ...]
     num_layers: int
     """Layers in a block."""
-    affine: bool = True
+    affine: bool
     """Whether a learned scale and bias (two numbers) follow each activation."""
 
 
-def _small(*later: StageSpec) -> HGNetSpec:
-    return HGNetSpec((16, 16), (StageSpec(16, 64, 1), StageSpec(32, 256, 1), *later), num_layers=3)
+def _hgnet(
+    stem: tuple[int, int], middle: int, out: int, num_blocks: Sequence[int], num_layers: int, *, affine: bool = True
+) -> HGNetSpec:
+    """middle, out: of the first stage; the last two of four are light."""
+    stages = (
+        StageSpec(middle * 2**n, out * (1, 4, 8, 16)[n], count, kernel_size=5 if n > 1 else 3, light=n > 1)
+        for n, count in enumerate(num_blocks)
+    )
+    return HGNetSpec(stem, tuple(stages), num_layers, affine)
 
 
+FEMTO = _hgnet((16, 16), 16, 64, (1, 1, 1), 3)
 HGNETS = {
-    "atto": _small(StageSpec(64, 256, 1, 3, True)),
-    "femto": _small(StageSpec(64, 512, 1, 5, True)),
-    "pico": _small(StageSpec(64, 512, 2, 5, True)),
-    "b0": _small(StageSpec(64, 512, 2, 5, True), StageSpec(128, 1024, 1, 5, True)),
-    "b2": HGNetSpec(
-        (24, 32),
-        (
-            StageSpec(32, 96, 1), StageSpec(64, 384, 1),
-            StageSpec(128, 768, 3, 5, True), StageSpec(256, 1536, 1, 5, True),
-        ),
-        num_layers=4,
-    ),
-    "b4": HGNetSpec(
-        (32, 48),
-        (
-            StageSpec(48, 128, 1), StageSpec(96, 512, 1),
-            StageSpec(192, 1024, 3, 5, True), StageSpec(384, 2048, 1, 5, True),
-        ),
-        num_layers=6,
-        affine=False,
-    ),
-    "b5": HGNetSpec(
-        (32, 64),
-        (
-            StageSpec(64, 128, 1), StageSpec(128, 512, 2),
-            StageSpec(256, 1024, 5, 5, True), StageSpec(512, 2048, 2, 5, True),
-        ),
-        num_layers=6,
-        affine=False,
-    ),
-}  # fmt: skip
+    "atto": FEMTO._replace(stages=(*FEMTO.stages[:2], StageSpec(64, 256, 1, kernel_size=3, light=True))),
+    "femto": FEMTO,
+    "pico": _hgnet((16, 16), 16, 64, (1, 1, 2), 3),
+    "b0": _hgnet((16, 16), 16, 64, (1, 1, 2, 1), 3),
+    "b2": _hgnet((24, 32), 32, 96, (1, 1, 3, 1), 4),
+    "b4": _hgnet((32, 48), 48, 128, (1, 1, 3, 1), 6, affine=False),
+    "b5": _hgnet((32, 64), 64, 128, (1, 2, 5, 2), 6, affine=False),
+}
 """Value of `network.backbone` → network: the configurations of D-FINE and DEIMv2 (their names, of PP-HGNetV2, too)."""
 silu_conv = partial(conv_norm, activation=nn.SiLU)
 plain_conv = partial(conv_norm, activation=None)

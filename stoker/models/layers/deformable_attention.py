@@ -5,7 +5,7 @@ are fp32 in any case: fp16 has no more than 11 bits for a location. Shapes are n
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -29,8 +29,9 @@ def sample_levels(
     with torch.autocast(value.device.type, enabled=False):
         by_head = at_least_fp32(value).permute(0, 2, 3, 1).flatten(0, 1)
         points = (2 * at_least_fp32(locations) - 1).transpose(1, 2).flatten(0, 1)  # -1 … 1, for grid_sample
-        on_xla = value.device.type in XLA_KINDS
-        sample = _sample_by_gathers if on_xla else partial(functional.grid_sample, align_corners=False)
+        sample: Callable[[Tensor, Tensor], Tensor] = partial(functional.grid_sample, align_corners=False)
+        if value.device.type in XLA_KINDS:
+            sample = _sample_by_gathers
         by_level = by_head.split([height * width for height, width in grids], 2), points.split(list(num_points), 2)
         sampled = [sample(level.unflatten(2, grid), at) for grid, level, at in zip(grids, *by_level, strict=True)]
         # each [B · heads, c, Q, points]
