@@ -305,11 +305,11 @@ def _assign(
         block = slice(start, start + boxes_per_block)
         pairwise_iou = iou(boxes[:, block], pred_boxes)
         score = at_least_fp32(by_class.gather(1, labels[:, block, None].expand(-1, -1, shape[1]))).sigmoid()
-        pairwise_alignment = torch.where(
-            _is_candidate(boxes[:, block], center, center_radius) & valid[:, block, None],
-            score**ALPHA * pairwise_iou**BETA,
-            -1.0,
-        )
+        corners = boxes[:, block, None]
+        half_size = ((corners[..., 2:] - corners[..., :2]) / 2).clamp(min=center_radius)
+        is_within = (center - (corners[..., :2] + corners[..., 2:]) / 2).abs() <= half_size
+        is_candidate = is_within[..., 0] & is_within[..., 1] & valid[:, block, None]
+        pairwise_alignment = torch.where(is_candidate, score**ALPHA * pairwise_iou**BETA, -1.0)
         value, point_index = pairwise_alignment.topk(topk, dim=2)
         is_other = torch.ones_like(pairwise_alignment, dtype=torch.bool).scatter_(2, point_index, value < 0)
         max_iou, index = pairwise_iou.masked_fill_(is_other, -1.0).max(dim=1)
@@ -331,11 +331,3 @@ def _assign(
     maxima = values.new_zeros(2, *valid.shape).scatter_reduce_(2, index, values, "amax").gather(2, index)
     scaled = alignment / maxima[0].clamp(min=torch.finfo(alignment.dtype).tiny) * maxima[1]
     return TALAssignment(gt_index.masked_fill(unassigned, BACKGROUND), scaled.masked_fill_(unassigned, 0.0))
-
-
-def _is_candidate(boxes: Tensor, center: Tensor, center_radius: float) -> Tensor:
-    """bool [B, M, A]: the points inside each box, or within `center_radius` of its center along x and y."""
-    box_center = (boxes[..., :2] + boxes[..., 2:]) / 2
-    half_size = ((boxes[..., 2:] - boxes[..., :2]) / 2).clamp(min=center_radius)
-    is_within = (center - box_center[..., None, :]).abs() <= half_size[..., None, :]
-    return is_within[..., 0] & is_within[..., 1]

@@ -53,15 +53,10 @@ def match(logits: Tensor, boxes: Tensor, truth: Truth) -> Tensor:
         second = cxcywh_to_xyxy(truth.boxes)[None, :, None].expand(*shape, 4)
         cost = cost - GIOU_COST * iou_and_giou(first, second)[1]
         query = assign(cost.flatten(0, 1), truth.valid.repeat(shape[0], 1)).unflatten(0, shape[:2])
-        return box_of_query(query, shape[2])
-
-
-def box_of_query(query: Tensor, num_queries: int) -> Tensor:
-    """The inverse of a matching: query of each box [..., M], negative for none → box of each query [..., Q]."""
-    place = torch.where(query >= 0, query, num_queries)  # an extra query takes what has none, and is cut off
-    slots = torch.arange(query.shape[-1], device=query.device).expand_as(query)
-    unassigned = torch.full((*query.shape[:-1], num_queries + 1), BACKGROUND, device=query.device)
-    return unassigned.scatter(-1, place, slots)[..., :num_queries]
+        place = torch.where(query >= 0, query, shape[2])  # an extra query takes what has none, and is cut off
+        slots = torch.arange(shape[3], device=query.device).expand_as(query)
+        unassigned = torch.full((*shape[:2], shape[2] + 1), BACKGROUND, device=query.device)
+        return unassigned.scatter(-1, place, slots)[..., :-1]
 
 
 def union_of_matchings(index: Tensor, num_boxes: int) -> Tensor:
