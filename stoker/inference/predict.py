@@ -120,17 +120,11 @@ def predict_images(
     """
     nms_threshold = model.iou_threshold if iou_threshold is None else iou_threshold
     issued_windows: deque[list[InferenceWindow]] = deque()
+    workers, windows = num_decode_workers(sources, batch_size), iter_windows(sources, tiling)
+    batches = iter_batches(windows, issued_windows, device, image_size, resize, batch_size, workers=workers)
     batch_detections = detect_batches(
         model,
-        iter_batches(
-            iter_windows(sources, tiling),
-            issued_windows,
-            device,
-            image_size,
-            resize,
-            batch_size,
-            workers=num_decode_workers(sources, batch_size),
-        ),
+        batches,
         device,
         precision=precision,
         score_threshold=score_threshold,
@@ -159,10 +153,8 @@ def _merge_windows(
         cut.append(is_cut(boxes, (x0, y0, x1, y1), image.size))
     merged = Detections.concatenate(shifted) if image.error is None else empty_detections()
     if len(window_detections) > 1 and image.error is None:
-        keep = merge_detections(
-            merged.boxes, merged.score, merged.label, np.concatenate(cut), iou_threshold=iou_threshold
-        )
-        merged = merged.select(keep)
+        columns = merged.boxes, merged.score, merged.label, np.concatenate(cut)
+        merged = merged.select(merge_detections(*columns, iou_threshold=iou_threshold))
     return Prediction(
         original_size=image.size if image.error is None else (0, 0),
         boxes=merged.boxes,

@@ -299,7 +299,7 @@ def _assign(
     boxes_per_block: int,
 ) -> TALAssignment:
     shape = pred_boxes.shape[:2]
-    best: tuple[Tensor, Tensor, Tensor] | None = None  # index of a point's box, its IoU, its alignment
+    best: tuple[Tensor, ...] | None = None  # index of a point's box, its IoU, its alignment
     by_class = logits.transpose(1, 2)
     for start in range(0, boxes.shape[1], boxes_per_block):
         block = slice(start, start + boxes_per_block)
@@ -318,11 +318,8 @@ def _assign(
             best = index, max_iou, alignment
         else:
             better = max_iou > best[1]  # strictly, so that the first of equal boxes keeps the point
-            best = (
-                torch.where(better, index + start, best[0]),
-                torch.where(better, max_iou, best[1]),
-                torch.where(better, alignment, best[2]),
-            )
+            found = index + start, max_iou, alignment
+            best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
     assert best is not None, "batches have at least one slot for a box"
     gt_index, best_iou, alignment = best
     unassigned, index = (best_iou >= 0).logical_not(), gt_index.expand(2, *shape)
