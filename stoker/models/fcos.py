@@ -229,19 +229,15 @@ def _assign(boxes: Tensor, valid: Tensor, boxes_per_block: int, *, points: Point
     best_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
     x, y = points.center.unbind(-1)
     for start in range(0, boxes.shape[1], boxes_per_block):
-        block_boxes = boxes[:, start : start + boxes_per_block, :, None]
-        x1, y1, x2, y2 = block_boxes.unbind(2)
+        block = slice(start, start + boxes_per_block)
+        x1, y1, x2, y2 = boxes[:, block, :, None].unbind(2)
         center_distance = torch.maximum((x - (x1 + x2) / 2).abs(), (y - (y1 + y2) / 2).abs())
-        is_candidate = valid[:, start : start + boxes_per_block, None] & (
-            center_distance < CENTER_SAMPLING_RADIUS * points.stride
-        )
+        is_candidate = valid[:, block, None] & (center_distance < CENTER_SAMPLING_RADIUS * points.stride)
         left, top, right, bottom = x - x1, y - y1, x2 - x, y2 - y
         is_candidate &= torch.minimum(torch.minimum(left, right), torch.minimum(top, bottom)) > 0
         farthest = torch.maximum(torch.maximum(left, right), torch.maximum(top, bottom))
         is_candidate &= (farthest > points.min_distance) & (farthest < points.max_distance)
-        best_area, gt_index = torch.where(
-            is_candidate, area(boxes[:, start : start + boxes_per_block])[..., None], largest
-        ).min(dim=1)
+        best_area, gt_index = torch.where(is_candidate, area(boxes[:, block])[..., None], largest).min(dim=1)
         better = best_area < min_area  # strictly, so that the first of equal boxes keeps the point
         best_gt = torch.where(better, gt_index + start, best_gt)
         min_area = torch.where(better, best_area, min_area)

@@ -80,15 +80,8 @@ def encode(boxes: Tensor, anchors: Tensor) -> Tensor:
     the size ratios, [..., 4] (Faster R-CNN, arXiv 1506.01497, equation 2)."""
     box_x, box_y, box_w, box_h = _to_cxcywh(boxes)
     anchor_x, anchor_y, anchor_w, anchor_h = _to_cxcywh(anchors)
-    return torch.stack(
-        (
-            (box_x - anchor_x) / anchor_w,
-            (box_y - anchor_y) / anchor_h,
-            (box_w / anchor_w).log(),
-            (box_h / anchor_h).log(),
-        ),
-        dim=-1,
-    )
+    offsets = (box_x - anchor_x) / anchor_w, (box_y - anchor_y) / anchor_h
+    return torch.stack((*offsets, (box_w / anchor_w).log(), (box_h / anchor_h).log()), dim=-1)
 
 
 def decode(deltas: Tensor, anchors: Tensor) -> Tensor:

@@ -60,9 +60,8 @@ def plan_blocks(boxes: Tensor, num_anchors: int, block: int | None) -> tuple[lis
     anchors are computed at once; default: `device.block_size`."""
     block = block or block_size(boxes)
     images_per_block = max(1, block // max(1, boxes.shape[1] * num_anchors))
-    return [slice(first, first + images_per_block) for first in range(0, boxes.shape[0], images_per_block)], max(
-        1, block // num_anchors
-    )
+    slices = [slice(first, first + images_per_block) for first in range(0, boxes.shape[0], images_per_block)]
+    return slices, max(1, block // num_anchors)
 
 
 def _match(
@@ -81,8 +80,8 @@ def _match(
     is_best_for_gt = torch.zeros(shape, dtype=torch.bool, device=boxes.device)
     forced_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device) if single_best else None
     for start in range(0, boxes.shape[1], boxes_per_block):
-        block_valid = valid[:, start : start + boxes_per_block, None]
-        overlap = iou(boxes[:, start : start + boxes_per_block], anchors).masked_fill_(~block_valid, -1.0)
+        block = slice(start, start + boxes_per_block)
+        overlap = iou(boxes[:, block], anchors).masked_fill_(~valid[:, block, None], -1.0)
         best_overlap, gt_index = overlap.max(dim=1)
         better = best_overlap > best_iou  # strictly, so that the first of equal boxes keeps the anchor
         best_gt = torch.where(better, gt_index + start, best_gt)

@@ -38,10 +38,8 @@ def multiscale_roi_align(levels: Sequence[Tensor], strides: Sequence[int], boxes
     channels = levels[0].shape[1]
     flat_features = torch.cat([features.permute(0, 2, 3, 1).reshape(-1, channels) for features in levels])
     heights, widths = [features.shape[2] for features in levels], [features.shape[3] for features in levels]
-    level_offsets = [
-        0,
-        *itertools.accumulate(features.shape[0] * features.shape[2] * features.shape[3] for features in levels),
-    ]
+    level_sizes = [len(boxes) * height * width for height, width in zip(heights, widths, strict=True)]
+    level_offsets = [0, *itertools.accumulate(level_sizes)]
     height, width = _value_of_level(level, heights), _value_of_level(level, widths)
     image_index = torch.arange(boxes.shape[0], device=boxes.device)[:, None]
     start = _value_of_level(level, level_offsets[:-1]) + image_index * height * width
