@@ -275,56 +275,41 @@ def assign_task_aligned(
     """
     image_slices, boxes_per_block = plan_blocks(boxes, center.shape[0], block)
     topk = min(topk, center.shape[0])
+
+    def assign(images: slice) -> TALAssignment:
+        gt_boxes, predicted, by_class = boxes[images], pred_boxes[images], logits[images].transpose(1, 2)
+        best: tuple[Tensor, ...] | None = None  # index of a point's box, its IoU, its alignment
+        for start in range(0, gt_boxes.shape[1], boxes_per_block):
+            part = slice(start, start + boxes_per_block)
+            pairwise_iou = iou(gt_boxes[:, part], predicted)
+            channel = labels[images, part, None].expand(-1, -1, by_class.shape[2])
+            score = at_least_fp32(by_class.gather(1, channel)).sigmoid()
+            corners = gt_boxes[:, part, None]
+            half_size = ((corners[..., 2:] - corners[..., :2]) / 2).clamp(min=center_radius)
+            is_within = (center - (corners[..., :2] + corners[..., 2:]) / 2).abs() <= half_size
+            is_candidate = is_within[..., 0] & is_within[..., 1] & valid[images, part, None]
+            pairwise_alignment = torch.where(is_candidate, score**ALPHA * pairwise_iou**BETA, -1.0)
+            value, point_index = pairwise_alignment.topk(topk, dim=2)
+            is_other = torch.ones_like(pairwise_alignment, dtype=torch.bool).scatter_(2, point_index, value < 0)
+            max_iou, index = pairwise_iou.masked_fill_(is_other, -1.0).max(dim=1)
+            alignment = pairwise_alignment.gather(1, index[:, None])[:, 0]
+            if best is None:
+                best = index, max_iou, alignment
+            else:
+                better = max_iou > best[1]  # strictly, so that the first of equal boxes keeps the point
+                found = index + start, max_iou, alignment
+                best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
+        assert best is not None, "batches have at least one slot for a box"
+        gt_index, best_iou, alignment = best
+        unassigned, index = (best_iou >= 0).logical_not(), gt_index.expand(2, -1, -1)
+        # Maxima over all points with the same box.
+        values = torch.stack((alignment, best_iou)).masked_fill_(unassigned, 0.0)
+        maxima = values.new_zeros(2, *gt_boxes.shape[:2]).scatter_reduce_(2, index, values, "amax").gather(2, index)
+        scaled = alignment / maxima[0].clamp(min=torch.finfo(alignment.dtype).tiny) * maxima[1]
+        return TALAssignment(gt_index.masked_fill(unassigned, BACKGROUND), scaled.masked_fill_(unassigned, 0.0))
+
     with torch.no_grad():
-        assignments = [
-            _assign(
-                logits[p], pred_boxes[p], center, boxes[p], labels[p], valid[p], center_radius, topk, boxes_per_block
-            )
-            for p in image_slices
-        ]
+        assignments = [assign(images) for images in image_slices]
         if len(assignments) == 1:
             return assignments[0]
         return TALAssignment(*(torch.cat(column) for column in zip(*assignments, strict=True)))
-
-
-def _assign(
-    logits: Tensor,
-    pred_boxes: Tensor,
-    center: Tensor,
-    boxes: Tensor,
-    labels: Tensor,
-    valid: Tensor,
-    center_radius: float,
-    topk: int,
-    boxes_per_block: int,
-) -> TALAssignment:
-    shape = pred_boxes.shape[:2]
-    best: tuple[Tensor, ...] | None = None  # index of a point's box, its IoU, its alignment
-    by_class = logits.transpose(1, 2)
-    for start in range(0, boxes.shape[1], boxes_per_block):
-        block = slice(start, start + boxes_per_block)
-        pairwise_iou = iou(boxes[:, block], pred_boxes)
-        score = at_least_fp32(by_class.gather(1, labels[:, block, None].expand(-1, -1, shape[1]))).sigmoid()
-        corners = boxes[:, block, None]
-        half_size = ((corners[..., 2:] - corners[..., :2]) / 2).clamp(min=center_radius)
-        is_within = (center - (corners[..., :2] + corners[..., 2:]) / 2).abs() <= half_size
-        is_candidate = is_within[..., 0] & is_within[..., 1] & valid[:, block, None]
-        pairwise_alignment = torch.where(is_candidate, score**ALPHA * pairwise_iou**BETA, -1.0)
-        value, point_index = pairwise_alignment.topk(topk, dim=2)
-        is_other = torch.ones_like(pairwise_alignment, dtype=torch.bool).scatter_(2, point_index, value < 0)
-        max_iou, index = pairwise_iou.masked_fill_(is_other, -1.0).max(dim=1)
-        alignment = pairwise_alignment.gather(1, index[:, None])[:, 0]
-        if best is None:
-            best = index, max_iou, alignment
-        else:
-            better = max_iou > best[1]  # strictly, so that the first of equal boxes keeps the point
-            found = index + start, max_iou, alignment
-            best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
-    assert best is not None, "batches have at least one slot for a box"
-    gt_index, best_iou, alignment = best
-    unassigned, index = (best_iou >= 0).logical_not(), gt_index.expand(2, *shape)
-    # Maxima over all points with the same box.
-    values = torch.stack((alignment, best_iou)).masked_fill_(unassigned, 0.0)
-    maxima = values.new_zeros(2, *valid.shape).scatter_reduce_(2, index, values, "amax").gather(2, index)
-    scaled = alignment / maxima[0].clamp(min=torch.finfo(alignment.dtype).tiny) * maxima[1]
-    return TALAssignment(gt_index.masked_fill(unassigned, BACKGROUND), scaled.masked_fill_(unassigned, 0.0))

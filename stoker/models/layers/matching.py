@@ -10,7 +10,6 @@ candidate's index. So they depend only on (seed, epoch, index), on every device 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -40,9 +39,35 @@ def match_anchors(
     IoU, and the last of several boxes with the same best anchor gets it. block: maximum number of IoUs computed at
     once (default: `device.block_size`); all of 32 images, 100 boxes and 120,087 anchors (800 × 800) would take 1.4 GiB.
     """
-    match = partial(
-        _match, anchors=anchors, fg_iou_thresh=fg_iou_thresh, bg_iou_thresh=bg_iou_thresh, single_best=single_best
-    )
+
+    def match(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
+        shape = (boxes.shape[0], anchors.shape[0])
+        best_iou = boxes.new_full(shape, -1.0)
+        best_gt = torch.zeros(shape, dtype=torch.int64, device=boxes.device)
+        is_best_for_gt = torch.zeros(shape, dtype=torch.bool, device=boxes.device)
+        forced_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device) if single_best else None
+        for start in range(0, boxes.shape[1], boxes_per_block):
+            part = slice(start, start + boxes_per_block)
+            overlap = iou(boxes[:, part], anchors).masked_fill_(~valid[:, part, None], -1.0)
+            best_overlap, gt_index = overlap.max(dim=1)
+            better = best_overlap > best_iou  # strictly, so that the first of equal boxes keeps the anchor
+            best_gt = torch.where(better, gt_index + start, best_gt)
+            best_iou = torch.where(better, best_overlap, best_iou)
+            if forced_gt is not None:
+                max_overlap, best_anchor = overlap.max(dim=2)
+                indices = torch.arange(start, start + overlap.shape[1], device=boxes.device)
+                forced = torch.where(max_overlap > 0, indices, BACKGROUND)  # else no anchor is the best for this box
+                forced_gt = forced_gt.scatter_reduce(1, best_anchor, forced, "amax")
+            else:
+                max_overlap = overlap.amax(dim=2, keepdim=True)
+                max_overlap = max_overlap.masked_fill(max_overlap <= 0, torch.inf)
+                is_best_for_gt |= (overlap == max_overlap).any(dim=1)
+        by_threshold = torch.where(best_iou < fg_iou_thresh, IGNORED, best_gt)
+        by_threshold = torch.where(best_iou < bg_iou_thresh, BACKGROUND, by_threshold)
+        if forced_gt is not None:
+            return torch.where(forced_gt >= 0, forced_gt, by_threshold)
+        return torch.where(is_best_for_gt, best_gt, by_threshold)
+
     return map_blocks(match, boxes, valid, anchors.shape[0], block)
 
 
@@ -62,44 +87,6 @@ def plan_blocks(boxes: Tensor, num_anchors: int, block: int | None) -> tuple[lis
     images_per_block = max(1, block // max(1, boxes.shape[1] * num_anchors))
     slices = [slice(first, first + images_per_block) for first in range(0, boxes.shape[0], images_per_block)]
     return slices, max(1, block // num_anchors)
-
-
-def _match(
-    boxes: Tensor,
-    valid: Tensor,
-    boxes_per_block: int,
-    *,
-    anchors: Tensor,
-    fg_iou_thresh: float,
-    bg_iou_thresh: float,
-    single_best: bool,
-) -> Tensor:
-    shape = (boxes.shape[0], anchors.shape[0])
-    best_iou = boxes.new_full(shape, -1.0)
-    best_gt = torch.zeros(shape, dtype=torch.int64, device=boxes.device)
-    is_best_for_gt = torch.zeros(shape, dtype=torch.bool, device=boxes.device)
-    forced_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device) if single_best else None
-    for start in range(0, boxes.shape[1], boxes_per_block):
-        block = slice(start, start + boxes_per_block)
-        overlap = iou(boxes[:, block], anchors).masked_fill_(~valid[:, block, None], -1.0)
-        best_overlap, gt_index = overlap.max(dim=1)
-        better = best_overlap > best_iou  # strictly, so that the first of equal boxes keeps the anchor
-        best_gt = torch.where(better, gt_index + start, best_gt)
-        best_iou = torch.where(better, best_overlap, best_iou)
-        if forced_gt is not None:
-            max_overlap, best_anchor = overlap.max(dim=2)
-            indices = torch.arange(start, start + overlap.shape[1], device=boxes.device)
-            forced = torch.where(max_overlap > 0, indices, BACKGROUND)  # else no anchor is the best for this box
-            forced_gt = forced_gt.scatter_reduce(1, best_anchor, forced, "amax")
-        else:
-            max_overlap = overlap.amax(dim=2, keepdim=True)
-            max_overlap = max_overlap.masked_fill(max_overlap <= 0, torch.inf)
-            is_best_for_gt |= (overlap == max_overlap).any(dim=1)
-    by_threshold = torch.where(best_iou < fg_iou_thresh, IGNORED, best_gt)
-    by_threshold = torch.where(best_iou < bg_iou_thresh, BACKGROUND, by_threshold)
-    if forced_gt is not None:
-        return torch.where(forced_gt >= 0, forced_gt, by_threshold)
-    return torch.where(is_best_for_gt, best_gt, by_threshold)
 
 
 KEY_RANGE = 2**32
