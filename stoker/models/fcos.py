@@ -7,7 +7,6 @@ paper shifts them by half a stride). Classes are as in `retinanet.py`.
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -219,29 +218,29 @@ def assign_points(boxes: Tensor, valid: Tensor, points: Points, *, block: int | 
     with the smallest area; among equal areas, to the first. (torchvision compares 1e8 - area, which in fp32 is a
     multiple of 8: there, areas with smaller differences are equal.) block: as in `matching.match_anchors`.
     """
-    return map_blocks(partial(_assign, points=points), boxes, valid, points.center.shape[0], block)
 
+    def assign(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
+        shape = (boxes.shape[0], points.center.shape[0])
+        largest = torch.finfo(boxes.dtype).max  # instead of infinity, whose minimum torch_xla gives as this number
+        min_area = boxes.new_full(shape, largest)
+        best_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
+        x, y = points.center.unbind(-1)
+        for start in range(0, boxes.shape[1], boxes_per_block):
+            part = slice(start, start + boxes_per_block)
+            x1, y1, x2, y2 = boxes[:, part, :, None].unbind(2)
+            center_distance = torch.maximum((x - (x1 + x2) / 2).abs(), (y - (y1 + y2) / 2).abs())
+            is_candidate = valid[:, part, None] & (center_distance < CENTER_SAMPLING_RADIUS * points.stride)
+            left, top, right, bottom = x - x1, y - y1, x2 - x, y2 - y
+            is_candidate &= torch.minimum(torch.minimum(left, right), torch.minimum(top, bottom)) > 0
+            farthest = torch.maximum(torch.maximum(left, right), torch.maximum(top, bottom))
+            is_candidate &= (farthest > points.min_distance) & (farthest < points.max_distance)
+            best_area, gt_index = torch.where(is_candidate, area(boxes[:, part])[..., None], largest).min(dim=1)
+            better = best_area < min_area  # strictly, so that the first of equal boxes keeps the point
+            best_gt = torch.where(better, gt_index + start, best_gt)
+            min_area = torch.where(better, best_area, min_area)
+        return best_gt
 
-def _assign(boxes: Tensor, valid: Tensor, boxes_per_block: int, *, points: Points) -> Tensor:
-    shape = (boxes.shape[0], points.center.shape[0])
-    largest = torch.finfo(boxes.dtype).max  # instead of infinity, whose minimum torch_xla gives as this number
-    min_area = boxes.new_full(shape, largest)
-    best_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
-    x, y = points.center.unbind(-1)
-    for start in range(0, boxes.shape[1], boxes_per_block):
-        block = slice(start, start + boxes_per_block)
-        x1, y1, x2, y2 = boxes[:, block, :, None].unbind(2)
-        center_distance = torch.maximum((x - (x1 + x2) / 2).abs(), (y - (y1 + y2) / 2).abs())
-        is_candidate = valid[:, block, None] & (center_distance < CENTER_SAMPLING_RADIUS * points.stride)
-        left, top, right, bottom = x - x1, y - y1, x2 - x, y2 - y
-        is_candidate &= torch.minimum(torch.minimum(left, right), torch.minimum(top, bottom)) > 0
-        farthest = torch.maximum(torch.maximum(left, right), torch.maximum(top, bottom))
-        is_candidate &= (farthest > points.min_distance) & (farthest < points.max_distance)
-        best_area, gt_index = torch.where(is_candidate, area(boxes[:, block])[..., None], largest).min(dim=1)
-        better = best_area < min_area  # strictly, so that the first of equal boxes keeps the point
-        best_gt = torch.where(better, gt_index + start, best_gt)
-        min_area = torch.where(better, best_area, min_area)
-    return best_gt
+    return map_blocks(assign, boxes, valid, points.center.shape[0], block)
 
 
 def ltrb_to_boxes(distances: Tensor, center: Tensor, stride: Tensor) -> Tensor:
