@@ -1,7 +1,6 @@
 """Python API of a trained detector: `load` it, then `predict` on images and `evaluate` on a data set.
 
-`stoker.load` is `load`; the commands `eval` and `predict` call these methods. `evaluation/evaluate.py` and `predict.py`
-run the model; `export/write.py` exports it.
+`stoker.load` is `load`; the commands `eval` and `predict` call these methods; `export/write.py` exports a model.
 """
 
 import contextlib

@@ -80,8 +80,7 @@ class ExportedModel(nn.Module):
         raise NotImplementedError
 
     def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
-        """The file's OUTPUTS for its inputs by name: images, content, and thresholds, of which a file may lack
-        `iou_threshold`; an absent one has the file's default."""
+        """The file's OUTPUTS for its inputs by name: images, content, thresholds; an absent one has its default."""
         raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:

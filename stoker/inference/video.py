@@ -1,7 +1,6 @@
 """Frames of video files and cameras, and videos with boxes, by PyAV (FFmpeg); `pip install 'stoker[video]'`.
 
-A video is input of others: only plain files in known containers are opened, never what a playlist names. Sound is not
-kept. `predict.py` runs the detector on the frames.
+Only plain files in known containers are opened, never what a playlist names. `predict.py` runs the detector on frames.
 """
 
 import contextlib

@@ -51,8 +51,7 @@ class IntermediateLayerGetter(nn.Module):
         return self.run([x], 0, len(list(self.children())))
 
     def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
-        """The maps of the children before number `start`, and the output of the last of these unless it is such a map,
-        → the same after `stop` children."""
+        """The maps of the first `start` children, and the last one's output unless it is a map → the same of `stop`."""
         children = list(self.named_children())
         is_map = [name in self.return_layers for name, _ in children]
         x, maps = flow[-1], flow if start and is_map[start - 1] else flow[:-1]
@@ -93,8 +92,7 @@ class IntermediateLayerGetter(nn.Module):
 
 
 class BackboneWithNeck(Backbone):
-    """A backbone and what makes the maps of the heads of its maps: images [B, 3, H, W] → `neck(maps of return_layers)`,
-    finest first. neck_name: the neck's name in `state_dict`."""
+    """Images [B, 3, H, W] → `neck(maps of return_layers)`, finest first. neck_name: its name in `state_dict`."""
 
     body: IntermediateLayerGetter
 
@@ -126,8 +124,7 @@ class FeaturePyramidNetwork(nn.Module):
     """FPN (arXiv 1612.03144) with torchvision's parameter names: maps of `in_channels` → levels of `channels`.
 
     extra_blocks: levels added at the end; norm: after each convolution, None for none; lite: separable 3 × 3
-    convolutions (`separable_conv`), with the norm only after these. Not torchvision's module: under autocast its
-    upsampling runs in fp32, and so do the sums after it.
+    convolutions, with the norm only after these. Not torchvision's module, which upsamples in fp32 under autocast.
     """
 
     def __init__(

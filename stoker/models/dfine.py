@@ -3,9 +3,8 @@
 The best points of the encoder's maps become queries with boxes. Every layer of the decoder lets the queries look at
 each other and at the maps around their boxes, and refines distributions of the boxes' sides
 (`layers/box_distribution.py`); a logit that depends on how sharp they are is added to the class logits (LQE). No NMS
-follows. All layers, the first guess and the encoder's points are matched with the boxes and trained; box losses use the
-union of all matchings if `union`. Denoising queries (`layers/denoising.py`) need the boxes, so in training the decoder
-runs in `loss`, once for both kinds of queries.
+follows. All layers, the first guess and the encoder's points are matched with the boxes; box losses use the union of
+all matchings if `union`. In training the decoder runs in `loss`, since denoising queries need the boxes.
 
 DEIMv2 has other norms, feed-forward layers and activations, takes the points of the maps as they are, and gives all
 layers the positions of the first boxes. Both equal their authors' code (tests/models/test_published_names.py).
@@ -351,8 +350,7 @@ class DFine(Detector):
         divisors: tuple[Tensor, Tensor],
         weight: Tensor | float = 1.0,
     ) -> dict[str, Tensor]:
-        """index, box_index: boxes of the queries, int64 [K, B, Q], for the class and the other losses; divisors: of
-        both; weight: of the queries, [B, Q]."""
+        """index, box_index: boxes of the queries, int64 [K, B, Q], for class and other losses; weight: [B, Q]."""
         measured = box_terms(boxes, box_index, truth, image_size)
         quality = measured.iou if box_index is index else box_terms(boxes.detach(), index, truth, image_size).iou
         settings = self.settings
@@ -403,8 +401,7 @@ def inverse_sigmoid(x: Tensor) -> Tensor:
 
 
 def point_boxes(grid: GridSize, size: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boxes of `size` at the points of a map, [height · width, 4], as fractions of the image, and bool [height · width,
-    1], whether they are candidates."""
+    """Boxes at the P points of a map, as fractions of the image, [P, 4]; whether they are candidates, bool [P, 1]."""
     y, x = ((torch.arange(n, dtype=dtype, device=device) + 0.5) / n for n in grid)
     sizes = torch.full(grid, size, dtype=dtype, device=device)
     boxes = torch.stack((x.expand(grid), y[:, None].expand(grid), sizes, sizes), -1).flatten(0, 1)

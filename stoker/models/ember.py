@@ -212,8 +212,7 @@ class Ember(Detector):
 
 
 def boxes_to_ltrb(boxes: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-    """Distances of points [..., 2] to the left, top, right and bottom of boxes [..., 4], in strides [...]: [..., 4].
-    The inverse of `ltrb_to_boxes`."""
+    """Distances of points [..., 2] to the sides of boxes [..., 4], in strides [...]: inverse of `ltrb_to_boxes`."""
     return torch.cat((center - boxes[..., :2], boxes[..., 2:] - center), dim=-1) / stride[..., None]
 
 

@@ -89,8 +89,7 @@ def _head_blocks(channels: int, num_convs: int) -> list[nn.Module]:
 
 
 class FCOS(Detector):
-    """The detector, on a backbone of BACKBONES. channels: of FPN and heads, a multiple of NUM_GROUPS; num_convs:
-    convolutions in each head."""
+    """The detector, on a backbone of BACKBONES. channels: of FPN and heads, NUM_GROUPS · n; num_convs: in a head."""
 
     iou_threshold = 0.6
     pre_nms_top_n = PRE_NMS_TOP_N

@@ -171,8 +171,7 @@ def mobilenet_v3_large(norm: Norm, *, reduced_tail: bool = False) -> nn.Sequenti
 
 
 class InvertedResidualV2(nn.Module):
-    """1 × 1, depthwise 3 × 3 and 1 × 1 convolutions, the last without activation; a shortcut where the shape stays:
-    [B, in, H, W] → [B, out, H / stride, W / stride]."""
+    """1 × 1, depthwise 3 × 3 and 1 × 1 convolutions, the last without activation; a shortcut where the shape stays."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, factor: int, norm: Norm) -> None:
         super().__init__()
@@ -325,8 +324,7 @@ class CSPBackbone(nn.Sequential):
 class PAFPN(nn.Module):
     """Path aggregation over feature maps, finest first, each half as large as the one before.
 
-    in_channels, channels: of each map, before and after; num_blocks: residual blocks of each `CSPLayer`; depthwise:
-    whether its 3 × 3 convolutions are separable.
+    in_channels, channels: of each map; num_blocks: of each `CSPLayer`; depthwise: with separable 3 × 3 convolutions.
     """
 
     def __init__(

@@ -52,8 +52,7 @@ class RetinaNetOutputs(NamedTuple):
 
 
 class ConvHead(nn.Module):
-    """Convolution blocks, then predictors, shared by all levels, which are [B, C, h, w] each → for each predictor, of
-    each level [B, its anchors, outputs per anchor].
+    """Convolution blocks, then predictors: levels [B, C, h, w] → of each predictor and level [B, anchors, outputs].
 
     predictors: name, as in torchvision → (last convolution, outputs per anchor).
     """
@@ -188,8 +187,7 @@ class RetinaNet(Detector):
     def candidates(
         self, outputs: RetinaNetOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
-        """The `pre_nms_top_n` best of each pyramid level. The logits are ranked, not the scores: the sigmoid keeps
-        their order, and no fp32 copy of all of them is needed."""
+        """The `pre_nms_top_n` best of each pyramid level, ranked by logits, of which no fp32 copy is needed."""
         assert isinstance(outputs.logits, Tensor)
         with torch.autocast(outputs.deltas.device.type, enabled=False):
             logits, indices, labels = topk_per_level(outputs.logits, outputs.num_anchors_per_level, self.pre_nms_top_n)

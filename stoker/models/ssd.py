@@ -125,8 +125,7 @@ def _zero_bias(conv: nn.Conv2d) -> nn.Conv2d:
 
 
 class _UnpaddedConv2d(nn.Conv2d):
-    """A 3 × 3 convolution without padding: 5 × 5 → 3 × 3 → 1 × 1. A side shorter than 3 is padded, so that there are
-    six maps also for input sizes below 268 pixels."""
+    """A 3 × 3 convolution without padding: 5 × 5 → 3 × 3 → 1 × 1. Sides below 3 (of inputs below 268) are padded."""
 
     def forward(self, x: Tensor) -> Tensor:
         padding = [int(side < 3) for side in x.shape[2:]]

@@ -17,8 +17,7 @@ NormKind = Literal["frozen_bn", "bn", "sync_bn"]
 
 
 class DerivedBuffers(nn.Module):
-    """A module with buffers that `update_buffers` computes: again after `to`, `double` and similar, which would only
-    cast them as they were rounded in the old dtype."""
+    """A module with buffers that `update_buffers` computes: again after `double` and similar, which only cast them."""
 
     def update_buffers(self) -> None:
         raise NotImplementedError
@@ -181,8 +180,7 @@ NORMS: dict[NormKind, Norm] = {"frozen_bn": FrozenBatchNorm2d, "bn": SafeBatchNo
 """Value of `--backbone-norm` → norm. SyncBatchNorm with one process equals BatchNorm2d."""
 
 LITE_EPS, LITE_MOMENTUM = 1e-3, 0.03
-"""As torchvision trained SSDlite. TF's lite models have a momentum of 0.003 for their 50,000 steps, which would hardly
-move the statistics in a few hundred steps."""
+"""As torchvision trained SSDlite. TF's lite models have a momentum of 0.003: too small for a few hundred steps."""
 
 
 def trainable_norm(kind: NormKind) -> NormKind:

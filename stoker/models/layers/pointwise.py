@@ -2,8 +2,7 @@
 
 On one thread, torch gives a 1 × 1 convolution of fewer than 16 images in fp32 to its own matrix product (`use_mkldnn`
 in its Convolution.cpp). oneDNN takes 0.56 of that time with AVX-512 and 0.73 with AVX2, forward and backward (LOG.md,
-"1 × 1 convolutions on one thread"). Such a convolution does not mix rows, so maps in channels-last memory can be seen
-as at least 16 images of fewer rows, without a copy.
+"1 × 1 convolutions on one thread"). Channels-last maps are also at least 16 images of fewer rows, without a copy.
 """
 
 import types

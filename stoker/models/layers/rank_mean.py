@@ -2,8 +2,7 @@
 
 A loss that is divided by a count of the batch (positive points, sampled anchors) needs the count of the whole batch:
 the mean over ranks of sums divided by their own counts is another loss. So while a step of several ranks runs
-(`counting_over_ranks`), counts are exchanged. Elsewhere, in trials of batch sizes or in an evaluation, a rank computes
-alone. Gradients are exchanged in `training/ddp.py`.
+(`counting_over_ranks`), counts are exchanged; elsewhere a rank computes alone. For gradients see `training/ddp.py`.
 """
 
 import contextlib

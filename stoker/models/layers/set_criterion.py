@@ -89,8 +89,7 @@ class BoxTerms(NamedTuple):
 
 
 def box_terms(boxes: Tensor, index: Tensor, truth: Truth, image_size: tuple[int, int]) -> BoxTerms:
-    """boxes: [K, B, Q, 4], with sizes not below 0; index: [K, B, Q], boxes of the queries. Areas are in pixels, so that
-    what `iou_and_giou` adds to them is negligible."""
+    """boxes: [K, B, Q, 4], with sizes not below 0; index: [K, B, Q]. In pixels, epsilons of areas are negligible."""
     unassigned = index < 0
     # A query without a box gets its own, so that the masked terms and their gradients are finite.
     target = torch.where(unassigned[..., None], boxes.detach(), matched(truth.boxes, index))

@@ -17,8 +17,7 @@ from stoker.models.layers.norms import installed
 
 
 class _CastAll(torch.autograd.Function):
-    """(dtype, tensors …) → copies of the tensors with this dtype, in the same memory format. Gradients are cast to the
-    dtypes of the tensors once all of them are there."""
+    """(dtype, tensors …) → copies with this dtype, in the same memory format. All gradients are cast back at once."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -247,8 +247,7 @@ ZERO_EPS_WEIGHTS = frozenset({"fasterrcnn_resnet50_fpn_coco-258fb6c6.pth", "reti
 
 
 def _convert_epsilon(epsilon: float, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Converts weights of norms with another epsilon to our 1e-5 by the scale, weight · √((var + 1e-5) / (var +
-    epsilon)), so that no other code has to know the epsilon."""
+    """Weights of norms with another epsilon for our 1e-5, by the scale: weight · √((var + 1e-5) / (var + epsilon))."""
     result = dict(tensors)
     for name in tensors:
         if name.endswith(".running_var"):

@@ -113,8 +113,7 @@ def load_pretrained(name: str | os.PathLike[str]) -> tuple["models.Detector", Mo
 
 
 def _build(metadata: ModelMetadata, shapes: dict[str, tuple[int, ...]], path: Path) -> "models.Detector":
-    """The model of the metadata with random weights. Raises WeightsError unless its tensors have these shapes; if they
-    would be large, before memory for them is allocated."""
+    """The model with random weights. Raises WeightsError, before it allocates much, unless it has these shapes."""
     settings, num_classes = metadata.settings, len(metadata.class_names)
     num_outputs = num_classes * len(settings.anchor_scales or (1,)) * len(settings.aspect_ratios or (1,))
     try:
@@ -144,8 +143,7 @@ def _check_shapes(model: "models.Detector", shapes: dict[str, tuple[int, ...]], 
 
 
 def local_path(run: str | os.PathLike[str]) -> Path:
-    """The local path of a run folder or file; from a bucket, a run's settings and weights are downloaded. Raises
-    UsageError if there is no such run, StorageError."""
+    """The path of a run folder or file, downloaded from a bucket. Raises UsageError (no such run), StorageError."""
     location = expand_variables(run) if isinstance(run, str) else os.fspath(run)
     if not is_uri(location):
         return Path(location)
