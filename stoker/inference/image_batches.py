@@ -100,8 +100,7 @@ class InputImage:
     So memory holds only a few batches of windows and their images, for any number of files.
     """
 
-    def __init__(self, image_index: int, source: ImageSource) -> None:
-        self.image_index = image_index
+    def __init__(self, source: ImageSource) -> None:
         self.source = source
         self.path = source if isinstance(source, Path) else None
         self._pixels = None if isinstance(source, Path) else load_pixels(source)
@@ -161,8 +160,7 @@ class InferenceWindow(NamedTuple):
 def iter_windows(sources: Iterable[ImageSource], tiling: Tiling | None) -> Iterator[InferenceWindow]:
     """The windows of images, in order; an image larger than a tile has itself and then its tiles as windows."""
     window_index = 0
-    for image_index, source in enumerate(sources):
-        image = InputImage(image_index, source)
+    for image in map(InputImage, sources):
         regions: list[Region | None] = [None]
         if tiling is not None:
             if image.path is not None:
