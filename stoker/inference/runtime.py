@@ -104,8 +104,8 @@ class ExportedModel(nn.Module):
         )
         valid = torch.arange(result.scores.shape[1]) < torch.from_numpy(result.count)[:, None]
         columns = result.boxes, result.scores, result.labels.clip(min=0)
-        detections = BatchDetections(*map(torch.from_numpy, columns), valid)
-        return rescale_to_original(detections, scale, original_size)
+        boxes, scores, labels = (torch.from_numpy(column) for column in columns)
+        return rescale_to_original(BatchDetections(boxes, scores, labels, valid), scale, original_size)
 
     def run(
         self,

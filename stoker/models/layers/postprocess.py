@@ -240,9 +240,9 @@ def greedy_nms(candidates: Candidates, *, iou_threshold: float, max_detections: 
             image = Candidates(*(column[positive] for column in columns))
             keep = _greedy_keep(*image, iou_threshold)[:max_detections]
             kept = Candidates(*(column[keep][None] for column in image))
-            found.append(_as_detections(kept, max_detections))
-    boxes, scores, labels, valid, _ = zip(*found, strict=True)
-    return BatchDetections(torch.cat(boxes), torch.cat(scores), torch.cat(labels), torch.cat(valid))
+            found.append(_as_detections(kept, max_detections)[:4])
+    boxes, scores, labels, valid = (torch.cat(column) for column in zip(*found, strict=True))
+    return BatchDetections(boxes, scores, labels, valid)
 
 
 def _greedy_keep(boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float) -> Tensor:
