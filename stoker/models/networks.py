@@ -31,28 +31,28 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, in_channels: int, stride: int, norm: Norm, convs: Sequence[nn.Conv2d]) -> None:
         super().__init__()
-        self.out_channels = out_channels = convs[-1].out_channels
-        self.numbers = range(1, len(convs) + 1)
-        for number, conv in zip(self.numbers, convs, strict=True):
+        self.num_convs, self.out_channels = len(convs), convs[-1].out_channels
+        for number, conv in enumerate(convs, start=1):
             self.add_module(f"conv{number}", conv)
             self.add_module(f"bn{number}", norm(conv.out_channels))
         self.relu = nn.ReLU(inplace=True)
         self.downsample: nn.Sequential | None = None
-        if stride != 1 or in_channels != out_channels:
-            projection = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
-            self.downsample = nn.Sequential(projection, norm(out_channels))
+        if stride != 1 or in_channels != self.out_channels:
+            projection = nn.Conv2d(in_channels, self.out_channels, 1, stride, bias=False)
+            self.downsample = nn.Sequential(projection, norm(self.out_channels))
         self.fused_convs = False
 
     def forward(self, x: Tensor) -> Tensor:
-        *before, last = (getattr(self, f"conv{number}") for number in self.numbers)
+        convs = [getattr(self, f"conv{number}") for number in range(1, self.num_convs + 1)]
         out = x
-        if self.fused_convs and isinstance(last, FoldedConv2d):
-            for conv in before:
+        if self.fused_convs and isinstance(convs[-1], FoldedConv2d):
+            for conv in convs[:-1]:
                 out = conv_relu(conv, out)
-            return conv_relu(last, out, x if self.downsample is None else self.downsample(x))
-        for number, conv in enumerate(before, start=1):
-            out = self.relu(getattr(self, f"bn{number}")(conv(out)))
-        out = getattr(self, f"bn{self.numbers[-1]}")(last(out))
+            return conv_relu(convs[-1], out, x if self.downsample is None else self.downsample(x))
+        for number, conv in enumerate(convs, start=1):
+            out = getattr(self, f"bn{number}")(conv(out))
+            if number < self.num_convs:
+                out = self.relu(out)
         out += x if self.downsample is None else self.downsample(x)
         return self.relu(out)
 
