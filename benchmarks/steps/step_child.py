@@ -90,15 +90,13 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     from stoker.data.batch import NUM_RAND, Batch
     from stoker.hardware.device import configure_malloc, select_device
     from stoker.models import MODELS
-    from stoker.models.backbones import build_backbone_with_fpn
     from stoker.models.layers.winograd import use_winograd_without_avx512
     from stoker.models.retinanet import RetinaNet
     from stoker.training.optim import OptimizerStep
     from stoker.training.step import PlainStep, make_loss_fn
 
     defaults = MODELS["retinanet_resnet50_fpn"].defaults
-    backbone = build_backbone_with_fpn(backbone_name, 256, norm="frozen_bn", trainable_stages=3)
-    model = RetinaNet(backbone, ModelSettings(**defaults), CLASSES, channels=256, num_convs=4, norm=None)
+    model = RetinaNet(ModelSettings(**defaults), CLASSES, backbone=backbone_name)
     use_winograd_without_avx512(model)  # as `models.build` does
     model = model.to(memory_format=torch.channels_last).train()
     device = select_device("cpu")

@@ -2,12 +2,10 @@
 
 The rules are those of pycocotools' cocoeval.py, the oracle in the tests (equal within 1e-9): per image and class the
 100 best detections, each matched to the free ground truth box with the largest IoU at ten thresholds, else to crowd
-regions and boxes outside the area range, which are ignored. The computation is vectorized. The only loop has one step
-for the n-th pair of boxes of all images and classes at once, at all thresholds (a bit each) and areas. So scoring a
-data set of COCO's size takes about a second, mostly inside NumPy without the interpreter lock, which the training
-thread needs (decision 9). `benchmarks/steps/evaluate.py` measures both.
-
-`error_analysis.py` classifies the errors; no torch here.
+regions and boxes outside the area range, which are ignored. The only loop has one step for the n-th pair of boxes of
+all images and classes at once, at all thresholds (a bit each) and areas. So a data set of COCO's size takes about a
+second, mostly without the interpreter lock, which the training thread needs (decision 9; `benchmarks/steps/evaluate.py`
+measures both). `error_analysis.py` classifies the errors; no torch here.
 """
 
 import dataclasses
@@ -92,9 +90,9 @@ def match_detections(gt: GroundTruth, detections: Detections) -> CocoMatches:
     visit_order = np.argsort(2 * det_index + gt_ignore[:, gt_index], axis=1, kind="stable")
     hits = _greedy_match(det_index, gt_index[visit_order], overlap[visit_order], _starts(image_index, label), gt.crowd)
     hit_ignore = np.take_along_axis(gt_ignore[:, gt_index], visit_order, axis=1)
-    tp = np.stack([_sum_bits(det_index, np.where(a, 0, h), len(order)) for a, h in zip(hit_ignore, hits, strict=True)])
-    ignored = np.stack(
-        [_sum_bits(det_index, np.where(a, h, 0), len(order)) for a, h in zip(hit_ignore, hits, strict=True)]
+    tp, ignored = (
+        np.stack([_sum_bits(det_index, bits, len(order)) for bits in np.where(hit_ignore == is_ignored, hits, 0)])
+        for is_ignored in (False, True)
     )
     boxes = detections.boxes[order].astype(np.float64)
     area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
@@ -170,8 +168,7 @@ def _greedy_match(
 def _iter_iou_pairs(
     gt: GroundTruth, detections: Detections, order: NDArray[np.int64]
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """(position in `order`, ground truth box, IoU) of all pairs of boxes of an image with at least MIN_PAIR_IOU, in
-    blocks."""
+    """(position in `order`, ground truth box, IoU) of all pairs of an image with at least MIN_PAIR_IOU, in blocks."""
     gt_order = np.argsort(gt.image_index, kind="stable")
     gt_image_index = gt.image_index[gt_order]
     gt_xyxy = gt.boxes[gt_order].T.astype(np.float64)
@@ -190,18 +187,11 @@ def _iter_iou_pairs(
         counts = count[start:end]
         det_index = np.repeat(np.arange(start, end), counts)
         gt_index = np.arange(len(det_index)) + np.repeat(first[start:end] - (ends[start:end] - counts - before), counts)
-        width = np.minimum(det_xyxy[2, det_index], gt_xyxy[2, gt_index]) - np.maximum(
-            det_xyxy[0, det_index], gt_xyxy[0, gt_index]
-        )
-        height = np.minimum(det_xyxy[3, det_index], gt_xyxy[3, gt_index]) - np.maximum(
-            det_xyxy[1, det_index], gt_xyxy[1, gt_index]
-        )
-        intersects = (width > 0) & (height > 0)
-        det_index, gt_index, intersection = (
-            det_index[intersects],
-            gt_index[intersects],
-            width[intersects] * height[intersects],
-        )
+        size = np.minimum(det_xyxy[2:, det_index], gt_xyxy[2:, gt_index])
+        size -= np.maximum(det_xyxy[:2, det_index], gt_xyxy[:2, gt_index])
+        intersects = (size > 0).all(axis=0)
+        det_index, gt_index = det_index[intersects], gt_index[intersects]
+        intersection = size[:, intersects].prod(axis=0)
         pair_iou = intersection / np.where(
             gt_crowd[gt_index], det_area[det_index], det_area[det_index] + gt_area[gt_index] - intersection
         )
@@ -220,9 +210,7 @@ def compute_metrics(gt: GroundTruth, detections: Detections) -> CocoResult:
     label = detections.label[matches.order[matches.by_class]]
     rank = matches.rank[matches.by_class]
     precision = np.empty((len(AREA_RANGES), len(IOU_THRESHOLDS), NUM_RECALL_POINTS, num_classes))
-    recall = {
-        max_dets: np.empty((len(AREA_RANGES), len(IOU_THRESHOLDS), num_classes)) for max_dets in (1, 10, MAX_DETECTIONS)
-    }
+    recall = np.empty((3, len(AREA_RANGES), len(IOU_THRESHOLDS), num_classes))
     for n, (low, high) in enumerate(AREA_RANGES.tolist()):
         in_area = ~gt.crowd & (gt.area >= low) & (gt.area <= high)
         num_gt = np.bincount(gt.label[in_area], minlength=num_classes)
@@ -232,24 +220,15 @@ def compute_metrics(gt: GroundTruth, detections: Detections) -> CocoResult:
             hits = np.flatnonzero(tp & np.uint16(1 << t))
             num_counted = np.cumsum(counts >> np.uint16(t) & np.uint16(1), dtype=np.int64)
             precision[n, t] = _interpolated_precision(label, hits, num_counted, required_hits).T
-            for max_dets, recall_at in recall.items():
-                recall_at[n, t] = np.bincount(label[hits][rank[hits] < max_dets], minlength=num_classes) / np.maximum(
-                    num_gt, 1
-                )
+            for k, max_dets in enumerate((1, 10, MAX_DETECTIONS)):
+                num_hits = np.bincount(label[hits][rank[hits] < max_dets], minlength=num_classes)
+                recall[k, n, t] = num_hits / np.maximum(num_gt, 1)
         precision[n, :, :, num_gt == 0] = -1.0
-        for recall_at in recall.values():
-            recall_at[n, :, num_gt == 0] = -1.0
+        recall[:, n, :, num_gt == 0] = -1.0
     num_gt_total = np.bincount(gt.label[~gt.crowd], minlength=num_classes)
     precision_all = precision[0]
-    summary = (
-        precision_all,
-        precision_all[0],
-        precision_all[5],
-        *precision[1:],
-        recall[1][0],
-        recall[10][0],
-        *recall[MAX_DETECTIONS],
-    )
+    by_iou = precision_all, precision_all[0], precision_all[5]
+    summary = (*by_iou, *precision[1:], recall[0, 0], recall[1, 0], *recall[2])
     means: dict[str, Any] = {name: _mean(part) for name, part in zip(COCO_SUMMARY, summary, strict=True)}
     metrics = Metrics(
         **means,
@@ -283,9 +262,8 @@ def _interpolated_precision(
 ) -> NDArray[np.float64]:
     """[classes, 101], interpolated precision: the maximum at this or a higher recall; 0 if the recall is not reached.
 
-    label: [N], sorted by class and descending score; hits: positions of the true positives; num_counted: [N],
-    cumulative number of detections that are not ignored. Precision has its maxima at true positives, so only these are
-    evaluated.
+    label: [N], sorted by class and descending score; hits: positions of the true positives, where precision has its
+    maxima; num_counted: [N], cumulative number of detections that are not ignored.
     """
     num_classes = len(required_hits)
     hit_label = label[hits]

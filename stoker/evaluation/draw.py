@@ -135,8 +135,7 @@ def draw_comparison(sample: ImageWithBoxes, class_names: Sequence[str], max_side
 
 
 def save_image(image: Image.Image, path: Path, *, fix: str = "choose another file with --out") -> None:
-    """Writes an image in the format of its suffix and makes its folder; a link in its place is replaced. Raises
-    StorageError, with this fix."""
+    """Writes an image in the format of its suffix, and makes its folder. Raises StorageError with this fix."""
     encoded = io.BytesIO()
     with writing("The image cannot be written.", path, fix=fix):
         image.save(encoded, Image.registered_extensions()[path.suffix.lower()], quality=90)

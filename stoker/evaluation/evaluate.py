@@ -3,16 +3,15 @@
 `detect` runs the model, `compute_metrics` scores (`coco.py`); `error_analysis.py` makes evaluation.json of both.
 Detections are copied by a side stream and read one batch later, so the host does not wait for the batch that it has
 just issued. Named host syncs: "detections", and "nms": on a CPU in the model's `decode`, on an accelerator for images
-whose NMS in rounds was not exact. With several ranks, each evaluates its part of the images (`Loader`'s rank and
-world_size); the concatenated detections, in any order, give the same score. Images without annotations:
-`inference/predict.py`.
+whose NMS in rounds was not exact. With several ranks, each evaluates its part of the images; the concatenated
+detections, in any order, give the same score. Images without annotations: `inference/predict.py`.
 """
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -30,11 +29,7 @@ from stoker.errors import DataError, make_error
 from stoker.evaluation import coco
 from stoker.evaluation.coco import CocoResult, only_evaluated
 from stoker.evaluation.draw import ImageWithBoxes
-from stoker.evaluation.metrics import (
-    Detections,
-    GroundTruth,
-    Metrics,
-)
+from stoker.evaluation.metrics import Detections, GroundTruth, Metrics, boxes_in_image
 from stoker.hardware.device import Device, ReadyEvent, allow_host_sync
 from stoker.models.layers.postprocess import DetectorProtocol, ExactnessCheck
 
@@ -127,7 +122,7 @@ def detect_batches(
     Afterwards every module of the model is in its previous mode (training or evaluation).
     """
     stream = device.make_stream()
-    pending: _PendingDetections | None = None
+    pending: Callable[[], Detections] | None = None
     limit = {} if max_detections is None else {"max_detections": max_detections}
     with in_eval_mode(model):
         for batch in batches:
@@ -145,21 +140,12 @@ def detect_batches(
             copied = [detections.boxes, detections.scores, detections.labels, detections.valid, batch.image_index]
             if detections.check is not None:
                 copied.append(detections.check.is_exact)
-            issued = _PendingDetections(*stream.to_host(copied), detections.check)
+            issued = functools.partial(_read_detections, *stream.to_host(copied), detections.check)
             if pending is not None:
-                yield _read_detections(pending)
+                yield pending()
             pending = issued
     if pending is not None:
-        yield _read_detections(pending)
-
-
-class _PendingDetections(NamedTuple):
-    """The detections of a batch, on their way to the host."""
-
-    tensors: list[Tensor]
-    """The four columns of `BatchDetections`, `Batch.image_index`, and `is_exact` of the check if there is one."""
-    ready: ReadyEvent
-    check: ExactnessCheck | None
+        yield pending()
 
 
 @contextlib.contextmanager
@@ -174,18 +160,17 @@ def in_eval_mode(model: nn.Module | DetectorProtocol) -> Iterator[None]:
             module.training = training
 
 
-def _read_detections(pending: _PendingDetections) -> Detections:
-    """The detections of one batch, after its copies have arrived."""
+def _read_detections(tensors: list[Tensor], ready: ReadyEvent, check: ExactnessCheck | None) -> Detections:
+    """The detections of one batch, after its copies have arrived: the four columns of `BatchDetections`,
+    `Batch.image_index`, and `is_exact` of the check if there is one."""
     with allow_host_sync("detections"):  # of the batch before the current one
-        pending.ready.synchronize()
-        boxes, scores, labels, valid, image_index, *is_exact = (tensor.numpy() for tensor in pending.tensors)
-    if pending.check is not None and not is_exact[0].all():
+        ready.synchronize()
+        boxes, scores, labels, valid, image_index, *is_exact = (tensor.numpy() for tensor in tensors)
+    if check is not None and not is_exact[0].all():
         images = np.flatnonzero(~is_exact[0]).tolist()
-        repeated = pending.check.repeat(images)
+        repeated = check.repeat(images)
         with allow_host_sync("nms"):
-            for column, values in (
-                (boxes, repeated.boxes), (scores, repeated.scores), (labels, repeated.labels), (valid, repeated.valid)
-            ):  # fmt: skip
+            for column, values in zip((boxes, scores, labels, valid), repeated[:4], strict=True):
                 column[images] = values.cpu().numpy()
     valid = valid & (image_index >= 0)[:, None]
     return Detections(
@@ -222,10 +207,8 @@ def sample_images(
         np.unique(np.linspace(0, len(image_indices) - 1, min(count, len(image_indices))).round().astype(np.int64))
     ]
     gt = ground_truth(index, chosen_indices)
-    ones = np.ones(len(gt.image_index), np.float32)
-    gt_detections = Detections(
-        image_index=gt.image_index, boxes=gt.boxes, score=ones, label=gt.label, image_indices=chosen_indices
-    )
+    gt_detections = boxes_in_image(gt.boxes, gt.label)
+    gt_detections = dataclasses.replace(gt_detections, image_index=gt.image_index, image_indices=chosen_indices)
     confident = detections.select(detections.score >= SHOWN_SCORE)
     return [
         ImageWithBoxes(

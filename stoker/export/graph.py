@@ -100,9 +100,17 @@ def build_onnx(
     graph.output.extend(nms_graph.output)
     graph.input.extend(graph_input for graph_input in nms_graph.input if graph_input.name == "iou_threshold")
     for value in (*graph.input, *graph.output):
-        _set_batch_dim(value, batch_size)
+        dims = value.type.tensor_type.shape.dim
+        if value.name == "content":
+            dims[0].dim_param = "batch or 1"
+        elif dims and batch_size is not None:
+            dims[0].dim_value = batch_size
+        elif dims:
+            dims[0].dim_param = "batch"
     _strip(network)
-    _set_metadata(network, {**model_metadata.header(), "iou_threshold": str(iou_threshold), **(metadata or {})})
+    for key, text in {**model_metadata.header(), "iou_threshold": str(iou_threshold), **(metadata or {})}.items():
+        network.metadata_props.add(key=key, value=text)
+    network.producer_name, network.producer_version = "stoker", importlib.metadata.version("stoker")
     network.ir_version = IR_VERSION
     onnx.checker.check_model(network, full_check=True)
     return bytes(network.SerializeToString())
@@ -160,17 +168,6 @@ def quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _set_batch_dim(value: Any, batch_size: int | None) -> None:
-    """Sets the first dimension of an input or output to `batch_size`, or to a name for any number."""
-    dims = value.type.tensor_type.shape.dim
-    if value.name == "content":
-        dims[0].dim_param = "batch or 1"
-    elif dims and batch_size is not None:
-        dims[0].dim_value = batch_size
-    elif dims:
-        dims[0].dim_param = "batch"
-
-
 def _strip(network: Any) -> None:
     """Removes the exporter's debug information: 200 kB of stack traces with paths of this machine."""
     graph = network.graph
@@ -178,9 +175,3 @@ def _strip(network: Any) -> None:
         del item.metadata_props[:]
         item.doc_string = ""
     graph.name = "detector"
-
-
-def _set_metadata(network: Any, metadata: dict[str, str]) -> None:
-    network.producer_name, network.producer_version = "stoker", importlib.metadata.version("stoker")
-    for key, value in metadata.items():
-        network.metadata_props.add(key=key, value=value)

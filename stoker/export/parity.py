@@ -176,9 +176,7 @@ def _run_model(
         outputs = model(torch.from_numpy(image[None]))
         detections = model.decode(outputs, input_size, torch.ones(1, 2), input_size, **limits)
     valid = detections.valid[0]
-    return ImageDetections(
-        detections.boxes[0][valid].numpy(), detections.scores[0][valid].numpy(), detections.labels[0][valid].numpy()
-    )
+    return ImageDetections(*(column[0][valid].numpy() for column in detections[:3]))
 
 
 def require_parity(parity: Parity, location: object, exported_by: str = "ONNX") -> None:

@@ -1,8 +1,7 @@
 """Writes a detector as an OpenVINO, LiteRT or torch.export file with the inputs and outputs of the ONNX file.
 
 OpenVINO reads the ONNX file of `graph.py`, with its NMS. The other two are one program of torch.export, whose NMS has
-fixed shapes (`postprocess.fixed_point_nms`): LiteRT has no operator for NMS. `inference/runtime.py` runs the files,
-docs/export.md describes them.
+fixed shapes: LiteRT has no operator for it. `inference/runtime.py` runs the files, docs/export.md describes them.
 """
 
 import copy
@@ -72,8 +71,7 @@ def write_onnx(path: Path, spec: Spec) -> None:
 
 
 def write_openvino(path: Path, spec: Spec) -> None:
-    """Two files: the .xml and its .bin. OpenVINO has no optional inputs: `content` and `score_threshold` must be given,
-    and the IoU threshold is a constant."""
+    """Two files: the .xml and its .bin. There are no optional inputs, and the IoU threshold is a constant."""
     onnx, openvino = importlib.import_module("onnx"), importlib.import_module("openvino")
     network = onnx.load_from_string(_onnx_bytes(spec))
     inputs, constants = network.graph.input, network.graph.initializer

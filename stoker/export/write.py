@@ -93,16 +93,13 @@ def export_model(
     opset: int = graph.OPSETS[0],
     images: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Writes a run's best weights (or a .safetensors file) in a format of FORMATS; yields lines about it, the file's
-    name first.
+    """Writes a run's best weights (or a .safetensors file) in a format of FORMATS; yields lines, the file's name first.
 
     out: default next to the weights; for a run in a bucket, in the current folder. images: for the comparison, default
-    the run's validation split. conf, iou: default thresholds of the file; docs/export.md says which its callers can
-    override.
+    the run's validation split. conf, iou: default thresholds of the file (docs/export.md).
 
     Raises ParityError if the file's detections differ from the model's, PreflightError if a package is missing,
-    UsageError if the format cannot take the model, there are no images for the comparison or `out` is not an export of
-    stoker, StorageError.
+    UsageError if the format cannot take the model, there are no images or `out` is not stoker's, StorageError.
     """
     target_format = find_format(format)
     for package in target_format.packages:
@@ -186,8 +183,7 @@ def _check_parity(spec: programs.Spec, temp_path: Path, out_path: Path, inputs: 
 
 
 def _default_out(run: str | Path, weights: Path, source: Path, suffix: str) -> Path:
-    """RUN/best.onnx, or RUN/step-00001200.onnx for a run with only checkpoints, whose folders stay unchanged; for a URI
-    its name, in the current folder."""
+    """RUN/best.onnx, or RUN/step-00001200.onnx for a run with only checkpoints; for a URI, in the current folder."""
     text = expand_variables(run) if isinstance(run, str) else str(run)
     if is_uri(text):
         return Path(parse_uri(text).name.removesuffix(".safetensors") + suffix)

@@ -1,12 +1,10 @@
 """Batches of images without annotations, from files or pixels, for prediction; tiles of large images.
 
 An entry of a batch is a window: a whole image, or a tile of a large one. Threads decode, resize and pad windows ahead
-of the device, as in an evaluation (`data/images/decode.py`, `data/geometry.py`), upright by EXIF. `predict.py`
-runs the model. Annotated images are loaded by `data/loading/loader.py`.
+of the device, upright by EXIF. `predict.py` runs the model. Annotated images are loaded by `data/loading/loader.py`.
 
-An object of 20 pixels in an image of 4,000 has 3 pixels in a model input of 640, too few to be detected. So the image
-is also processed in overlapping tiles, which contain every object smaller than the overlap completely at least once.
-The whole image has the larger objects. `merge_detections` removes duplicates. The idea is SAHI's (arXiv 2202.06934).
+Tiles are for small objects in large images (SAHI, arXiv 2202.06934): they overlap, so that every object smaller than
+the overlap is completely in one of them. `merge_detections` removes duplicates.
 """
 
 import contextlib
@@ -102,8 +100,7 @@ class InputImage:
     So memory holds only a few batches of windows and their images, for any number of files.
     """
 
-    def __init__(self, image_index: int, source: ImageSource) -> None:
-        self.image_index = image_index
+    def __init__(self, source: ImageSource) -> None:
         self.source = source
         self.path = source if isinstance(source, Path) else None
         self._pixels = None if isinstance(source, Path) else load_pixels(source)
@@ -115,11 +112,12 @@ class InputImage:
         """Number of windows that are not read yet."""
         self._lock = threading.Lock()
 
-    def read(self, buffer: HostBatchBuffer, k: int, region: Region | None, resize: str) -> None:
-        """Writes a window into entry k of the buffer; region None: the whole image, decoded at a reduced size.
+    def read(self, buffer: HostBatchBuffer, k: int, window: "InferenceWindow", resize: str) -> None:
+        """Writes a window into entry k of the buffer; the whole image is decoded at a reduced size.
 
         Raises DataError, the same for every window of an image. Thread-safe.
         """
+        region = window.region
         try:
             if region is None and self.path is not None:
                 self.size = decode_into_buffer(buffer, k, read_image(self.path), self.path, resize)
@@ -127,6 +125,7 @@ class InputImage:
                 x0, y0, x1, y1 = region or (0, 0, self.size[1], self.size[0])
                 pixels = self._decode_once()[y0:y1, x0:x1]
                 decode.resize_into(pixels, _resize_view(buffer, k, (y1 - y0, x1 - x0), resize)[0])
+            buffer.image_index[k] = window.window_index
         except DataError as error:
             self.error = error
             raise
@@ -161,8 +160,7 @@ class InferenceWindow(NamedTuple):
 def iter_windows(sources: Iterable[ImageSource], tiling: Tiling | None) -> Iterator[InferenceWindow]:
     """The windows of images, in order; an image larger than a tile has itself and then its tiles as windows."""
     window_index = 0
-    for image_index, source in enumerate(sources):
-        image = InputImage(image_index, source)
+    for image in map(InputImage, sources):
         regions: list[Region | None] = [None]
         if tiling is not None:
             if image.path is not None:
@@ -188,8 +186,7 @@ def iter_batches(
 ) -> Iterator[Batch]:
     """Batches on the device, with PREFETCH_BATCHES decoded ahead in threads; the last batch is padded.
 
-    The windows of each batch are appended to `issued_windows` before it is yielded. Unreadable windows and padding have
-    image_index -1.
+    The windows of a batch are appended to `issued_windows` first. Unreadable ones and padding have image_index -1.
     """
     stream = device.make_stream()
     pending: deque[tuple[HostBatchBuffer, list[InferenceWindow], list[Future[None]]]] = deque()
@@ -211,7 +208,9 @@ def iter_batches(
     with ThreadPoolExecutor(workers, "stoker-predict") as pool:
         while batch_windows := list(islice(windows, batch_size)):
             buffer = HostBatchBuffer(device, batch_size, image_size, 1)
-            futures = [pool.submit(_read_window, buffer, k, window, resize) for k, window in enumerate(batch_windows)]
+            futures = [
+                pool.submit(window.image.read, buffer, k, window, resize) for k, window in enumerate(batch_windows)
+            ]
             pending.append((buffer, batch_windows, futures))
             if len(pending) > PREFETCH_BATCHES:
                 yield finish(*pending.popleft())
@@ -225,11 +224,6 @@ def num_decode_workers(sources: Iterable[ImageSource], batch_size: int) -> int:
         isinstance(source, Path) and places.path_to_uri(source) is not None for source in sources
     )
     return max(host_cores(), (PREFETCH_BATCHES + 1) * batch_size if is_remote else 0)
-
-
-def _read_window(buffer: HostBatchBuffer, k: int, window: InferenceWindow, resize: str) -> None:
-    window.image.read(buffer, k, window.region, resize)
-    buffer.image_index[k] = window.window_index
 
 
 def read_image(path: Path) -> bytes:
@@ -254,11 +248,8 @@ def _resize_view(buffer: HostBatchBuffer, k: int, size: tuple[int, int], resize:
     resize_geometry = geometry.compute_resize_geometry(size, buffer.image_size, resize)
     height, width = resize_geometry.resized_size
     buffer.write_filler(k)
-    buffer.resized_size[k], buffer.scale[k], buffer.original_size[k] = (
-        resize_geometry.resized_size,
-        resize_geometry.scale,
-        size,
-    )
+    buffer.resized_size[k], buffer.original_size[k] = resize_geometry.resized_size, size
+    buffer.scale[k] = resize_geometry.scale
     return buffer.pixels[k, :height, :width], resize_geometry.region
 
 

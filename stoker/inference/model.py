@@ -1,7 +1,6 @@
 """Python API of a trained detector: `load` it, then `predict` on images and `evaluate` on a data set.
 
-`stoker.load` is `load`; the commands `eval` and `predict` call these methods. `evaluation/evaluate.py` and `predict.py`
-run the model; `export/write.py` exports it.
+`stoker.load` is `load`; the commands `eval` and `predict` call these methods; `export/write.py` exports a model.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from torch import Tensor
 from stoker.config.settings import Config, DataSettings, from_fields, from_run
 from stoker.data.images import decode
 from stoker.data.images.source import display_path
-from stoker.data.index import Index, open_index_of, require_images
+from stoker.data.index import open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, UsageError, make_error, nearest
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
@@ -117,11 +116,9 @@ class Model:
         """The detections in each image, in order; a single image gives a list of one. `model(images)` is the same.
 
         bgr: arrays and tensors are BGR, as OpenCV reads images. stream: give an iterator, for inputs that do not fit
-        into memory together and for videos, of which each frame is an image; it reads some 4 batches ahead. options:
-        see `PredictOptions`.
+        into memory together and for videos, of which each frame is an image; it reads some 4 batches ahead.
 
-        Raises DataError for an image that cannot be read, UsageError for an input that is not an image or a number out
-        of range.
+        Raises DataError for an image that cannot be read, UsageError for what is no image or a number out of range.
         """
         sources = _iter_sources(images, bgr=bgr, stream=stream)
         predictions = self._detect(options, sources if stream else list(sources), raise_errors=True)
@@ -215,7 +212,13 @@ class Model:
         image_indices = index.image_indices(split)
         max_bad_fraction = DEFAULT_MAX_BAD_FRACTION if run_data.max_bad_fraction is None else run_data.max_bad_fraction
         require_images(index, (split,), max_bad_fraction=max_bad_fraction, max_bad_boxes=run_data.max_bad_boxes)
-        _require_same_classes(index, self.class_names, self.weights)
+        if index.class_names != self.class_names:
+            raise DataError(
+                "The data set has other classes than the model was trained on.",
+                location=index.source,
+                cause=f"data: {', '.join(index.class_names)}; model ({self.weights}): {', '.join(self.class_names)}",
+                fix="name a data set with the same classes in the same order",
+            )
         gt = ground_truth(index, image_indices)
         require_boxes(gt)  # before any work on the device
         batches = evaluation_loader(
@@ -234,8 +237,7 @@ class Model:
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
     """A trained detector from a run folder (its best weights), a .safetensors file or an exported file (.onnx, .xml,
-    .tflite, .pt2) that stoker saved, local or in a bucket (gs://, s3://); or the name of a model with COCO weights, as
-    retinanet_resnet50_fpn.
+    .tflite, .pt2) of stoker, local or in a bucket (gs://, s3://); or a name with COCO weights: retinanet_resnet50_fpn.
 
     device: cpu, cuda …; default: the accelerator that torch finds, else the CPU. An exported file runs on the CPU.
 
@@ -321,13 +323,3 @@ def _make_tiling(conf: float, iou: float | None, tile: int | None, tile_overlap:
     if tile_overlap is not None and tile is None:
         raise UsageError("--tile-overlap needs --tile.", fix="--tile 640, or leave out --tile-overlap")
     return None if tile is None else Tiling(tile, TILE_OVERLAP if tile_overlap is None else tile_overlap)
-
-
-def _require_same_classes(index: Index, class_names: tuple[str, ...], weights: Path) -> None:
-    if index.class_names != class_names:
-        raise DataError(
-            "The data set has other classes than the model was trained on.",
-            location=index.source,
-            cause=f"data: {', '.join(index.class_names)}; model ({weights}): {', '.join(class_names)}",
-            fix="name a data set with the same classes in the same order",
-        )

@@ -57,9 +57,8 @@ Detect = Callable[[Iterable[ImageSource]], Iterator[Prediction]]
 def find_images(
     inputs: Iterable[str | Path], *, exclude_dir: Path | None = None, suffixes: Sequence[str] = IMAGE_SUFFIXES
 ) -> list[Path]:
-    """The images of files, folders (recursive), patterns and URIs of these, each once, in order, without those in
-    `exclude_dir`. For an image in a bucket, its stub file (`data/images/source.py`). suffixes: of files in folders and
-    patterns.
+    """The images of files, folders (recursive), patterns and URIs, each once, in order, without those in `exclude_dir`.
+    For an image in a bucket, its stub file (`data/images/source.py`). suffixes: of files in folders and patterns.
 
     Raises UsageError for an input without images, DataError and StorageError for a URI.
     """
@@ -67,12 +66,10 @@ def find_images(
     unique_paths: dict[Path, Path] = {}
     for location in inputs:
         path = local_path(location)
-        if path.is_dir():
-            image_paths = sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file())
-        elif path.exists() or is_camera(path):
+        if is_camera(path) or (path.exists() and not path.is_dir()):
             image_paths = [path]
         else:
-            matched = (Path(name) for name in glob.glob(str(path), recursive=True))
+            matched = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
             image_paths = sorted(p for p in matched if p.suffix.lower() in suffixes and p.is_file())
         included = [p for p in image_paths if excluded is None or excluded not in p.resolve().parents]
         if image_paths and not included:
@@ -119,22 +116,15 @@ def predict_images(
 ) -> Iterator[Prediction]:
     """Runs the model, which is on `device`, over images, in order; image_size, resize: as in training.
 
-    tiling: an image larger than a tile is processed whole and in tiles, and the detections are merged. An unreadable
-    image is yielded with its error.
+    tiling: an image larger than a tile is processed whole and in tiles. An unreadable one is yielded with its error.
     """
     nms_threshold = model.iou_threshold if iou_threshold is None else iou_threshold
     issued_windows: deque[list[InferenceWindow]] = deque()
+    workers, windows = num_decode_workers(sources, batch_size), iter_windows(sources, tiling)
+    batches = iter_batches(windows, issued_windows, device, image_size, resize, batch_size, workers=workers)
     batch_detections = detect_batches(
         model,
-        iter_batches(
-            iter_windows(sources, tiling),
-            issued_windows,
-            device,
-            image_size,
-            resize,
-            batch_size,
-            workers=num_decode_workers(sources, batch_size),
-        ),
+        batches,
         device,
         precision=precision,
         score_threshold=score_threshold,
@@ -163,10 +153,8 @@ def _merge_windows(
         cut.append(is_cut(boxes, (x0, y0, x1, y1), image.size))
     merged = Detections.concatenate(shifted) if image.error is None else empty_detections()
     if len(window_detections) > 1 and image.error is None:
-        keep = merge_detections(
-            merged.boxes, merged.score, merged.label, np.concatenate(cut), iou_threshold=iou_threshold
-        )
-        merged = merged.select(keep)
+        columns = merged.boxes, merged.score, merged.label, np.concatenate(cut)
+        merged = merged.select(merge_detections(*columns, iou_threshold=iou_threshold))
     return Prediction(
         original_size=image.size if image.error is None else (0, 0),
         boxes=merged.boxes,
@@ -186,8 +174,7 @@ def predict_to_dir(
     The frames of a video are lines of VIDEO.jsonl. save_txt: also a YOLO label file, `labels/IMAGE.txt` or
     `labels/VIDEO-FRAME.txt`; save_crop: also each object, `crops/CLASS/IMAGE-N.jpg` or `crops/CLASS/VIDEO-FRAME-N.jpg`.
 
-    Raises UsageError for inputs without images and for an `out` with other files; DataError at the end if some images
-    could not be read.
+    Raises UsageError for inputs without images and for an `out` with other files; DataError at the end for unread ones.
     """
     paths = find_images(inputs, exclude_dir=out, suffixes=(*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
     _require_output_dir(out)
@@ -285,8 +272,7 @@ def _save_crops(prediction: Prediction, folder: Path, stem: str) -> None:
 def output_names(paths: Sequence[Path]) -> list[str]:
     """An output file name for each image: its own, prefixed by its folders if two would be equal.
 
-    Names are compared without case, as some file systems do. `.jpg` is appended to suffixes that Pillow cannot write;
-    videos become `.mp4`.
+    Names are compared without case. `.jpg` is appended to suffixes that Pillow cannot write; videos become `.mp4`.
     """
     file_names = [
         f"{p.name.removesuffix('.mp4')}.mp4" if is_video(p)
@@ -311,8 +297,7 @@ def output_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _require_output_dir(out: Path) -> None:
-    """Raises UsageError if `out` has files that stoker did not write, since images of the same name would be
-    replaced."""
+    """Raises UsageError if `out` has files of others, since images of the same name would be replaced."""
     if out.exists() and not out.is_dir():
         raise UsageError("The output folder is a file.", location=out, fix="--out FOLDER")
     if out.exists() and any(out.iterdir()) and not (out / RESULTS_NAME).exists():

@@ -53,26 +53,6 @@ def make_preview(
     """
     if not 1 <= num_images <= MAX_IMAGES:
         raise UsageError(f"--count {num_images} is out of range.", choices=[f"1 … {MAX_IMAGES}"])
-    plain_settings = dataclasses.replace(settings, scale_jitter_prob=0.0)
-    pairs: list[Image.Image] = []
-    with (
-        _make_loader(index, image_indices, plain_settings, seed, workers, None) as plain_loader,
-        _make_loader(index, image_indices, settings, seed, workers, on_quarantine) as augmented_loader,
-    ):
-        while len(pairs) < num_images:
-            batches = next(plain_loader), augment_batch(next(augmented_loader), settings, 0.0)
-            for k in range(min(MOSAIC_GROUP_SIZE, num_images - len(pairs))):
-                image_index = int(batches[0].image_index[k])
-                has_labels = bool(index.offsets[image_index + 1] > index.offsets[image_index])
-                images = [_render_image(batch, k, index.class_names) for batch in batches]
-                pairs.append(_make_pair(images, index.path(image_index).name, has_labels=has_labels))
-    return _make_sheet(pairs)
-
-
-def _make_loader(
-    index: "Index", image_indices: NDArray[np.int64], settings: DataSettings, seed: int, workers: int,
-    on_quarantine: Callable[[QuarantinedImage], None] | None,
-) -> Loader:  # fmt: skip
     spec = LoaderSpec(
         device=Device(torch.device("cpu")),
         batch_size=MOSAIC_GROUP_SIZE,
@@ -86,7 +66,19 @@ def _make_loader(
         workers=workers,
         max_bad_fraction=settings.max_bad_fraction,
     )
-    return Loader(index, image_indices, spec, on_quarantine=on_quarantine)
+    pairs: list[Image.Image] = []
+    with (
+        Loader(index, image_indices, dataclasses.replace(spec, scale_jitter_prob=0.0)) as plain_loader,
+        Loader(index, image_indices, spec, on_quarantine=on_quarantine) as augmented_loader,
+    ):
+        while len(pairs) < num_images:
+            batches = next(plain_loader), augment_batch(next(augmented_loader), settings, 0.0)
+            for k in range(min(MOSAIC_GROUP_SIZE, num_images - len(pairs))):
+                image_index = int(batches[0].image_index[k])
+                has_labels = bool(index.offsets[image_index + 1] > index.offsets[image_index])
+                images = [_render_image(batch, k, index.class_names) for batch in batches]
+                pairs.append(_make_pair(images, index.path(image_index).name, has_labels=has_labels))
+    return _make_sheet(pairs)
 
 
 def _make_pair(images: list[Image.Image], name: str, *, has_labels: bool) -> Image.Image:

@@ -80,8 +80,7 @@ class ExportedModel(nn.Module):
         raise NotImplementedError
 
     def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
-        """The file's OUTPUTS for its inputs by name: images, content, and thresholds, of which a file may lack
-        `iou_threshold`; an absent one has the file's default."""
+        """The file's OUTPUTS for its inputs by name: images, content, thresholds; an absent one has its default."""
         raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
@@ -104,13 +103,9 @@ class ExportedModel(nn.Module):
             outputs.numpy(), resized_size.numpy(), score_threshold=score_threshold, iou_threshold=iou_threshold
         )
         valid = torch.arange(result.scores.shape[1]) < torch.from_numpy(result.count)[:, None]
-        detections = BatchDetections(
-            torch.from_numpy(result.boxes),
-            torch.from_numpy(result.scores),
-            torch.from_numpy(result.labels).clamp(min=0),
-            valid,
-        )
-        return rescale_to_original(detections, scale, original_size)
+        columns = result.boxes, result.scores, result.labels.clip(min=0)
+        boxes, scores, labels = (torch.from_numpy(column) for column in columns)
+        return rescale_to_original(BatchDetections(boxes, scores, labels, valid), scale, original_size)
 
     def run(
         self,

@@ -1,7 +1,6 @@
 """Frames of video files and cameras, and videos with boxes, by PyAV (FFmpeg); `pip install 'stoker[video]'`.
 
-A video is input of others: only plain files in known containers are opened, never what a playlist names. Sound is not
-kept. `predict.py` runs the detector on the frames.
+Only plain files in known containers are opened, never what a playlist names. `predict.py` runs the detector on frames.
 """
 
 import contextlib
@@ -83,9 +82,8 @@ def _decode(container: Any, path: Path) -> Iterator[Frame]:
 
 @contextlib.contextmanager
 def video_writer(path: Path) -> Iterator[Callable[[Image.Image, float], None]]:
-    """Gives a function that writes the next frame at its time in seconds, into an MP4 file: H.264 where this FFmpeg has
-    it, else MPEG-4. Frames get the size of the first, in even numbers of pixels. What was written is kept after an
-    exception."""
+    """Gives a function that writes the next frame at its time in seconds, into an MP4 file: H.264, or MPEG-4 where this
+    FFmpeg has none. Frames get the size of the first, in even numbers. What was written is kept after an exception."""
     import av
 
     partial, stream, last_time = path.with_name(f".{path.name}.partial"), None, -1

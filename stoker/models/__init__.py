@@ -3,8 +3,7 @@
 A detector (`detector.py`) is an nn.Module with three methods: `forward(images) -> outputs`, `loss(outputs, batch) ->
 dict of scalars`, `decode(outputs, resized_size, scale, original_size) -> BatchDetections`. None of them makes the host
 wait for an accelerator; images that NMS in rounds could not finish are repeated when the host reads their detections
-(`allow_host_sync("nms")`). Training is in `training/`, evaluation in `evaluation/`; docs/add-a-model.md shows how to
-add a detector.
+(`allow_host_sync("nms")`). Training is in `training/`, evaluation in `evaluation/`; see docs/add-a-model.md.
 """
 
 from stoker.config.architectures import Architecture

@@ -16,15 +16,17 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stoker.models.detector import Backbone, Part
-from stoker.models.layers.convolutions import (
-    StridedConv2d,
-    conv_norm,
-    fold_frozen_norms,
-    pad_image_conv,
-    upsample_2x,
-)
+from stoker.models.layers.convolutions import StridedConv2d, conv_norm, pad_and_fold, upsample_2x
 from stoker.models.layers.norms import NORMS, Norm, NormKind
-from stoker.models.networks import BasicBlock, Bottleneck, CSPBackbone, mobilenet_v2, mobilenet_v3_large, resnet
+from stoker.models.networks import (
+    BasicBlock,
+    Bottleneck,
+    CSPBackbone,
+    ResidualBlock,
+    mobilenet_v2,
+    mobilenet_v3_large,
+    resnet,
+)
 
 ExtraBlocks = Literal["p6p7", "pool"] | None
 """Levels above the FPN: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or none."""
@@ -33,9 +35,8 @@ ExtraBlocks = Literal["p6p7", "pool"] | None
 class IntermediateLayerGetter(nn.Module):
     """The feature maps of the children `return_layers` of a backbone: images [B, 3, H, W] → maps, each [B, C, h, w].
 
-    In training on a CPU, the leading frozen children process one image at a time: their maps are the largest, keep
-    nothing for the backward pass, and then fit in the CPU's cache. That reduces the time of MobileNetV2's first two
-    stages to a third (LOG.md, "Frozen stages on a CPU").
+    In training on a CPU, the leading frozen children process one image at a time: their maps, the largest, then fit in
+    its cache, which reduces the time of MobileNetV2's first two stages to a third (LOG.md, "Frozen stages on a CPU").
     """
 
     def __init__(self, backbone: nn.Module, return_layers: Iterable[str]) -> None:
@@ -50,8 +51,7 @@ class IntermediateLayerGetter(nn.Module):
         return self.run([x], 0, len(list(self.children())))
 
     def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
-        """The maps of the children before number `start`, and the output of the last of these unless it is such a map,
-        → the same after `stop` children."""
+        """The maps of the first `start` children, and the last one's output unless it is a map → the same of `stop`."""
         children = list(self.named_children())
         is_map = [name in self.return_layers for name, _ in children]
         x, maps = flow[-1], flow if start and is_map[start - 1] else flow[:-1]
@@ -70,8 +70,7 @@ class IntermediateLayerGetter(nn.Module):
         return maps if is_map[stop - 1] else [*maps, x]
 
     def groups(self) -> list[range]:
-        """Numbers of consecutive children: one with convolutions, and those without after it, some of which change
-        their input in place."""
+        """Numbers of consecutive children: one with convolutions, and those without after it, some of them in-place."""
         starts = [
             number
             for number, child in enumerate(self.children())
@@ -93,22 +92,18 @@ class IntermediateLayerGetter(nn.Module):
 
 
 class BackboneWithNeck(Backbone):
-    """A backbone and what makes the maps of the heads of its maps: images [B, 3, H, W] → `neck(maps of return_layers)`,
-    finest first. neck_name: the neck's name in `state_dict`."""
+    """Images [B, 3, H, W] → `neck(maps of return_layers)`, finest first. neck_name: its name in `state_dict`."""
 
     body: IntermediateLayerGetter
 
-    def __init__(
-        self, backbone: nn.Module, return_layers: Iterable[str], neck: nn.Module, *, neck_name: str = "neck"
-    ) -> None:
+    def __init__(self, backbone: nn.Module, return_layers: Iterable[str], neck: nn.Module, neck_name: str) -> None:
         super().__init__()
         self.neck_name = neck_name
         self.body = IntermediateLayerGetter(backbone, return_layers)
         self.add_module(neck_name, neck)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        levels: list[Tensor] = self.get_submodule(self.neck_name)(self.body(images))
-        return levels
+        return self.get_submodule(self.neck_name)(self.body(images))
 
     def parts(self) -> list[Part]:
         names = [name for name, _ in self.body.named_children()]
@@ -129,8 +124,7 @@ class FeaturePyramidNetwork(nn.Module):
     """FPN (arXiv 1612.03144) with torchvision's parameter names: maps of `in_channels` → levels of `channels`.
 
     extra_blocks: levels added at the end; norm: after each convolution, None for none; lite: separable 3 × 3
-    convolutions (`separable_conv`), with the norm only after these. Not torchvision's module: under autocast its
-    upsampling runs in fp32, and so do the sums after it.
+    convolutions, with the norm only after these. Not torchvision's module, which upsamples in fp32 under autocast.
     """
 
     def __init__(
@@ -139,10 +133,10 @@ class FeaturePyramidNetwork(nn.Module):
         super().__init__()
         lite_norm = norm if lite else None
         self.inner_blocks = nn.ModuleList(
-            _conv_norm(width, channels, 1, None if lite else norm) for width in in_channels
+            conv_norm(width, channels, None if lite else norm, kernel_size=1, activation=None) for width in in_channels
         )
         self.layer_blocks = nn.ModuleList(
-            _conv_norm(channels, channels, 3, norm)
+            conv_norm(channels, channels, norm, activation=None)
             if lite_norm is None
             else _separable_conv_norm_relu6(channels, lite_norm)
             for _ in in_channels
@@ -180,11 +174,6 @@ class FeaturePyramidNetwork(nn.Module):
         return levels
 
 
-def _conv_norm(in_channels: int, out_channels: int, kernel_size: int, norm: Norm | None) -> nn.Sequential:
-    conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=norm is None)
-    return nn.Sequential(conv) if norm is None else nn.Sequential(conv, norm(out_channels))
-
-
 def separable_conv(channels: int, *, stride: int = 1) -> nn.Sequential:
     """A depthwise 3 × 3 and a pointwise convolution without norm, activation or bias (Keras's SeparableConv2D;
     MobileNet, arXiv 1704.04861): a tenth of the FLOPs of a 3 × 3 convolution."""
@@ -213,7 +202,7 @@ class BackboneSpec(NamedTuple):
 STAGES = ("stem", "layer1", "layer2", "layer3", "layer4")
 
 
-def _resnet(block: Callable[..., BasicBlock | Bottleneck], num_blocks: tuple[int, ...]) -> BackboneSpec:
+def _resnet(block: Callable[..., ResidualBlock], num_blocks: tuple[int, ...]) -> BackboneSpec:
     expansion = 1 if block is BasicBlock else 4
     stage_outputs = [("relu", 64), *((name, 64 * 2**n * expansion) for n, name in enumerate(STAGES[1:]))]
     return BackboneSpec(partial(resnet, block=block, num_blocks=num_blocks), stage_outputs)
@@ -260,36 +249,29 @@ def build_backbone_with_fpn(
     min_level: 2 … 5, the first C-level (stride 2^min_level) that goes into the FPN; return_layers: child → its
     channels, explicit inputs of the FPN instead; extra_blocks, fpn_norm, lite: as in `FeaturePyramidNetwork`.
     """
-    spec = BACKBONES[backbone_name]
-    network = _build_backbone(spec, norm, trainable_stages)
-    layers = dict(spec.stage_outputs[min_level - 1 :]) if return_layers is None else return_layers
-    fpn = FeaturePyramidNetwork(list(layers.values()), channels, extra_blocks=extra_blocks, norm=fpn_norm, lite=lite)
-    return BackboneWithNeck(network, layers, fpn, neck_name="fpn")
+    neck = partial(FeaturePyramidNetwork, channels=channels, extra_blocks=extra_blocks, norm=fpn_norm, lite=lite)
+    return build_backbone_with_neck(
+        backbone_name, neck, norm=norm, trainable_stages=trainable_stages, min_level=min_level,
+        return_layers=return_layers, neck_name="fpn",
+    )  # fmt: skip
 
 
 def build_backbone_with_neck(
-    backbone: str | Mapping[str, Any], neck: Callable[[list[int]], nn.Module], *, norm: NormKind, trainable_stages: int
-) -> BackboneWithNeck:
+    backbone: str | Mapping[str, Any], neck: Callable[[list[int]], nn.Module], *, norm: NormKind,
+    trainable_stages: int, min_level: int = 3, return_layers: Mapping[str, int] | None = None, neck_name: str = "neck",
+) -> BackboneWithNeck:  # fmt: skip
     """A backbone of BACKBONES, or a CSP backbone of these arguments, with its first stages frozen, and `neck(channels
-    of its maps)`, those of stride 8 and more."""
+    of its maps)`. min_level, return_layers: as in `build_backbone_with_fpn`."""
     spec = BACKBONES[backbone] if isinstance(backbone, str) else _csp(**backbone)
-    network = _build_backbone(spec, norm, trainable_stages)
-    names, widths = zip(*spec.stage_outputs[2:], strict=True)
-    return BackboneWithNeck(network, names, neck(list(widths)))
-
-
-def _build_backbone(spec: BackboneSpec, norm: NormKind, trainable_stages: int) -> nn.Module:
     network = spec.build(NORMS[norm])
-    pad_image_conv(network)
-    if norm == "frozen_bn":
-        fold_frozen_norms(network)
+    pad_and_fold(network)
     freeze_stages(network, [name for name, _ in spec.stage_outputs], trainable_stages)
-    return network
+    layers = dict(spec.stage_outputs[min_level - 1 :]) if return_layers is None else return_layers
+    return BackboneWithNeck(network, layers, neck(list(layers.values())), neck_name)
 
 
 def freeze_stages(network: nn.Module, last_children: Sequence[str], trainable_stages: int) -> None:
-    """Freezes all stages except the last `trainable_stages` (0 … 5). last_children: the name of each stage's last
-    child."""
+    """Freezes all stages except the last `trainable_stages` (0 … 5). last_children: names of the stages' last ones."""
     num_frozen = len(last_children) - trainable_stages
     for name, child in network.named_children() if num_frozen > 0 else ():
         child.requires_grad_(False)

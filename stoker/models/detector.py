@@ -4,8 +4,7 @@ A detector predicts (`forward`), computes its loss (`loss`) and selects boxes be
 and the conversion to pixels of the original image are the same for all detectors (`decode`).
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.models.layers.convolutions import is_on_accelerator
+from stoker.models.layers.norms import DerivedBuffers
 from stoker.models.layers.postprocess import (
     MAX_DETECTIONS,
     BatchDetections,
@@ -21,10 +21,6 @@ from stoker.models.layers.postprocess import (
     rescale_to_original,
     topk_detections,
 )
-
-# Mean and standard deviation of ImageNet pixels in 0 … 1. torchvision's weights were trained with them.
-PIXEL_MEAN = (0.485, 0.456, 0.406)
-PIXEL_STD = (0.229, 0.224, 0.225)
 
 
 class ClassHeadSpec(NamedTuple):
@@ -52,8 +48,7 @@ class Backbone(nn.Module):
     """A network that makes feature maps of images in consecutive parts, between which `training/stages.py` can cut it.
 
     A flow is what goes from one part to the next, a list of tensors [B, C, h, w]: maps for later parts or the heads,
-    and last the features that the next part starts with. The first part gets [images], the last one gives the maps of
-    the heads.
+    and last the features that the next part starts with. The first part gets [images], the last one gives the maps.
     """
 
     def parts(self) -> list[Part]:
@@ -69,7 +64,7 @@ class Backbone(nn.Module):
         return self.run([images], 0, len(self.parts()))
 
 
-class Detector(nn.Module):
+class Detector(DerivedBuffers):
     """Base of all detectors. settings: no field that the architecture uses is AUTO; num_classes: C, without background.
 
     Only, on a CPU, the NMS in `decode` may synchronize host and device. `forward`, `loss` and `decode` run under
@@ -77,8 +72,11 @@ class Detector(nn.Module):
     """
 
     iou_threshold: float = 0.5
-    """Two boxes of a class that overlap more are one object, where the caller does not say otherwise; from 1 on nothing
-    is suppressed."""
+    """Two boxes of a class that overlap more are one object, by default; from 1 on nothing is suppressed."""
+
+    mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)
+    std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
+    """Of pixels in 0 … 1; these are ImageNet's, with which torchvision's weights were trained."""
 
     backbone_prefixes: ClassVar[tuple[str, ...]] = ("backbone.body.",)
     """Beginnings of the names of what a classifier's weights fill."""
@@ -91,33 +89,20 @@ class Detector(nn.Module):
     """Pixels 0 … 255 are normalized by `pixel_shift` + pixel · `pixel_scale`."""
     pixel_scale: Tensor
 
-    def __init__(
-        self,
-        settings: ModelSettings,
-        num_classes: int,
-        *,
-        mean: tuple[float, ...] = PIXEL_MEAN,
-        std: tuple[float, ...] = PIXEL_STD,
-    ) -> None:
+    def __init__(self, settings: ModelSettings, num_classes: int) -> None:
         super().__init__()
         self.settings, self.num_classes = settings, num_classes
-        self.register_buffer("pixel_mean", torch.tensor(mean)[:, None, None], persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(std)[:, None, None], persistent=False)
+        self.register_buffer("pixel_mean", torch.tensor(self.mean)[:, None, None], persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(self.std)[:, None, None], persistent=False)
         self.register_buffer("pixel_shift", torch.empty(3, 1, 1), persistent=False)
         self.register_buffer("pixel_scale", torch.empty(3, 1, 1), persistent=False)
-        self._update_shift_and_scale()
+        self.update_buffers()
 
-    def _update_shift_and_scale(self) -> None:
-        if self.pixel_mean.is_meta:  # no values (`weights/load.py`)
-            return
-        self.pixel_shift.copy_(-self.pixel_mean / self.pixel_std)
-        self.pixel_scale.copy_(1 / (255 * self.pixel_std))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`double` and similar would only cast the constants as they were rounded in the old dtype."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._update_shift_and_scale()
-        return self
+    def update_buffers(self) -> None:
+        """Computes `pixel_shift` and `pixel_scale`."""
+        if not self.pixel_mean.is_meta:  # no values (`weights/load.py`)
+            self.pixel_shift.copy_(-self.pixel_mean / self.pixel_std)
+            self.pixel_scale.copy_(1 / (255 * self.pixel_std))
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] RGB → normalized pixels of the same shape, in channels-last memory: float32, on an
@@ -166,8 +151,7 @@ class Detector(nn.Module):
         """The best `max_detections` boxes of each image in pixels of the original image.
 
         resized_size, scale, original_size: as in `Batch`; iou_threshold: default the model's own; from 1 on there is no
-        NMS. With NMS, a CPU synchronizes, as "nms"; on an accelerator the result has a `check`, which the reader must
-        apply (`evaluate.detect_batches` does).
+        NMS. With NMS, a CPU synchronizes, as "nms"; on an accelerator the reader must apply the result's `check`.
         """
         nms_threshold = self.iou_threshold if iou_threshold is None else iou_threshold
         with torch.no_grad():

@@ -4,9 +4,6 @@ Layouts: that of `transformers` (files of ustc-community/dfine-*, also as writte
 Roboflow/rf-detr-*), and that of the authors' code (files of Intellindust/DEIMv2_HGNetv2_*).
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (`unflatten` of tensors is untyped)
-
 import re
 from collections.abc import Mapping
 

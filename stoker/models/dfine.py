@@ -1,19 +1,14 @@
 """D-FINE (Peng et al. 2024, arXiv 2410.13842) and DEIMv2 with HGNetv2 (Huang et al. 2025, arXiv 2509.20787).
 
-A query predicts classes and a box; no NMS follows. The best points of the encoder's maps become queries with boxes.
-Every layer of the decoder lets the queries look at each other and at the maps around their boxes, and refines
-distributions of the boxes' sides (`layers/box_distribution.py`); a logit that depends on how sharp they are is added to
-the class logits (LQE). All layers, the first guess and the encoder's points are matched with the boxes and trained; box
-losses use the union of all matchings if `union`. Denoising queries (`layers/denoising.py`) need the boxes, so in
-training the decoder runs in `loss`, once for both kinds of queries.
+The best points of the encoder's maps become queries with boxes. Every layer of the decoder lets the queries look at
+each other and at the maps around their boxes, and refines distributions of the boxes' sides
+(`layers/box_distribution.py`); a logit that depends on how sharp they are is added to the class logits (LQE). No NMS
+follows. All layers, the first guess and the encoder's points are matched with the boxes; box losses use the union of
+all matchings if `union`. In training the decoder runs in `loss`, since denoising queries need the boxes.
 
 DEIMv2 has other norms, feed-forward layers and activations, takes the points of the maps as they are, and gives all
-layers the positions of the first boxes; its smallest sizes have no losses of the distributions. Both equal their
-authors' code (tests/models/test_published_names.py says which version).
+layers the positions of the first boxes. Both equal their authors' code (tests/models/test_published_names.py).
 """
-
-# mypy: disable-error-code="no-untyped-call"
-# (`unflatten` of tensors is untyped)
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,7 +22,7 @@ from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import device_of_constants
 from stoker.models.detector import ClassHeadSpec, Detector
-from stoker.models.hgnet import HGNetBackbone, build_backbone
+from stoker.models.hgnet import HGNetBackbone
 from stoker.models.layers.box_distribution import (
     NUM_BINS,
     REG_SCALE,
@@ -42,11 +37,10 @@ from stoker.models.layers.convolutions import conv_norm
 from stoker.models.layers.deformable_attention import DeformableAttention
 from stoker.models.layers.denoising import DenoisingQueries, denoising_mask, make_denoising_queries
 from stoker.models.layers.losses import at_least_fp32
-from stoker.models.layers.norms import NORMS, trainable_norm
-from stoker.models.layers.postprocess import MAX_DETECTIONS, Candidates, clip_and_filter
+from stoker.models.layers.norms import NORMS, DerivedBuffers, trainable_norm
+from stoker.models.layers.postprocess import Candidates, best_of_queries
 from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.layers.set_criterion import (
-    MatchingCosts,
     Truth,
     box_terms,
     make_truth,
@@ -54,7 +48,6 @@ from stoker.models.layers.set_criterion import (
     matched,
     quality_class_terms,
     union_of_matchings,
-    xyxy_scale,
 )
 from stoker.models.layers.transformer import MLP, FiniteLayerNorm, FiniteRMSNorm, SelfAttention, SwiGLU
 from stoker.models.retinanet import PRIOR_LOGIT
@@ -69,7 +62,6 @@ TOP_PROBABILITIES = 4
 """Largest probabilities of each side that LQE sees; D-FINE, section 4.1."""
 LOSS_WEIGHTS = {"class": 1.0, "bbox": 5.0, "giou": 2.0, "fgl": 0.15, "ddf": 1.5}
 """D-FINE, appendix A.1; DEIMv2 the same."""
-COSTS = MatchingCosts()
 VFL_ALPHA = 0.75
 
 
@@ -120,24 +112,21 @@ class Gate(nn.Module):
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         of_first, of_second = self.gate(torch.cat((first, second), -1)).sigmoid().chunk(2, -1)
-        out: Tensor = self.norm(of_first * first + of_second * second)
-        return out
+        return self.norm(of_first * first + of_second * second)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(
-        self, channels: int, feedforward: int, num_points: Sequence[int], *, modern: bool, gated: bool
-    ) -> None:
+    def __init__(self, channels: int, feedforward: int, num_points: Sequence[int], *, modern: bool, lite: bool) -> None:
         super().__init__()
         norm: type[nn.Module] = FiniteRMSNorm if modern else FiniteLayerNorm
         self.self_attn, self.encoder_attn = SelfAttention(channels), DeformableAttention(channels, 8, num_points)
         self.self_attn_layer_norm, self.final_layer_norm = norm(channels), norm(channels)
-        if gated:
-            self.gateway = Gate(channels, norm)
-        else:
+        if lite:
             self.encoder_attn_layer_norm = norm(channels)
+        else:
+            self.gateway = Gate(channels, norm)
         self.mlp = SwiGLU(channels, feedforward // 2) if modern else MLP((channels, feedforward, channels))
-        self.gated = gated
+        self.lite = lite
 
     def forward(
         self,
@@ -150,41 +139,31 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         x = self.self_attn_layer_norm(x + self.self_attn(x, positions, mask))
         seen = self.encoder_attn(x + positions, reference, memory, grids)
-        x = self.gateway(x, seen) if self.gated else self.encoder_attn_layer_norm(x + seen)
-        out: Tensor = self.final_layer_norm(x + self.mlp(x))
-        return out
+        x = self.encoder_attn_layer_norm(x + seen) if self.lite else self.gateway(x, seen)
+        return self.final_layer_norm(x + self.mlp(x))
 
 
-class Decoder(nn.Module):
+class Decoder(DerivedBuffers):
     """Queries and maps → predictions of each layer. modern: DEIMv2's layers, and positions of the queries from the
-    boxes that they start with; shared: one box head for all layers."""
+    boxes that they start with; lite: no gates, and one box head for all layers."""
 
     distances: Tensor
 
     def __init__(
-        self,
-        channels: int,
-        num_classes: int,
-        *,
-        feedforward: int,
-        num_points: Sequence[int],
-        num_layers: int,
-        modern: bool,
-        gated: bool,
-        shared: bool,
-        reg_scale: float,
-    ) -> None:
+        self, channels: int, num_classes: int, *, feedforward: int, num_points: Sequence[int], num_layers: int,
+        modern: bool, lite: bool, reg_scale: float,
+    ) -> None:  # fmt: skip
         super().__init__()
         activation = functional.silu if modern else functional.relu
         self.layers = nn.ModuleList(
-            DecoderLayer(channels, feedforward, num_points, modern=modern, gated=gated) for _ in range(num_layers)
+            DecoderLayer(channels, feedforward, num_points, modern=modern, lite=lite) for _ in range(num_layers)
         )
         widths = (4, channels, channels, channels) if modern else (4, 2 * channels, channels)
         self.query_pos_head = MLP(widths, activation)
         self.pre_bbox_head = MLP((channels, channels, channels, 4), activation, zero_last=True)
         self.bbox_embed = nn.ModuleList(
             MLP((channels, channels, channels, 4 * NUM_BINS), activation, zero_last=True)
-            for _ in range(1 if shared else num_layers)
+            for _ in range(1 if lite else num_layers)
         )
         self.class_embed = nn.ModuleList(make_class_layer(channels, num_classes) for _ in range(num_layers))
         self.lqe_layers = nn.ModuleList(
@@ -193,11 +172,9 @@ class Decoder(nn.Module):
         self.modern, self.reg_scale = modern, reg_scale
         self.register_buffer("distances", bin_distances(reg_scale).float(), persistent=False)
 
-    def _apply(self, *args: object, **options: object) -> "Decoder":
-        super()._apply(*args, **options)
-        if not self.distances.is_meta:  # `double` would only cast them as they were rounded
+    def update_buffers(self) -> None:
+        if not self.distances.is_meta:
             self.distances.copy_(bin_distances(self.reg_scale))
-        return self
 
     def forward(
         self, content: Tensor, box_logits: Tensor, memory: Tensor, grids: Sequence[GridSize], mask: Tensor | None
@@ -226,46 +203,50 @@ class Decoder(nn.Module):
                 if number == 0:
                     first_logits = class_logits
             if self.training or is_last:
-                logits.append(class_logits + self._quality_logit(number, side_logits))
+                top = side_logits.unflatten(-1, (4, NUM_BINS)).softmax(-1).topk(TOP_PROBABILITIES, dim=-1).values
+                statistics = torch.cat((top, top.mean(-1, keepdim=True)), -1).flatten(-2)
+                logits.append(class_logits + at_least_fp32(self.lqe_layers[number](statistics)))
                 boxes.append(refined)
                 sides.append(side_logits)
         return Decoded(torch.stack(logits), torch.stack(boxes), torch.stack(sides), first_logits, first_boxes)
 
-    def _quality_logit(self, number: int, side_logits: Tensor) -> Tensor:
-        top = side_logits.unflatten(-1, (4, NUM_BINS)).softmax(-1).topk(TOP_PROBABILITIES, dim=-1).values
-        statistics = torch.cat((top, top.mean(-1, keepdim=True)), -1).flatten(-2)
-        return at_least_fp32(self.lqe_layers[number](statistics))
-
 
 class DFine(Detector):
-    """The detector. channels: of the decoder; local: whether distributions have losses of their own; union: whether box
-    losses use the union of all matchings; gamma: exponent of the class loss."""
+    """The detector.
+
+    depth: 3 · depth RepBlocks in a layer of the encoder; num_maps: of the backbone; one becomes two; channels,
+    feedforward: of the decoder; reg_scale: of `bin_distances`; family: dfine, deimv2, or deimv2_lite (no gates, one box
+    head, no losses of distributions, no union).
+    """
 
     iou_threshold = 1.0  # no NMS
+    mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
     def __init__(
-        self,
-        backbone: HGNetBackbone,
-        decoder: Decoder,
-        settings: ModelSettings,
-        num_classes: int,
-        *,
-        encoder_channels: int,
-        num_maps: int,
-        channels: int,
-        local: bool,
-        union: bool,
-        modern: bool,
-    ) -> None:
-        super().__init__(settings, num_classes, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-        self.backbone, self.decoder = backbone, decoder
-        self.local, self.union = local, union
+        self, settings: ModelSettings, num_classes: int, *, backbone: str, encoder_channels: int,
+        num_points: Sequence[int], num_layers: int, depth: float = 1.0, expansion: float = 1.0,
+        encoder_feedforward: int = 1024, num_maps: int = 3, channels: int = 256, feedforward: int = 1024,
+        reg_scale: float = REG_SCALE, family: str = "dfine",
+    ) -> None:  # fmt: skip
+        super().__init__(settings, num_classes)
+        modern, lite = family != "dfine", family == "deimv2_lite"
+        self.backbone = HGNetBackbone(
+            backbone, num_maps, encoder_channels,
+            norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers,
+            feedforward=encoder_feedforward, expansion=expansion, num_blocks=round(3 * depth), fused=modern,
+        )  # fmt: skip
+        self.decoder = Decoder(
+            channels, num_classes, feedforward=feedforward, num_points=num_points, num_layers=num_layers,
+            modern=modern, lite=lite, reg_scale=reg_scale,
+        )  # fmt: skip
+        self.local = self.union = not lite
+        """Whether distributions have losses of their own; whether box losses use the union of all matchings."""
         norm = NORMS[trainable_norm(settings.backbone_norm)]
         self.decoder_input_proj = nn.ModuleList(
             nn.Identity()
             if encoder_channels == channels
             else conv_norm(encoder_channels, channels, norm, kernel_size=1, activation=None)
-            for _ in range(num_maps)
+            for _ in num_points
         )
         self.enc_output = (
             nn.Identity() if modern else nn.Sequential(nn.Linear(channels, channels), FiniteLayerNorm(channels))
@@ -281,10 +262,6 @@ class DFine(Detector):
         maps = [project(level) for project, level in zip(self.decoder_input_proj, levels, strict=True)]
         grids = tuple((level.shape[2], level.shape[3]) for level in maps)
         memory = torch.cat([level.flatten(2).transpose(1, 2) for level in maps], 1)
-        encoded = self._select_queries(memory, grids)
-        return DFineOutputs(encoded, image_size, None if self.training else self.decode_queries(encoded, None))
-
-    def _select_queries(self, memory: Tensor, grids: tuple[GridSize, ...]) -> Encoded:
         anchors, is_candidate = self._anchors_of(grids, memory)
         features = self.enc_output(torch.where(is_candidate, memory, 0.0))
         logits = self.enc_score_head(features)
@@ -292,7 +269,9 @@ class DFine(Detector):
         content = batched_gather(features, index)
         offsets = at_least_fp32(self.enc_bbox_head(content))
         box_logits = offsets + anchors.index_select(0, index.flatten()).view_as(offsets)
-        return Encoded(memory, grids, content.detach(), at_least_fp32(batched_gather(logits, index)), box_logits)
+        query_logits = at_least_fp32(batched_gather(logits, index))
+        encoded = Encoded(memory, grids, content.detach(), query_logits, box_logits)
+        return DFineOutputs(encoded, image_size, None if self.training else self.decode_queries(encoded, None))
 
     def _anchors_of(self, grids: tuple[GridSize, ...], like: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [S, 4] of the boxes of all points, and bool [S, 1], whether they are candidates; cached."""
@@ -300,14 +279,9 @@ class DFine(Detector):
         key = (grids, like.device, dtype)
         if key not in self._anchors:
             with torch.inference_mode(False):  # tensors made in inference mode cannot be saved for backward later
-                levels, made_on = [], device_of_constants(like.device)
-                for level, (height, width) in enumerate(grids):
-                    y, x = ((torch.arange(n, dtype=dtype, device=made_on) + 0.5) / n for n in (height, width))
-                    size = torch.full((height, width), ANCHOR_SIZE * 2**level, dtype=dtype, device=made_on)
-                    centers = x.expand(height, width), y[:, None].expand(height, width)
-                    levels.append(torch.stack((*centers, size, size), -1).flatten(0, 1))
-                boxes = torch.cat(levels)
-                inside = ((boxes > ANCHOR_MARGIN) & (boxes < 1 - ANCHOR_MARGIN)).all(-1, keepdim=True)
+                made_on = device_of_constants(like.device)
+                levels = [point_boxes(grid, ANCHOR_SIZE * 2**n, dtype, made_on) for n, grid in enumerate(grids)]
+                boxes, inside = (torch.cat(columns) for columns in zip(*levels, strict=True))
                 logits = torch.where(inside, (boxes / (1 - boxes)).log(), LARGE)
                 self._anchors[key] = logits.to(like.device), inside.to(like.device)
         return self._anchors[key]
@@ -320,8 +294,7 @@ class DFine(Detector):
             content = torch.cat((embedded.to(content.dtype), content), 1)
             box_logits = torch.cat((inverse_sigmoid(noisy.boxes), box_logits), 1)
             mask = denoising_mask(noisy.group, encoded.content.shape[1])
-        decoded: Decoded = self.decoder(content, box_logits, encoded.memory, encoded.grids, mask)
-        return decoded
+        return self.decoder(content, box_logits, encoded.memory, encoded.grids, mask)
 
     def loss(self, outputs: DFineOutputs, batch: Batch) -> dict[str, Tensor]:
         """`class` (`class_loss`), `bbox` (L1), `giou`, with `local` also `fgl` and `ddf`, and the same of the denoising
@@ -347,7 +320,7 @@ class DFine(Detector):
             found = _slice(decoded, start, None)
             logits = torch.cat((found.logits, torch.stack((found.first_logits, encoded.logits))))
             boxes = torch.cat((found.boxes, torch.stack((found.first_boxes, encoded.box_logits.sigmoid())))).clamp(0, 1)
-            index = match(logits, boxes, truth, COSTS)
+            index = match(logits, boxes, truth)
             box_index, num_pairs = index, num_boxes
             if self.union:
                 box_index = union_of_matchings(index, truth.labels.shape[1]).expand_as(index)
@@ -356,10 +329,8 @@ class DFine(Detector):
             terms = measure(found, logits, boxes, index, box_index, divisors=(num_boxes, num_pairs))
             if noisy is not None:
                 dn = _slice(decoded, 0, start)
-                logits, boxes = (
-                    torch.cat((dn.logits, dn.first_logits[None])),
-                    torch.cat((dn.boxes, dn.first_boxes[None])),
-                )
+                logits = torch.cat((dn.logits, dn.first_logits[None]))
+                boxes = torch.cat((dn.boxes, dn.first_boxes[None]))
                 index = noisy.box.expand(logits.shape[0], -1, -1)
                 divisors = num_boxes, num_boxes
                 of_noisy = measure(dn, logits, boxes.clamp(0, 1), index, index, divisors=divisors, weight=noisy.weight)
@@ -379,8 +350,7 @@ class DFine(Detector):
         divisors: tuple[Tensor, Tensor],
         weight: Tensor | float = 1.0,
     ) -> dict[str, Tensor]:
-        """index, box_index: boxes of the queries, int64 [K, B, Q], for the class and the other losses; divisors: of
-        both; weight: of the queries, [B, Q]."""
+        """index, box_index: boxes of the queries, int64 [K, B, Q], for class and other losses; weight: [B, Q]."""
         measured = box_terms(boxes, box_index, truth, image_size)
         quality = measured.iou if box_index is index else box_terms(boxes.detach(), index, truth, image_size).iou
         settings = self.settings
@@ -409,17 +379,9 @@ class DFine(Detector):
         return terms
 
     def candidates(self, outputs: DFineOutputs, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
-        """The best pairs of a query and a class, MAX_DETECTIONS or as many as there are queries."""
+        """`best_of_queries` of the last layer."""
         decoded = self.decode_queries(outputs.encoded, None) if outputs.decoded is None else outputs.decoded
-        with torch.autocast(decoded.logits.device.type, enabled=False):
-            logits = decoded.logits[-1]
-            count = min(max(MAX_DETECTIONS, logits.shape[1]), logits[0].numel())
-            best, place = logits.flatten(1).topk(count, dim=1)
-            boxes = cxcywh_to_xyxy(batched_gather(decoded.boxes[-1], place // self.num_classes))
-            pixels = boxes * xyxy_scale(outputs.image_size, boxes)
-            return clip_and_filter(
-                resized_size, pixels, best.sigmoid(), place % self.num_classes, score_threshold=score_threshold
-            )
+        return best_of_queries(decoded.logits[-1], decoded.boxes[-1], outputs.image_size, resized_size, score_threshold)
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         layers = [f"decoder.class_embed.{number}" for number in range(len(self.decoder.layers))]
@@ -438,64 +400,15 @@ def inverse_sigmoid(x: Tensor) -> Tensor:
     return (limited.clamp(min=1e-5) / (1 - limited).clamp(min=1e-5)).log()
 
 
+def point_boxes(grid: GridSize, size: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Boxes at the P points of a map, as fractions of the image, [P, 4]; whether they are candidates, bool [P, 1]."""
+    y, x = ((torch.arange(n, dtype=dtype, device=device) + 0.5) / n for n in grid)
+    sizes = torch.full(grid, size, dtype=dtype, device=device)
+    boxes = torch.stack((x.expand(grid), y[:, None].expand(grid), sizes, sizes), -1).flatten(0, 1)
+    return boxes, ((boxes > ANCHOR_MARGIN) & (boxes < 1 - ANCHOR_MARGIN)).all(-1, keepdim=True)
+
+
 def make_class_layer(channels: int, num_classes: int) -> nn.Linear:
     layer = nn.Linear(channels, num_classes)
     nn.init.constant_(layer.bias, PRIOR_LOGIT)
     return layer
-
-
-def build_dfine(
-    settings: ModelSettings,
-    num_classes: int,
-    *,
-    backbone: str,
-    encoder_channels: int,
-    num_points: Sequence[int],
-    num_layers: int,
-    depth: float = 1.0,
-    expansion: float = 1.0,
-    encoder_feedforward: int = 1024,
-    num_maps: int = 3,
-    channels: int = 256,
-    feedforward: int = 1024,
-    reg_scale: float = REG_SCALE,
-    family: str = "dfine",
-) -> DFine:
-    """depth: 3 · depth RepBlocks in a layer of the encoder; num_maps: of the backbone; one becomes two; reg_scale: of
-    `bin_distances`; family: dfine, deimv2, or deimv2_lite (no gates, one box head, no losses of distributions, no
-    union)."""
-    modern, lite = family != "dfine", family == "deimv2_lite"
-    network = build_backbone(
-        backbone,
-        num_maps,
-        encoder_channels,
-        norm=settings.backbone_norm,
-        trainable_stages=settings.trainable_backbone_layers,
-        feedforward=encoder_feedforward,
-        expansion=expansion,
-        num_blocks=round(3 * depth),
-        fused=modern,
-    )
-    decoder = Decoder(
-        channels,
-        num_classes,
-        feedforward=feedforward,
-        num_points=num_points,
-        num_layers=num_layers,
-        modern=modern,
-        gated=not lite,
-        shared=lite,
-        reg_scale=reg_scale,
-    )
-    return DFine(
-        network,
-        decoder,
-        settings,
-        num_classes,
-        encoder_channels=encoder_channels,
-        num_maps=len(num_points),
-        channels=channels,
-        local=not lite,
-        union=not lite,
-        modern=modern,
-    )

@@ -5,17 +5,15 @@ level, for classes and for boxes. A point predicts a logit per class and, for ea
 distances, whose mean is the distance (GFL, Li et al. 2020, arXiv 2006.04388).
 
 Boxes are assigned to points by the current predictions (TOOD, Feng et al. 2021, arXiv 2108.07755, section 3.2), with
-fixed shapes and without host syncs. The points inside a box are its candidates. The alignment of a candidate is
-score^ALPHA · IoU^BETA, with its score for the box's class and the IoU of its predicted box. The `topk` best aligned
-candidates of a box are its positives; a point that is positive for several boxes is assigned to the one with the
-largest IoU. The target score of a positive is its alignment, scaled so that the maximum over a box's positives equals
-their largest IoU.
+fixed shapes and without host syncs. Of the points inside a box, the `topk` with the largest alignment, score^ALPHA ·
+IoU^BETA with the box, are positives; of several boxes, a point gets the one with the largest IoU. Its target score is
+its alignment, scaled so that the maximum over a box's positives equals their largest IoU.
 
-With `nms_free` there is a second, one-to-one head, trained to detect each box at a single point (YOLOv10, Wang et al.
-2024, arXiv 2405.14458), so its boxes need no NMS. Its gradient does not reach the features.
+With `nms_free`, a second, one-to-one head is trained to detect each box at a single point, so its boxes need no NMS
+(YOLOv10, Wang et al. 2024, arXiv 2405.14458). Its gradient does not reach the features.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.backbones import BackboneWithNeck, build_backbone_with_neck
+from stoker.models.backbones import build_backbone_with_neck
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.fcos import MIN_STRIDE, PointGenerator, Points, ltrb_to_boxes
 from stoker.models.layers.boxes import batched_gather, giou, iou
@@ -34,7 +32,7 @@ from stoker.models.layers.matching import BACKGROUND, plan_blocks
 from stoker.models.layers.norms import NORMS, Norm, trainable_norm
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
 from stoker.models.layers.rank_mean import loss_divisor
-from stoker.models.networks import PAFPN
+from stoker.models.networks import PAFPN, ConvFactory
 from stoker.models.retinanet import PRIOR_LOGIT
 
 REG_MAX = 16
@@ -48,8 +46,7 @@ IOU_THRESHOLD = 0.7
 HEAD_DEPTH = 2
 """Convolutions of a head before its last layer, which has this index."""
 CLASS_WEIGHT, BOX_WEIGHT, DFL_WEIGHT = 2.0, 2.5, 0.5
-"""Weights of the loss terms: PP-YOLOE's (arXiv 2203.16250, equation 3), with twice the weight of the classes (LOG.md,
-"Ember", has the effect)."""
+"""Weights of the loss terms: PP-YOLOE's (arXiv 2203.16250, equation 3), but of the classes twice (LOG.md, "Ember")."""
 
 
 class HeadOutputs(NamedTuple):
@@ -72,29 +69,26 @@ class EmberOutputs(NamedTuple):
 
 
 class DecoupledHead(nn.Module):
-    """Per level: two convolutions and the box distances; two separable convolutions and the classes. The class branch
-    is the lighter one, since classification is easier than localization."""
+    """Per level: convolutions and the box distances; separable convolutions and the classes, which are easier."""
 
-    def __init__(self, channels: list[int], num_classes: int, norm: Norm, depth: int = HEAD_DEPTH) -> None:
+    def __init__(self, channels: Sequence[int], num_classes: int, norm: Norm, depth: int) -> None:
         super().__init__()
         self.num_classes = num_classes
         # The widths do not depend on the number of classes, so weights of other classes can be loaded. Half of the
         # channels of the finest level for the boxes: the same AP as with all of it, with 14 % fewer FLOPs (LOG.md).
-        box_channels, class_channels = max(16, min(4 * REG_MAX, channels[0] // 2)), channels[0]
-        self.sides = nn.ModuleList(
-            nn.Sequential(
-                *(conv_norm(box_channels if n else width, box_channels, norm) for n in range(depth)),
-                nn.Conv2d(box_channels, 4 * REG_MAX, 1),
+        box_channels = max(16, min(4 * REG_MAX, channels[0] // 2))
+
+        def branches(make_conv: ConvFactory, hidden: int, outputs: int) -> nn.ModuleList:
+            return nn.ModuleList(
+                nn.Sequential(
+                    *(make_conv(hidden if n else width, hidden, norm) for n in range(depth)),
+                    nn.Conv2d(hidden, outputs, 1),
+                )
+                for width in channels
             )
-            for width in channels
-        )
-        self.classes = nn.ModuleList(
-            nn.Sequential(
-                *(separable_conv_norm(class_channels if n else width, class_channels, norm) for n in range(depth)),
-                nn.Conv2d(class_channels, num_classes, 1),
-            )
-            for width in channels
-        )
+
+        self.sides = branches(conv_norm, box_channels, 4 * REG_MAX)
+        self.classes = branches(separable_conv_norm, channels[0], num_classes)
         for level_head in self.classes:
             nn.init.constant_(level_head.get_parameter(f"{depth}.bias"), PRIOR_LOGIT)
 
@@ -108,7 +102,8 @@ class DecoupledHead(nn.Module):
 
 
 class Ember(Detector):
-    """The detector. channels: of the three levels."""
+    """The detector, on a backbone of BACKBONES or a CSP backbone of these arguments. channels: of the three levels, at
+    strides 8, 16 and 32; num_blocks: as in `PAFPN`; head_depth: as in `DecoupledHead`."""
 
     pre_nms_top_n = PRE_NMS_TOP_N
     """Boxes of a level before NMS."""
@@ -116,14 +111,17 @@ class Ember(Detector):
     bin_distances: Tensor
 
     def __init__(
-        self, backbone: BackboneWithNeck, settings: ModelSettings, num_classes: int, channels: list[int],
-        head_depth: int = HEAD_DEPTH,
+        self, settings: ModelSettings, num_classes: int, *, backbone: str | Mapping[str, Any],
+        channels: Sequence[int], num_blocks: int, head_depth: int = HEAD_DEPTH,
     ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)
         self.iou_threshold = 1.0 if settings.nms_free else IOU_THRESHOLD
-        self.backbone = backbone
-        self.num_levels, self.head_depth = len(channels), head_depth
         norm = NORMS[trainable_norm(settings.backbone_norm)]
+        neck = partial(PAFPN, channels=channels, num_blocks=num_blocks, norm=norm, depthwise=settings.depthwise)
+        self.backbone = build_backbone_with_neck(
+            backbone, neck, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
+        )
+        self.num_levels, self.head_depth = len(channels), head_depth
         self.head = nn.ModuleDict({"many": DecoupledHead(channels, num_classes, norm, head_depth)})
         if settings.nms_free:
             self.head["one"] = DecoupledHead(channels, num_classes, norm, head_depth)
@@ -140,8 +138,7 @@ class Ember(Detector):
         return EmberOutputs(one_to_many, one_to_one, points, tuple(height * width for height, width in grids))
 
     def decode_boxes(self, ltrb_logits: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-        """Boxes xyxy, float32 [..., 4], from logits [..., 4 · REG_MAX] at points `center` [..., 2] of `stride`
-        [...]."""
+        """Boxes xyxy, float32 [..., 4], from logits [..., 4 · REG_MAX] at points: center [..., 2], stride [...]."""
         probabilities = at_least_fp32(ltrb_logits).reshape(*ltrb_logits.shape[:-1], 4, REG_MAX).softmax(-1)
         # A column instead of a vector: 8 % less time per image in onnxruntime.
         return ltrb_to_boxes(
@@ -154,7 +151,7 @@ class Ember(Detector):
 
         The last two are sums over the points with a box. (TOOD weights them by quality, so that badly predicted boxes,
         mostly small ones, hardly learn: LOG.md, "Ember".) All are divided by the sum of the quality over the batch, at
-        least 1. So the parts of an accumulated batch have equal weights, regardless of their boxes.
+        least 1: the parts of an accumulated batch have equal weights.
         """
         assert outputs.one_to_many is not None
         losses = self._loss(outputs.one_to_many, outputs.points, batch, TAL_TOPK)
@@ -215,8 +212,7 @@ class Ember(Detector):
 
 
 def boxes_to_ltrb(boxes: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-    """Distances of points [..., 2] to the left, top, right and bottom of boxes [..., 4], in strides [...]: [..., 4].
-    The inverse of `ltrb_to_boxes`."""
+    """Distances of points [..., 2] to the sides of boxes [..., 4], in strides [...]: inverse of `ltrb_to_boxes`."""
     return torch.cat((center - boxes[..., :2], boxes[..., 2:] - center), dim=-1) / stride[..., None]
 
 
@@ -242,20 +238,6 @@ def ember_options(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
         "nms_free": any(name.startswith("head.one.") for name in tensors),
         "depthwise": "backbone.neck.down.0.blocks.0.first.0.0.weight" in tensors,
     }
-
-
-def build_ember(
-    settings: ModelSettings, num_classes: int, *, backbone: str | Mapping[str, Any], channels: tuple[int, ...],
-    num_blocks: int, head_depth: int = HEAD_DEPTH,
-) -> Ember:  # fmt: skip
-    """An ember on a backbone of BACKBONES, or a CSP backbone of these arguments; channels: at strides 8, 16 and 32;
-    num_blocks: as in `PAFPN`; head_depth: as in `DecoupledHead`."""
-    norm = NORMS[trainable_norm(settings.backbone_norm)]
-    neck = partial(PAFPN, channels=channels, num_blocks=num_blocks, norm=norm, depthwise=settings.depthwise)
-    network = build_backbone_with_neck(
-        backbone, neck, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
-    )
-    return Ember(network, settings, num_classes, list(channels), head_depth)
 
 
 ALPHA, BETA = 1.0, 6.0
@@ -286,74 +268,47 @@ def assign_task_aligned(
     """The box of each point. Without gradients.
 
     logits: [B, A, C], of the classes, of any dtype; pred_boxes: float32 [B, A, 4] xyxy; center: float32 [A, 2], the
-    points; boxes: float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]; center_radius: in pixels, points
-    within it along x and y of a box's center are candidates, too: with half the distance between points, every box has
-    one. Among boxes with equal IoU, a point gets the first. block: maximum number of pairs computed at once; default:
-    `device.block_size`.
+    points; boxes: float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]; center_radius: points within these
+    pixels of a box's center along x and y are candidates, too: with half the distance between points, every box has
+    one. Among boxes with equal IoU, a point gets the first. block: as in `matching.match_anchors`.
     """
     image_slices, boxes_per_block = plan_blocks(boxes, center.shape[0], block)
     topk = min(topk, center.shape[0])
+
+    def assign(images: slice) -> TALAssignment:
+        gt_boxes, predicted, by_class = boxes[images], pred_boxes[images], logits[images].transpose(1, 2)
+        best: tuple[Tensor, ...] | None = None  # index of a point's box, its IoU, its alignment
+        for start in range(0, gt_boxes.shape[1], boxes_per_block):
+            part = slice(start, start + boxes_per_block)
+            pairwise_iou = iou(gt_boxes[:, part], predicted)
+            channel = labels[images, part, None].expand(-1, -1, by_class.shape[2])
+            score = at_least_fp32(by_class.gather(1, channel)).sigmoid()
+            corners = gt_boxes[:, part, None]
+            half_size = ((corners[..., 2:] - corners[..., :2]) / 2).clamp(min=center_radius)
+            is_within = (center - (corners[..., :2] + corners[..., 2:]) / 2).abs() <= half_size
+            is_candidate = is_within[..., 0] & is_within[..., 1] & valid[images, part, None]
+            pairwise_alignment = torch.where(is_candidate, score**ALPHA * pairwise_iou**BETA, -1.0)
+            value, point_index = pairwise_alignment.topk(topk, dim=2)
+            is_other = torch.ones_like(pairwise_alignment, dtype=torch.bool).scatter_(2, point_index, value < 0)
+            max_iou, index = pairwise_iou.masked_fill_(is_other, -1.0).max(dim=1)
+            alignment = pairwise_alignment.gather(1, index[:, None])[:, 0]
+            if best is None:
+                best = index, max_iou, alignment
+            else:
+                better = max_iou > best[1]  # strictly, so that the first of equal boxes keeps the point
+                found = index + start, max_iou, alignment
+                best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
+        assert best is not None, "batches have at least one slot for a box"
+        gt_index, best_iou, alignment = best
+        unassigned, index = (best_iou >= 0).logical_not(), gt_index.expand(2, -1, -1)
+        # Maxima over all points with the same box.
+        values = torch.stack((alignment, best_iou)).masked_fill_(unassigned, 0.0)
+        maxima = values.new_zeros(2, *gt_boxes.shape[:2]).scatter_reduce_(2, index, values, "amax").gather(2, index)
+        scaled = alignment / maxima[0].clamp(min=torch.finfo(alignment.dtype).tiny) * maxima[1]
+        return TALAssignment(gt_index.masked_fill(unassigned, BACKGROUND), scaled.masked_fill_(unassigned, 0.0))
+
     with torch.no_grad():
-        assignments = [
-            _assign(
-                logits[p], pred_boxes[p], center, boxes[p], labels[p], valid[p], center_radius, topk, boxes_per_block
-            )
-            for p in image_slices
-        ]
+        assignments = [assign(images) for images in image_slices]
         if len(assignments) == 1:
             return assignments[0]
         return TALAssignment(*(torch.cat(column) for column in zip(*assignments, strict=True)))
-
-
-def _assign(
-    logits: Tensor,
-    pred_boxes: Tensor,
-    center: Tensor,
-    boxes: Tensor,
-    labels: Tensor,
-    valid: Tensor,
-    center_radius: float,
-    topk: int,
-    boxes_per_block: int,
-) -> TALAssignment:
-    shape = pred_boxes.shape[:2]
-    best: tuple[Tensor, Tensor, Tensor] | None = None  # index of a point's box, its IoU, its alignment
-    by_class = logits.transpose(1, 2)
-    for start in range(0, boxes.shape[1], boxes_per_block):
-        block = slice(start, start + boxes_per_block)
-        pairwise_iou = iou(boxes[:, block], pred_boxes)
-        score = at_least_fp32(by_class.gather(1, labels[:, block, None].expand(-1, -1, shape[1]))).sigmoid()
-        pairwise_alignment = torch.where(
-            _is_candidate(boxes[:, block], center, center_radius) & valid[:, block, None],
-            score**ALPHA * pairwise_iou**BETA,
-            -1.0,
-        )
-        value, point_index = pairwise_alignment.topk(topk, dim=2)
-        is_other = torch.ones_like(pairwise_alignment, dtype=torch.bool).scatter_(2, point_index, value < 0)
-        max_iou, index = pairwise_iou.masked_fill_(is_other, -1.0).max(dim=1)
-        alignment = pairwise_alignment.gather(1, index[:, None])[:, 0]
-        if best is None:
-            best = index, max_iou, alignment
-        else:
-            better = max_iou > best[1]  # strictly, so that the first of equal boxes keeps the point
-            best = (
-                torch.where(better, index + start, best[0]),
-                torch.where(better, max_iou, best[1]),
-                torch.where(better, alignment, best[2]),
-            )
-    assert best is not None, "batches have at least one slot for a box"
-    gt_index, best_iou, alignment = best
-    unassigned, index = (best_iou >= 0).logical_not(), gt_index.expand(2, *shape)
-    # Maxima over all points with the same box.
-    values = torch.stack((alignment, best_iou)).masked_fill_(unassigned, 0.0)
-    maxima = values.new_zeros(2, *valid.shape).scatter_reduce_(2, index, values, "amax").gather(2, index)
-    scaled = alignment / maxima[0].clamp(min=torch.finfo(alignment.dtype).tiny) * maxima[1]
-    return TALAssignment(gt_index.masked_fill(unassigned, BACKGROUND), scaled.masked_fill_(unassigned, 0.0))
-
-
-def _is_candidate(boxes: Tensor, center: Tensor, center_radius: float) -> Tensor:
-    """bool [B, M, A]: the points inside each box, or within `center_radius` of its center along x and y."""
-    box_center = (boxes[..., :2] + boxes[..., 2:]) / 2
-    half_size = ((boxes[..., 2:] - boxes[..., :2]) / 2).clamp(min=center_radius)
-    is_within = (center - box_center[..., None, :]).abs() <= half_size[..., None, :]
-    return is_within[..., 0] & is_within[..., 1]

@@ -7,8 +7,8 @@ torchvision's FasterRCNN, and so do the names in `state_dict`; only the random s
 second stage class 0 is the background, the user's class c is c + 1.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn import functional
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch, RandSlot
 from stoker.hardware.device import block_size
-from stoker.models.backbones import BackboneWithNeck, build_backbone_with_fpn
+from stoker.models.backbones import build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import (
     AnchorGenerator,
@@ -30,13 +30,15 @@ from stoker.models.layers.boxes import (
     iou,
     rows_at,
 )
-from stoker.models.layers.convolutions import flatten_map
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.matching import BACKGROUND, match_anchors, random_keys, sample_balanced
 from stoker.models.layers.postprocess import MAX_PAIRS, Candidates, fixed_point_nms, topk_per_level
 from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.layers.roi_align import OUTPUT_SIZE, multiscale_roi_align
+from stoker.models.retinanet import ConvHead
 
+CHANNELS = 256
+"""Of the FPN's levels."""
 NMS_THRESH = 0.7
 """NMS threshold of the proposals of a level (section 3.3)."""
 MIN_PROPOSAL_PX = 1e-3
@@ -70,35 +72,27 @@ class Proposals(NamedTuple):
 
 
 class RegionProposalNetwork(nn.Module):
-    """A convolution, then objectness and box per anchor, shared by all levels, with torchvision's names; its anchors.
-    sizes: one per level, finest first, as `anchor_sizes` of `ModelSettings`."""
+    """A convolution, objectness and box per anchor, shared by all levels, with torchvision's names; the anchors."""
 
-    def __init__(
-        self, channels: int, *, sizes: Sequence[float], scales: Sequence[float], aspect_ratios: Sequence[float]
-    ) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        num_anchors = len(scales) * len(aspect_ratios)
-        conv = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True))
-        self.head = nn.ModuleDict(
-            {
-                "conv": nn.Sequential(conv),
-                "cls_logits": nn.Conv2d(channels, num_anchors, 1),
-                "bbox_pred": nn.Conv2d(channels, num_anchors * 4, 1),
-            }
-        )
+        num_anchors = len(settings.anchor_scales) * len(settings.aspect_ratios)
+        conv = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(inplace=True))
+        cls_logits, bbox_pred = (nn.Conv2d(CHANNELS, num_anchors * outputs, 1) for outputs in (1, 4))
+        self.head = ConvHead([conv], cls_logits=(cls_logits, 1), bbox_pred=(bbox_pred, 4))
         for layer in self.head.modules():
             if isinstance(layer, nn.Conv2d):
                 assert layer.bias is not None
                 nn.init.normal_(layer.weight, std=0.01)
                 nn.init.zeros_(layer.bias)
-        self.anchors = AnchorGenerator(cell_anchors(size, scales, aspect_ratios) for size in sizes)
+        self.anchors = AnchorGenerator(
+            cell_anchors(size, settings.anchor_scales, settings.aspect_ratios) for size in settings.anchor_sizes
+        )
 
-    def forward(self, levels: Sequence[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
+    def forward(self, levels: list[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
         """levels: finest first, each [B, C, h, w]; image_size: height and width of the model input."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
-        hidden = [self.head["conv"](level) for level in levels]
-        logits = torch.cat([flatten_map(self.head["cls_logits"](features), 1) for features in hidden], dim=1)
-        deltas = torch.cat([flatten_map(self.head["bbox_pred"](features), 4) for features in hidden], dim=1)
+        logits, deltas = (torch.cat(predicted, dim=1) for predicted in self.head(levels))
         anchors = self.anchors(image_size, grids)
         return RPNOutputs(logits[..., 0], deltas, anchors, self.anchors.num_anchors_per_level(grids))
 
@@ -156,38 +150,26 @@ def _nms_of_padded_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) ->
 
 
 def propose_in_groups(
-    rpn_outputs: RPNOutputs, resized_size: Tensor, *, pre_nms_top_n: int, post_nms_top_n: int, score_threshold: float
+    rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: int, score_threshold: float
 ) -> Proposals:
-    """`propose` for groups of images: on a CPU at most MAX_PAIRS IoUs are computed at once, on an accelerator at most
-    `device.block_size`, of all levels."""
+    """`propose` for groups of images: at most MAX_PAIRS IoUs at once on a CPU, else a `block_size` of all levels."""
     logits = rpn_outputs.logits
     if logits.device.type == "cpu":
-        images_per_group = max(1, MAX_PAIRS // pre_nms_top_n**2)
+        images_per_group = max(1, MAX_PAIRS // top_n**2)
     else:
-        pairs = len(rpn_outputs.num_anchors_per_level) * pre_nms_top_n**2
+        pairs = len(rpn_outputs.num_anchors_per_level) * top_n**2
         images_per_group = max(1, block_size(logits) // pairs)
-    starts = range(0, resized_size.shape[0], images_per_group)
+    limits: Any = {"pre_nms_top_n": top_n, "post_nms_top_n": top_n, "score_threshold": score_threshold}
+    columns = (column.split(images_per_group) for column in (logits, rpn_outputs.deltas, resized_size))
     groups = [
-        propose(
-            rpn_outputs._replace(logits=logits[image_slice], deltas=rpn_outputs.deltas[image_slice]),
-            resized_size[image_slice],
-            pre_nms_top_n=pre_nms_top_n,
-            post_nms_top_n=post_nms_top_n,
-            score_threshold=score_threshold,
-        )
-        for image_slice in (slice(start, start + images_per_group) for start in starts)
+        propose(rpn_outputs._replace(logits=some, deltas=deltas), sizes, **limits)
+        for some, deltas, sizes in zip(*columns, strict=True)
     ]
     return Proposals(*(torch.cat(field) for field in zip(*groups, strict=True)))
 
 
 def rpn_loss(
-    rpn_outputs: RPNOutputs,
-    boxes: Tensor,
-    valid: Tensor,
-    rand: Tensor,
-    *,
-    fg_iou_thresh: float,
-    bg_iou_thresh: float,
+    rpn_outputs: RPNOutputs, boxes: Tensor, valid: Tensor, rand: Tensor, *, fg_iou_thresh: float, bg_iou_thresh: float
 ) -> tuple[Tensor, Tensor]:
     """(objectness loss, box loss): scalars, both divided by the number of sampled anchors of the batch.
 
@@ -215,8 +197,7 @@ def rpn_loss(
 
 
 def smooth_l1_box_loss(deltas: Tensor, target: Tensor, positive: Tensor) -> Tensor:
-    """Sum of the smooth L1 loss of deltas [B, S, 4] over the positive samples, bool [B, S]. `target` may be infinite at
-    the others, so it is replaced before the arithmetic."""
+    """Sum of the smooth L1 loss of deltas [B, S, 4] over positive samples [B, S]; other targets may be infinite."""
     masked_target = torch.where(positive[..., None], target, 0.0)
     per_coordinate = functional.smooth_l1_loss(deltas, masked_target, beta=SMOOTH_L1_BETA, reduction="none")
     return torch.where(positive[..., None], per_coordinate, 0.0).sum()
@@ -249,10 +230,10 @@ class RoIHead(nn.Module):
     """Two hidden layers, then classes and, for each class, a box, with torchvision's names: pooled features
     [B · S, C, OUTPUT_SIZE, OUTPUT_SIZE] → (logits [B · S, 1 + C], deltas [B · S, 1 + C, 4])."""
 
-    def __init__(self, channels: int, num_classes: int) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.box_head = nn.ModuleDict(
-            {"fc6": nn.Linear(channels * OUTPUT_SIZE**2, HIDDEN), "fc7": nn.Linear(HIDDEN, HIDDEN)}
+            {"fc6": nn.Linear(CHANNELS * OUTPUT_SIZE**2, HIDDEN), "fc7": nn.Linear(HIDDEN, HIDDEN)}
         )
         self.box_predictor = nn.ModuleDict(
             {"cls_score": nn.Linear(HIDDEN, 1 + num_classes), "bbox_pred": nn.Linear(HIDDEN, (1 + num_classes) * 4)}
@@ -318,34 +299,28 @@ class FasterRCNNOutputs(NamedTuple):
 
 
 class FasterRCNN(Detector):
-    """The detector. num_pooled_levels: number of levels, from the finest, that RoIs are pooled from; rpn_score_thresh:
-    minimum objectness of a proposal."""
+    """The detector, on a backbone of BACKBONES with an FPN. return_layers: as in `build_backbone_with_fpn`;
+    num_pooled_levels: levels, from the finest, that RoIs are pooled from; rpn_score_thresh: a proposal's minimum."""
 
     num_train_proposals = 2000
     """Proposals of an image after NMS, and anchors of a level before it (torchvision)."""
     num_test_proposals = 1000
     """The same in evaluation."""
     max_candidates = 1000
-    """Best (RoI, class) scores of an image. torchvision has no limit; above the usual threshold of 0.05 a trained model
-    has fewer."""
+    """Best (RoI, class) scores of an image. torchvision has no limit; above 0.05 a trained model has fewer."""
 
     def __init__(
-        self,
-        backbone: BackboneWithNeck,
-        settings: ModelSettings,
-        num_classes: int,
-        *,
-        channels: int,
-        num_pooled_levels: int,
-        rpn_score_thresh: float,
-    ) -> None:
+        self, settings: ModelSettings, num_classes: int, *, backbone: str,
+        return_layers: Mapping[str, int] | None = None, num_pooled_levels: int = 4, rpn_score_thresh: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)
         self.num_pooled_levels, self.rpn_score_thresh = num_pooled_levels, rpn_score_thresh
-        self.backbone = backbone
-        self.rpn = RegionProposalNetwork(
-            channels, sizes=settings.anchor_sizes, scales=settings.anchor_scales, aspect_ratios=settings.aspect_ratios
-        )
-        self.roi_heads = RoIHead(channels, num_classes)
+        self.backbone = build_backbone_with_fpn(
+            backbone, CHANNELS, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers,
+            min_level=2, extra_blocks="pool", return_layers=return_layers,
+        )  # fmt: skip
+        self.rpn = RegionProposalNetwork(settings)
+        self.roi_heads = RoIHead(num_classes)
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> FasterRCNNOutputs:
         """The first stage; the second one runs in `loss` and `candidates`. image_size: multiples of 32."""
@@ -357,9 +332,8 @@ class FasterRCNN(Detector):
         )
 
     def loss(self, outputs: FasterRCNNOutputs, batch: Batch) -> dict[str, Tensor]:
-        """torchvision's four fp32 scalars: `loss_objectness` and `loss_rpn_box_reg` of the first stage, summed over
-        the sampled anchors of the batch and divided by their number; `loss_classifier` and `loss_box_reg` of the
-        second stage, the same over RoIs.
+        """torchvision's four fp32 scalars: `loss_objectness` and `loss_rpn_box_reg` of the first stage, means over the
+        sampled anchors of the batch; `loss_classifier` and `loss_box_reg` of the second stage, the same over RoIs.
 
         The losses of two half batches average to that of the whole batch if all images have equally many samples:
         nearly always 256 anchors, and 512 RoIs unless there are fewer proposals.
@@ -381,8 +355,7 @@ class FasterRCNN(Detector):
                 proposals = propose_in_groups(
                     rpn_outputs,
                     batch.resized_size,
-                    pre_nms_top_n=self.num_train_proposals,
-                    post_nms_top_n=self.num_train_proposals,
+                    top_n=self.num_train_proposals,
                     score_threshold=self.rpn_score_thresh,
                 )
                 rois = sample_rois(proposals, boxes, batch.labels, batch.valid, rand)
@@ -436,33 +409,3 @@ class FasterRCNN(Detector):
 
 def _in_fp32(rpn_outputs: RPNOutputs) -> RPNOutputs:
     return rpn_outputs._replace(logits=at_least_fp32(rpn_outputs.logits), deltas=at_least_fp32(rpn_outputs.deltas))
-
-
-def build_faster_rcnn(
-    settings: ModelSettings,
-    num_classes: int,
-    *,
-    backbone: str,
-    return_layers: Mapping[str, int] | None = None,
-    num_pooled_levels: int = 4,
-    rpn_score_thresh: float = 0.0,
-) -> FasterRCNN:
-    """A Faster R-CNN on a backbone of BACKBONES with an FPN of 256 channels; return_layers: as in
-    `build_backbone_with_fpn`; num_pooled_levels, rpn_score_thresh: as in `FasterRCNN`."""
-    network = build_backbone_with_fpn(
-        backbone,
-        256,
-        norm=settings.backbone_norm,
-        trainable_stages=settings.trainable_backbone_layers,
-        min_level=2,
-        extra_blocks="pool",
-        return_layers=return_layers,
-    )
-    return FasterRCNN(
-        network,
-        settings,
-        num_classes,
-        channels=256,
-        num_pooled_levels=num_pooled_levels,
-        rpn_score_thresh=rpn_score_thresh,
-    )

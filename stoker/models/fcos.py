@@ -7,7 +7,6 @@ paper shifts them by half a stride). Classes are as in `retinanet.py`.
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn import functional
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import device_of_constants
-from stoker.models.backbones import BackboneWithNeck, build_backbone_with_fpn
+from stoker.models.backbones import build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import area, batched_gather, giou, rows_at
 from stoker.models.layers.losses import at_least_fp32, focal_loss
@@ -90,17 +89,19 @@ def _head_blocks(channels: int, num_convs: int) -> list[nn.Module]:
 
 
 class FCOS(Detector):
-    """The detector. channels: of FPN and heads, a multiple of NUM_GROUPS; num_convs: convolutions in each head."""
+    """The detector, on a backbone of BACKBONES. channels: of FPN and heads, NUM_GROUPS · n; num_convs: in a head."""
 
     iou_threshold = 0.6
     pre_nms_top_n = PRE_NMS_TOP_N
     """Boxes of a pyramid level before NMS."""
 
     def __init__(
-        self, backbone: BackboneWithNeck, settings: ModelSettings, num_classes: int, *, channels: int, num_convs: int
+        self, settings: ModelSettings, num_classes: int, *, backbone: str, channels: int = 256, num_convs: int = 4
     ) -> None:
         super().__init__(settings, num_classes)
-        self.backbone = backbone
+        self.backbone = build_backbone_with_fpn(
+            backbone, channels, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
+        )
         class_head = ConvHead(
             _head_blocks(channels, num_convs),
             cls_logits=(head_conv(channels, num_classes, bias=PRIOR_LOGIT), num_classes),
@@ -129,8 +130,7 @@ class FCOS(Detector):
         """`classification` (focal), `bbox_regression` (1 - GIoU) and `bbox_ctrness` (cross-entropy), fp32 scalars.
 
         Each is summed over the batch and divided by its number of positive points (at least 1), as in torchvision. So
-        the parts of an accumulated batch have equal weights, while in one step on the whole batch their weights would
-        be their positives.
+        the parts of an accumulated batch have equal weights, in one step on the whole batch those of their positives.
         """
         settings, points = self.settings, outputs.points
         with torch.autocast(outputs.logits.device.type, enabled=False):
@@ -194,8 +194,7 @@ class PointGenerator:
 def grid_points(
     image_size: tuple[int, int], grids: list[tuple[int, int]], device: torch.device, *, shift: float = 0.0
 ) -> Points:
-    """The points of pyramid levels of `grids` (height, width), finest first, by row; shift: offset from the multiples
-    of the stride, in strides."""
+    """The points of pyramid levels of `grids` (height, width), finest first, by row; shift: of all, in strides."""
     levels = []
     for level, (height, width) in enumerate(grids):
         y = (torch.arange(height, device=device, dtype=torch.float32) + shift) * (image_size[0] // height)
@@ -218,46 +217,32 @@ def assign_points(boxes: Tensor, valid: Tensor, points: Points, *, block: int | 
     with the smallest area; among equal areas, to the first. (torchvision compares 1e8 - area, which in fp32 is a
     multiple of 8: there, areas with smaller differences are equal.) block: as in `matching.match_anchors`.
     """
-    return map_blocks(partial(_assign, points=points), boxes, valid, points.center.shape[0], block)
 
+    def assign(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
+        shape = (boxes.shape[0], points.center.shape[0])
+        largest = torch.finfo(boxes.dtype).max  # instead of infinity, whose minimum torch_xla gives as this number
+        min_area = boxes.new_full(shape, largest)
+        best_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
+        x, y = points.center.unbind(-1)
+        for start in range(0, boxes.shape[1], boxes_per_block):
+            part = slice(start, start + boxes_per_block)
+            x1, y1, x2, y2 = boxes[:, part, :, None].unbind(2)
+            center_distance = torch.maximum((x - (x1 + x2) / 2).abs(), (y - (y1 + y2) / 2).abs())
+            is_candidate = valid[:, part, None] & (center_distance < CENTER_SAMPLING_RADIUS * points.stride)
+            left, top, right, bottom = x - x1, y - y1, x2 - x, y2 - y
+            is_candidate &= torch.minimum(torch.minimum(left, right), torch.minimum(top, bottom)) > 0
+            farthest = torch.maximum(torch.maximum(left, right), torch.maximum(top, bottom))
+            is_candidate &= (farthest > points.min_distance) & (farthest < points.max_distance)
+            best_area, gt_index = torch.where(is_candidate, area(boxes[:, part])[..., None], largest).min(dim=1)
+            better = best_area < min_area  # strictly, so that the first of equal boxes keeps the point
+            best_gt = torch.where(better, gt_index + start, best_gt)
+            min_area = torch.where(better, best_area, min_area)
+        return best_gt
 
-def _assign(boxes: Tensor, valid: Tensor, boxes_per_block: int, *, points: Points) -> Tensor:
-    shape = (boxes.shape[0], points.center.shape[0])
-    largest = torch.finfo(boxes.dtype).max  # instead of infinity, whose minimum torch_xla gives as this number
-    min_area = boxes.new_full(shape, largest)
-    best_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
-    x, y = points.center.unbind(-1)
-    for start in range(0, boxes.shape[1], boxes_per_block):
-        block_boxes = boxes[:, start : start + boxes_per_block, :, None]
-        x1, y1, x2, y2 = block_boxes.unbind(2)
-        center_distance = torch.maximum((x - (x1 + x2) / 2).abs(), (y - (y1 + y2) / 2).abs())
-        is_candidate = valid[:, start : start + boxes_per_block, None] & (
-            center_distance < CENTER_SAMPLING_RADIUS * points.stride
-        )
-        left, top, right, bottom = x - x1, y - y1, x2 - x, y2 - y
-        is_candidate &= torch.minimum(torch.minimum(left, right), torch.minimum(top, bottom)) > 0
-        farthest = torch.maximum(torch.maximum(left, right), torch.maximum(top, bottom))
-        is_candidate &= (farthest > points.min_distance) & (farthest < points.max_distance)
-        best_area, gt_index = torch.where(
-            is_candidate, area(boxes[:, start : start + boxes_per_block])[..., None], largest
-        ).min(dim=1)
-        better = best_area < min_area  # strictly, so that the first of equal boxes keeps the point
-        best_gt = torch.where(better, gt_index + start, best_gt)
-        min_area = torch.where(better, best_area, min_area)
-    return best_gt
+    return map_blocks(assign, boxes, valid, points.center.shape[0], block)
 
 
 def ltrb_to_boxes(distances: Tensor, center: Tensor, stride: Tensor) -> Tensor:
     """Boxes xyxy [..., A, 4] from `distances` [..., A, 4], in strides [..., A], from the points `center`."""
     left_top, right_bottom = torch.split(distances * stride[..., None], 2, dim=-1)
     return torch.cat((center - left_top, center + right_bottom), dim=-1)
-
-
-def build_fcos(
-    settings: ModelSettings, num_classes: int, *, backbone: str, channels: int = 256, num_convs: int = 4
-) -> FCOS:
-    """An FCOS on a backbone of BACKBONES; channels: of FPN and heads; num_convs: convolutions in each head."""
-    network = build_backbone_with_fpn(
-        backbone, channels, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
-    )
-    return FCOS(network, settings, num_classes, channels=channels, num_convs=num_convs)

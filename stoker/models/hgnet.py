@@ -3,10 +3,10 @@
 A stage downsamples by a depthwise convolution and has blocks that concatenate the outputs of all their layers. Hybrid
 encoder (RT-DETR, Zhao et al. 2023, arXiv 2304.08069, section 4.2): a transformer layer on the coarsest map, then a
 top-down and a bottom-up path of CSP-ELAN blocks. Lite encoder (DEIMv2, Huang et al. 2025, arXiv 2509.20787): for one
-map of the backbone; it makes a second, coarser one. Maps are [B, C, h, w]; h and w of the finest are multiples of the
-coarsest's.
+map; it makes a second, coarser one. Maps are [B, C, h, w]; h and w of the finest are multiples of the coarsest's.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.models.detector import Backbone, Part
-from stoker.models.layers.convolutions import conv_norm, fold_frozen_norms, pad_image_conv, upsample_2x
+from stoker.models.layers.convolutions import conv_norm, pad_and_fold, upsample_2x
 from stoker.models.layers.norms import NORMS, Norm, NormKind, trainable_norm
 from stoker.models.layers.transformer import EncoderLayer, SinePositions
 
@@ -26,8 +26,8 @@ class StageSpec(NamedTuple):
     """Channels of the layers in a block."""
     out: int
     num_blocks: int
-    kernel_size: int = 3
-    light: bool = False
+    kernel_size: int
+    light: bool
     """Whether a layer is a 1 × 1 and a depthwise convolution."""
 
 
@@ -36,46 +36,31 @@ class HGNetSpec(NamedTuple):
     stages: tuple[StageSpec, ...]
     num_layers: int
     """Layers in a block."""
-    affine: bool = True
+    affine: bool
     """Whether a learned scale and bias (two numbers) follow each activation."""
 
 
-def _small(*later: StageSpec) -> HGNetSpec:
-    return HGNetSpec((16, 16), (StageSpec(16, 64, 1), StageSpec(32, 256, 1), *later), num_layers=3)
+def _hgnet(
+    stem: tuple[int, int], middle: int, out: int, num_blocks: Sequence[int], num_layers: int, *, affine: bool = True
+) -> HGNetSpec:
+    """middle, out: of the first stage; the last two of four are light."""
+    stages = (
+        StageSpec(middle * 2**n, out * (1, 4, 8, 16)[n], count, kernel_size=5 if n > 1 else 3, light=n > 1)
+        for n, count in enumerate(num_blocks)
+    )
+    return HGNetSpec(stem, tuple(stages), num_layers, affine)
 
 
+FEMTO = _hgnet((16, 16), 16, 64, (1, 1, 1), 3)
 HGNETS = {
-    "atto": _small(StageSpec(64, 256, 1, 3, True)),
-    "femto": _small(StageSpec(64, 512, 1, 5, True)),
-    "pico": _small(StageSpec(64, 512, 2, 5, True)),
-    "b0": _small(StageSpec(64, 512, 2, 5, True), StageSpec(128, 1024, 1, 5, True)),
-    "b2": HGNetSpec(
-        (24, 32),
-        (
-            StageSpec(32, 96, 1), StageSpec(64, 384, 1),
-            StageSpec(128, 768, 3, 5, True), StageSpec(256, 1536, 1, 5, True),
-        ),
-        num_layers=4,
-    ),
-    "b4": HGNetSpec(
-        (32, 48),
-        (
-            StageSpec(48, 128, 1), StageSpec(96, 512, 1),
-            StageSpec(192, 1024, 3, 5, True), StageSpec(384, 2048, 1, 5, True),
-        ),
-        num_layers=6,
-        affine=False,
-    ),
-    "b5": HGNetSpec(
-        (32, 64),
-        (
-            StageSpec(64, 128, 1), StageSpec(128, 512, 2),
-            StageSpec(256, 1024, 5, 5, True), StageSpec(512, 2048, 2, 5, True),
-        ),
-        num_layers=6,
-        affine=False,
-    ),
-}  # fmt: skip
+    "atto": FEMTO._replace(stages=(*FEMTO.stages[:2], StageSpec(64, 256, 1, kernel_size=3, light=True))),
+    "femto": FEMTO,
+    "pico": _hgnet((16, 16), 16, 64, (1, 1, 2), 3),
+    "b0": _hgnet((16, 16), 16, 64, (1, 1, 2, 1), 3),
+    "b2": _hgnet((24, 32), 32, 96, (1, 1, 3, 1), 4),
+    "b4": _hgnet((32, 48), 48, 128, (1, 1, 3, 1), 6, affine=False),
+    "b5": _hgnet((32, 64), 64, 128, (1, 2, 5, 2), 6, affine=False),
+}
 """Value of `network.backbone` → network: the configurations of D-FINE and DEIMv2 (their names, of PP-HGNetV2, too)."""
 silu_conv = partial(conv_norm, activation=nn.SiLU)
 plain_conv = partial(conv_norm, activation=None)
@@ -100,8 +85,7 @@ def _layer(affine: bool, in_channels: int, out_channels: int, norm: Norm, **opti
 
 
 class Stem(nn.Module):
-    """Images [B, 3, H, W] → [B, out, H / 4, W / 4]. Its 2 × 2 convolutions and the pooling are padded at the right and
-    at the bottom."""
+    """Images [B, 3, H, W] → [B, out, H / 4, W / 4]. 2 × 2 convolutions and pooling are padded right and below."""
 
     def __init__(self, middle: int, out: int, *, affine: bool, norm: Norm) -> None:
         super().__init__()
@@ -120,8 +104,7 @@ class Stem(nn.Module):
         x = functional.pad(self.stem1(x), (0, 1, 0, 1))
         branch = self.stem2b(functional.pad(self.stem2a(x), (0, 1, 0, 1)))
         pooled = functional.max_pool2d(x, 2, stride=1)
-        out: Tensor = self.stem4(self.stem3(torch.cat((pooled, branch), 1)))
-        return out
+        return self.stem4(self.stem3(torch.cat((pooled, branch), 1)))
 
 
 class Block(nn.Module):
@@ -136,7 +119,7 @@ class Block(nn.Module):
             if spec.light:
                 depthwise = layer(spec.middle, spec.middle, kernel_size=spec.kernel_size, groups=spec.middle)
                 pointwise = plain_conv(width, spec.middle, norm, kernel_size=1)
-                self.layers.append(nn.ModuleDict({"conv1": pointwise, "conv2": depthwise}))
+                self.layers.append(nn.Sequential(OrderedDict(conv1=pointwise, conv2=depthwise)))
             else:
                 self.layers.append(layer(width, spec.middle, kernel_size=spec.kernel_size))
         total = in_channels + num_layers * spec.middle
@@ -147,8 +130,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         maps = [x]
         for layer in self.layers:
-            is_light = isinstance(layer, nn.ModuleDict)
-            maps.append(layer["conv2"](layer["conv1"](maps[-1])) if is_light else layer(maps[-1]))  # type: ignore[index]
+            maps.append(layer(maps[-1]))
         out: Tensor = self.aggregation(torch.cat(maps, 1))
         return out + x if self.residual else out
 
@@ -169,18 +151,27 @@ class Stage(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.blocks(self.downsample(x))
-        return out
+        return self.blocks(self.downsample(x))
 
 
 class HGNetBackbone(Backbone):
-    """HGNetv2 and an encoder, which makes the maps of the decoder from those of the last `num_maps` stages. encoder: a
-    `HybridEncoder` or `LiteEncoder`; trainable_stages: of the stem and the stages, counted from the last of five."""
+    """A network of HGNETS and an encoder, which makes the maps of the decoder from those of the last `num_maps` stages;
+    for one map the lite one. trainable_stages: of stem and stages, from the last of five; others: of the encoder."""
 
-    def __init__(self, name: str, encoder: nn.Module, num_maps: int, *, norm: NormKind, trainable_stages: int) -> None:
+    def __init__(
+        self, name: str, num_maps: int, channels: int, *, norm: NormKind, trainable_stages: int, feedforward: int,
+        expansion: float, num_blocks: int, fused: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
         spec, make_norm = HGNETS[name], NORMS[norm]
         self.num_maps = num_maps
+        widths = [stage.out for stage in spec.stages[-num_maps:]]
+        common: dict[str, Any] = {"expansion": expansion, "num_blocks": num_blocks, "norm": NORMS[trainable_norm(norm)]}
+        encoder = (
+            LiteEncoder(widths[0], channels, **common)
+            if num_maps == 1
+            else HybridEncoder(widths, channels, feedforward=feedforward, fused=fused, **common)
+        )
         self.body = nn.ModuleDict({"stem": Stem(*spec.stem, affine=spec.affine, norm=make_norm)})
         widths = [spec.stem[1], *(stage.out for stage in spec.stages)]
         self.body["stages"] = nn.ModuleList(
@@ -189,8 +180,7 @@ class HGNetBackbone(Backbone):
         self.encoder = encoder
         for part in [self.body["stem"], *self.body["stages"]][: max(0, 5 - trainable_stages)]:  # type: ignore[misc]
             part.requires_grad_(False)
-        fold_frozen_norms(self.body)
-        pad_image_conv(self.body)
+        pad_and_fold(self.body)
 
     def parts(self) -> list[Part]:
         stages = [f"stages.{number}" for number in range(len(self.body["stages"]))]  # type: ignore[arg-type]
@@ -234,10 +224,8 @@ class CSPLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fused:
             bypass, main = self.conv1(x).chunk(2, 1)
-            out: Tensor = self.conv2(bypass + self.bottlenecks(main))
-        else:
-            out = self.bottlenecks(self.conv1(x)) + self.conv2(x)
-        return out
+            return self.conv2(bypass + self.bottlenecks(main))
+        return self.bottlenecks(self.conv1(x)) + self.conv2(x)
 
 
 class ELANBlock(nn.Module):
@@ -259,13 +247,11 @@ class ELANBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         halves = self.conv1(x)
         first = self.conv2(self.csp_rep1(halves.chunk(2, 1)[1]))
-        out: Tensor = self.conv4(torch.cat((halves, first, self.conv3(self.csp_rep2(first))), 1))
-        return out
+        return self.conv4(torch.cat((halves, first, self.conv3(self.csp_rep2(first))), 1))
 
 
 class HybridEncoder(nn.Module):
-    """Maps of `in_channels`, finest first → as many maps of `channels`. fused: DEIMv2's blocks, with sums of maps in
-    place of concatenations."""
+    """Maps of `in_channels`, finest first → as many maps of `channels`. fused: DEIMv2's blocks, and sums of maps."""
 
     def __init__(
         self,
@@ -317,8 +303,7 @@ class HybridEncoder(nn.Module):
 
 
 class LiteEncoder(nn.Module):
-    """One map of `in_channels` → two maps of `channels`, the second at half the resolution, to which the mean over the
-    image is added."""
+    """One map of `in_channels` → two maps of `channels`; to the second, half as large, its mean is added."""
 
     def __init__(self, in_channels: int, channels: int, *, expansion: float, num_blocks: int, norm: Norm) -> None:
         super().__init__()
@@ -336,26 +321,3 @@ class LiteEncoder(nn.Module):
         coarse = self.bi_fusion_conv(coarse + coarse.mean((2, 3), keepdim=True))
         fine = self.fpn_block(fine + upsample_2x(coarse))
         return [fine, self.pan_block(coarse + self.down_conv2(functional.avg_pool2d(fine, 3, 2, 1)))]
-
-
-def build_backbone(
-    name: str,
-    num_maps: int,
-    channels: int,
-    *,
-    norm: NormKind,
-    trainable_stages: int,
-    feedforward: int,
-    expansion: float,
-    num_blocks: int,
-    fused: bool,
-) -> HGNetBackbone:
-    """A backbone of HGNETS. num_maps: of its last stages; with one, the encoder is the lite one. The rest as there."""
-    widths = [stage.out for stage in HGNETS[name].stages[-num_maps:]]
-    common: dict[str, Any] = {"expansion": expansion, "num_blocks": num_blocks, "norm": NORMS[trainable_norm(norm)]}
-    encoder = (
-        LiteEncoder(widths[0], channels, **common)
-        if num_maps == 1
-        else HybridEncoder(widths, channels, feedforward=feedforward, fused=fused, **common)
-    )
-    return HGNetBackbone(name, encoder, num_maps, norm=norm, trainable_stages=trainable_stages)

@@ -1,20 +1,20 @@
 """Classification networks without the classifier, and ember's own; `backbones.py` has the table of all backbones.
 
 ResNet and ResNeXt (arXiv 1512.03385, 1611.05431), MobileNetV2 and MobileNetV3-large (arXiv 1801.04381, 1905.02244) have
-the names (without MobileNet's prefix `features.`) and weights of torchvision. They are not torchvision's modules,
-because importing torchvision takes longer than building the model: its operators import torch's compiler (LOG.md,
-"Start-up"). The same seed gives the same weights.
+the names (without MobileNet's prefix `features.`), weights and random weights of torchvision. They are not its modules,
+because importing torchvision takes longer than building the model (LOG.md, "Start-up").
 
-Cross-stage-partial networks are the CSP backbone of the ember family, and its PAFPN neck. A CSP layer sends half of its
-channels through residual blocks and concatenates the output of each block with the other half (CSPNet, arXiv
-1911.11929; ELAN, arXiv 2211.04800, section 3): half the FLOPs of residual blocks of the same width, and short gradient
-paths. The neck merges features top-down to the finest map, then bottom-up (PANet, arXiv 1803.01534). Activations are
-ReLUs: accelerators, oneDNN and onnxruntime fuse a ReLU with the convolution before it, while SiLU takes passes over
-memory of its own.
+Cross-stage-partial networks are ember's CSP backbone and PAFPN neck. A CSP layer sends half of its channels through
+residual blocks and concatenates the output of each with the other half (CSPNet, arXiv 1911.11929; ELAN, arXiv
+2211.04800, section 3): half the FLOPs of residual blocks of the same width, and short gradient paths. The neck merges
+features top-down to the finest map, then bottom-up (PANet, arXiv 1803.01534). Activations are ReLUs, which
+accelerators, oneDNN and onnxruntime fuse with the convolution before them.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,34 +26,47 @@ from stoker.models.layers.norms import Norm
 NUM_IMAGENET_CLASSES = 1000
 
 
-class BasicBlock(nn.Module):
-    """Two 3 × 3 convolutions and a shortcut: [B, in, H, W] → [B, channels, H / stride, W / stride]."""
+class ResidualBlock(nn.Module):
+    """Convolutions with norms and ReLUs, and a shortcut: [B, in, H, W] → [B, out, H / stride, W / stride]."""
 
-    def __init__(self, in_channels: int, channels: int, stride: int, norm: Norm) -> None:
+    def __init__(self, in_channels: int, stride: int, norm: Norm, convs: Sequence[nn.Conv2d]) -> None:
         super().__init__()
-        self.out_channels = channels
-        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
-        self.bn1 = norm(channels)
+        self.num_convs, self.out_channels = len(convs), convs[-1].out_channels
+        for number, conv in enumerate(convs, start=1):
+            self.add_module(f"conv{number}", conv)
+            self.add_module(f"bn{number}", norm(conv.out_channels))
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = norm(channels)
-        self.downsample = _projection(in_channels, channels, stride, norm)
+        self.downsample: nn.Sequential | None = None
+        if stride != 1 or in_channels != self.out_channels:
+            projection = nn.Conv2d(in_channels, self.out_channels, 1, stride, bias=False)
+            self.downsample = nn.Sequential(projection, norm(self.out_channels))
         self.fused_convs = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused_convs and isinstance(self.conv1, FoldedConv2d):
-            shortcut = x if self.downsample is None else self.downsample(x)
-            return conv_relu(self.conv2, conv_relu(self.conv1, x), shortcut)
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
+        convs = [getattr(self, f"conv{number}") for number in range(1, self.num_convs + 1)]
+        out = x
+        if self.fused_convs and isinstance(convs[-1], FoldedConv2d):
+            for conv in convs[:-1]:
+                out = conv_relu(conv, out)
+            return conv_relu(convs[-1], out, x if self.downsample is None else self.downsample(x))
+        for number, conv in enumerate(convs, start=1):
+            out = getattr(self, f"bn{number}")(conv(out))
+            if number < self.num_convs:
+                out = self.relu(out)
         out += x if self.downsample is None else self.downsample(x)
-        activated: Tensor = self.relu(out)
-        return activated
+        return self.relu(out)
 
 
-class Bottleneck(nn.Module):
-    """1 × 1, 3 × 3 (with the stride, as in torchvision) and 1 × 1 convolutions, and a shortcut:
-    [B, in, H, W] → [B, 4 · channels, H / stride, W / stride].
+class BasicBlock(ResidualBlock):
+    """Two 3 × 3 convolutions to `channels`."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int, norm: Norm) -> None:
+        first = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
+        super().__init__(in_channels, stride, norm, [first, nn.Conv2d(channels, channels, 3, padding=1, bias=False)])
+
+
+class Bottleneck(ResidualBlock):
+    """1 × 1, 3 × 3 (with the stride, as in torchvision) and 1 × 1 convolutions to 4 · channels.
 
     groups, group_width: of the 3 × 3 convolution in ResNeXt; the width of a group is that for 64 channels.
     """
@@ -61,40 +74,17 @@ class Bottleneck(nn.Module):
     def __init__(
         self, in_channels: int, channels: int, stride: int, norm: Norm, *, groups: int = 1, group_width: int = 64
     ) -> None:
-        super().__init__()
-        self.out_channels = out_channels = 4 * channels
         width = channels * group_width // 64 * groups
-        self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
-        self.bn1 = norm(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, groups=groups, bias=False)
-        self.bn2 = norm(width)
-        self.conv3 = nn.Conv2d(width, out_channels, 1, bias=False)
-        self.bn3 = norm(out_channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = _projection(in_channels, out_channels, stride, norm)
-        self.fused_convs = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fused_convs and isinstance(self.conv1, FoldedConv2d):
-            shortcut = x if self.downsample is None else self.downsample(x)
-            return conv_relu(self.conv3, conv_relu(self.conv2, conv_relu(self.conv1, x)), shortcut)
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        out += x if self.downsample is None else self.downsample(x)
-        activated: Tensor = self.relu(out)
-        return activated
-
-
-def _projection(in_channels: int, out_channels: int, stride: int, norm: Norm) -> nn.Sequential | None:
-    """The shortcut of a block that changes the shape, None for one that does not."""
-    if stride == 1 and in_channels == out_channels:
-        return None
-    return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), norm(out_channels))
+        convs = [
+            nn.Conv2d(in_channels, width, 1, bias=False),
+            nn.Conv2d(width, width, 3, stride, padding=1, groups=groups, bias=False),
+            nn.Conv2d(width, 4 * channels, 1, bias=False),
+        ]
+        super().__init__(in_channels, stride, norm, convs)
 
 
 def resnet(
-    norm: Norm, *, block: Callable[[int, int, int, Norm], BasicBlock | Bottleneck], num_blocks: tuple[int, ...]
+    norm: Norm, *, block: Callable[[int, int, int, Norm], ResidualBlock], num_blocks: tuple[int, ...]
 ) -> nn.Sequential:
     """Images [B, 3, H, W] → [B, C, ⌈H / 32⌉, ⌈W / 32⌉]; num_blocks: of layer1 … layer4."""
     children: OrderedDict[str, nn.Module] = OrderedDict(
@@ -122,14 +112,27 @@ V2_STAGES = (
     (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
 )  # fmt: skip
 """(expansion factor, channels, blocks, stride of the first block): table 2 of the MobileNetV2 paper."""
+
+
+class V3Block(NamedTuple):
+    """A row of table 1 of the MobileNetV3 paper."""
+
+    kernel_size: int
+    expanded: int
+    channels: int
+    squeezed: int
+    """Channels of the squeeze-and-excitation; 0 for none."""
+    activation: type[nn.ReLU | nn.Hardswish]
+    stride: int
+
+
 V3_BLOCKS = (
     (3, 16, 16, 0, nn.ReLU, 1), (3, 64, 24, 0, nn.ReLU, 2), (3, 72, 24, 0, nn.ReLU, 1), (5, 72, 40, 24, nn.ReLU, 2),
     (5, 120, 40, 32, nn.ReLU, 1), (5, 120, 40, 32, nn.ReLU, 1), (3, 240, 80, 0, nn.Hardswish, 2),
     (3, 200, 80, 0, nn.Hardswish, 1), (3, 184, 80, 0, nn.Hardswish, 1), (3, 184, 80, 0, nn.Hardswish, 1),
     (3, 480, 112, 120, nn.Hardswish, 1), (3, 672, 112, 168, nn.Hardswish, 1),
 )  # fmt: skip
-"""(kernel size, expanded channels, channels, squeezed channels or 0 for none, activation, stride): table 1 of the
-MobileNetV3 paper, without the last three blocks, whose width depends on `reduced_tail`."""
+"""Without the last three blocks, whose width depends on `reduced_tail`."""
 
 
 def mobilenet_v2(norm: Norm) -> nn.Sequential:
@@ -158,14 +161,9 @@ def mobilenet_v3_large(norm: Norm, *, reduced_tail: bool = False) -> nn.Sequenti
     )
     layers: list[nn.Module] = [conv_norm(3, 16, norm, activation=nn.Hardswish, stride=2)]
     in_channels = 16
-    for kernel_size, expanded_channels, channels, squeezed_channels, activation, stride in V3_BLOCKS + tail:
-        layers.append(
-            InvertedResidualV3(
-                in_channels, expanded_channels, channels, kernel_size=kernel_size, stride=stride,
-                squeezed_channels=squeezed_channels, activation=activation, norm=norm,
-            )
-        )  # fmt: skip
-        in_channels = channels
+    for row in V3_BLOCKS + tail:
+        layers.append(InvertedResidualV3(in_channels, block := V3Block(*row), norm))
+        in_channels = block.channels
     layers.append(conv_norm(in_channels, 6 * in_channels, norm, activation=nn.Hardswish, kernel_size=1))
     hidden_channels = 1280 // divisor
     classifier = [nn.Linear(6 * in_channels, hidden_channels), nn.Linear(hidden_channels, NUM_IMAGENET_CLASSES)]
@@ -173,8 +171,7 @@ def mobilenet_v3_large(norm: Norm, *, reduced_tail: bool = False) -> nn.Sequenti
 
 
 class InvertedResidualV2(nn.Module):
-    """1 × 1, depthwise 3 × 3 and 1 × 1 convolutions, the last without activation; a shortcut where the shape stays:
-    [B, in, H, W] → [B, out, H / stride, W / stride]."""
+    """1 × 1, depthwise 3 × 3 and 1 × 1 convolutions, the last without activation; a shortcut where the shape stays."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, factor: int, norm: Norm) -> None:
         super().__init__()
@@ -193,36 +190,20 @@ class InvertedResidualV2(nn.Module):
 
 
 class InvertedResidualV3(nn.Module):
-    """The block of MobileNetV3: as `InvertedResidualV2`, with squeeze-and-excitation after the depthwise convolution
-    unless `squeezed_channels` is 0."""
+    """The block of MobileNetV3: with squeeze-and-excitation after the depthwise convolution."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        expanded_channels: int,
-        out_channels: int,
-        *,
-        kernel_size: int,
-        stride: int,
-        squeezed_channels: int,
-        activation: type[nn.ReLU | nn.Hardswish],
-        norm: Norm,
-    ) -> None:
+    def __init__(self, in_channels: int, spec: V3Block, norm: Norm) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        if expanded_channels != in_channels:
-            layers.append(conv_norm(in_channels, expanded_channels, norm, activation=activation, kernel_size=1))
-        layers.append(
-            conv_norm(
-                expanded_channels, expanded_channels, norm, activation=activation,
-                kernel_size=kernel_size, stride=stride, groups=expanded_channels,
-            )
-        )  # fmt: skip
-        if squeezed_channels:
-            layers.append(SqueezeExcitation(expanded_channels, squeezed_channels))
-        layers.append(conv_norm(expanded_channels, out_channels, norm, activation=None, kernel_size=1))
+        width, make = spec.expanded, partial(conv_norm, norm=norm, activation=spec.activation)
+        if width != in_channels:
+            layers.append(make(in_channels, width, kernel_size=1))
+        layers.append(make(width, width, kernel_size=spec.kernel_size, stride=spec.stride, groups=width))
+        if spec.squeezed:
+            layers.append(SqueezeExcitation(width, spec.squeezed))
+        layers.append(conv_norm(width, spec.channels, norm, activation=None, kernel_size=1))
         self.block = nn.Sequential(*layers)
-        self.has_shortcut = stride == 1 and in_channels == out_channels
+        self.has_shortcut = spec.stride == 1 and in_channels == spec.channels
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.block(x)
@@ -232,8 +213,7 @@ class InvertedResidualV3(nn.Module):
 
 
 class SqueezeExcitation(nn.Module):
-    """Multiplies each channel by a factor of 0 … 1 computed from the means of all channels (arXiv 1709.01507):
-    [B, C, H, W] → the same shape."""
+    """Multiplies each channel by a factor of 0 … 1 computed from the means of all channels (arXiv 1709.01507)."""
 
     def __init__(self, channels: int, squeezed_channels: int) -> None:
         super().__init__()
@@ -244,8 +224,7 @@ class SqueezeExcitation(nn.Module):
         self.scale_activation = nn.Hardsigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
-        scale: Tensor = self.scale_activation(self.fc2(self.activation(self.fc1(self.avgpool(x)))))
-        return scale * x
+        return self.scale_activation(self.fc2(self.activation(self.fc1(self.avgpool(x))))) * x
 
 
 def _initialized(layers: Sequence[nn.Module], classifier: Sequence[nn.Linear]) -> nn.Sequential:
@@ -264,8 +243,7 @@ def _initialized(layers: Sequence[nn.Module], classifier: Sequence[nn.Linear]) -
 ConvFactory = Callable[..., nn.Sequential]
 """`conv_norm` or `separable_conv_norm`."""
 POOL_SIZE = 5
-"""Window of the three poolings in sequence of `SPPF`, which cover 5, 9 and 13 positions (SPP, arXiv 1406.4729, with
-YOLOv4's windows, arXiv 2004.10934)."""
+"""Window of `SPPF`'s poolings, which cover 5, 9 and 13 positions (SPP, arXiv 1406.4729; YOLOv4, arXiv 2004.10934)."""
 
 
 class Residual(nn.Module):
@@ -278,8 +256,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, channels, H, W] → the same shape."""
-        output: Tensor = x + self.second(self.first(x))
-        return output
+        return x + self.second(self.first(x))
 
 
 class CSPLayer(nn.Module):
@@ -300,8 +277,7 @@ class CSPLayer(nn.Module):
         features = [self.beside(x), self.through(x)]
         for block in self.blocks:
             features.append(block(features[-1]))
-        joined: Tensor = self.join(torch.cat(features, dim=1))
-        return joined
+        return self.join(torch.cat(features, dim=1))
 
 
 class SPPF(nn.Module):
@@ -317,8 +293,7 @@ class SPPF(nn.Module):
         features = [self.narrow(x)]
         for _ in range(3):
             features.append(functional.max_pool2d(features[-1], POOL_SIZE, stride=1, padding=POOL_SIZE // 2))
-        joined: Tensor = self.join(torch.cat(features, dim=1))
-        return joined
+        return self.join(torch.cat(features, dim=1))
 
 
 INVERTED_FACTOR = 4
@@ -349,8 +324,7 @@ class CSPBackbone(nn.Sequential):
 class PAFPN(nn.Module):
     """Path aggregation over feature maps, finest first, each half as large as the one before.
 
-    in_channels, channels: of each map, before and after; num_blocks: residual blocks of each `CSPLayer`; depthwise:
-    whether its 3 × 3 convolutions are separable.
+    in_channels, channels: of each map; num_blocks: of each `CSPLayer`; depthwise: with separable 3 × 3 convolutions.
     """
 
     def __init__(

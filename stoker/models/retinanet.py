@@ -5,14 +5,13 @@ With the same weights, losses and detections equal those of torchvision's Retina
 COCO weights have 91 channels, for labels 1 … 90 and an unused 0 (`weights/load.py` converts).
 
 The lite variant is the SSD MobileNetV2 FPN-lite of TF's Object Detection API (ssd_mobilenet_v2_fpnlite_320x320 and
-640x640, called a mobile RetinaNet by its authors): depthwise-separable convolutions with BatchNorm and ReLU6 in FPN and
-head, one head for classes and boxes, with weights shared by all levels and separate norms per level. As in TF:
-separable convolutions also in the last layers, no norm after the 1 × 1 convolutions of the FPN. Unlike TF: the backbone
-keeps the last convolution of the ImageNet classifier (TF's has 256 channels instead of 1,280); levels are merged before
-the FPN's 3 × 3 convolutions, as in the paper and in TF's version for TF 1, and the coarsest level has one, too; anchors
+640x640): separable convolutions with BatchNorm and ReLU6 in FPN and head, one head for classes and boxes, with weights
+shared by all levels and separate norms per level. As in TF: separable convolutions also in the last layers, no norm
+after the 1 × 1 convolutions of the FPN. Unlike TF: the backbone keeps the last convolution of the ImageNet classifier;
+levels are merged before the FPN's 3 × 3 convolutions, as in the paper, and the coarsest level has one, too; anchors
 start at the image's corner, not half a stride from it; box offsets are not scaled (TF: 10 and 5), and their loss is
 GIoU, not a smooth L1 with a quarter of the weight; the NMS threshold is 0.5, not 0.6; the backbone's norms are frozen
-unless `--backbone-norm` changes that, TF trains them.
+unless `--backbone-norm` changes that.
 """
 
 import math
@@ -25,13 +24,7 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.backbones import (
-    BackboneWithNeck,
-    ExtraBlocks,
-    build_backbone_with_fpn,
-    depthwise_conv,
-    separable_conv,
-)
+from stoker.models.backbones import ExtraBlocks, build_backbone_with_fpn, depthwise_conv, separable_conv
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import AnchorGenerator, batched_gather, cell_anchors, decode, rows_at
 from stoker.models.layers.convolutions import ConvReLU, conv_norm, flatten_map
@@ -59,8 +52,7 @@ class RetinaNetOutputs(NamedTuple):
 
 
 class ConvHead(nn.Module):
-    """Convolution blocks, then predictors, shared by all levels, which are [B, C, h, w] each → for each predictor, of
-    each level [B, its anchors, outputs per anchor].
+    """Convolution blocks, then predictors: levels [B, C, h, w] → of each predictor and level [B, anchors, outputs].
 
     predictors: name, as in torchvision → (last convolution, outputs per anchor).
     """
@@ -90,8 +82,8 @@ def head_conv(in_channels: int, out_channels: int, *, kernel_size: int = 3, bias
 
 
 class SharedConvLayer(nn.Module):
-    """A layer of the lite variant's shared head: one convolution for all levels, and a norm per level, since the
-    statistics of the levels differ. Levels, finest first, each [B, C, h, w] → the same shapes."""
+    """A layer of the lite variant's head: one convolution for all levels, and a norm per level, since their statistics
+    differ. Levels, finest first, each [B, C, h, w] → the same shapes."""
 
     def __init__(self, channels: int, levels: int, norm: Norm) -> None:
         super().__init__()
@@ -103,9 +95,10 @@ class SharedConvLayer(nn.Module):
 
 
 class RetinaNet(Detector):
-    """The detector. num_convs: convolutions in each head; norm: after each of them, None for none (the paper).
+    """The detector, on a backbone of BACKBONES. channels: of FPN and heads; num_convs: convolutions in each head;
+    with_norm: whether FPN and heads have trained norms (not in the paper).
 
-    lite: one head for both, of `num_convs` separable convolutions, with a `norm` for each level.
+    lite: one head for both, of `num_convs` separable convolutions, with a norm for each level.
     """
 
     pre_nms_top_n = PRE_NMS_TOP_N
@@ -114,19 +107,17 @@ class RetinaNet(Detector):
     """Whether matching and classification loss are Triton kernels (`layers/triton_kernels.py`)."""
 
     def __init__(
-        self,
-        backbone: BackboneWithNeck,
-        settings: ModelSettings,
-        num_classes: int,
-        *,
-        channels: int,
-        num_convs: int,
-        norm: Norm | None,
-        lite: bool = False,
-    ) -> None:
+        self, settings: ModelSettings, num_classes: int, *, backbone: str, channels: int = 256, num_convs: int = 4,
+        extra_blocks: ExtraBlocks = "p6p7", with_norm: bool = False, lite: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)
+        kind = trainable_norm(settings.backbone_norm)
+        norm = lite_norm(kind) if lite else NORMS[kind] if with_norm else None
+        self.backbone = build_backbone_with_fpn(
+            backbone, channels, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers,
+            extra_blocks=extra_blocks, fpn_norm=norm, lite=lite,
+        )  # fmt: skip
         num_anchors = len(settings.anchor_scales) * len(settings.aspect_ratios)
-        self.backbone = backbone
         self.head = nn.ModuleDict()
         if lite:
             assert norm is not None
@@ -164,8 +155,7 @@ class RetinaNet(Detector):
 
     def loss(self, outputs: RetinaNetOutputs, batch: Batch) -> dict[str, Tensor]:
         """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over an image's anchors, divided by its
-        number of positives (at least 1), averaged over images. So the losses of two half batches average to that of the
-        whole batch."""
+        number of positives (at least 1), averaged over images: those of half batches average to the whole batch's."""
         settings = self.settings
         match: Callable[..., Tensor] = match_anchors
         compute_class_loss: Callable[..., Tensor] = focal_loss
@@ -197,8 +187,7 @@ class RetinaNet(Detector):
     def candidates(
         self, outputs: RetinaNetOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
-        """The `pre_nms_top_n` best of each pyramid level. The logits are ranked, not the scores: the sigmoid keeps
-        their order, and no fp32 copy of all of them is needed."""
+        """The `pre_nms_top_n` best of each pyramid level, ranked by logits, of which no fp32 copy is needed."""
         assert isinstance(outputs.logits, Tensor)
         with torch.autocast(outputs.deltas.device.type, enabled=False):
             logits, indices, labels = topk_per_level(outputs.logits, outputs.num_anchors_per_level, self.pre_nms_top_n)
@@ -210,30 +199,3 @@ class RetinaNet(Detector):
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         num_anchors = len(self.settings.anchor_scales) * len(self.settings.aspect_ratios)
         return (ClassHeadSpec("head.classification_head.cls_logits", num_anchors),)
-
-
-def build_retinanet(
-    settings: ModelSettings,
-    num_classes: int,
-    *,
-    backbone: str,
-    channels: int = 256,
-    num_convs: int = 4,
-    extra_blocks: ExtraBlocks = "p6p7",
-    with_norm: bool = False,
-    lite: bool = False,
-) -> RetinaNet:
-    """A RetinaNet on a backbone of BACKBONES; channels: of FPN and heads; num_convs: convolutions in each head;
-    with_norm: whether FPN and heads have trained norms; lite: the lite variant, always with norms."""
-    kind = trainable_norm(settings.backbone_norm)
-    norm = lite_norm(kind) if lite else NORMS[kind] if with_norm else None
-    network = build_backbone_with_fpn(
-        backbone,
-        channels,
-        norm=settings.backbone_norm,
-        trainable_stages=settings.trainable_backbone_layers,
-        extra_blocks=extra_blocks,
-        fpn_norm=norm,
-        lite=lite,
-    )
-    return RetinaNet(network, settings, num_classes, channels=channels, num_convs=num_convs, norm=norm, lite=lite)

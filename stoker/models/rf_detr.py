@@ -1,21 +1,17 @@
 """RF-DETR (Robinson et al. 2025, arXiv 2511.09554): LW-DETR's decoder (arXiv 2406.03459) on a windowed DINOv2 backbone.
 
-The backbone is a ViT whose layers attend within windows, but for every third one (`WindowedViT`). A projector makes one
-map of four of its layers. The points of the map with the best class scores become queries with a box each; every layer
-of the decoder lets them look at each other and at the map around their boxes. Boxes are refined once, relative to the
-boxes that the queries start with. Training has `GROUPS` groups of queries, which do not see each other (Group DETR,
-arXiv 2207.13085); evaluation uses the first. Each layer of each group, and the points that became its queries, are
-matched with the boxes. No NMS follows.
+The backbone is a ViT whose layers attend within windows, but for every third one. A projector makes one map of four of
+its layers. The points of the map with the best class scores become queries with a box each; every layer of the decoder
+lets them look at each other and at the map around their boxes, which are refined once. Training has `GROUPS` groups of
+queries, which do not see each other (Group DETR, arXiv 2207.13085); evaluation uses the first. Each layer of each
+group, and the points that became its queries, are matched with the boxes. No NMS follows.
 
 With the same weights, predictions and losses are those of transformers' RfDetrForObjectDetection for square images
 without dropout. For other images its windows are those of a transposed grid; here they are windows of the image.
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (`split` and `unflatten` of tensors are untyped)
-
 import math
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +21,14 @@ from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import device_of_constants
 from stoker.models.detector import Backbone, ClassHeadSpec, Detector, Part
-from stoker.models.layers.boxes import GridSize, batched_gather, cxcywh_to_xyxy
+from stoker.models.dfine import ANCHOR_SIZE, make_class_layer, point_boxes
+from stoker.models.layers.boxes import GridSize, batched_gather
 from stoker.models.layers.deformable_attention import DeformableAttention
 from stoker.models.layers.losses import at_least_fp32
-from stoker.models.layers.postprocess import MAX_DETECTIONS, Candidates, clip_and_filter
+from stoker.models.layers.norms import DerivedBuffers
+from stoker.models.layers.postprocess import Candidates, best_of_queries
 from stoker.models.layers.rank_mean import loss_divisor
-from stoker.models.layers.set_criterion import (
-    MatchingCosts,
-    Truth,
-    box_terms,
-    make_truth,
-    match,
-    matched,
-    xyxy_scale,
-)
+from stoker.models.layers.set_criterion import Truth, box_terms, make_truth, match, matched
 from stoker.models.layers.transformer import MLP, FiniteLayerNorm, SelfAttention
 
 PATCH = 16
@@ -51,8 +41,6 @@ LAYERS_PER_STAGE = 3
 CHANNELS = 256
 GROUPS = 13
 """Of queries, in training; Group DETR, table 8: about 11 are best."""
-ANCHOR_SIZE, ANCHOR_MARGIN = 0.05, 0.01
-"""Of a point's box, as a fraction of the image; points nearer than the margin to an edge are no candidates."""
 MAX_SHIFT, MAX_LOG_SCALE = 100.0, 8.0
 """Limits of what is predicted of a box, in its sizes and as a logarithm. Three factors exp(8) keep areas finite."""
 LOSS_WEIGHTS = {"class": 1.0, "bbox": 5.0, "giou": 2.0}
@@ -60,7 +48,6 @@ LOSS_WEIGHTS = {"class": 1.0, "bbox": 5.0, "giou": 2.0}
 ALPHA, GAMMA = 0.25, 2.0
 """Exponents of the class loss (LW-DETR, equation 3): of the score in the target, and of a negative's score."""
 MIN_TARGET = 0.01
-COSTS = MatchingCosts()
 
 
 class Scale(nn.Module):
@@ -91,8 +78,7 @@ class ViTLayer(nn.Module):
             tokens = tokens.unflatten(0, (-1, WINDOWS**2)).flatten(1, 2)
         mixed = self.attention(tokens)
         x = x + self.layer_scale1(mixed.reshape(x.shape))
-        out: Tensor = x + self.layer_scale2(self.mlp(self.norm2(x)))
-        return out
+        return x + self.layer_scale2(self.mlp(self.norm2(x)))
 
 
 class WindowedViT(Backbone):
@@ -123,17 +109,13 @@ class WindowedViT(Backbone):
             parameter.requires_grad_(not name.startswith(tuple(frozen)))
 
     def parts(self) -> list[Part]:
-        stages = [range(first, first + LAYERS_PER_STAGE) for first in range(0, DEPTH, LAYERS_PER_STAGE)]
-        return [
-            Part("embeddings", ("patch_embeddings.", "cls_token", "position_embeddings")),
-            *(
-                Part(
-                    f"stage{n}",
-                    (*(f"layers.{i}." for i in stage), *(("layernorm.",) if stage[-1] == DEPTH - 1 else ())),
-                )
-                for n, stage in enumerate(stages, 1)
-            ),
+        stages = [
+            [f"layers.{number}." for number in range(first, first + LAYERS_PER_STAGE)]
+            for first in range(0, DEPTH, LAYERS_PER_STAGE)
         ]
+        stages[-1].append("layernorm.")
+        embeddings = Part("embeddings", ("patch_embeddings.", "cls_token", "position_embeddings"))
+        return [embeddings, *(Part(f"stage{n}", tuple(names)) for n, names in enumerate(stages, 1))]
 
     def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
         *maps, last = flow
@@ -170,8 +152,7 @@ class WindowedViT(Backbone):
 
 
 def _resizing(old: int, new: int, like: Tensor) -> Tensor:
-    """[new, old]: what an antialiased bicubic `interpolate` does along an axis. As a product, its gradient is the same
-    in every run on CUDA, and XLA has it."""
+    """[new, old]: an antialiased bicubic `interpolate` along an axis as a product, deterministic and for XLA, too."""
     device = device_of_constants(like.device)
     basis = torch.eye(old, device=device)[None, None]
     matrix = functional.interpolate(basis, (old, new), mode="bicubic", align_corners=False, antialias=True)
@@ -196,10 +177,8 @@ class Projector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         half = CHANNELS // 2
-        self.conv1, self.conv2 = (
-            ConvNorm(DEPTH // LAYERS_PER_STAGE * WIDTH, CHANNELS, 1),
-            ConvNorm(5 * half, CHANNELS, 1),
-        )
+        self.conv1 = ConvNorm(DEPTH // LAYERS_PER_STAGE * WIDTH, CHANNELS, 1)
+        self.conv2 = ConvNorm(5 * half, CHANNELS, 1)
         self.bottlenecks = nn.ModuleList(
             nn.Sequential(ConvNorm(half, half, 3), ConvNorm(half, half, 3)) for _ in range(3)
         )
@@ -221,8 +200,7 @@ class CrossAttention(DeformableAttention):
         self.value_proj, self.output_proj = (nn.Linear(CHANNELS, CHANNELS) for _ in range(2))
 
     def forward(self, queries: Tensor, reference: Tensor, value: Tensor, grids: Any) -> Tensor:
-        out: Tensor = self.output_proj(super().forward(queries, reference, self.value_proj(value), grids))
-        return out
+        return self.output_proj(super().forward(queries, reference, self.value_proj(value), grids))
 
 
 class DecoderLayer(nn.Module):
@@ -242,11 +220,10 @@ class DecoderLayer(nn.Module):
         mixed = self.self_attn(by_group, by_group_positions)
         x = self.self_attn_layer_norm(x + mixed.unflatten(0, (-1, groups)).flatten(1, 2))
         x = self.cross_attn_layer_norm(x + self.cross_attn(x + positions, boxes, memory, [grid]))
-        out: Tensor = self.layer_norm(x + self.mlp(x))
-        return out
+        return self.layer_norm(x + self.mlp(x))
 
 
-class Decoder(nn.Module):
+class Decoder(DerivedBuffers):
     frequencies: Tensor
 
     def __init__(self, num_layers: int) -> None:
@@ -255,17 +232,12 @@ class Decoder(nn.Module):
         self.layernorm = FiniteLayerNorm(CHANNELS)
         self.ref_point_head = MLP((2 * CHANNELS, CHANNELS, CHANNELS))
         self.register_buffer("frequencies", torch.empty(CHANNELS // 4), persistent=False)
-        self._set_frequencies()
+        self.update_buffers()
 
-    def _set_frequencies(self) -> None:
+    def update_buffers(self) -> None:
         if not self.frequencies.is_meta:
             places = torch.arange(CHANNELS // 4, dtype=torch.float32, device=self.frequencies.device)
             self.frequencies.copy_(2 * math.pi / 10000.0 ** (places / (CHANNELS // 4)))
-
-    def _apply(self, *args: Any, **options: Any) -> Self:
-        super()._apply(*args, **options)
-        self._set_frequencies()
-        return self
 
     def forward(self, x: Tensor, boxes: Tensor, memory: Tensor, grid: GridSize, groups: int) -> list[Tensor]:
         """x: [B, groups · Q, CHANNELS]; boxes: [B, groups · Q, 4], at least fp32. The normalized output of each layer,
@@ -310,9 +282,9 @@ class RFDETR(Detector):
         nn.init.zeros_(self.reference_point_embed.weight)
         self.enc_output = nn.ModuleList(nn.Linear(CHANNELS, CHANNELS) for _ in range(GROUPS))
         self.enc_output_norm = nn.ModuleList(FiniteLayerNorm(CHANNELS) for _ in range(GROUPS))
-        self.enc_out_class_embed = nn.ModuleList(_class_layer(num_classes) for _ in range(GROUPS))
+        self.enc_out_class_embed = nn.ModuleList(make_class_layer(CHANNELS, num_classes) for _ in range(GROUPS))
         self.enc_out_bbox_embed = nn.ModuleList(_box_head() for _ in range(GROUPS))
-        self.class_embed, self.bbox_embed = _class_layer(num_classes), _box_head()
+        self.class_embed, self.bbox_embed = make_class_layer(CHANNELS, num_classes), _box_head()
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> RFDETROutputs:
         """image_size: multiples of WINDOWS · PATCH."""
@@ -339,10 +311,7 @@ class RFDETR(Detector):
     def _proposals(self, memory: Tensor, grid: GridSize, groups: int) -> list[tuple[Tensor, Tensor]]:
         """Class logits and boxes of the points that become queries, of each group: [B, Q, classes], [B, Q, 4]."""
         dtype = torch.float64 if memory.dtype == torch.float64 else torch.float32
-        y, x = ((torch.arange(n, dtype=dtype, device=memory.device) + 0.5) / n for n in grid)
-        size = torch.full(grid, ANCHOR_SIZE, dtype=dtype, device=memory.device)
-        anchors = torch.stack((x.expand(grid), y[:, None].expand(grid), size, size), -1).flatten(0, 1)
-        inside = ((anchors > ANCHOR_MARGIN) & (anchors < 1 - ANCHOR_MARGIN)).all(-1, keepdim=True)
+        anchors, inside = point_boxes(grid, ANCHOR_SIZE, dtype, memory.device)
         candidates, anchors = torch.where(inside, memory, 0.0), torch.where(inside, anchors, 0.0)
         count = min(self.settings.queries, memory.shape[1])
         found = []
@@ -373,7 +342,7 @@ class RFDETR(Detector):
                 by_group_logits, by_group_boxes = (
                     x.unflatten(1, (groups, -1)).transpose(0, 1) for x in (stack_logits, stack_boxes)
                 )
-                index = match(by_group_logits, by_group_boxes, truth, COSTS)
+                index = match(by_group_logits, by_group_boxes, truth)
                 measured = box_terms(by_group_boxes, index, truth, image_size)
                 classes = iou_aware_class_terms(by_group_logits, index, truth, measured.iou)
                 stacks.append(torch.stack([term.sum() for term in (classes, measured.l1, measured.giou)]))
@@ -382,17 +351,11 @@ class RFDETR(Detector):
     def candidates(
         self, outputs: RFDETROutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
-        """The best pairs of a query and a class, MAX_DETECTIONS or as many as there are queries."""
+        """`best_of_queries` of the last layer, of the first group."""
         layer = outputs.logits.shape[0] - 2
         first = outputs.logits.shape[2] // outputs.groups
         logits, boxes = outputs.logits[layer, :, :first], outputs.boxes[layer, :, :first]
-        with torch.autocast(logits.device.type, enabled=False):
-            best, place = logits.flatten(1).topk(min(max(MAX_DETECTIONS, first), logits[0].numel()), dim=1)
-            corners = cxcywh_to_xyxy(batched_gather(boxes, place // self.num_classes))
-            pixels = corners * xyxy_scale(outputs.image_size, boxes)
-            return clip_and_filter(
-                resized_size, pixels, best.sigmoid(), place % self.num_classes, score_threshold=score_threshold
-            )
+        return best_of_queries(logits, boxes, outputs.image_size, resized_size, score_threshold)
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         return (
@@ -404,8 +367,7 @@ class RFDETR(Detector):
 def in_fp32(layer: nn.Module, x: Tensor) -> Tensor:
     """The output of a head without autocast: a score or a shift of a box beyond fp16 would be infinite."""
     with torch.autocast(x.device.type, enabled=False):
-        out: Tensor = layer(at_least_fp32(x))
-        return out
+        return layer(at_least_fp32(x))
 
 
 def refine(boxes: Tensor, delta: Tensor) -> Tensor:
@@ -427,12 +389,6 @@ def iou_aware_class_terms(logits: Tensor, index: Tensor, truth: Truth, iou: Tens
     as_positive = functional.softplus(at_label) - target * at_label
     as_negative, others = (x.sigmoid() ** GAMMA * functional.softplus(x) for x in (at_label, logits))
     return others.sum(-1) + torch.where(index >= 0, as_positive - as_negative, 0.0)
-
-
-def _class_layer(num_classes: int) -> nn.Linear:
-    layer = nn.Linear(CHANNELS, num_classes)
-    nn.init.constant_(layer.bias, -math.log(99))  # scores of 0.01
-    return layer
 
 
 def _box_head() -> MLP:

@@ -32,7 +32,7 @@ from stoker.models.layers.boxes import (
     grid_anchors,
     rows_at,
 )
-from stoker.models.layers.convolutions import StridedConv2d, conv_norm, flatten_map, fold_frozen_norms, pad_image_conv
+from stoker.models.layers.convolutions import StridedConv2d, conv_norm, flatten_map, pad_and_fold
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.matching import match_anchors
 from stoker.models.layers.norms import Norm, NormKind, lite_norm, trainable_norm
@@ -68,7 +68,7 @@ class VGG(Backbone):
                 in_channels = width
             stage_ends.append(str(len(layers) - 1))
         network = nn.Sequential(*layers)
-        pad_image_conv(network)
+        pad_and_fold(network)
         layers = list(network)
         freeze_stages(network, stage_ends, trainable_stages)
         with torch.no_grad():  # so that random weights get pixels of about 1; the pretrained ones expect 0 … 255
@@ -125,8 +125,7 @@ def _zero_bias(conv: nn.Conv2d) -> nn.Conv2d:
 
 
 class _UnpaddedConv2d(nn.Conv2d):
-    """A 3 × 3 convolution without padding: 5 × 5 → 3 × 3 → 1 × 1. A side shorter than 3 is padded, so that there are
-    six maps also for input sizes below 268 pixels."""
+    """A 3 × 3 convolution without padding: 5 × 5 → 3 × 3 → 1 × 1. Sides below 3 (of inputs below 268) are padded."""
 
     def forward(self, x: Tensor) -> Tensor:
         padding = [int(side < 3) for side in x.shape[2:]]
@@ -147,16 +146,13 @@ class MobileNet(Backbone):
     """MobileNetV3-large up to the expansion of its 13th block, the rest of it, four downsampling blocks (arXiv
     1905.02244, section 6.3). Images [B, 3, H, W], no side below 32, → six maps.
 
-    reduced_tail: the blocks at stride 32 have half the channels, as in table 6 and in the COCO weights; the ImageNet
-    weights have full ones.
+    reduced_tail: the blocks at stride 32 have half the channels, as in table 6 and the COCO (not ImageNet) weights.
     """
 
     def __init__(self, norm: NormKind, trainable_stages: int, reduced_tail: bool) -> None:
         super().__init__()
         network = mobilenet_v3_large(lite_norm(norm), reduced_tail=reduced_tail)
-        pad_image_conv(network)
-        if norm == "frozen_bn":
-            fold_frozen_norms(network)
+        pad_and_fold(network)
         stage_ends = [name for name, _ in BACKBONES["mobilenet_v3_large"].stage_outputs]
         freeze_stages(network, stage_ends, trainable_stages)
         blocks = list(network.children())
@@ -164,7 +160,7 @@ class MobileNet(Backbone):
         assert isinstance(split_block, nn.Sequential)
         # Not nn.Sequential: forward calls the two children separately.
         self.features = nn.ModuleList(
-            [nn.Sequential(*blocks[:13], split_block[0]), nn.Sequential(split_block[1:], *blocks[14:])],
+            [nn.Sequential(*blocks[:13], split_block[0]), nn.Sequential(split_block[1:], *blocks[14:])]
         )
         width = LAST_CHANNELS[reduced_tail]
         extra_norm = lite_norm(trainable_norm(norm))
@@ -196,22 +192,6 @@ def detect_reduced_tail(tensors: Mapping[str, Tensor]) -> bool:
         if name in tensors and tensors[name].shape[0] == LAST_CHANNELS[False]:
             return False
     return True
-
-
-def mobilenet_key(name: str) -> str:
-    """Name in a `MobileNet` of the tensor `name` of torchvision's MobileNetV3-large classifier."""
-    match = re.match(r"features\.(\d+)\.(.+)$", name)
-    if match is None:
-        return name
-    block, rest = int(match[1]), match[2]
-    if block < 13:
-        return f"features.0.{block}.{rest}"
-    if block > 13:
-        return f"features.1.{block - 13}.{rest}"
-    expansion, other = "block.0.", "block."
-    if rest.startswith(expansion):
-        return f"features.0.13.{rest.removeprefix(expansion)}"
-    return f"features.1.0.{rest.removeprefix(other)}"
 
 
 def _separable_downsampling_block(in_channels: int, out_channels: int, norm: Norm) -> nn.Sequential:
@@ -301,8 +281,7 @@ class SSDAnchorGenerator(AnchorGenerator):
 
 
 class SSD(Detector):
-    """The detector. backbone: gives six maps of `out_channels`; make_layer: (channels, outputs) → the predictor of one
-    map."""
+    """The detector. backbone: gives six maps of `out_channels`; make_layer: (channels, outputs) → a map's predictor."""
 
     aspect_ratios: ClassVar[tuple[tuple[float, ...], ...]]
     """Aspect ratios above 1 of each map's anchors; each is used as width / height and as height / width."""
@@ -317,31 +296,20 @@ class SSD(Detector):
         backbone: VGG | MobileNet,
         settings: ModelSettings,
         num_classes: int,
-        *,
         make_layer: Callable[[int, int], nn.Module],
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
     ) -> None:
-        super().__init__(settings, num_classes, mean=mean, std=std)
+        super().__init__(settings, num_classes)
         self.backbone = backbone
         pairs = itertools.pairwise(settings.anchor_sizes)
         shapes = [
             _anchor_shapes(*sizes, aspect_ratios)
             for sizes, aspect_ratios in zip(pairs, self.aspect_ratios, strict=True)
         ]
-        heads = {"classification_head": 1 + num_classes, "regression_head": 4}
-        self.head = nn.ModuleDict(
-            {
-                name: SSDScoringHead(
-                    [
-                        make_layer(n, len(map_shapes) * outputs)
-                        for n, map_shapes in zip(backbone.out_channels, shapes, strict=True)
-                    ],
-                    outputs,
-                )
-                for name, outputs in heads.items()
-            }
-        )
+        self.head = nn.ModuleDict()
+        for name, outputs in (("classification_head", 1 + num_classes), ("regression_head", 4)):
+            widths = zip(backbone.out_channels, shapes, strict=True)
+            layers = [make_layer(channels, len(map_shapes) * outputs) for channels, map_shapes in widths]
+            self.head[name] = SSDScoringHead(layers, outputs)
         self.anchors = SSDAnchorGenerator((torch.tensor(map_shapes) for map_shapes in shapes), self.steps)
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> SSDOutputs:
@@ -414,11 +382,10 @@ class SSD300(SSD):
     # are torchvision's 100 and 300.
     steps = (8, 16, 32, 64, None, None)
     pre_nms_top_n_per_class = 400
+    mean, std = (0.48235, 0.45882, 0.40784), (1 / 255, 1 / 255, 1 / 255)
 
     def __init__(self, settings: ModelSettings, num_classes: int) -> None:
-        backbone = VGG(settings.trainable_backbone_layers)
-        mean, std = (0.48235, 0.45882, 0.40784), (1 / 255, 1 / 255, 1 / 255)
-        super().__init__(backbone, settings, num_classes, make_layer=conv_predictor, mean=mean, std=std)
+        super().__init__(VGG(settings.trainable_backbone_layers), settings, num_classes, conv_predictor)
 
     def backbone_key(self, name: str) -> str:
         match = re.match(r"features\.(\d+)\.(\w+)$", name)  # of VGG-16
@@ -435,17 +402,26 @@ class SSDLite(SSD):
     aspect_ratios = ((2, 3),) * 6
     steps = (None,) * 6
     pre_nms_top_n_per_class = 300
+    mean = std = (0.5, 0.5, 0.5)
     class_layer_key = "head.classification_head.module_list.{}.1"
 
     def __init__(self, settings: ModelSettings, num_classes: int) -> None:
         backbone = MobileNet(settings.backbone_norm, settings.trainable_backbone_layers, settings.reduced_tail)
         make_layer = partial(separable_predictor, norm=lite_norm(trainable_norm(settings.backbone_norm)))
-        half = (0.5, 0.5, 0.5)
-        super().__init__(backbone, settings, num_classes, make_layer=make_layer, mean=half, std=half)
+        super().__init__(backbone, settings, num_classes, make_layer)
         for layer in self.modules():  # as torchvision's SSDlite
             if isinstance(layer, nn.Conv2d):
                 nn.init.normal_(layer.weight, std=0.03)
                 _zero_bias(layer)
 
     def backbone_key(self, name: str) -> str:
-        return "backbone." + mobilenet_key(name)
+        match = re.match(r"features\.(\d+)\.(.+)$", name)  # of MobileNetV3-large
+        if match is None:
+            return f"backbone.{name}"
+        block, rest = int(match[1]), match[2]
+        if block != 13:
+            return f"backbone.features.0.{block}.{rest}" if block < 13 else f"backbone.features.1.{block - 13}.{rest}"
+        expansion, other = "block.0.", "block."
+        if rest.startswith(expansion):
+            return f"backbone.features.0.13.{rest.removeprefix(expansion)}"
+        return f"backbone.features.1.0.{rest.removeprefix(other)}"

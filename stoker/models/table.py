@@ -12,14 +12,14 @@ from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
 from stoker.models.detector import Detector
 from stoker.models.detr_weights import convert_dfine, convert_rf_detr
-from stoker.models.dfine import build_dfine
-from stoker.models.ember import build_ember, ember_options
-from stoker.models.faster_rcnn import build_faster_rcnn
-from stoker.models.fcos import build_fcos
+from stoker.models.dfine import DFine
+from stoker.models.ember import Ember, ember_options
+from stoker.models.faster_rcnn import FasterRCNN
+from stoker.models.fcos import FCOS
 from stoker.models.layers.activation_checkpointing import checkpoint_activations
 from stoker.models.layers.pointwise import use_onednn_for_pointwise
 from stoker.models.layers.winograd import use_winograd_without_avx512
-from stoker.models.retinanet import build_retinanet
+from stoker.models.retinanet import RetinaNet
 from stoker.models.rf_detr import RFDETR
 from stoker.models.ssd import SSD300, SSDLite, detect_reduced_tail
 
@@ -37,13 +37,13 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {
-    "ember": Family(build_ember, ember_options),
-    "retinanet": Family(build_retinanet),
-    "fcos": Family(build_fcos),
-    "faster_rcnn": Family(build_faster_rcnn),
+    "ember": Family(Ember, ember_options),
+    "retinanet": Family(RetinaNet),
+    "fcos": Family(FCOS),
+    "faster_rcnn": Family(FasterRCNN),
     "ssdlite": Family(SSDLite, lambda tensors: {"reduced_tail": detect_reduced_tail(tensors)}),
     "ssd300": Family(SSD300),
-    "dfine": Family(build_dfine, convert=convert_dfine),
+    "dfine": Family(DFine, convert=convert_dfine),
     "rf_detr": Family(RFDETR, convert=convert_rf_detr),
 }
 
@@ -65,8 +65,7 @@ def get_architecture(name: str) -> Architecture:
 def build(settings: ModelSettings, num_classes: int) -> Detector:
     """The model of `settings` (no field that it uses is AUTO), with random weights, in channels-last memory.
 
-    Raises ConfigError for an unknown name, a setting that the architecture does not have, and a wrong number of anchor
-    sizes.
+    Raises ConfigError for an unknown name, a setting that the model does not have, a wrong number of anchor sizes.
     """
     arch = get_architecture(settings.model)
     check_settings(settings)

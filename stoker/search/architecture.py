@@ -38,7 +38,7 @@ from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loade
 from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
 from stoker.models import Detector
-from stoker.models.ember import Ember, build_ember
+from stoker.models.ember import Ember
 from stoker.models.networks import PAFPN, SPPF, CSPLayer
 from stoker.models.retinanet import PRIOR_LOGIT
 from stoker.search import page
@@ -103,7 +103,7 @@ def make_space(space: Space | None, image_size: tuple[int, int], location: Path 
 
 def build_network(network: EmberNetwork, config: Config, num_classes: int) -> Ember:
     kind = {"block": network.block, "width": network.width, "depths": network.depths}
-    return build_ember(
+    return Ember(
         config.model, num_classes, backbone=kind, channels=network.channels, num_blocks=network.num_blocks,
         head_depth=network.head_depth,
     )  # fmt: skip

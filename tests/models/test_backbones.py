@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from stoker.models import Detector, build, detector
 from stoker.models.layers import convolutions
-from stoker.models.layers.convolutions import PaddedConv2d
+from stoker.models.layers.convolutions import FoldedConv2d, PaddedConv2d
+from stoker.models.layers.norms import FrozenBatchNorm2d
 from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of
 
@@ -161,6 +162,14 @@ def test_more_channels_change_neither_maps_nor_gradients(
     for ours, theirs in zip(run(), plain, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["dfine_n", "retinanet_tiny_fpn"])
+def test_every_norm_that_does_nothing_is_in_a_convolution(name: str) -> None:
+    modules = list(build(settings_of(name, backbone_norm="frozen_bn"), CLASSES).modules())
+    norms = {id(m) for m in modules if isinstance(m, FrozenBatchNorm2d) and m.folded}
+    assert norms
+    assert norms == {id(m._norm[0]) for m in modules if isinstance(m, FoldedConv2d)}
 
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])

@@ -36,7 +36,7 @@ def frozen_block(kind: str) -> nn.Module:
         if isinstance(norm, FrozenBatchNorm2d):
             for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
                 tensor.uniform_(0.2, 1.5)
-            norm._update_scale_and_shift()
+            norm.update_buffers()
     fold_frozen_norms(block)
     return block.to(memory_format=torch.channels_last)
 

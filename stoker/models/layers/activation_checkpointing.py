@@ -1,13 +1,12 @@
 """Activation checkpointing (arXiv 1604.06174): segments of a model keep only their input and are computed again in the
 backward pass. docs/models.md has the memory that it saves and the time that it costs.
 
-Modules, names in `state_dict` and results do not change. Segments are found by structure; a detector needs no code for
-it.
+Modules, names in `state_dict` and results do not change. Segments are found by structure, without code of a detector.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from stoker.models.layers.norms import installed
 from stoker.models.layers.weight_casts import same_weights
 
 
@@ -36,32 +36,22 @@ def segments(model: nn.Module) -> list[nn.Sequential]:
 
 
 def _checkpointed_forward(segment: nn.Sequential, x: Tensor) -> Tensor:
-    forward: Callable[[nn.Sequential, Tensor], Tensor] = segment.__class__.forward
+    forward = segment.__class__.forward
     if not torch.is_grad_enabled():
         return forward(segment, x)
-    checkpoint_kwargs: dict[str, Any] = {}
+    # No model uses random numbers, and reading the generator's state would synchronize.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if not torch.compiler.is_compiling():  # a compiled program updates the statistics only once
         # Contexts of the forward pass and of the recomputation.
-        checkpoint_kwargs["context_fn"] = lambda: (
-            contextlib.nullcontext(), _recomputation(segment, same_weights(segment))
-        )  # fmt: skip
-    # No model uses random numbers, and reading the generator's state would synchronize.
-    result: Tensor = checkpoint(forward, segment, x, use_reentrant=False, preserve_rng_state=False, **checkpoint_kwargs)
-    return result
+        options["context_fn"] = lambda: (contextlib.nullcontext(), _recomputation(segment, same_weights(segment)))
+    return checkpoint(forward, segment, x, **options)
 
 
 @contextlib.contextmanager
 def _recomputation(segment: nn.Module, weights: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     """Inside `weights`, norms update copies of their running statistics: this batch is in the statistics already."""
     norms = [module for module in segment.modules() if isinstance(module, _BatchNorm)]
-    saved_buffers = [dict(norm._buffers) for norm in norms]
-    for norm in norms:
-        norm._buffers.update(
-            {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
-        )
-    try:
-        with weights:
-            yield
-    finally:
-        for norm, buffers in zip(norms, saved_buffers, strict=True):
-            norm._buffers.update(buffers)
+    places = [(norm._buffers, name) for norm in norms for name in norm._buffers]
+    copies = [None if (buffer := buffers[name]) is None else buffer.clone() for buffers, name in places]
+    with installed(places, copies), weights:
+        yield

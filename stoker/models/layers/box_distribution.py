@@ -5,9 +5,6 @@ are dense around 0 and sparse far from it. Layers of a decoder add to each other
 two bins around the true distance, DDF distils the last layer into the others. The caller switches autocast off.
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (`split` and `unflatten` of tensors are untyped)
-
 import torch
 from torch import Tensor
 
@@ -39,8 +36,8 @@ def decode_sides(side_logits: Tensor, reference: Tensor, distances: Tensor, reg_
 def side_targets(
     reference: Tensor, boxes: Tensor, distances: Tensor, reg_scale: float = REG_SCALE
 ) -> tuple[Tensor, Tensor]:
-    """(bin, weight of the bin after it), each [..., 4]: where the sides of `boxes` [..., 4] xyxy lie around reference
-    boxes [..., 4] (center and size)."""
+    """(bin, weight of the bin after it), each [..., 4], of the sides of `boxes` [..., 4] xyxy around reference boxes
+    [..., 4] (center and size)."""
     center, size = reference.split(2, dim=-1)
     unit = size / reg_scale + 1e-16
     wanted = torch.cat(((center - boxes[..., :2]) / unit, (boxes[..., 2:] - center) / unit), dim=-1) - 0.5 * reg_scale

@@ -80,15 +80,8 @@ def encode(boxes: Tensor, anchors: Tensor) -> Tensor:
     the size ratios, [..., 4] (Faster R-CNN, arXiv 1506.01497, equation 2)."""
     box_x, box_y, box_w, box_h = _to_cxcywh(boxes)
     anchor_x, anchor_y, anchor_w, anchor_h = _to_cxcywh(anchors)
-    return torch.stack(
-        (
-            (box_x - anchor_x) / anchor_w,
-            (box_y - anchor_y) / anchor_h,
-            (box_w / anchor_w).log(),
-            (box_h / anchor_h).log(),
-        ),
-        dim=-1,
-    )
+    offsets = (box_x - anchor_x) / anchor_w, (box_y - anchor_y) / anchor_h
+    return torch.stack((*offsets, (box_w / anchor_w).log(), (box_h / anchor_h).log()), dim=-1)
 
 
 def decode(deltas: Tensor, anchors: Tensor) -> Tensor:
@@ -156,6 +149,12 @@ def xyxy_to_cxcywh(boxes: Tensor) -> Tensor:
     return torch.cat(((low + high) / 2, high - low), dim=-1)
 
 
+def xyxy_scale(image_size: tuple[int, int], like: Tensor) -> Tensor:
+    """Width, height, width, height, made on the device of `like`: int64 [4]."""
+    height, width = image_size
+    return torch.where(torch.arange(4, device=like.device) % 2 == 0, width, height)
+
+
 def clip(boxes: Tensor, size: Tensor) -> Tensor:
     """`boxes` [B, K, 4] clipped to `size` [B, 2], height and width of each image: [B, K, 4]."""
     height, width = size[:, None, 0], size[:, None, 1]
@@ -182,8 +181,7 @@ class AnchorGenerator(nn.Module):
         self._cache: dict[tuple[tuple[int, int], torch.device, torch.dtype], Tensor] = {}
 
     def forward(self, image_size: tuple[int, int], grids: list[GridSize]) -> Tensor:
-        """All anchors of an input size (height, width) with feature maps `grids`: float32 [A, 4], by map, then by
-        row."""
+        """All anchors of an input size (height, width) with feature maps `grids`: float32 [A, 4], by map, by row."""
         first_base = self.get_buffer("cells_0")
         key = (image_size, first_base.device, first_base.dtype)
         if key not in self._cache:

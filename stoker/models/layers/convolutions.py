@@ -1,23 +1,16 @@
 """Convolutions of backbones, necks and heads: blocks, padded ones for images, and one operator with bias and ReLU.
 
-Padded: tensor cores multiply whole groups of channels. NVIDIA's "Convolutional Layers User's Guide" (QuickStart
-Checklist) asks for a multiple of 8 input channels in 16 bits, and says that 4 are sufficient for images and a stride of
-2. Zeros change neither the result nor the gradient, and the weights keep their three channels, so checkpoints do too.
-On CPUs oneDNN has its own layout for three channels, and nothing is padded.
+Padded: tensor cores multiply whole groups of channels, 8 in 16 bits, 4 for images and a stride of 2 (NVIDIA's
+"Convolutional Layers User's Guide", QuickStart Checklist). Zeros change neither the result nor the gradient, and the
+weights keep their three channels. On CPUs oneDNN has its own layout for three channels, and nothing is padded.
 
 Folded: a frozen norm multiplies by and adds constants, so the convolution before it can do both with scaled weights and
-a bias. That saves two passes over the activations forward and one backward. `state_dict` keeps the names and values of
-the two modules.
+a bias. That saves two passes over the activations forward and one backward. `state_dict` stays as it is.
 
 Fused (`conv_relu`): convolution, bias, residual and ReLU as one operator (cuDNN's fused epilogue), for training on
-NVIDIA GPUs. Without it each of them reads and writes the whole map: four passes in eager mode, one of them left by a
-compiler. The backward pass is that of the separate operators. `use_fused_convs` switches it;
-`training/make_step.py` decides by measurement. On a CPU the operator computes the separate ones, which is
-how its gradients are tested.
+NVIDIA GPUs, where each would read and write the whole map. The backward pass is that of the separate operators, which a
+CPU computes, too. `use_fused_convs` switches it; `training/make_step.py` decides by measurement.
 """
-
-# mypy: disable-error-code="no-untyped-call"
-# (what registers operators in torch is untyped)
 
 import itertools
 from typing import Any
@@ -50,20 +43,21 @@ class StridedConv2d(nn.Conv2d):
 def conv_norm(
     in_channels: int,
     out_channels: int,
-    norm: Norm,
+    norm: Norm | None,
     *,
     kernel_size: int = 3,
     stride: int = 1,
     groups: int = 1,
     activation: type[nn.ReLU | nn.ReLU6 | nn.Hardswish | nn.SiLU] | None = nn.ReLU,
 ) -> nn.Sequential:
-    """Convolution without bias, norm, activation (None for none): [B, in, H, W] → [B, out, H / stride, W / stride]."""
+    """Convolution, norm (None: a bias), activation (None: none): [B, in, H, W] → [B, out, H / stride, W / stride]."""
+    bias = norm is None
     if (kernel_size, stride) == (3, 2):
-        conv: nn.Conv2d = StridedConv2d(in_channels, out_channels, groups=groups, bias=False)
+        conv: nn.Conv2d = StridedConv2d(in_channels, out_channels, groups=groups, bias=bias)
     else:
         padding = kernel_size // 2
-        conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False)
-    layers = [conv, norm(out_channels)]
+        conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=bias)
+    layers = [conv] if norm is None else [conv, norm(out_channels)]
     return nn.Sequential(*layers) if activation is None else nn.Sequential(*layers, activation(inplace=True))
 
 
@@ -105,8 +99,7 @@ class PaddedConv2d(nn.Conv2d):
             channels = 4 if self.stride == (2, 2) else 8
             padding = (0, 0, 0, 0, 0, channels - IMAGE_CHANNELS)
             input, weight = functional.pad(input, padding), functional.pad(weight, padding)
-        output: Tensor = super()._conv_forward(input, weight, bias)
-        return output
+        return super()._conv_forward(input, weight, bias)
 
 
 def is_on_accelerator(x: Tensor) -> bool:
@@ -125,12 +118,13 @@ def upsample_2x(x: Tensor) -> Tensor:
         return functional.interpolate(x, scale_factor=2.0, mode="nearest")
 
 
-def pad_image_conv(network: nn.Module) -> None:
-    """Replaces, in place, the convolutions of `network` that take images by padded ones."""
+def pad_and_fold(network: nn.Module) -> None:
+    """Replaces, in place, the convolutions of `network` that take images by padded ones, and folds its frozen norms."""
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Conv2d) and child.in_channels == IMAGE_CHANNELS:
                 setattr(parent, name, PaddedConv2d(child))
+    fold_frozen_norms(network)
 
 
 class FoldedConv2d(PaddedConv2d):
@@ -155,8 +149,7 @@ class FoldedConv2d(PaddedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, in, H, W] → the norm's output [B, out, h, w]."""
-        folded: Tensor = self._conv_forward(x, *self.weights())
-        return folded
+        return self._conv_forward(x, *self.weights())
 
 
 def fold_frozen_norms(module: nn.Module) -> None:
@@ -194,8 +187,7 @@ def conv_relu(conv: nn.Conv2d, x: Tensor, residual: Tensor | None = None) -> Ten
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-    output: Tensor = torch.ops.stoker.conv_relu(*tensors, conv.stride, conv.padding, conv.dilation, conv.groups)
-    return output
+    return torch.ops.stoker.conv_relu(*tensors, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
 def use_fused_convs(model: nn.Module, enabled: bool) -> None:
@@ -215,8 +207,7 @@ class ConvReLU(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         conv = self[0]
         assert isinstance(conv, nn.Conv2d)
-        activated: Tensor = conv_relu(conv, x) if self.fused_convs else super().forward(x)
-        return activated
+        return conv_relu(conv, x) if self.fused_convs else super().forward(x)
 
 
 def _cudnn(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *geometry: Any) -> Tensor:
@@ -235,8 +226,7 @@ def separate_conv_relu(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
 
 def _without_values(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *geometry: Any) -> Tensor:  # noqa: ARG001
     *of_window, groups = geometry
-    output: Tensor = aten.convolution(x, weight, None, *of_window, False, [0, 0], groups)
-    return output
+    return aten.convolution(x, weight, None, *of_window, False, [0, 0], groups)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

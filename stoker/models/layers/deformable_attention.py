@@ -1,15 +1,12 @@
 """Multi-scale deformable attention (Deformable DETR, Zhu et al. 2020, arXiv 2010.04159) on maps of fixed shapes.
 
 A query looks at a few points of each map, at predicted offsets from its reference box. Offsets, locations and sampling
-are fp32 in any case: fp16 has no more than 11 bits for a location. The shapes of the maps are numbers of the host, so
-nothing waits for the device.
+are fp32 in any case: fp16 has no more than 11 bits for a location. Shapes are numbers of the host: nothing waits.
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# (`split` and `unflatten` of tensors are untyped)
-
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,34 +23,25 @@ def sample_levels(
     """Weighted sums of bilinear samples: [B, Q, heads · c], at least fp32.
 
     value: [B, S, heads, c], the maps of `grids` (height, width) one after the other, by row; locations: [B, Q, heads,
-    P, 2], x and y as fractions of the map, outside of which it is 0; weights: [B, Q, heads, P]; num_points: points in
-    each map, sums to P.
+    P, 2], x and y as fractions of the map (0 outside); weights: [B, Q, heads, P]; num_points: in each map, sums to P.
     """
     batch_size, _, num_heads, channels = value.shape
     with torch.autocast(value.device.type, enabled=False):
         by_head = at_least_fp32(value).permute(0, 2, 3, 1).flatten(0, 1)
         points = (2 * at_least_fp32(locations) - 1).transpose(1, 2).flatten(0, 1)  # -1 … 1, for grid_sample
-        sample = _sample_by_gathers if value.device.type in XLA_KINDS else _sample
-        sampled = [
-            sample(level.unflatten(2, grid), at)
-            for level, grid, at in zip(
-                by_head.split([height * width for height, width in grids], dim=2),
-                grids,
-                points.split(list(num_points), dim=2),
-                strict=True,
-            )
-        ]  # each [B · heads, c, Q, points]
+        sample: Callable[[Tensor, Tensor], Tensor] = partial(functional.grid_sample, align_corners=False)
+        if value.device.type in XLA_KINDS:
+            sample = _sample_by_gathers
+        by_level = by_head.split([height * width for height, width in grids], 2), points.split(list(num_points), 2)
+        sampled = [sample(level.unflatten(2, grid), at) for grid, level, at in zip(grids, *by_level, strict=True)]
+        # each [B · heads, c, Q, points]
         by_point = at_least_fp32(weights).transpose(1, 2).flatten(0, 1)[:, None]
         summed = (torch.cat(sampled, dim=3) * by_point).sum(3)
         return summed.view(batch_size, num_heads * channels, -1).transpose(1, 2)
 
 
-def _sample(maps: Tensor, at: Tensor) -> Tensor:
-    return functional.grid_sample(maps, at, "bilinear", "zeros", align_corners=False)
-
-
 def _sample_by_gathers(maps: Tensor, at: Tensor) -> Tensor:
-    """The same, [N, c, h, w] and [N, Q, P, 2] → [N, c, Q, P], for XLA, which has no `grid_sample`."""
+    """`grid_sample` of [N, c, h, w] at [N, Q, P, 2]: [N, c, Q, P], for XLA, which has none."""
     height, width = maps.shape[2:]
     x, y = ((at[..., axis] + 1) * (size / 2) - 0.5 for axis, size in enumerate((width, height)))
     left, top = x.floor().detach(), y.floor().detach()
@@ -67,15 +55,19 @@ def _sample_by_gathers(maps: Tensor, at: Tensor) -> Tensor:
     return sampled
 
 
+OFFSET_SCALE = 0.5
+"""Largest offset at the start of training, in sizes of the reference box."""
+
+
 class DeformableAttention(nn.Module):
     """Cross-attention of queries with maps, as D-FINE has it: neither values nor outputs are projected.
 
-    num_points: in each map; offset_scale: largest offset at the start of training, in sizes of the reference box.
+    num_points: in each map.
     """
 
-    def __init__(self, channels: int, num_heads: int, num_points: Sequence[int], *, offset_scale: float = 0.5) -> None:
+    def __init__(self, channels: int, num_heads: int, num_points: Sequence[int]) -> None:
         super().__init__()
-        self.num_heads, self.num_points, self.offset_scale = num_heads, tuple(num_points), offset_scale
+        self.num_heads, self.num_points = num_heads, tuple(num_points)
         total = num_heads * sum(num_points)
         self.sampling_offsets, self.attention_weights = nn.Linear(channels, 2 * total), nn.Linear(channels, total)
         for layer in (self.sampling_offsets, self.attention_weights):
@@ -107,6 +99,6 @@ class DeformableAttention(nn.Module):
         weights = at_least_fp32(self.attention_weights(queries)).reshape(shape).softmax(-1)
         with torch.autocast(queries.device.type, enabled=False):
             center, size = reference[:, :, None, None].split(2, dim=-1)
-            locations = center + offsets * self.point_scale * size * self.offset_scale
+            locations = center + offsets * self.point_scale * size * OFFSET_SCALE
         by_head = value.unflatten(2, (self.num_heads, -1))
         return sample_levels(by_head, grids, locations, weights, self.num_points)

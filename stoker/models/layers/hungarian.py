@@ -1,15 +1,10 @@
 """Bipartite matching of boxes and queries with the least total cost (Hungarian matching), without stalling the device.
 
-`assign` is one operator, `stoker::assign`, so it is one name in a trace and one node of a compiled graph. It finds the
-exact optimum by shortest augmenting paths (Jonker and Volgenant 1987): one path per box, and a path visits each column
-at most once, so M boxes take at most M · (M + 1) / 2 scans of a row, whatever the costs are. On CUDA it is a kernel
-with one program per problem (`hungarian_kernel.py`): its loops end on the device and the host waits for nothing. On a
-CPU, where there is nothing to wait for, it is NumPy. Where Triton is missing, the costs are copied to the host, which
-waits, as "assign".
+`assign` is one operator, `stoker::assign`: one name in a trace and one node of a compiled graph. It finds the exact
+optimum by shortest augmenting paths (Jonker and Volgenant 1987), at most M · (M + 1) / 2 scans of a row for M boxes. On
+CUDA it is a kernel with one program per problem (`hungarian_kernel.py`), for which the host does not wait. On a CPU it
+is NumPy. Where Triton is missing, the costs are copied to the host, which waits, as "assign".
 """
-
-# mypy: disable-error-code="no-untyped-call"
-# (torch.library is untyped)
 
 import importlib.util
 
@@ -31,8 +26,7 @@ def assign(cost: Tensor, valid: Tensor) -> Tensor:
     more valid boxes than queries, Q boxes get one, and the others `UNASSIGNED`. A pair with a cost that is not finite
     is taken only where no assignment avoids it. No gradient flows through it.
     """
-    assigned: Tensor = torch.ops.stoker.assign(cost.detach(), valid)
-    return assigned
+    return torch.ops.stoker.assign(cost.detach(), valid)
 
 
 def _assign(cost: Tensor, valid: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The algorithm is that of `hungarian._assign_one`. Costs are read as float64, so 
 of threads. Imported only where Triton is installed; TRITON_INTERPRET=1 runs it on CPU tensors.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # (kernels have no types of Python)
 
 import torch

@@ -24,8 +24,7 @@ def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float, bl
     `IGNORED`; alpha: weight of positives, 1 - alpha that of negatives; block: maximum number of logits computed at
     once, in whole images, at least one; default: `device.block_size`. Differentiable once, in `logits`.
     """
-    loss: Tensor = _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_size(logits))
-    return loss
+    return _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_size(logits))
 
 
 class _FocalLoss(torch.autograd.Function):
@@ -33,9 +32,7 @@ class _FocalLoss(torch.autograd.Function):
 
     With p = sigmoid(x): a negative costs (1 - alpha) p^gamma · -log(1 - p), whose derivative in x is
     (1 - alpha) p^gamma (p - gamma (1 - p) log(1 - p)). A positive is the same with -x for x and alpha for 1 - alpha.
-
-    The derivative shares its costly parts with the loss, so the forward pass computes both and keeps the derivative in
-    place of the logits.
+    The two share their costly parts: the forward pass computes both and keeps the derivative in place of the logits.
     """
 
     @staticmethod
@@ -44,7 +41,7 @@ class _FocalLoss(torch.autograd.Function):
         sums = []
         for image_slice in _image_blocks(logits, block):
             labels, positive = target[image_slice], target[image_slice] >= 0
-            channel, ignored = _channel(labels), (labels == IGNORED)[..., None]
+            channel, ignored = labels.clamp(min=0).to(torch.int64)[..., None], (labels == IGNORED)[..., None]
             neg_loss, neg_derivative = _loss_and_derivative(at_least_fp32(logits[image_slice]), gamma)
             logit_at_label = at_least_fp32(logits[image_slice].gather(2, channel))
             pos_loss, pos_derivative = _loss_and_derivative(-logit_at_label, gamma)
@@ -58,7 +55,8 @@ class _FocalLoss(torch.autograd.Function):
                 2, channel, torch.where(positive, -alpha * pos_derivative, (1 - alpha) * neg_derivative_at_label)
             )
             derivatives[image_slice] = neg_derivative.masked_fill_(ignored, 0.0)
-        _save_derivatives(ctx, derivatives, logits)
+        ctx.save_for_backward(derivatives)
+        ctx.dtype = logits.dtype
         return torch.cat(sums)
 
     @staticmethod
@@ -72,13 +70,12 @@ def soft_binary_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *,
     logits: floating point [B, A, C]; quality: float [B, A], the target of class `label` (int64 [B, A]) at each point;
     the target of all other classes is 0. Differentiable once, in `logits`; `block` as in `focal_loss`.
     """
-    loss: Tensor = _SoftBinaryCrossEntropy.apply(logits, label, quality, block or block_size(logits))
-    return loss
+    return _SoftBinaryCrossEntropy.apply(logits, label, quality, block or block_size(logits))
 
 
 class _SoftBinaryCrossEntropy(torch.autograd.Function):
-    """Computes the loss for a target of 0, with the derivative sigmoid(x); a target of q subtracts q x from the loss
-    and q from the derivative. Keeps the derivative, as `_FocalLoss`."""
+    """As for a target of 0, with the derivative sigmoid(x); a target of q subtracts q x from the loss and q from the
+    derivative, which is kept as in `_FocalLoss`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, quality: Tensor, block: int) -> Tensor:
@@ -90,7 +87,8 @@ class _SoftBinaryCrossEntropy(torch.autograd.Function):
             loss_without_target = _minus_log_one_minus_sigmoid(x).sum((1, 2))
             sums.append(loss_without_target - (target * x.gather(2, channel)).sum((1, 2)))
             derivatives[image_slice] = x.sigmoid().scatter_add_(2, channel, -target)
-        _save_derivatives(ctx, derivatives, logits)
+        ctx.save_for_backward(derivatives)
+        ctx.dtype = logits.dtype
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     @staticmethod
@@ -99,14 +97,8 @@ class _SoftBinaryCrossEntropy(torch.autograd.Function):
 
 
 def _empty_derivatives(logits: Tensor) -> Tensor:
-    """A tensor for the derivatives, in the logits' dtype; bf16 for fp16, where small derivatives would underflow before
-    the loss scale is applied."""
+    """A tensor for the derivatives, in the logits' dtype; for fp16, where small ones would underflow, in bf16."""
     return torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
-
-
-def _save_derivatives(ctx: Any, derivatives: Tensor, logits: Tensor) -> None:
-    ctx.save_for_backward(derivatives)
-    ctx.dtype = logits.dtype
 
 
 def _multiply_derivatives(ctx: Any, grad: Tensor) -> Tensor:
@@ -126,11 +118,6 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _channel(target: Tensor) -> Tensor:
-    """Index of each anchor's positive class for gather and scatter; 0 if it has none: int64 [b, A, 1]."""
-    return target.clamp(min=0).to(torch.int64)[..., None]
-
-
 def _loss_and_derivative(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """p^gamma · -log(1 - p) with p = sigmoid(x), and its derivative in x; both of the shape of x."""
     p, log_one_minus_p = x.sigmoid(), _minus_log_one_minus_sigmoid(x).neg_()
@@ -141,11 +128,8 @@ def _loss_and_derivative(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
 
 
 def _minus_log_one_minus_sigmoid(x: Tensor) -> Tensor:
-    """-log(1 - sigmoid(x)), exact to the last digits of x's dtype.
-
-    On CPUs, torch's log1p, and so logsigmoid, is not vectorized and takes five times as long as this: log(1 + y) plus
-    the rounding error of 1 + y, divided by 1 + y. On accelerators, softplus is one kernel.
-    """
+    """-log(1 - sigmoid(x)), exact to the last digits of x's dtype. On CPUs, torch's log1p, and so logsigmoid, is not
+    vectorized and takes five times as long as log(1 + y) plus the rounding error of 1 + y, divided by 1 + y."""
     if x.device.type != "cpu":
         return functional.softplus(x)
     y = x.abs().neg_().exp_()
@@ -159,8 +143,7 @@ def box_loss(kind: Literal["l1", "giou"], deltas: Tensor, anchors: Tensor, boxes
 
     deltas: float32 [B, A, 4], predicted; anchors: [A, 4]; boxes: [B, A, 4], the box of each anchor, any value where not
     positive; positive: bool [B, A]. l1: of the encoded offsets; giou: 1 - generalized IoU of the decoded boxes.
-    The inputs of other anchors are replaced before the arithmetic: a factor of 0 afterwards would give inf · 0 = NaN,
-    also in the backward pass.
+    The inputs of other anchors are replaced before the arithmetic: a factor of 0 afterwards would give inf · 0 = NaN.
     """
     if kind == "l1":
         target = torch.where(positive[..., None], encode(boxes, anchors), 0.0)

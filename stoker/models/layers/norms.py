@@ -1,7 +1,7 @@
 """BatchNorm of a backbone: frozen, trained, or synchronized. `convolutions.py` folds frozen ones into convolutions."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -16,7 +16,19 @@ Norm = Callable[[int], nn.Module]
 NormKind = Literal["frozen_bn", "bn", "sync_bn"]
 
 
-class FrozenBatchNorm2d(nn.Module):
+class DerivedBuffers(nn.Module):
+    """A module with buffers that `update_buffers` computes: again after `double` and similar, which only cast them."""
+
+    def update_buffers(self) -> None:
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.update_buffers()
+        return self
+
+
+class FrozenBatchNorm2d(DerivedBuffers):
     """BatchNorm2d with constant statistics, weight and bias, under the names of BatchNorm2d."""
 
     weight: Tensor
@@ -31,15 +43,13 @@ class FrozenBatchNorm2d(nn.Module):
         self.eps = eps
         self.folded = False
         """Whether the convolution before it computes the norm as well."""
-        self.register_buffer("weight", torch.ones(channels))
-        self.register_buffer("bias", torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-        self.register_buffer("scale", torch.empty(channels), persistent=False)
-        self.register_buffer("shift", torch.empty(channels), persistent=False)
-        self._update_scale_and_shift()
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
+        for name in ("scale", "shift"):
+            self.register_buffer(name, torch.empty(channels), persistent=False)
+        self.update_buffers()
 
-    def _update_scale_and_shift(self) -> None:
+    def update_buffers(self) -> None:
         """Computes `scale` and `shift`, once per loaded set of weights instead of once a step."""
         if self.weight.is_meta:  # no values (`weights/load.py`)
             return
@@ -49,13 +59,7 @@ class FrozenBatchNorm2d(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self._update_scale_and_shift()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`to`, `double` and similar would only cast `scale` as it was rounded in the old dtype."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._update_scale_and_shift()
-        return self
+        self.update_buffers()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape and dtype."""
@@ -68,8 +72,7 @@ class FrozenBatchNorm2d(nn.Module):
 class SafeBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d that accepts one value per channel, where torch raises ValueError as there is no variance.
 
-    The coarsest map of a single image can be that small. Then it normalizes by the running statistics and does not
-    update them.
+    The coarsest map of a single image can be that small. It is normalized by the running statistics, which stay.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,33 +108,38 @@ class SafeSyncBatchNorm(SafeBatchNorm2d):
             return super().forward(x)
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        return _sync_batch_norm(self, x)
+        ranks = num_exchanging_ranks()
+        if x.device.type != "cpu":
+            from torch.nn.modules._functions import SyncBatchNorm
+
+            group, running = torch.distributed.group.WORLD, (self.running_mean, self.running_var)
+            return SyncBatchNorm.apply(x, self.weight, self.bias, *running, self.eps, self.momentum, group, ranks)
+        count = ranks * x.numel() // x.shape[1]
+        exact = x.to(self.weight.dtype)
+        mean = sum_over_ranks(exact.sum((0, 2, 3))) / count
+        centered = exact - mean[:, None, None]
+        variance = sum_over_ranks(centered.square().sum((0, 2, 3))) / count
+        assert self.momentum is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return torch.addcmul(self.bias[:, None, None], centered, scale[:, None, None]).to(x.dtype)
 
 
-def _sync_batch_norm(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Normalizes by mean and variance over the batches of all ranks; updates the running statistics as torch does."""
-    ranks = num_exchanging_ranks()
-    if x.device.type != "cpu":
-        from torch.nn.modules._functions import SyncBatchNorm
-
-        group = torch.distributed.group.WORLD
-        normalized: Tensor = SyncBatchNorm.apply(
-            x, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps, norm.momentum, group, ranks
-        )
-        return normalized
-    count = ranks * x.numel() // x.shape[1]
-    exact = x.to(norm.weight.dtype)
-    mean = sum_over_ranks(exact.sum((0, 2, 3))) / count
-    centered = exact - mean[:, None, None]
-    variance = sum_over_ranks(centered.square().sum((0, 2, 3))) / count
-    assert norm.momentum is not None
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    with torch.no_grad():
-        norm.running_mean.lerp_(mean, norm.momentum)
-        norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
-    scale = norm.weight * (variance + norm.eps).rsqrt()
-    return torch.addcmul(norm.bias[:, None, None], centered, scale[:, None, None]).to(x.dtype)
+@contextlib.contextmanager
+def installed(places: Sequence[tuple[dict[str, Any], str]], values: Sequence[Any]) -> Iterator[None]:
+    """In the block, the entries `places` of dictionaries have these values."""
+    before = [owner[name] for owner, name in places]
+    try:
+        for (owner, name), value in zip(places, values, strict=True):
+            owner[name] = value
+        yield
+    finally:
+        for (owner, name), value in zip(places, before, strict=True):
+            owner[name] = value
 
 
 class BatchCounts:
@@ -147,15 +155,10 @@ class BatchCounts:
     def defer(self) -> Iterator[None]:
         """Inside, the norms' counts are not changed; at the end they are what they would be without it."""
         norms = [norm for norm in self._norms if norm.training and norm.num_batches_tracked is not None]
-        counts = [norm._buffers["num_batches_tracked"] for norm in norms]
+        counts = [norm.num_batches_tracked for norm in norms]
         deferred = [_DeferredCount() for _ in norms]
-        try:
-            for norm, stand_in in zip(norms, deferred, strict=True):
-                norm._buffers["num_batches_tracked"] = stand_in  # type: ignore[assignment]
+        with installed([(norm._buffers, "num_batches_tracked") for norm in norms], deferred):
             yield
-        finally:
-            for norm, count in zip(norms, counts, strict=True):
-                norm._buffers["num_batches_tracked"] = count
         by_value: dict[int, list[Tensor]] = {}
         for count, stand_in in zip(counts, deferred, strict=True):
             if stand_in.value and count is not None:
@@ -177,8 +180,7 @@ NORMS: dict[NormKind, Norm] = {"frozen_bn": FrozenBatchNorm2d, "bn": SafeBatchNo
 """Value of `--backbone-norm` → norm. SyncBatchNorm with one process equals BatchNorm2d."""
 
 LITE_EPS, LITE_MOMENTUM = 1e-3, 0.03
-"""As torchvision trained SSDlite. TF's lite models have a momentum of 0.003 for their 50,000 steps, which would hardly
-move the statistics in a few hundred steps."""
+"""As torchvision trained SSDlite. TF's lite models have a momentum of 0.003: too small for a few hundred steps."""
 
 
 def trainable_norm(kind: NormKind) -> NormKind:

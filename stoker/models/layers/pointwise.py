@@ -1,9 +1,8 @@
 """1 × 1 convolutions on one thread of a CPU, as convolutions of more and smaller images.
 
-On one thread, torch gives a 1 × 1 convolution of fewer than 16 images in fp32 not to oneDNN but to its own matrix
-product (`use_mkldnn` in its Convolution.cpp). oneDNN takes 0.56 of that time with AVX-512 and 0.73 with AVX2, forward
-and backward (LOG.md, "1 × 1 convolutions on one thread"). A 1 × 1 convolution does not mix rows, so maps in
-channels-last memory can be seen as at least 16 images of fewer rows, without a copy.
+On one thread, torch gives a 1 × 1 convolution of fewer than 16 images in fp32 to its own matrix product (`use_mkldnn`
+in its Convolution.cpp). oneDNN takes 0.56 of that time with AVX-512 and 0.73 with AVX2, forward and backward (LOG.md,
+"1 × 1 convolutions on one thread"). Channels-last maps are also at least 16 images of fewer rows, without a copy.
 """
 
 import types
@@ -19,12 +18,10 @@ MIN_IMAGES = 16
 def use_onednn_for_pointwise(model: nn.Module) -> None:
     """Makes the 1 × 1 convolutions of a model use oneDNN also for few images on one thread of a CPU."""
     for module in model.modules():
-        if isinstance(module, nn.Conv2d) and _is_pointwise(module):
-            module._conv_forward = types.MethodType(_conv_forward, module)  # type: ignore[method-assign]
-
-
-def _is_pointwise(conv: nn.Conv2d) -> bool:
-    return (conv.kernel_size, conv.stride, conv.padding, conv.groups) == ((1, 1), (1, 1), (0, 0), 1)
+        if isinstance(module, nn.Conv2d):
+            shape = module.kernel_size, module.stride, module.padding, module.groups
+            if shape == ((1, 1), (1, 1), (0, 0), 1):
+                module._conv_forward = types.MethodType(_conv_forward, module)  # type: ignore[method-assign]
 
 
 def _conv_forward(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -40,10 +37,9 @@ def _conv_forward(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | Non
         and not torch.is_autocast_enabled("cpu")
     )
     parts = num_parts(len(x), x.shape[2]) if fits else 1
-    output: Tensor = (
+    return (
         type(conv)._conv_forward(conv, x, weight, bias) if parts == 1 else PointwiseConv.apply(x, weight, bias, parts)
     )
-    return output
 
 
 def num_parts(images: int, height: int) -> int:
@@ -52,8 +48,7 @@ def num_parts(images: int, height: int) -> int:
 
 
 class PointwiseConv(torch.autograd.Function):
-    """(x [B, C, H, W], weight [K, C, 1, 1], bias [K] or None, parts of an image) → [B, K, H, W], in channels-last
-    memory."""
+    """(x [B, C, H, W], weight [K, C, 1, 1], bias [K] or None, parts of an image) → [B, K, H, W], channels-last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
@@ -81,8 +76,7 @@ def _split(x: Tensor, parts: int) -> Tensor:
 
 
 def _join(x: Tensor, parts: int) -> Tensor:
-    """[B · parts, C, H / parts, W] → [B, C, H, W] with the same memory, but for autograd no view, which could not be
-    changed in place."""
+    """[B · parts, C, H / parts, W] → [B, C, H, W], the same memory, for autograd no view: it may change in place."""
     images, channels, height, width = x.shape
     joined = x.permute(0, 2, 3, 1).reshape(images // parts, height * parts, width, channels)
     return joined.permute(0, 3, 1, 2).data

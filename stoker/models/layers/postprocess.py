@@ -1,10 +1,9 @@
 """From dense predictions to detections: best candidates, NMS, a fixed number of detections.
 
-Everything has fixed shapes except torchvision's NMS; the host must know the length of its result. That host sync has
-the name "nms". On an accelerator, greedy NMS as the fixed point of a rule, in a fixed number of rounds, takes its
-place, without a host sync and for whole batches (docs/decisions/0007); for the rare image for which that is not exact,
-torchvision's NMS repeats it when the host reads the detections (`ExactnessCheck`). The proposals of Faster R-CNN use
-NMS in rounds in training and in evaluation.
+Everything has fixed shapes except torchvision's NMS, whose result's length the host must know: a host sync with the
+name "nms". On an accelerator, NMS in a fixed number of rounds takes its place, for whole batches (docs/decisions/0007);
+for the rare image for which that is not exact, torchvision's NMS repeats it when the host reads the detections
+(`ExactnessCheck`). The proposals of Faster R-CNN use NMS in rounds in training and in evaluation.
 """
 
 import importlib.util
@@ -19,23 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.hardware.device import XLA_KINDS, allow_host_sync
-from stoker.models.layers.boxes import batched_gather, clip, iou
+from stoker.models.layers.boxes import batched_gather, clip, cxcywh_to_xyxy, iou, xyxy_scale
 
 NMS_ROUNDS = 32
-"""Rounds of `fixed_point_nms`. It needs one per link of the longest chain of boxes in which each decides about the next
-one, and one to detect convergence: 10 for 2,000 boxes around 20 objects. Even, so that without convergence too many
-boxes stay rather than too few."""
+"""Rounds of `fixed_point_nms`: one per link of the longest chain of boxes in which each decides about the next one, and
+one to detect convergence: 10 for 2,000 boxes around 20 objects. Even: without convergence, too many boxes stay."""
 MAX_PAIRS = 2**25
 """IoUs that are computed at once: 128 MiB in fp32; about four such tensors exist at the same time."""
 
 
 def fixed_point_nms(
-    boxes: Tensor,
-    eligible: Tensor,
-    *,
-    iou_threshold: float,
-    labels: Tensor | None = None,
-    num_rounds: int = NMS_ROUNDS,
+    boxes: Tensor, eligible: Tensor, *, iou_threshold: float, labels: Tensor | None = None, num_rounds: int = NMS_ROUNDS
 ) -> tuple[Tensor, Tensor]:
     """Greedy NMS of the `eligible` ones (bool [B, K]) of boxes [B, K, 4], best first, in fixed shapes: (kept: bool
     [B, K], converged: bool [B]). labels [B, K]: NMS within each label; None: all boxes have one label.
@@ -59,12 +52,12 @@ def fixed_point_nms(
 
 @cache
 def torchvision_nms() -> Callable[[Tensor, Tensor, float], Tensor]:
-    """torchvision's greedy NMS of boxes [K, 4] with scores [K] and an IoU threshold: indices int64, best first. Its
-    library of operators is loaded without importing torchvision, because that imports torch's compiler: 3 s."""
+    """torchvision's greedy NMS of boxes [K, 4] with scores [K] and an IoU threshold: indices int64, best first. Loads
+    its operators without importing torchvision, which imports torch's compiler: 3 s."""
     spec = importlib.util.find_spec("torchvision")
     libraries = list(Path(spec.origin).parent.glob("_C*.so")) if spec and spec.origin else []
     if len(libraries) == 1:
-        torch.ops.load_library(libraries[0])  # type: ignore[no-untyped-call]
+        torch.ops.load_library(libraries[0])
     else:
         importlib.import_module("torchvision")
     return torch.ops.torchvision.nms
@@ -175,20 +168,33 @@ def topk_per_level(
 def clip_and_filter(
     resized_size: Tensor, boxes: Tensor, scores: Tensor, labels: Tensor, *, score_threshold: float | Tensor
 ) -> Candidates:
-    """Boxes [B, N, 4] clipped to `resized_size` [B, 2]. The score [B, N] of a box becomes 0 if it is not above the
-    threshold or nothing of the box is inside."""
+    """Boxes [B, N, 4] clipped to `resized_size` [B, 2]. Scores not above the threshold, and of boxes outside, are 0."""
     clipped = clip(boxes, resized_size)
     # A box in the padding is clipped to a line at the image's edge, which NMS would not remove.
     is_box = (clipped[..., 2:] > clipped[..., :2]).all(-1)
     return Candidates(clipped, torch.where((scores > score_threshold) & is_box, scores, 0.0), labels)
 
 
+def best_of_queries(
+    logits: Tensor, boxes: Tensor, image_size: tuple[int, int], resized_size: Tensor, score_threshold: float | Tensor
+) -> Candidates:
+    """The best pairs of a query and a class, MAX_DETECTIONS or as many as there are queries. logits: [B, Q, C]; boxes:
+    [B, Q, 4], center and size as fractions of images of `image_size` (height, width)."""
+    num_queries, num_classes = logits.shape[1:]
+    with torch.autocast(logits.device.type, enabled=False):
+        count = min(max(MAX_DETECTIONS, num_queries), num_queries * num_classes)
+        best, place = logits.flatten(1).topk(count, dim=1)
+        pixels = cxcywh_to_xyxy(batched_gather(boxes, place // num_classes)) * xyxy_scale(image_size, boxes)
+        return clip_and_filter(
+            resized_size, pixels, best.sigmoid(), place % num_classes, score_threshold=score_threshold
+        )
+
+
 def nms_per_class(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:
     """NMS within each class of each image; the best `max_detections` of the remaining boxes, best first.
 
-    Of two boxes of a class with an IoU above `iou_threshold`, the better one stays. On a CPU by torchvision, which
-    synchronizes, as "nms", and so on the host for XLA; on other accelerators in rounds, and the result has a `check`.
-    The boxes stay in pixels of the model input.
+    Of two boxes of a class with an IoU above `iou_threshold`, the better one stays, in pixels of the model input. On a
+    CPU, and for XLA, by torchvision, which synchronizes, as "nms"; else in rounds, and the result has a `check`.
     """
     device = candidates.scores.device
     if device.type in XLA_KINDS:
@@ -206,21 +212,16 @@ def nms_in_rounds(candidates: Candidates, *, iou_threshold: float, max_detection
     best = _best_first(candidates, MAX_NMS_BOXES)
     num_boxes, eligible = best.scores.shape[1], best.scores > 0
     images_per_group = max(1, MAX_PAIRS // num_boxes**2)
-    kept, converged = [], []
-    for first in range(0, eligible.shape[0], images_per_group):
-        group = slice(first, first + images_per_group)
-        group_kept, group_converged = fixed_point_nms(
-            best.boxes[group],
-            eligible[group],
-            iou_threshold=largest_float32(iou_threshold),
-            labels=best.labels[group],
-        )
-        kept.append(group_kept)
-        converged.append(group_converged)
-    keep = torch.cat(kept)
+    columns = (column.split(images_per_group) for column in (best.boxes, eligible, best.labels))
+    threshold = largest_float32(iou_threshold)
+    rounds = [
+        fixed_point_nms(boxes, some, iou_threshold=threshold, labels=labels)
+        for boxes, some, labels in zip(*columns, strict=True)
+    ]
+    keep, converged = (torch.cat(parts) for parts in zip(*rounds, strict=True))
     kept_best = _best_first(best._replace(scores=torch.where(keep, best.scores, 0.0)), max_detections)
     had_all = (candidates.scores > 0).sum(1) <= num_boxes
-    is_exact = torch.cat(converged) & (had_all | (keep.sum(1) >= max_detections))
+    is_exact = converged & (had_all | (keep.sum(1) >= max_detections))
 
     def repeat(images: list[int]) -> BatchDetections:
         with allow_host_sync("nms"):
@@ -232,24 +233,16 @@ def nms_in_rounds(candidates: Candidates, *, iou_threshold: float, max_detection
 
 def greedy_nms(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:
     """`nms_per_class` by torchvision, image by image. Synchronizes, as "nms"."""
+    found = []
     with allow_host_sync("nms"):
-        per_image = [_nms_image(*image, iou_threshold, max_detections) for image in zip(*candidates, strict=True)]
-    boxes, scores, labels = (torch.stack(column) for column in zip(*per_image, strict=True))
-    return BatchDetections(boxes, scores, labels, scores > 0)
-
-
-def _nms_image(
-    boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float, max_detections: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    positive = scores > 0
-    boxes, scores, labels = boxes[positive], scores[positive], labels[positive]
-    keep = _greedy_keep(boxes, scores, labels, iou_threshold)[:max_detections]
-    num_padding = max_detections - keep.shape[0]
-    return (
-        functional.pad(boxes[keep], (0, 0, 0, num_padding)),
-        functional.pad(scores[keep], (0, num_padding)),
-        functional.pad(labels[keep], (0, num_padding)),
-    )
+        for columns in zip(*candidates, strict=True):
+            positive = columns[1] > 0
+            image = Candidates(*(column[positive] for column in columns))
+            keep = _greedy_keep(*image, iou_threshold)[:max_detections]
+            kept = Candidates(*(column[keep][None] for column in image))
+            found.append(_as_detections(kept, max_detections)[:4])
+    boxes, scores, labels, valid = (torch.cat(column) for column in zip(*found, strict=True))
+    return BatchDetections(boxes, scores, labels, valid)
 
 
 def _greedy_keep(boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float) -> Tensor:
@@ -266,15 +259,13 @@ def _greedy_keep(boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: f
 
 
 def topk_detections(candidates: Candidates, max_detections: int) -> BatchDetections:
-    """The best `max_detections` candidates of each image, best first, without NMS. The boxes stay in pixels of the
-    model input."""
+    """The best `max_detections` candidates of each image, best first, without NMS, in pixels of the model input."""
     indices = candidates.scores.topk(min(max_detections, candidates.scores.shape[1]), dim=1).indices
     return _as_detections(_select(candidates, indices), max_detections)
 
 
 def _best_first(candidates: Candidates, count: int) -> Candidates:
-    """The `count` candidates of each image with the highest scores; of equal ones the first come first, as in a stable
-    sort."""
+    """The `count` candidates of each image with the highest scores, as in a stable sort."""
     place = torch.arange(candidates.scores.shape[1], device=candidates.scores.device)
     # The bits of positive floats are in the order of the floats. Unlike `sort`, `topk` takes no launches per image.
     rank = (candidates.scores.view(torch.int32).to(torch.int64) << 32) - place

@@ -1,9 +1,8 @@
 """Counts that a loss is divided by, over the ranks of a training.
 
 A loss that is divided by a count of the batch (positive points, sampled anchors) needs the count of the whole batch:
-the mean over ranks of sums divided by their own counts is another loss than that of one process. So while a step of
-several ranks runs (`counting_over_ranks`), counts are exchanged. Everywhere else, in trials of batch sizes or in an
-evaluation, a rank computes alone. Gradients are exchanged in `training/ddp.py`.
+the mean over ranks of sums divided by their own counts is another loss. So while a step of several ranks runs
+(`counting_over_ranks`), counts are exchanged; elsewhere a rank computes alone. For gradients see `training/ddp.py`.
 """
 
 import contextlib
@@ -48,8 +47,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """The sum over the ranks that compute together, with its gradient."""
-    total: Tensor = _SumOverRanks.apply(x)
-    return total
+    return _SumOverRanks.apply(x)
 
 
 def loss_divisor(count: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
 """RoIAlign (arXiv 1703.06870, section 3) over a feature pyramid, with fixed shapes.
 
-Each box is pooled from one level by its size (FPN, arXiv 1612.03144, equation 1). Grouping boxes by level would need
-their number on the host; pooling all boxes from all levels takes four times the FLOPs. Here all levels are concatenated
-into one table of feature vectors, and a cell of a box is a weighted sum of 16 rows of the table, which `embedding_bag`
-computes in one kernel, in the features' dtype and from channels-last memory. The result equals torchvision's
-MultiScaleRoIAlign (sampling ratio 2, not aligned). On one CPU core (2 × 512 boxes, 256 channels, 512 × 512) forward and
-backward take 0.15 s, torchvision's 0.8 s, pooling from four levels 2.6 s.
+Each box is pooled from one level by its size (FPN, arXiv 1612.03144, equation 1). All levels are concatenated into one
+table of feature vectors, and a cell of a box is a weighted sum of 16 rows of the table, which `embedding_bag` computes
+in one kernel, in the features' dtype and from channels-last memory. The result equals torchvision's MultiScaleRoIAlign
+(sampling ratio 2, not aligned). On one CPU core (2 × 512 boxes, 256 channels, 512 × 512) forward and backward take
+0.15 s, torchvision's 0.8 s, pooling all boxes from four levels 2.6 s.
 """
 
 import itertools
@@ -39,10 +38,8 @@ def multiscale_roi_align(levels: Sequence[Tensor], strides: Sequence[int], boxes
     channels = levels[0].shape[1]
     flat_features = torch.cat([features.permute(0, 2, 3, 1).reshape(-1, channels) for features in levels])
     heights, widths = [features.shape[2] for features in levels], [features.shape[3] for features in levels]
-    level_offsets = [
-        0,
-        *itertools.accumulate(features.shape[0] * features.shape[2] * features.shape[3] for features in levels),
-    ]
+    level_sizes = [len(boxes) * height * width for height, width in zip(heights, widths, strict=True)]
+    level_offsets = [0, *itertools.accumulate(level_sizes)]
     height, width = _value_of_level(level, heights), _value_of_level(level, widths)
     image_index = torch.arange(boxes.shape[0], device=boxes.device)[:, None]
     start = _value_of_level(level, level_offsets[:-1]) + image_index * height * width
@@ -82,9 +79,8 @@ def _bilinear_samples(low: Tensor, high: Tensor, size: Tensor) -> tuple[Tensor, 
     """Along one axis, the 2 · SAMPLING_RATIO feature cells from which each cell of a box is interpolated: (indices
     int64, weights), both [B, K, OUTPUT_SIZE, 2 · SAMPLING_RATIO].
 
-    low, high: [B, K], the box in units of feature cells; size: int64 [B, K], of the map. The order of operations is
-    torchvision's, so rounding is equal. Boxes are at least one cell long; a point more than a cell outside of the map
-    has weight 0.
+    low, high: [B, K], the box in units of feature cells; size: int64 [B, K], of the map. Rounding is torchvision's.
+    Boxes are at least one cell long; a point more than a cell outside of the map has weight 0.
     """
     cell = ((high - low).clamp(min=1.0) / OUTPUT_SIZE)[..., None, None]
     cell_index = torch.arange(OUTPUT_SIZE, device=low.device)[:, None]

@@ -2,31 +2,24 @@
 
 Everything is per query, with fixed shapes: K stacks of predictions (of the layers of a decoder, or of groups of
 queries) for B images with Q queries, and M slots for boxes. A query without a box has the target `BACKGROUND`; its
-share of a loss is masked. All is at least fp32 and without autocast, which the callers switch off. Boxes are center and
-size as fractions of the image, unless a name says otherwise.
+share of a loss is masked. All is at least fp32; the callers switch autocast off. Boxes are center and size as fractions
+of the image, unless a name says otherwise.
 """
 
 from typing import NamedTuple
 
-# mypy: disable-error-code="no-untyped-call"
-# (`split` and `unflatten` of tensors are untyped)
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stoker.models.layers.boxes import cxcywh_to_xyxy, iou_and_giou, xyxy_to_cxcywh
+from stoker.models.layers.boxes import cxcywh_to_xyxy, iou_and_giou, xyxy_scale, xyxy_to_cxcywh
 from stoker.models.layers.hungarian import assign
 from stoker.models.layers.matching import BACKGROUND
 
-
-class MatchingCosts(NamedTuple):
-    """Weights of the costs of a pair, and the focal loss of its class cost (DINO, arXiv 2203.03605; D-FINE too)."""
-
-    classes: float = 2.0
-    l1: float = 5.0
-    giou: float = 2.0
-    alpha: float = 0.25
-    gamma: float = 2.0
+CLASS_COST, L1_COST, GIOU_COST = 2.0, 5.0, 2.0
+"""Weights of the costs of a pair of a query and a box (DINO, arXiv 2203.03605; D-FINE too)."""
+COST_ALPHA, COST_GAMMA = 0.25, 2.0
+"""Of the focal loss in the class cost."""
 
 
 class Truth(NamedTuple):
@@ -45,40 +38,25 @@ def make_truth(boxes: Tensor, labels: Tensor, valid: Tensor, image_size: tuple[i
     return Truth(xyxy_to_cxcywh(boxes.to(dtype)) / xyxy_scale(image_size, boxes), labels, valid)
 
 
-def xyxy_scale(image_size: tuple[int, int], like: Tensor) -> Tensor:
-    """Width, height, width, height, made on the device of `like`: int64 [4]."""
-    height, width = image_size
-    return torch.where(torch.arange(4, device=like.device) % 2 == 0, width, height)
-
-
-def matching_cost(logits: Tensor, boxes: Tensor, truth: Truth, costs: MatchingCosts) -> Tensor:
-    """Cost of each pair of a query and a box: [K, B, Q, M]. logits: [K, B, Q, C]; boxes: [K, B, Q, 4]."""
+def match(logits: Tensor, boxes: Tensor, truth: Truth) -> Tensor:
+    """The box of each query by bipartite matching, or `BACKGROUND`, of logits [K, B, Q, C] and boxes [K, B, Q, 4]:
+    int64 [K, B, Q]. Without gradients."""
     shape = (*logits.shape[:3], truth.labels.shape[1])
-    probability = logits.gather(3, truth.labels[None, :, None].expand(shape)).sigmoid()
-    if_absent = (1 - costs.alpha) * probability**costs.gamma * -(1 - probability + 1e-8).log()
-    cost = costs.alpha * (1 - probability) ** costs.gamma * -(probability + 1e-8).log() - if_absent
-    cost *= costs.classes
-    for predicted, wanted in zip(boxes.unbind(-1), truth.boxes.unbind(-1), strict=True):  # not [K, B, Q, M, 4] at once
-        cost += costs.l1 * (predicted[..., None] - wanted[None, :, None]).abs()
-    pairs = (*shape, 4)
-    first = cxcywh_to_xyxy(boxes)[..., None, :].expand(pairs)
-    return cost - costs.giou * iou_and_giou(first, cxcywh_to_xyxy(truth.boxes)[None, :, None].expand(pairs))[1]
-
-
-def match(logits: Tensor, boxes: Tensor, truth: Truth, costs: MatchingCosts) -> Tensor:
-    """The box of each query by bipartite matching, or `BACKGROUND`: int64 [K, B, Q]. Without gradients."""
     with torch.no_grad():
-        cost = matching_cost(logits.detach(), boxes.detach(), truth, costs)
-        query = assign(cost.flatten(0, 1), truth.valid.repeat(cost.shape[0], 1)).unflatten(0, cost.shape[:2])
-        return box_of_query(query, cost.shape[2])
-
-
-def box_of_query(query: Tensor, num_queries: int) -> Tensor:
-    """The inverse of a matching: query of each box [..., M], negative for none → box of each query [..., Q]."""
-    place = torch.where(query >= 0, query, num_queries)  # an extra query takes what has none, and is cut off
-    slots = torch.arange(query.shape[-1], device=query.device).expand_as(query)
-    unassigned = torch.full((*query.shape[:-1], num_queries + 1), BACKGROUND, device=query.device)
-    return unassigned.scatter(-1, place, slots)[..., :num_queries]
+        probability = logits.gather(3, truth.labels[None, :, None].expand(shape)).sigmoid()
+        if_absent = (1 - COST_ALPHA) * probability**COST_GAMMA * -(1 - probability + 1e-8).log()
+        cost = COST_ALPHA * (1 - probability) ** COST_GAMMA * -(probability + 1e-8).log() - if_absent
+        cost *= CLASS_COST
+        for predicted, wanted in zip(boxes.unbind(-1), truth.boxes.unbind(-1), strict=True):  # not all four at once
+            cost += L1_COST * (predicted[..., None] - wanted[None, :, None]).abs()
+        first = cxcywh_to_xyxy(boxes)[..., None, :].expand(*shape, 4)
+        second = cxcywh_to_xyxy(truth.boxes)[None, :, None].expand(*shape, 4)
+        cost = cost - GIOU_COST * iou_and_giou(first, second)[1]
+        query = assign(cost.flatten(0, 1), truth.valid.repeat(shape[0], 1)).unflatten(0, shape[:2])
+        place = torch.where(query >= 0, query, shape[2])  # an extra query takes what has none, and is cut off
+        slots = torch.arange(shape[3], device=query.device).expand_as(query)
+        unassigned = torch.full((*shape[:2], shape[2] + 1), BACKGROUND, device=query.device)
+        return unassigned.scatter(-1, place, slots)[..., :-1]
 
 
 def union_of_matchings(index: Tensor, num_boxes: int) -> Tensor:
@@ -111,8 +89,7 @@ class BoxTerms(NamedTuple):
 
 
 def box_terms(boxes: Tensor, index: Tensor, truth: Truth, image_size: tuple[int, int]) -> BoxTerms:
-    """boxes: [K, B, Q, 4], with sizes not below 0; index: [K, B, Q], boxes of the queries. Areas are in pixels, so that
-    what `iou_and_giou` adds to them is negligible."""
+    """boxes: [K, B, Q, 4], with sizes not below 0; index: [K, B, Q]. In pixels, epsilons of areas are negligible."""
     unassigned = index < 0
     # A query without a box gets its own, so that the masked terms and their gradients are finite.
     target = torch.where(unassigned[..., None], boxes.detach(), matched(truth.boxes, index))
@@ -132,12 +109,10 @@ def quality_class_terms(
     alpha · p^gamma. mal: matchability-aware loss (DEIM, arXiv 2412.04234, equation 3): target quality^gamma, weight 1;
     other classes p^gamma.
     """
-    positive = index >= 0
     at_label = logits.gather(3, matched(truth.labels, index)[..., None])[..., 0]
-    negative_weight = alpha if kind == "vfl" else 1.0
-    if_negative = negative_weight * logits.detach().sigmoid() ** gamma * functional.softplus(logits)
-    target = quality if kind == "vfl" else quality**gamma
-    weight = quality if kind == "vfl" else 1.0
+    target, weight, negative_weight = (quality, quality, alpha) if kind == "vfl" else (quality**gamma, 1.0, 1.0)
     as_positive = weight * (functional.softplus(at_label) - target * at_label)
-    as_negative = negative_weight * at_label.detach().sigmoid() ** gamma * functional.softplus(at_label)
-    return if_negative.sum(-1) + torch.where(positive, as_positive - as_negative, 0.0)
+    as_negative, others = (
+        negative_weight * x.detach().sigmoid() ** gamma * functional.softplus(x) for x in (at_label, logits)
+    )
+    return others.sum(-1) + torch.where(index >= 0, as_positive - as_negative, 0.0)

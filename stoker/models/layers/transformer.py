@@ -58,8 +58,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = self.activation(layer(x))
-        out: Tensor = self.layers[-1](x)
-        return out
+        return self.layers[-1](x)
 
 
 class SwiGLU(nn.Module):
@@ -71,8 +70,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class SelfAttention(nn.Module):
@@ -95,8 +93,7 @@ class SelfAttention(nn.Module):
             )
         )  # fmt: skip
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class EncoderLayer(nn.Module):
@@ -110,8 +107,7 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         x = self.self_attn_layer_norm(x + self.self_attn(x, positions))
-        out: Tensor = self.final_layer_norm(x + self.mlp(x))
-        return out
+        return self.final_layer_norm(x + self.mlp(x))
 
 
 class SinePositions:

@@ -1,14 +1,13 @@
 """Matching and focal loss of RetinaNet as Triton kernels: the losses of a step read what they need once.
 
 `match_anchors` equals `matching.match_anchors`; no IoU is stored, both passes compute all of them. `focal_loss` equals
-`losses.focal_loss` and reads the logits of each pyramid level where the convolution left them; the backward pass
-computes the gradients from the logits, so nothing is kept but these. Imported only where Triton is installed (the CUDA
-build of torch on Linux); `training/make_step.py` decides whether they are used. TRITON_INTERPRET=1 runs
-them on CPU tensors.
+`losses.focal_loss`, reads the logits of each pyramid level where the convolution left them, and keeps nothing but these
+for the backward pass. Imported only where Triton is installed (the CUDA build of torch on Linux);
+`training/make_step.py` decides whether they are used. TRITON_INTERPRET=1 runs them on CPU tensors.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# (kernels have no types of Python; what registers operators in torch is untyped)
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# (kernels have no types of Python)
 
 from typing import Any
 
@@ -51,17 +50,13 @@ def match_anchors(
     boxes: Tensor, valid: Tensor, anchors: Tensor, *, fg_iou_thresh: float, bg_iou_thresh: float
 ) -> Tensor:
     """As `matching.match_anchors`, for float32 and anchors that have an area: int64 [B, A]."""
-    matched: Tensor = torch.ops.stoker.match_anchors(
-        boxes.contiguous(), valid.contiguous(), anchors, fg_iou_thresh, bg_iou_thresh
-    )
-    return matched
+    return torch.ops.stoker.match_anchors(boxes.contiguous(), valid.contiguous(), anchors, fg_iou_thresh, bg_iou_thresh)
 
 
 def focal_loss(levels: list[Tensor], target: Tensor, *, alpha: float, gamma: float) -> Tensor:
     """As `losses.focal_loss`: float32 [B]. levels: [B, A of the level, C] each, in the order of `target` [B, A]."""
     dense = [level if level[0].is_contiguous() else level.contiguous() for level in levels]
-    loss: Tensor = torch.ops.stoker.focal_sums(dense, target, alpha, gamma)
-    return loss
+    return torch.ops.stoker.focal_sums(dense, target, alpha, gamma)
 
 
 @triton.jit
@@ -152,8 +147,7 @@ def _empty_match(boxes: Tensor, valid: Tensor, anchors: Tensor, *_: float) -> Te
 
 @triton.jit
 def _load_logits(logits, target, first_anchor, num_anchors, level_anchors, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
-    """(logits as float32, whether each is that of its anchor's class, whether it counts, offsets in the level of an
-    image, whether they are inside)"""
+    """(logits as float32, whether each is of its anchor's class, that class, offsets in the level, whether inside)"""
     image = tl.program_id(1).to(tl.int64)
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < level_anchors * CLASSES

@@ -2,8 +2,7 @@
 
 Autocast casts each weight where it is used, and each of its gradients back: for `ember_n` 160 operators a step. Here
 one `foreach` operator casts all weights before the forward pass, and one casts all gradients at the end of the backward
-pass. The numbers are the same. Only for accelerators, where the host issues operators one by one; compiled code has no
-need of it, as the compiler fuses the casts.
+pass; the numbers are the same. Only for accelerators, where the host issues operators one by one, in eager mode.
 """
 
 import contextlib
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from stoker.models.layers.convolutions import FoldedConv2d
+from stoker.models.layers.norms import installed
 
 
 class _CastAll(torch.autograd.Function):
-    """(dtype, tensors …) → copies of the tensors with this dtype, in the same memory format. Gradients are cast to the
-    dtypes of the tensors once all of them are there."""
+    """(dtype, tensors …) → copies with this dtype, in the same memory format. All gradients are cast back at once."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -60,28 +59,20 @@ class WeightCasts:
         if not torch.is_autocast_enabled(device_type):
             yield
             return
-        places: list[tuple[nn.Module, str]] = [
-            (layer, name)
+        places = [
+            (layer._parameters, name)
             for layer in self._plain
             for name in ("weight", "bias")
             if (tensor := layer._parameters[name]) is not None and tensor.dtype == torch.float32
         ]
-        originals = [layer._parameters[name] for layer, name in places]
         folded = [tensor for layer in self._folded for tensor in layer.fold()]
+        originals = [parameters[name] for parameters, name in places]
         casts = _CastAll.apply(torch.get_autocast_dtype(device_type), *originals, *folded)
-        try:
-            for (layer, name), cast in zip(places, casts, strict=False):
-                layer._parameters[name] = cast
-            folded_casts = iter(casts[len(places) :])
-            for folded_layer in self._folded:
-                folded_layer.cast = next(folded_casts), next(folded_casts)
-            del casts, folded_casts, folded
+        of_folded = iter(casts[len(places) :])
+        values = [*casts[: len(places)], *zip(of_folded, of_folded, strict=True)]
+        del casts, folded, of_folded
+        with installed([*places, *((vars(layer), "cast") for layer in self._folded)], values):
             yield
-        finally:
-            for (layer, name), original in zip(places, originals, strict=True):
-                layer._parameters[name] = original
-            for folded_layer in self._folded:
-                folded_layer.cast = None
 
 
 def same_weights(segment: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -89,30 +80,6 @@ def same_weights(segment: nn.Module) -> contextlib.AbstractContextManager[None]:
     inside `WeightCasts.apply` the cast ones. For a segment that is computed again in the backward pass, after
     `apply` has ended: it has to save the tensors that the forward pass saved."""
     layers = [module for module in segment.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
-    now = _tensors(layers)
-
-    @contextlib.contextmanager
-    def installed() -> Iterator[None]:
-        before = _tensors(layers)
-        try:
-            _install(layers, now)
-            yield
-        finally:
-            _install(layers, before)
-
-    return installed()
-
-
-_Tensors = list[tuple[dict[str, nn.Parameter | None], tuple[Tensor, Tensor] | None]]
-
-
-def _tensors(layers: list[nn.Conv2d | nn.Linear]) -> _Tensors:
-    """Of each layer: its parameters, and the casts of a folded one."""
-    return [(dict(layer._parameters), layer.cast if isinstance(layer, FoldedConv2d) else None) for layer in layers]
-
-
-def _install(layers: list[nn.Conv2d | nn.Linear], tensors: _Tensors) -> None:
-    for layer, (parameters, cast) in zip(layers, tensors, strict=True):
-        layer._parameters.update(parameters)
-        if isinstance(layer, FoldedConv2d):
-            layer.cast = cast
+    places = [(layer._parameters, name) for layer in layers for name in layer._parameters]
+    places += [(vars(layer), "cast") for layer in layers if isinstance(layer, FoldedConv2d)]
+    return installed(places, [owner[name] for owner, name in places])

@@ -2,9 +2,8 @@
 
 torchvision's files are checked against the hash in their name. Files on Hugging Face are downloaded by its library
 into its cache, so its mirrors (`HF_ENDPOINT`), tokens and offline mode apply; their SHA-256 is checked against the one
-in the URL, else against the one that the server names. Files at a URI of the user (`gs://`, `s3://`, `https://`) are
-cached under a name with a hash of their version, and downloaded again if that changes. A file gets its name only when
-it is complete. `load.py` reads the files.
+in the URL, else the server's. Files at a URI of the user (`gs://`, `s3://`, `https://`) are cached under a name with a
+hash of their version. A file gets its name only when it is complete. `load.py` reads the files.
 """
 
 import hashlib
@@ -110,8 +109,7 @@ def local_path(location: str) -> Path:
 
 
 def _download_from_hub(hub: re.Match[str]) -> Path:
-    """The file in Hugging Face's cache. Raises OSError for another SHA-256, after it removed the file; other errors are
-    the library's."""
+    """The file in Hugging Face's cache. Raises OSError for another SHA-256 (the file is removed), and the library's."""
     from huggingface_hub import constants, hf_hub_download, hf_hub_url
 
     print_text(f"Downloading {hf_hub_url(**hub.groupdict())} to {constants.HF_HUB_CACHE}", file=sys.stderr, flush=True)

@@ -2,13 +2,12 @@
 
 Supported are state_dicts of torchvision's detectors that are in MODELS (also with its older names), of torchvision's
 classifiers with the same backbones, of other publishers' detectors whose family has a `convert` (`table.Family`), and
-stoker's own files, as .pth/.pt (bare or under "model") or .safetensors. A file is recognized by the names and shapes of
-its tensors. `hub.py` finds files; `model_file.py` loads a whole model that stoker saved.
+stoker's own files, as .pth/.pt (bare or under "model") or .safetensors, recognized by names and shapes of their
+tensors. `hub.py` finds files; `model_file.py` loads a whole model that stoker saved.
 
-The class head of a file is converted to the user's classes: matched by name if possible, else left random.
-`detector.ClassHeadSpec` describes the channels of such a layer. Files by stoker have one channel per class, after a
-background channel if the model has one. Files by torchvision always have a background channel; in its RetinaNet and
-FCOS, which have sigmoids, it is unused. Others have a channel per class: those from COCO 80, or 91 by category id.
+The class head of a file is converted to the user's classes: matched by name if possible, else left random. Files by
+stoker have one channel per class, after a background channel if the model has one; files by torchvision always have
+that channel, also where it is unused. Others have a channel per class: those from COCO 80, or 91 by category id.
 """
 
 import re
@@ -248,8 +247,7 @@ ZERO_EPS_WEIGHTS = frozenset({"fasterrcnn_resnet50_fpn_coco-258fb6c6.pth", "reti
 
 
 def _convert_epsilon(epsilon: float, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Converts weights of norms with another epsilon to our 1e-5 by the scale, weight · √((var + 1e-5) / (var +
-    epsilon)), so that no other code has to know the epsilon."""
+    """Weights of norms with another epsilon for our 1e-5, by the scale: weight · √((var + 1e-5) / (var + epsilon))."""
     result = dict(tensors)
     for name in tensors:
         if name.endswith(".running_var"):
@@ -305,9 +303,8 @@ def fit_class_head(
 ) -> tuple[dict[str, Tensor], str]:
     """(`tensors` with class heads for `class_names`, or without them; a sentence about the result).
 
-    class_heads: the model's; file_classes: class names in the file, None if it has none. The heads are kept if every
-    class is one of the file's, or if the file has no names and as many classes. A file with 91 channels without names
-    has torchvision's COCO classes.
+    class_heads: the model's; file_classes: class names in the file, None if it has none: with 91 channels then COCO's.
+    The heads are kept if every class is one of the file's, or if the file has no names and as many classes.
     """
     first = class_heads[0]
     head_by_tensor = class_tensors(class_heads)
@@ -323,7 +320,7 @@ def fit_class_head(
     if channel_indices is None:
         return fitted, f"class head replaced: {channels} -> {num_channels} channels, random; {reason}"
     for name, head in head_by_tensor.items():
-        by_class = tensors[name].unflatten(0, (head.num_anchors, channels, head.outputs_per_class))  # type: ignore[no-untyped-call]
+        by_class = tensors[name].unflatten(0, (head.num_anchors, channels, head.outputs_per_class))
         fitted[name] = by_class[:, channel_indices].flatten(0, 2)
     return fitted, f"class head kept, {channels} -> {num_channels} channels; {reason}"
 

@@ -48,8 +48,7 @@ class ModelMetadata(msgspec.Struct, kw_only=True):
     """Score threshold with their best F1 on that split: the default of predictions."""
 
     def header(self) -> dict[str, str]:
-        """The safetensors header. A single key, since several keys have no fixed order: equal models are equal
-        files."""
+        """The safetensors header: a single key, as several have no fixed order: equal models are equal files."""
         fields = msgspec.to_builtins(self)
         fields["settings"] = {name: value for name, value in fields["settings"].items() if value is not None}
         return {METADATA_KEY: msgspec.json.encode(fields).decode()}
@@ -96,8 +95,7 @@ def load_model(path: Path) -> tuple["models.Detector", ModelMetadata]:
 
 
 def load_pretrained(name: str | os.PathLike[str]) -> tuple["models.Detector", ModelMetadata]:
-    """An architecture of `MODELS` with its COCO weights, downloaded where they are not there yet, as `load_model`.
-    Raises WeightsError if it has none."""
+    """An architecture of `MODELS` with its COCO weights, downloaded if need be. Raises WeightsError if it has none."""
     architecture = MODELS[str(name)]
     if "coco" not in architecture.urls:
         fix = f"stoker train DATA --model {name}"
@@ -115,8 +113,7 @@ def load_pretrained(name: str | os.PathLike[str]) -> tuple["models.Detector", Mo
 
 
 def _build(metadata: ModelMetadata, shapes: dict[str, tuple[int, ...]], path: Path) -> "models.Detector":
-    """The model of the metadata with random weights. Raises WeightsError unless its tensors have these shapes; if they
-    would be large, before memory for them is allocated."""
+    """The model with random weights. Raises WeightsError, before it allocates much, unless it has these shapes."""
     settings, num_classes = metadata.settings, len(metadata.class_names)
     num_outputs = num_classes * len(settings.anchor_scales or (1,)) * len(settings.aspect_ratios or (1,))
     try:
@@ -146,8 +143,7 @@ def _check_shapes(model: "models.Detector", shapes: dict[str, tuple[int, ...]], 
 
 
 def local_path(run: str | os.PathLike[str]) -> Path:
-    """The local path of a run folder or file; from a bucket, a run's settings and weights are downloaded. Raises
-    UsageError if there is no such run, StorageError."""
+    """The path of a run folder or file, downloaded from a bucket. Raises UsageError (no such run), StorageError."""
     location = expand_variables(run) if isinstance(run, str) else os.fspath(run)
     if not is_uri(location):
         return Path(location)
