@@ -188,7 +188,9 @@ class Recovery:
         are. If the content of one cannot be restored, the one before is taken. `send_to_other_ranks` has to follow.
         Raises CheckpointError if the data set changed, or if no checkpoint can be restored."""
         rejected: dict[int, str] = {}
+        rollback_count = self.rollback_count
         while True:
+            self.rollback_count = rollback_count  # not that of one that was rejected
             try:
                 self._restore(parts, loaded)
                 return
