@@ -44,6 +44,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "storage": ("stoker/storage",),
     "architecture": ("stoker/search/architecture.py", *MODELS),
     "lr": ("stoker/tuning/learning_rate.py", "stoker/training/lr_policy.py", *MODELS),
+    "watch_overhead": ("stoker/watch", "stoker/profiling"),
     "tune": ("stoker/tuning", "stoker/training/trial.py", *LOADING),
 }  # fmt: skip
 """Benchmark → the code it measures."""
