@@ -83,7 +83,8 @@ class PreflightError(StokerError):
 
 
 class StorageError(PreflightError):
-    """A path or URI cannot be read or written: a full disk, a missing folder, a bucket that denies access or hangs."""
+    """A path or URI cannot be read or written: a full disk, a missing folder, a bucket that denies access or does not
+    answer."""
 
 
 class ObjectMissing(StorageError):

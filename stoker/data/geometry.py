@@ -148,9 +148,10 @@ def sample_resize_geometry(
     uniform in `scale_range`.
 
     Above 1 a random window fills the model input, below 1 the image is smaller. A window must show the fraction
-    `min_object_covered` of the area of at least one of `boxes` (xyxy in pixels of the image, without crowd boxes) if
-    there are any, else scale and position are drawn again; after the last try the whole image is shown. This is SSD's
-    sampling of patches (Liu et al. 2016, section 2.2) as in the TF Object Detection API (ssd_random_crop).
+    `min_object_covered` of the area of at least one of `boxes` (xyxy in pixels of the image, without crowd boxes), else
+    scale and position are drawn again. After as many tries as `u` has numbers for, the whole image is shown. For an
+    image without boxes the first window is used. This is SSD's sampling of patches (Liu et al. 2016, section 2.2) as in
+    the TF Object Detection API: min_object_covered of ssd_random_crop, core/preprocessor.py.
 
     u: uniform [1 + 3 n] in [0, 1): whether to jitter; then for each try the scale and the position (y, x).
     """

@@ -71,7 +71,8 @@ def write_onnx(path: Path, spec: Spec) -> None:
 
 
 def write_openvino(path: Path, spec: Spec) -> None:
-    """Two files: the .xml and its .bin. There are no optional inputs, and the IoU threshold is a constant."""
+    """Two files: the .xml and its .bin. OpenVINO has no optional inputs: `content` and `score_threshold` must be given,
+    and the IoU threshold is a constant."""
     onnx, openvino = importlib.import_module("onnx"), importlib.import_module("openvino")
     network = onnx.load_from_string(_onnx_bytes(spec))
     inputs, constants = network.graph.input, network.graph.initializer

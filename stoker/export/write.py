@@ -93,13 +93,16 @@ def export_model(
     opset: int = graph.OPSETS[0],
     images: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Writes a run's best weights (or a .safetensors file) in a format of FORMATS; yields lines, the file's name first.
+    """Writes a run's best weights (or a .safetensors file) in a format of FORMATS; yields lines about it, the file's
+    name first.
 
     out: default next to the weights; for a run in a bucket, in the current folder. images: for the comparison, default
-    the run's validation split. conf, iou: default thresholds of the file (docs/export.md).
+    the run's validation split. conf, iou: default thresholds of the file; docs/export.md says which its callers can
+    override.
 
     Raises ParityError if the file's detections differ from the model's, PreflightError if a package is missing,
-    UsageError if the format cannot take the model, there are no images or `out` is not stoker's, StorageError.
+    UsageError if the format cannot take the model, there are no images for the comparison or `out` is not an export of
+    stoker, StorageError.
     """
     target_format = find_format(format)
     for package in target_format.packages:

@@ -511,7 +511,8 @@ def available_devices() -> list[str]:
 
 
 def end_step(device: torch.device) -> None:
-    """Ends a step: XLA compiles what was issued since the last end, if that is new, and runs it. Others do nothing."""
+    """Ends a step: XLA compiles what was issued since the last end, if it has no such program yet, and runs it.
+    Nothing on other devices."""
     if device.type == "xla":
         import torch_xla
 
@@ -541,7 +542,8 @@ def _divide_among_chips(tensors: Sequence[Tensor]) -> None:
 
 
 def set_scalar(scalar: Tensor, value: float) -> None:
-    """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile 0 and 1 as constants."""
+    """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile the numbers 0 and 1 as
+    constants, another program for each."""
     if scalar.device.type in XLA_KINDS:
         # of one dimension: a CPU tensor without one counts as a number
         scalar.copy_(torch.tensor([value], dtype=scalar.dtype).to(scalar.device).reshape(()))

@@ -85,8 +85,11 @@ def expected_maximum(devices: int) -> float:
 
 
 def step_cost(work: Workload, link: Link, devices: int, method: SyncMethod) -> StepCost:
-    """A mean step with a method, on devices that are all linked in the same way. All methods but plain averages also
-    exchange a small vector in each step, so devices wait for the slowest, too."""
+    """A mean step with a method, on devices that are all linked in the same way.
+
+    All methods but plain averages also exchange a vector of a few hundred bytes in each step, so the devices wait for
+    the slowest of each step, too.
+    """
     if devices == 1:
         return StepCost(work.compute_s, 0.0, 0.0)
     compute_s, gradients = work.compute_s, work.gradient_bytes

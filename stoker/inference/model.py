@@ -237,7 +237,8 @@ class Model:
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
     """A trained detector from a run folder (its best weights), a .safetensors file or an exported file (.onnx, .xml,
-    .tflite, .pt2) of stoker, local or in a bucket (gs://, s3://); or a name with COCO weights: retinanet_resnet50_fpn.
+    .tflite, .pt2) that stoker saved, local or in a bucket (gs://, s3://); or the name of a model with COCO weights, as
+    retinanet_resnet50_fpn.
 
     device: cpu, cuda …; default: the accelerator that torch finds, else the CPU. An exported file runs on the CPU.
 

@@ -174,7 +174,8 @@ def predict_to_dir(
     The frames of a video are lines of VIDEO.jsonl. save_txt: also a YOLO label file, `labels/IMAGE.txt` or
     `labels/VIDEO-FRAME.txt`; save_crop: also each object, `crops/CLASS/IMAGE-N.jpg` or `crops/CLASS/VIDEO-FRAME-N.jpg`.
 
-    Raises UsageError for inputs without images and for an `out` with other files; DataError at the end for unread ones.
+    Raises UsageError for inputs without images and for an `out` with other files; DataError at the end if some images
+    could not be read.
     """
     paths = find_images(inputs, exclude_dir=out, suffixes=(*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
     _require_output_dir(out)

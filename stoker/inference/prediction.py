@@ -100,7 +100,8 @@ class Prediction:
         return ", ".join(f"{name} {count}" for name, count in Counter(self.names).most_common()) or "nothing"
 
     def to_dict(self) -> dict[str, Any]:
-        """As in predictions.json: path, width, height, detections; of a frame its number and time; maybe an `error`."""
+        """As in predictions.json: path, width, height, detections; of a frame also its number and time; `error` if the
+        image could not be read."""
         columns = zip(self.labels.tolist(), self.names, self.scores.tolist(), self.boxes.tolist(), strict=True)
         entry: dict[str, Any] = {
             "path": None if self.path is None else display_path(self.path),
@@ -150,7 +151,8 @@ class Prediction:
         return draw_boxes(self.load_image(), self.detections, self._class_names)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the image with boxes in the format of the suffix. Raises UsageError for another one, StorageError."""
+        """Writes the image with boxes, in the format of the file's suffix. Raises UsageError for another suffix,
+        StorageError."""
         target = Path(path)
         if target.suffix.lower() not in IMAGE_SUFFIXES:
             raise UsageError("The file's suffix is not that of an image.", location=target, choices=IMAGE_SUFFIXES)

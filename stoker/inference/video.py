@@ -82,8 +82,9 @@ def _decode(container: Any, path: Path) -> Iterator[Frame]:
 
 @contextlib.contextmanager
 def video_writer(path: Path) -> Iterator[Callable[[Image.Image, float], None]]:
-    """Gives a function that writes the next frame at its time in seconds, into an MP4 file: H.264, or MPEG-4 where this
-    FFmpeg has none. Frames get the size of the first, in even numbers. What was written is kept after an exception."""
+    """Gives a function that writes the next frame at its time in seconds, into an MP4 file: H.264 where this FFmpeg has
+    it, else MPEG-4. Frames get the size of the first, in even numbers of pixels. What was written is kept after an
+    exception."""
     import av
 
     partial, stream, last_time = path.with_name(f".{path.name}.partial"), None, -1

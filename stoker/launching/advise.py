@@ -42,7 +42,8 @@ from stoker.report.sizing import (
 from stoker.training.cluster import can_divide
 
 MIN_TRAINING_S = 60.0
-"""Training time below which nothing is advised: by then the loader has tuned itself and the GPU is warm. Heuristic."""
+"""Training time below which nothing is advised: a minute, in which the loader has tuned itself and the GPU is warm.
+Heuristic."""
 MIN_SAVING = 0.05
 """A change is worth a restart if an image becomes cheaper, or training faster, by more than this. Heuristic."""
 DEVICES_PER_NODE = 8
@@ -287,7 +288,8 @@ def _at_least(m: Measured, count: int) -> tuple[int, dict[str, str]]:
 
 
 def _command(m: Measured, flags: dict[str, str]) -> str:
-    """Continues the run with other devices, at its place; --env is the user's to repeat: no file keeps its values."""
+    """Continues the run with another number of devices, at its place. The values of --env are the user's to repeat:
+    launch.json does not keep them."""
     options: dict[str, Any] = {}
     if m.job is not None:
         asked = {name: value for name, value in m.job.request.items() if name not in ("run_dir", "resume", "env")}

@@ -66,7 +66,8 @@ def cancel(job: Job) -> JobStatus:
 
 
 def read_jobs(run: str) -> list[Job]:
-    """The jobs of a run, a folder or a URI, oldest first. Raises UsageError for another file, StorageError."""
+    """The jobs of a run, oldest first; empty if none was launched. run: a folder or a URI. Raises UsageError for a
+    file that is not a list of jobs, StorageError."""
     uri = to_run_uri(run)
     location = f"{run if uri is None else uri}/{LAUNCH}"
     try:

@@ -344,7 +344,8 @@ def _volume(mount: Mount, number: int) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that other readers take for numbers or booleans: kubectl does so with PyYAML's 1e-3."""
+    """Quotes strings that another reader of YAML takes for numbers or booleans: PyYAML writes `--lr 1e-3` as 1e-3,
+    which kubectl reads as a number."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -85,7 +85,8 @@ def _is_run(word: str, run: str) -> bool:
 
 
 def _find(job: Job) -> psutil.Process | None:
-    """The process of a job; None: it has ended. Another one that has its number does not name the run."""
+    """The process of a job; None: it has ended, also where another process has its number now: one whose command does
+    not name the run is never signalled."""
     pid, _, started_s = job.id.partition("@")
     try:
         process = psutil.Process(int(pid))

@@ -183,8 +183,9 @@ class Node:
 
 def drive(training: Training) -> int:
     """Runs attempts until one ends the job; returns its exit code. An attempt has a placement group of one bundle per
-    node, and an actor in each that starts `stoker train`. If a node is lost, the others are ended, and the next attempt
-    takes the nodes that there are then, in a new group: an old one would wait for the lost node."""
+    node, and an actor in each that starts `stoker train` with torchrun's variables. If a node is lost, the others are
+    ended, and the next attempt takes the nodes that there are then, within from:to. A new group for each attempt: an
+    old one would wait for the lost node."""
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     failures = 0
@@ -262,7 +263,8 @@ def _reserve(training: Training, stopping: threading.Event) -> Any:
 
 
 def _train(training: Training, nodes: list[Any], stopping: threading.Event) -> int:
-    """The exit code of an attempt: one that no restart corrects, else a lost node, the first failure, 75 or 0."""
+    """The exit code of an attempt: one that a restart cannot correct, else a lost node, else the first failure, else 75
+    or 0."""
     host, port = ray.get(nodes[0].address.remote())
     for rank, node in enumerate(nodes):
         place = RankPlace(
@@ -357,7 +359,8 @@ def _connect(address: str | None) -> None:
 
 
 def _absolute(settings: "DataSettings") -> "DataSettings":
-    """The settings for another working folder; annotation files relative to the data set do not depend on it."""
+    """The settings for another working folder. An annotation file may be relative to the data set, which does not
+    depend on the working folder."""
 
     def absolute(path: str) -> str:
         location = expand_variables(path)

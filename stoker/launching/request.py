@@ -232,7 +232,8 @@ def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machi
 
 
 def _check_batch(spec: LaunchSpec) -> None:
-    """Raises UsageError if no number of nodes that was asked for can share the batch: the run's, if it is here."""
+    """Whether a number of nodes that was asked for can share the batch: the run's, if it can be read here without a
+    network. Raises UsageError."""
     batch = (None if is_uri(spec.run_dir) else read_batch(Path(spec.run_dir))) or spec.batch
     if spec.is_elastic and not batch and spec.data is not None:
         cause = "the run keeps its batch on any number of nodes; one that is chosen for all need not fit fewer"

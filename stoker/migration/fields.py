@@ -161,8 +161,8 @@ class FieldAccount:
             self.carry(owner, name, rule.status, settings, note)
 
     def carry(self, message: Message, name: str, status: Status, settings: dict[str, Any], note: str) -> None:
-        """exact: the same here; substitute: the nearest, and the note says what differs. A field whose settings the
-        model does not have is dropped."""
+        """exact: the field means the same here; substitute: the nearest that stoker has, and the note says what
+        differs. A field of settings that the model does not have is dropped."""
         known = (*MODEL_SETTINGS_OF_ALL, *self.model.settings)
         missing = [setting for setting in settings if SECTION_OF[setting] == "model" and setting not in known]
         if missing and len(missing) == len(settings):

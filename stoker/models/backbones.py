@@ -51,7 +51,8 @@ class IntermediateLayerGetter(nn.Module):
         return self.run([x], 0, len(list(self.children())))
 
     def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
-        """The maps of the first `start` children, and the last one's output unless it is a map → the same of `stop`."""
+        """The maps of the children before number `start`, and the output of the last of these unless it is such a map,
+        → the same after `stop` children."""
         children = list(self.named_children())
         is_map = [name in self.return_layers for name, _ in children]
         x, maps = flow[-1], flow if start and is_map[start - 1] else flow[:-1]
@@ -271,7 +272,8 @@ def build_backbone_with_neck(
 
 
 def freeze_stages(network: nn.Module, last_children: Sequence[str], trainable_stages: int) -> None:
-    """Freezes all stages except the last `trainable_stages` (0 … 5). last_children: names of the stages' last ones."""
+    """Freezes all stages except the last `trainable_stages` (0 … 5). last_children: the name of each stage's last
+    child."""
     num_frozen = len(last_children) - trainable_stages
     for name, child in network.named_children() if num_frozen > 0 else ():
         child.requires_grad_(False)

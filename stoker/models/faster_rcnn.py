@@ -152,7 +152,8 @@ def _nms_of_padded_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) ->
 def propose_in_groups(
     rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: int, score_threshold: float
 ) -> Proposals:
-    """`propose` for groups of images: at most MAX_PAIRS IoUs at once on a CPU, else a `block_size` of all levels."""
+    """`propose` for groups of images: on a CPU at most MAX_PAIRS IoUs are computed at once, on an accelerator at most
+    `device.block_size`, of all levels."""
     logits = rpn_outputs.logits
     if logits.device.type == "cpu":
         images_per_group = max(1, MAX_PAIRS // top_n**2)
@@ -197,7 +198,8 @@ def rpn_loss(
 
 
 def smooth_l1_box_loss(deltas: Tensor, target: Tensor, positive: Tensor) -> Tensor:
-    """Sum of the smooth L1 loss of deltas [B, S, 4] over positive samples [B, S]; other targets may be infinite."""
+    """Sum of the smooth L1 loss of deltas [B, S, 4] over the positive samples, bool [B, S]. `target` may be infinite at
+    the others, so it is replaced before the arithmetic."""
     masked_target = torch.where(positive[..., None], target, 0.0)
     per_coordinate = functional.smooth_l1_loss(deltas, masked_target, beta=SMOOTH_L1_BETA, reduction="none")
     return torch.where(positive[..., None], per_coordinate, 0.0).sum()
@@ -300,7 +302,8 @@ class FasterRCNNOutputs(NamedTuple):
 
 class FasterRCNN(Detector):
     """The detector, on a backbone of BACKBONES with an FPN. return_layers: as in `build_backbone_with_fpn`;
-    num_pooled_levels: levels, from the finest, that RoIs are pooled from; rpn_score_thresh: a proposal's minimum."""
+    num_pooled_levels: number of levels, from the finest, that RoIs are pooled from; rpn_score_thresh: minimum
+    objectness of a proposal."""
 
     num_train_proposals = 2000
     """Proposals of an image after NMS, and anchors of a level before it (torchvision)."""

@@ -194,7 +194,8 @@ class PointGenerator:
 def grid_points(
     image_size: tuple[int, int], grids: list[tuple[int, int]], device: torch.device, *, shift: float = 0.0
 ) -> Points:
-    """The points of pyramid levels of `grids` (height, width), finest first, by row; shift: of all, in strides."""
+    """The points of pyramid levels of `grids` (height, width), finest first, by row; shift: offset from the multiples
+    of the stride, in strides."""
     levels = []
     for level, (height, width) in enumerate(grids):
         y = (torch.arange(height, device=device, dtype=torch.float32) + shift) * (image_size[0] // height)

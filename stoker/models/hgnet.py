@@ -303,7 +303,8 @@ class HybridEncoder(nn.Module):
 
 
 class LiteEncoder(nn.Module):
-    """One map of `in_channels` → two maps of `channels`; to the second, half as large, its mean is added."""
+    """One map of `in_channels` → two maps of `channels`, the second at half the resolution, to which the mean over the
+    image is added."""
 
     def __init__(self, in_channels: int, channels: int, *, expansion: float, num_blocks: int, norm: Norm) -> None:
         super().__init__()

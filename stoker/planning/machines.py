@@ -96,8 +96,11 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return next((name for name in ("bf16", "fp16") if name in self.flops), "fp32")
 
     def peak_flops(self, precision: str, *, is_convolution: bool) -> float:
-        """Peak operations per second of convolutions or matrix products under autocast to a precision. In fp32, cuDNN
-        convolves in TF32 where the GPU has it; matrix products do not: torch's defaults of `allow_tf32`."""
+        """Peak operations per second of convolutions or matrix products under autocast to a precision.
+
+        cuDNN computes fp32 convolutions in TF32 where the GPU has it, matrix products stay in fp32: torch's defaults
+        of `torch.backends.cudnn.allow_tf32` and `torch.backends.cuda.matmul.allow_tf32`.
+        """
         if precision != "fp32" and precision in self.flops:
             return self.flops[precision]
         return self.flops.get("tf32", self.flops["fp32"]) if is_convolution else self.flops["fp32"]
@@ -143,7 +146,10 @@ ROUNDS = 5
 
 
 def measure_cpu(*, clock: Callable[[], float] = time.perf_counter) -> Accelerator:
-    """The present CPU, with the threads that torch uses now: a matrix product and a copy, in half a second."""
+    """The present CPU with the threads that torch uses now: a matrix product and a copy, in half a second.
+
+    clock: seconds; `time.process_time` for one thread on a busy machine.
+    """
     import torch  # the table is read where torch is absent
 
     from stoker.hardware.device import Device

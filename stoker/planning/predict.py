@@ -339,8 +339,8 @@ def _calibrate(job: _Job, traces: Traces) -> tuple[Efficiency, str]:
 
 
 def _choose_parts(job: _Job, traces: Traces) -> int:
-    """The number of micro-batches that fit, by a line through the smallest batch and the whole one, which does not; the
-    peak of a batch between them is at most on it. If none fits, it is an image each."""
+    """The number of micro-batches that fit, by a line through the smallest batch and the whole one, which does not. The
+    peak of a batch between them is at most on their line, so what is chosen fits; if none does, it is an image each."""
     small, whole = traces.get(job.step(min(job.unit, job.batch_size))), traces.get(job.step())
     image_bytes = (whole.peak_bytes - small.peak_bytes) / max(1, whole.batch_size - small.batch_size)
     for count in range(2, job.batch_size):

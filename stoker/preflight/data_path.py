@@ -90,8 +90,11 @@ def check_data_path(
     max_side: int = MAX_SIDE,
     env: Mapping[str, str] = os.environ,
 ) -> list[Finding]:
-    """Images per second from where the data is, against the demand, and the region of its bucket. demand_images_per_s:
-    what the device takes; None: not known. demand_text: the clause before that number. max_side: of the model input."""
+    """Images per second from where the data is, against the demand, and the region of its bucket.
+
+    demand_images_per_s: what the device takes; None: not known. demand_text: the clause before that number, "the GPU
+    takes". seconds: for reading. max_side: of the model input.
+    """
     try:
         images = _sample_order(index)
         rate, encoded = _measure_reads(index, images, seconds)

@@ -141,7 +141,8 @@ def check_network(
 
 
 def judge_speed(measured: Measurement, interface: Interface | None, *, local: bool) -> list[Finding]:
-    """Bandwidth and latency against the floor of the link. interface: to the other ranks; local: all are here."""
+    """Bandwidth and latency against the floor of the link. interface: over which the other ranks are reached; local:
+    all are on this machine."""
     link, floor = link_floor(measured, interface, local=local)
     bus, latency_ms = measured.bus_bytes_per_s, measured.latency_s * 1e3
     limit_ms = 1e3 * LINKS.max_latency_s["local" if local else "remote"]
@@ -340,7 +341,8 @@ def measure(device: Device, seconds: float) -> Measurement:
 
 
 def timed(device: Device, size_bytes: int, count: int, *, half: bool = False) -> float:
-    """Seconds of `count` all-reduces of so many bytes, after one more; the same on all ranks. half: bf16, not fp32."""
+    """Seconds of `count` all-reduces of so many bytes, after one more; the same numbers on all ranks. half: of bf16
+    numbers instead of fp32."""
     dtype = torch.bfloat16 if half else torch.float32
     tensor = torch.zeros(max(1, size_bytes // dtype.itemsize), dtype=dtype, device=device.torch_device)
     dist.all_reduce(tensor)

@@ -145,7 +145,8 @@ class Measure:
         return TimedBatches(self, batches)
 
     def step(self, *, num_images: int | None = None) -> contextlib.AbstractContextManager[None]:
-        """Around one optimizer step, which counts unless it raises. num_images: of a batch that is not from `data`."""
+        """Around one optimizer step: forward, backward, optimizer. num_images: of this step, if its batches did not
+        come through `data`. A step that raises is not counted."""
         return self._step_block(steps=1, num_images=num_images)
 
     def micro_step(self) -> contextlib.AbstractContextManager[None]:

@@ -315,8 +315,8 @@ class RemoteStacks:
         return self._outer_ids.get(kernel_id, kernel_id)
 
     def _kernel_id(self, thread_id: int, main_thread: int) -> int:
-        """Before Python 3.11, the ID in the C library's structure of a thread, at the offset at which the main thread
-        has it; thread_id: it is not found."""
+        """Before Python 3.11: the ID in the C library's structure of a thread, at its `thread_id`; where that is, the
+        one of the main thread shows. If it is not found: thread_id."""
         try:
             if self._kernel_id_offset is None:
                 found = struct.unpack("<480i", self._bytes(main_thread + _THREAD_HEADER_BYTES, 1920))
@@ -351,7 +351,8 @@ class _ChangedError(Exception):
 
 @dataclasses.dataclass
 class _Function:
-    """A code object. table: of its lines, None: it is something else; identity: differs from others at its address."""
+    """A code object. table: of its lines; None: it is something else. identity: tells it from one that had its address
+    before."""
 
     name: str
     file: str
@@ -414,7 +415,8 @@ def _word_at(memory: bytes, offset: int) -> int:
 
 
 def _frame_reader(layout: _Layout) -> tuple[Callable[[bytes, int], tuple[int, ...]], int]:
-    """(what reads of a frame its code and the frame before, in their order, and the instruction; index of the code)"""
+    """(what reads the words of a frame: its code and the frame before in their order, and the instruction; the number
+    of the code)"""
     first, second = sorted((layout.code, layout.previous))
     kind = "Q" if layout.instructions else "i"
     text = f"<{first}xQ{second - first - 8}xQ{layout.instruction - second - 8}x{kind}"
@@ -458,7 +460,8 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
 
 
 def find_symbol(file: str, name: str) -> tuple[int, bool] | None:
-    """(address, whether relative to the file's first page in memory) of a symbol in a 64-bit ELF file, or None."""
+    """(address, whether it is relative to the first page of the file in memory) of a symbol in a 64-bit ELF file; None:
+    it has none of this name, or is no such file."""
     try:
         with open(file, "rb") as opened:
             status = os.fstat(opened.fileno())

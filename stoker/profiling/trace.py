@@ -162,7 +162,7 @@ class Tracer:
             self._writer.join()
 
     def _is_due(self, now_s: float) -> bool:
-        """A window that nobody requested is within the budget, too, if it costs as much as the others."""
+        """A window that was not requested is within the budget, too, if it costs as much as the others."""
         if self._writer is not None and self._writer.is_alive():
             return False
         if self._requested or not self._enabled or self._steps < FIRST_STEP:

@@ -64,7 +64,8 @@ ERROR_TYPE_ADVICE = _WORDS.error_types
 """TIDE error type → its meaning, and what to check."""
 
 MIN_ESTIMATED = 0.2
-"""Unattributed fraction of the time after the start from which its parts are estimated (heuristic)."""
+"""Fraction of the time after the start that no clock attributed, from which its parts are estimated: less is the host's
+work between steps (heuristic)."""
 HANG = "hang"
 """Row of the time after the last step of a job that hung; records have it as `unattributed`."""
 
@@ -302,7 +303,8 @@ def _name_hang(totals: Totals, findings: Sequence[Finding]) -> Totals:
 
 
 def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> PhaseTime | None:
-    """The largest phase besides `compute`. Time without a name, and with a later fault the start, only as the last."""
+    """The largest phase besides `compute`. Time without a name, as that of the exit, only if there is no other; the
+    start only if no fault after it was found."""
     losses = [row for row in phases if row.phase != "compute"]
     delays_all = {"startup_heavy", "cpu_contention"}
     has_fault = any(f.lost_device_s for f in findings if f.severity != "info" and f.id not in delays_all)
@@ -311,7 +313,8 @@ def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> P
 
 
 def _estimated_stages(run: RunRecords) -> dict[str, float]:
-    """Kind of stack of a watched job → device-seconds that no clock attributed after its start."""
+    """Device-seconds by kind of stack of a watched job, of what no clock attributed after its start. A compilation that
+    a clock measured is not in it."""
     unattributed_s = run.steady.phases.get("unattributed", 0.0)
     if not run.is_external or run.steady_phase_fraction("unattributed") < MIN_ESTIMATED or not has_enough_stacks(run):
         return {}

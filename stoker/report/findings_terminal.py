@@ -30,7 +30,8 @@ INDENT = 9
 def print_findings(
     findings: Sequence[Finding], *, seconds: float, show_all: bool = False, file: TextIO | None = None
 ) -> None:
-    """Prints the findings of `stoker check` and their number. show_all: what is in order is not just one line."""
+    """Prints the findings of `stoker check`, worst first, and their number. show_all: also what is in order, with its
+    evidence; else it is one line."""
     renderables: list[RenderableType] = []
     for finding in findings:
         if show_all or finding.severity != "ok":

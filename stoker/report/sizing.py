@@ -72,9 +72,11 @@ def comparable(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 SM_ACTIVE_LOW, SM_ACTIVE_HIGH = 0.5, 0.8
-"""Mean SM activity. NVIDIA DCGM manual, profiling metrics: effective use of a GPU needs 0.8, below 0.5 it is not."""
+"""Mean SM activity. NVIDIA DCGM manual, profiling metrics: 0.8 or more is necessary for effective use of a GPU, less
+than 0.5 likely indicates ineffective use."""
 INPUT_BOUND_MODERATE, INPUT_BOUND_HIGH = 0.05, 0.20
-"""Fraction of `input_wait`: moderately, highly input-bound (TensorFlow's op_stats_to_input_pipeline_analysis.cc)."""
+"""Fraction of `input_wait`. TensorFlow Profiler, op_stats_to_input_pipeline_analysis.cc: moderately, highly
+input-bound."""
 CPU_SATURATED_FRACTION = 0.85
 """CPU utilization above which more workers do not help. Heuristic: decoding workers reach 0.9."""
 MAX_SHARED_MEMORY_FRACTION = 0.45

@@ -47,7 +47,8 @@ PRUNERS = ("none", "halving", "hyperband")
 REDUCTION = 3
 """Of three trials at a rung, one goes on (Li et al., Hyperband, JMLR 2018, recommend 3 or 4)."""
 RUNGS = 9
-"""Evaluations of a trial where no interval is set: rungs at 1/9 and 1/3, so a pruned trial costs a third at most."""
+"""Evaluations of a trial where the user sets no interval: rungs are at 1/9 and 1/3 of it, so a pruned trial costs about
+a third at the most."""
 STARTUP_TRIALS = 10
 """Random trials before the sampler models anything: Optuna's default."""
 MAX_CHILDREN = 20
@@ -281,7 +282,8 @@ def _write_spec(folder: Path, spec: StudySpec) -> None:
 
 
 def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any]:
-    """What a trial tries: a function of study, number and results of earlier rounds. trials: at least those before."""
+    """What the trial tries: a function of the study, the number and the results of earlier rounds. trials: at least
+    those before it."""
     if number == 0:
         return dict(spec.defaults)
     distributions = spec.space.distributions()
@@ -317,7 +319,8 @@ def _judge(
 
 
 def _rounds_before(spec: StudySpec, trials: Sequence[FrozenTrial], number: int, sampler: BaseSampler) -> optuna.Study:
-    """A study in memory with results of earlier rounds and points of its own one; its next trial has this number."""
+    """A study in memory with what trial `number` may know: results of earlier rounds, and the points that its own round
+    tries; the next trial has this number."""
     directions, pruner = _directions(spec), _make_pruner(spec)
     study = optuna.create_study(study_name="search", directions=directions, sampler=sampler, pruner=pruner)
     for trial in trials[:number]:

@@ -213,9 +213,12 @@ class Store:
     def write(
         self, key: str, data: bytes | Path, *, if_absent: bool = False, if_match: str | None = None
     ) -> ObjectInfo:
-        """Replaces the object as a whole: a reader never sees a part of it. if_absent: only if there is no object;
-        if_match: only if the object has this `etag`; else raises Conflict: one request (at most 5 GB, in memory). Other
-        large writes are multipart uploads, whose parts are billed after a failure until a rule removes them."""
+        """Replaces the object as a whole: a reader never sees a part of it.
+
+        if_absent: only if there is no object; if_match: only if the object has this `etag`; else raises Conflict. Such
+        a conditional write is one request (at most 5 GB, in memory). Other large writes are multipart uploads; the
+        parts of a failed one are billed until a lifecycle rule of the bucket removes them.
+        """
         import obstore
         from obstore.exceptions import BaseError
 
@@ -353,8 +356,11 @@ def fetch_files(
     fallback_checkpoints: str = "",
 ) -> Path:
     """A local folder with these files of the run, if it has them; with all files of its folder `subfolder`; and with
-    the first of `first_existing_of` that it has, else the newest weights in its folder `fallback_checkpoints`. Only
-    changed files are downloaded. events_file: which every run has. Raises UsageError without a run, StorageError."""
+    the first of `first_existing_of` that it has, else the newest weights in its folder `fallback_checkpoints`. Files
+    that have not changed since the last download are not downloaded again.
+
+    events_file: the file that every run has. Raises UsageError when there is no run, StorageError.
+    """
     store = open_store(uri)
     try:
         remote_events = store.read(uri.child(events_file).key)

@@ -347,7 +347,8 @@ class Ranks:
         )
 
     def collective_trace(self) -> bytes | None:
-        """The last collectives of this rank, as NCCL's flight recorder pickles them; None without. From any thread."""
+        """The last collectives of this rank with their stacks, as NCCL's flight recorder pickles them; None without
+        NCCL. From any thread."""
         if self.host_group is None:
             return None
         import torch

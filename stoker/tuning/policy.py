@@ -227,7 +227,8 @@ def restore_types(changes: Changes) -> Changes:
 def add_events(
     phases: Mapping[str, float], settings: Mapping[str, Any], bounds: Probe, facts: Facts
 ) -> dict[str, float]:
-    """The seconds per image of windows, with those of evaluations and checkpoints, by their intervals."""
+    """The seconds per image of windows, with those of evaluations and checkpoints: one of them, over the images that
+    are trained on until the next."""
     events = {
         name: bounds.bounds[name] / every
         for name in ("eval", "checkpoint")

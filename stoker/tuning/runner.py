@@ -58,7 +58,8 @@ TRIAL_SHARE = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """What is asked for. target: a data set or a run; config: the user's, without it; devices: that train together."""
+    """What the command asks for. target: a data set or a run; config: settings of the user, without `target`; devices:
+    of this machine that train together."""
 
     target: str
     config: Config = Config()  # noqa: RUF009  # frozen
@@ -334,7 +335,8 @@ class Runner:
         return {"state": "passed", "kept": kept, "reason": reason, **found}
 
     def _measure_ap(self, before: dict[str, Any], after: dict[str, Any], pair_s: float) -> dict[str, Any]:
-        """AP of trainings on as many images, of each seed. pair_s: seconds of an image in both. Raises TrialError."""
+        """AP of trainings on the same number of images, of each seed. pair_s: seconds of an image in one training and
+        in the other. Raises TrialError."""
         self._replace_base(None)
         images = policy.AP_SHARE * self.context.budget_s / pair_s / policy.AP_SEEDS
         if images < 10 * max(before["batch_size"], after["batch_size"]):

@@ -162,7 +162,7 @@ def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str
 
 
 def _device_phase_seconds(host: Mapping[str, float], values: Mapping[str, float], unseen_s: float) -> dict[str, float]:
-    """Phases of a device with a clock of its own.
+    """Phases of a device that worked on steps for busy_s by its own clock, comm_s of it waiting for communication.
 
     When the device is idle, it waits for the host's waits, up to their length: a wait that is shorter than the device's
     queue costs nothing. The rest is `host`, or `sync` if the host waits for the device in each step, except for
@@ -186,7 +186,8 @@ def _device_phase_seconds(host: Mapping[str, float], values: Mapping[str, float]
 
 
 def input_wait_s(trace: bytes) -> float:
-    """Seconds in which steps fetched a batch, by a trace of TensorFlow's profiler. Raises ValueError if it is none."""
+    """Seconds in which a step fetched a batch, by a trace of TensorFlow's profiler; overlapping ones count once. Raises
+    ValueError if the bytes are not a trace."""
     from google.protobuf.message import DecodeError
 
     from stoker.data.formats.tfrecord_bytes import message_class  # loads numpy, which other jobs do not need
@@ -333,7 +334,8 @@ def _add(a: Mapping[Key, float], b: Mapping[Key, float]) -> dict[Key, float]:
 
 
 def _scale(due: Mapping[str, float], total: float) -> dict[str, float]:
-    """The positive values, scaled so that they add up to the total."""
+    """The positive values, scaled so that they add up to the total: less than is due of some if earlier time was
+    assigned to a phase that turned out to be wrong."""
     due = {name: value for name, value in due.items() if value > 0}
     factor = max(0.0, total) / sum(due.values()) if due else 0.0
     return {name: value * factor for name, value in due.items()} if factor else {}

@@ -71,7 +71,7 @@ class RotatingLog:
 
 
 def relay(source: int, target: int, log: RotatingLog, standby: socket.socket) -> bool:
-    """Copies until the output ends, or nobody reads the target pipe (True), or the standby process dies (False)."""
+    """Copies until the output ends or the target pipe has no reader (True), or the standby process dies (False)."""
     while True:
         ready, _, _ = select.select([source, standby.fileno()], [], [])
         if source not in ready:

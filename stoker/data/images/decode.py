@@ -89,7 +89,8 @@ def decode(data: bytes, path: Path | str) -> Pixels:
 
 
 def decode_resized(data: bytes, path: Path | str, header: Header, size: tuple[int, int]) -> Pixels:
-    """The whole image resized to `size` (height, width), uint8 RGB, upright as in `header`. Raises DataError."""
+    """The whole image resized to `size` (height, width), uint8 [h, w, 3] RGB, upright as in `header`. Raises
+    DataError."""
     height, width = header.size
     out = np.empty((*size, 3), np.uint8)
     decode_into(data, path, region=(0, 0, width, height), out=out, header=header)

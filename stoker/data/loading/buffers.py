@@ -64,7 +64,8 @@ class HostBatchBuffer:
         max_boxes: int,
         arrays: Sequence[NDArray[Any]] | None = None,
     ) -> None:
-        """arrays: existing memory, as described by `batch_arrays`; None: new memory. device: None: without tensors."""
+        """arrays: existing memory, as described by `batch_arrays`; None: new memory of torch. device: None in a worker
+        process, which has no tensors."""
         self.image_size = image_size
         self.tensors: list[Tensor] = []
         """In the order of Batch; the images are [B, H, W, 3]."""

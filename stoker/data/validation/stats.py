@@ -79,7 +79,8 @@ class ImageSizeCount(msgspec.Struct, kw_only=True):
 
 
 class AnchorCoverage(msgspec.Struct, kw_only=True):
-    """How well anchors fit: the fraction of boxes whose best IoU with an anchor centered on them is high enough."""
+    """How well anchors fit: the fraction of boxes whose best IoU with an anchor shape centered on them is at least the
+    threshold."""
 
     name: str
     """"recommended", or the model of which they are the default."""

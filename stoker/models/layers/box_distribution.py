@@ -36,8 +36,8 @@ def decode_sides(side_logits: Tensor, reference: Tensor, distances: Tensor, reg_
 def side_targets(
     reference: Tensor, boxes: Tensor, distances: Tensor, reg_scale: float = REG_SCALE
 ) -> tuple[Tensor, Tensor]:
-    """(bin, weight of the bin after it), each [..., 4], of the sides of `boxes` [..., 4] xyxy around reference boxes
-    [..., 4] (center and size)."""
+    """(bin, weight of the bin after it), each [..., 4]: where the sides of `boxes` [..., 4] xyxy lie around reference
+    boxes [..., 4] (center and size)."""
     center, size = reference.split(2, dim=-1)
     unit = size / reg_scale + 1e-16
     wanted = torch.cat(((center - boxes[..., :2]) / unit, (boxes[..., 2:] - center) / unit), dim=-1) - 0.5 * reg_scale

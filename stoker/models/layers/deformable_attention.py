@@ -41,7 +41,7 @@ def sample_levels(
 
 
 def _sample_by_gathers(maps: Tensor, at: Tensor) -> Tensor:
-    """`grid_sample` of [N, c, h, w] at [N, Q, P, 2]: [N, c, Q, P], for XLA, which has none."""
+    """`grid_sample` of maps [N, c, h, w] at [N, Q, P, 2] → [N, c, Q, P], by gathers: XLA has no `grid_sample`."""
     height, width = maps.shape[2:]
     x, y = ((at[..., axis] + 1) * (size / 2) - 0.5 for axis, size in enumerate((width, height)))
     left, top = x.floor().detach(), y.floor().detach()

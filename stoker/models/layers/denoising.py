@@ -67,6 +67,7 @@ def make_denoising_queries(truth: Truth, rand: Tensor, num_classes: int) -> Deno
 
 
 def denoising_mask(group: Tensor, num_queries: int) -> Tensor:
-    """Which queries attend to which: bool [B, 1, N + Q, N + Q]: all to the last Q, the others also to their group."""
+    """Which queries attend to which: bool [B, 1, N + Q, N + Q]. All attend to the Q queries of the image, denoising
+    ones also to their group."""
     all_groups = torch.nn.functional.pad(group, (0, num_queries), value=-2)
     return ((all_groups[:, None, :] == -2) | (all_groups[:, :, None] == all_groups[:, None, :]))[:, None]

@@ -74,8 +74,8 @@ def soft_binary_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *,
 
 
 class _SoftBinaryCrossEntropy(torch.autograd.Function):
-    """As for a target of 0, with the derivative sigmoid(x); a target of q subtracts q x from the loss and q from the
-    derivative, which is kept as in `_FocalLoss`."""
+    """Computes the loss for a target of 0, with the derivative sigmoid(x); a target of q subtracts q x from the loss
+    and q from the derivative. Keeps the derivative, as `_FocalLoss`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, quality: Tensor, block: int) -> Tensor:
@@ -97,7 +97,8 @@ class _SoftBinaryCrossEntropy(torch.autograd.Function):
 
 
 def _empty_derivatives(logits: Tensor) -> Tensor:
-    """A tensor for the derivatives, in the logits' dtype; for fp16, where small ones would underflow, in bf16."""
+    """A tensor for the derivatives, in the logits' dtype; bf16 for fp16, where small derivatives would underflow before
+    the loss scale is applied."""
     return torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
 
 

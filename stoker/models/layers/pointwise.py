@@ -76,7 +76,8 @@ def _split(x: Tensor, parts: int) -> Tensor:
 
 
 def _join(x: Tensor, parts: int) -> Tensor:
-    """[B · parts, C, H / parts, W] → [B, C, H, W], the same memory, for autograd no view: it may change in place."""
+    """[B · parts, C, H / parts, W] → [B, C, H, W] with the same memory, but for autograd no view, which could not be
+    changed in place."""
     images, channels, height, width = x.shape
     joined = x.permute(0, 2, 3, 1).reshape(images // parts, height * parts, width, channels)
     return joined.permute(0, 3, 1, 2).data

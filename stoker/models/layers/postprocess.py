@@ -168,7 +168,8 @@ def topk_per_level(
 def clip_and_filter(
     resized_size: Tensor, boxes: Tensor, scores: Tensor, labels: Tensor, *, score_threshold: float | Tensor
 ) -> Candidates:
-    """Boxes [B, N, 4] clipped to `resized_size` [B, 2]. Scores not above the threshold, and of boxes outside, are 0."""
+    """Boxes [B, N, 4] clipped to `resized_size` [B, 2]. The score [B, N] of a box becomes 0 if it is not above the
+    threshold or nothing of the box is inside."""
     clipped = clip(boxes, resized_size)
     # A box in the padding is clipped to a line at the image's edge, which NMS would not remove.
     is_box = (clipped[..., 2:] > clipped[..., :2]).all(-1)
@@ -193,8 +194,9 @@ def best_of_queries(
 def nms_per_class(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:
     """NMS within each class of each image; the best `max_detections` of the remaining boxes, best first.
 
-    Of two boxes of a class with an IoU above `iou_threshold`, the better one stays, in pixels of the model input. On a
-    CPU, and for XLA, by torchvision, which synchronizes, as "nms"; else in rounds, and the result has a `check`.
+    Of two boxes of a class with an IoU above `iou_threshold`, the better one stays. On a CPU by torchvision, which
+    synchronizes, as "nms", and so on the host for XLA; on other accelerators in rounds, and the result has a `check`.
+    The boxes stay in pixels of the model input.
     """
     device = candidates.scores.device
     if device.type in XLA_KINDS:

@@ -147,7 +147,8 @@ def _empty_match(boxes: Tensor, valid: Tensor, anchors: Tensor, *_: float) -> Te
 
 @triton.jit
 def _load_logits(logits, target, first_anchor, num_anchors, level_anchors, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
-    """(logits as float32, whether each is of its anchor's class, that class, offsets in the level, whether inside)"""
+    """(logits as float32, whether each is that of its anchor's class, whether it counts, offsets in the level of an
+    image, whether they are inside)"""
     image = tl.program_id(1).to(tl.int64)
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < level_anchors * CLASSES

@@ -20,7 +20,8 @@ def check_sources(
     *, dockerfile: Path | None, requirements: Path | None, script: Path | None, driver: str | None = None
 ) -> list[Finding]:
     """Findings of the files given, worst first, each with FILE:LINE. requirements: requirements.txt, environment.yml or
-    pyproject.toml; driver: NVIDIA's of the machine that will run them, 535 or 535.104.05. Raises nothing."""
+    pyproject.toml; driver: version of the NVIDIA driver of the machine that will run them, 535 or 535.104.05. A file
+    that cannot be read or understood is a finding; nothing is raised."""
     found: list[Finding] = []
 
     def attempt(path: Path, read: Callable[[Path], None]) -> None:

@@ -32,7 +32,8 @@ class BatchFinder:
         self._report, self._withdraw, self._line = report, withdraw, line
         self._fetched = 0
         self._newest: tuple[Any, ...] | None = None
-        """Of a batch without a step yet: values and other parts or None, labels, number in the epoch, samples."""
+        """Of a batch that no step has followed yet: values and other parts, None if one is not known; labels, its
+        number in the epoch, size of the data set."""
         self._place = ""
         self._values: Any = None
         self._compared, self._equal = 0, 1

@@ -226,7 +226,8 @@ class PhaseClock:
         return bool(trained) and len(trained & own) >= max(of_optimizer * len(trained), of_own * len(own))
 
     def set_evaluating(self, is_evaluating: bool) -> None:
-        """Between steps: the model that is trained changed its mode. Batches of unknown use are of an evaluation."""
+        """Between steps: the model that is trained was put into its mode for evaluation, or for training. Batches of
+        which nothing is known are then of the evaluation."""
         self.update()
         if is_evaluating and self._stack[0] == MAYBE_WORK:
             for source in [source for source in self._open_sources if source.is_training is None]:
