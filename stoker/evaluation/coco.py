@@ -2,10 +2,12 @@
 
 The rules are those of pycocotools' cocoeval.py, the oracle in the tests (equal within 1e-9): per image and class the
 100 best detections, each matched to the free ground truth box with the largest IoU at ten thresholds, else to crowd
-regions and boxes outside the area range, which are ignored. The only loop has one step for the n-th pair of boxes of
-all images and classes at once, at all thresholds (a bit each) and areas. So a data set of COCO's size takes about a
-second, mostly without the interpreter lock, which the training thread needs (decision 9; `benchmarks/steps/evaluate.py`
-measures both). `error_analysis.py` classifies the errors; no torch here.
+regions and boxes outside the area range, which are ignored. The computation is vectorized. The only loop has one step
+for the n-th pair of boxes of all images and classes at once, at all thresholds (a bit each) and areas. So scoring a
+data set of COCO's size takes about a second, mostly inside NumPy without the interpreter lock, which the training
+thread needs (decision 9). `benchmarks/steps/evaluate.py` measures both.
+
+`error_analysis.py` classifies the errors; no torch here.
 """
 
 import dataclasses

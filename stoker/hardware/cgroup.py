@@ -1,7 +1,8 @@
 """CPU and memory limits of a process: those of its cgroup, version 1 or 2, and those of the machine.
 
-Containers, Slurm steps, pods and systemd units set limits on the cgroup of the process or on a parent of it; the lowest
-counts. A value that is not set or cannot be read is None. How long threads spin is at the end.
+Containers, Slurm steps, Kubernetes pods and systemd units set limits on the cgroup of the process or on a parent of it;
+the lowest limit counts. A value that is not set or cannot be read is None. No torch: external jobs are watched too. How
+long threads spin, which follows from the cores, is at the end.
 """
 
 import dataclasses

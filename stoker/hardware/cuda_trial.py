@@ -1,12 +1,13 @@
 """Whether there is a GPU of NVIDIA, whatever torch says, and whether torch can use it.
 
-What shows a GPU, or promises one, needs neither torch nor the driver's library: a training on the CPU because torch
-does not find the GPU costs hours. The trial, a process, compares products and convolutions of GPUs with the CPU's.
+What shows a GPU, or promises one, needs neither torch nor the driver's library: a training that runs on the CPU
+because torch does not find its GPU costs hours before anyone notices. The trial uses each GPU for real, in a process of
+its own: a matrix product and a convolution, compared with the CPU's.
 
     python -m stoker.hardware.cuda_trial 0.3 cuda:0
 
-It prints `TorchFacts` as JSON, and on stderr the stage that it is in: a broken driver may hang in any of them, and the
-caller (`preflight/gpu.py`) waits for a limited time. torch is imported only when the program runs.
+It prints `TorchFacts` as JSON, and on stderr the stage that it is in, because a broken driver may hang in any of them:
+the caller (`preflight/gpu.py`) waits for a limited time. torch is imported here only when the program runs.
 """
 
 import contextlib

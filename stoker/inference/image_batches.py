@@ -1,10 +1,12 @@
 """Batches of images without annotations, from files or pixels, for prediction; tiles of large images.
 
 An entry of a batch is a window: a whole image, or a tile of a large one. Threads decode, resize and pad windows ahead
-of the device, upright by EXIF. `predict.py` runs the model. Annotated images are loaded by `data/loading/loader.py`.
+of the device, as in an evaluation (`data/images/decode.py`, `data/geometry.py`), upright by EXIF. `predict.py`
+runs the model. Annotated images are loaded by `data/loading/loader.py`.
 
-Tiles are for small objects in large images (SAHI, arXiv 2202.06934): they overlap, so that every object smaller than
-the overlap is completely in one of them. `merge_detections` removes duplicates.
+An object of 20 pixels in an image of 4,000 has 3 pixels in a model input of 640, too few to be detected. So the image
+is also processed in overlapping tiles, which contain every object smaller than the overlap completely at least once.
+The whole image has the larger objects. `merge_detections` removes duplicates. The idea is SAHI's (arXiv 2202.06934).
 """
 
 import contextlib

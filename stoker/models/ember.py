@@ -5,12 +5,14 @@ level, for classes and for boxes. A point predicts a logit per class and, for ea
 distances, whose mean is the distance (GFL, Li et al. 2020, arXiv 2006.04388).
 
 Boxes are assigned to points by the current predictions (TOOD, Feng et al. 2021, arXiv 2108.07755, section 3.2), with
-fixed shapes and without host syncs. Of the points inside a box, the `topk` with the largest alignment, score^ALPHA ·
-IoU^BETA with the box, are positives; of several boxes, a point gets the one with the largest IoU. Its target score is
-its alignment, scaled so that the maximum over a box's positives equals their largest IoU.
+fixed shapes and without host syncs. The points inside a box are its candidates. The alignment of a candidate is
+score^ALPHA · IoU^BETA, with its score for the box's class and the IoU of its predicted box. The `topk` best aligned
+candidates of a box are its positives; a point that is positive for several boxes is assigned to the one with the
+largest IoU. The target score of a positive is its alignment, scaled so that the maximum over a box's positives equals
+their largest IoU.
 
-With `nms_free`, a second, one-to-one head is trained to detect each box at a single point, so its boxes need no NMS
-(YOLOv10, Wang et al. 2024, arXiv 2405.14458). Its gradient does not reach the features.
+With `nms_free` there is a second, one-to-one head, trained to detect each box at a single point (YOLOv10, Wang et al.
+2024, arXiv 2405.14458), so its boxes need no NMS. Its gradient does not reach the features.
 """
 
 from collections.abc import Mapping, Sequence

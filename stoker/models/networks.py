@@ -1,14 +1,16 @@
 """Classification networks without the classifier, and ember's own; `backbones.py` has the table of all backbones.
 
 ResNet and ResNeXt (arXiv 1512.03385, 1611.05431), MobileNetV2 and MobileNetV3-large (arXiv 1801.04381, 1905.02244) have
-the names (without MobileNet's prefix `features.`), weights and random weights of torchvision. They are not its modules,
-because importing torchvision takes longer than building the model (LOG.md, "Start-up").
+the names (without MobileNet's prefix `features.`) and weights of torchvision. They are not torchvision's modules,
+because importing torchvision takes longer than building the model: its operators import torch's compiler (LOG.md,
+"Start-up"). The same seed gives the same weights.
 
-Cross-stage-partial networks are ember's CSP backbone and PAFPN neck. A CSP layer sends half of its channels through
-residual blocks and concatenates the output of each with the other half (CSPNet, arXiv 1911.11929; ELAN, arXiv
-2211.04800, section 3): half the FLOPs of residual blocks of the same width, and short gradient paths. The neck merges
-features top-down to the finest map, then bottom-up (PANet, arXiv 1803.01534). Activations are ReLUs, which
-accelerators, oneDNN and onnxruntime fuse with the convolution before them.
+Cross-stage-partial networks are the CSP backbone of the ember family, and its PAFPN neck. A CSP layer sends half of its
+channels through residual blocks and concatenates the output of each block with the other half (CSPNet, arXiv
+1911.11929; ELAN, arXiv 2211.04800, section 3): half the FLOPs of residual blocks of the same width, and short gradient
+paths. The neck merges features top-down to the finest map, then bottom-up (PANet, arXiv 1803.01534). Activations are
+ReLUs: accelerators, oneDNN and onnxruntime fuse a ReLU with the convolution before it, while SiLU takes passes over
+memory of its own.
 """
 
 from collections import OrderedDict

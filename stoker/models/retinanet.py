@@ -5,13 +5,14 @@ With the same weights, losses and detections equal those of torchvision's Retina
 COCO weights have 91 channels, for labels 1 … 90 and an unused 0 (`weights/load.py` converts).
 
 The lite variant is the SSD MobileNetV2 FPN-lite of TF's Object Detection API (ssd_mobilenet_v2_fpnlite_320x320 and
-640x640): separable convolutions with BatchNorm and ReLU6 in FPN and head, one head for classes and boxes, with weights
-shared by all levels and separate norms per level. As in TF: separable convolutions also in the last layers, no norm
-after the 1 × 1 convolutions of the FPN. Unlike TF: the backbone keeps the last convolution of the ImageNet classifier;
-levels are merged before the FPN's 3 × 3 convolutions, as in the paper, and the coarsest level has one, too; anchors
+640x640, called a mobile RetinaNet by its authors): depthwise-separable convolutions with BatchNorm and ReLU6 in FPN and
+head, one head for classes and boxes, with weights shared by all levels and separate norms per level. As in TF:
+separable convolutions also in the last layers, no norm after the 1 × 1 convolutions of the FPN. Unlike TF: the backbone
+keeps the last convolution of the ImageNet classifier (TF's has 256 channels instead of 1,280); levels are merged before
+the FPN's 3 × 3 convolutions, as in the paper and in TF's version for TF 1, and the coarsest level has one, too; anchors
 start at the image's corner, not half a stride from it; box offsets are not scaled (TF: 10 and 5), and their loss is
 GIoU, not a smooth L1 with a quarter of the weight; the NMS threshold is 0.5, not 0.6; the backbone's norms are frozen
-unless `--backbone-norm` changes that.
+unless `--backbone-norm` changes that, TF trains them.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 Three sources are compared: what shows that a GPU is there, what the driver says (`telemetry/gpu.py`), and a trial in a
 process of its own, which really multiplies and convolves (`hardware/cuda_trial.py`). `check_gpu` collects them as
-`GpuFacts`; the rules about versions and each GPU are in `gpu_rules.py`. Not here: memory (`planning/check.py`).
+`GpuFacts`, from which each rule makes its findings; those about versions and about each GPU are in `gpu_rules.py`.
+Whether the model fits the memory is tried in `planning/check.py`.
 """
 
 import os

@@ -1,7 +1,8 @@
 """The ledger: assigns every second of a run to exactly one phase. The phases always add up to the wall time.
 
 It has two sources. The training thread says what it does (`phase`, `compute`); events on the device say when the device
-computed. Both are lines of labeled intervals. At each instant the first rule that applies decides:
+computed. Both are lines of labeled intervals, which are merged into one. At each instant the first rule that applies
+decides:
 
 1. the device works on an optimizer step      -> `compute`; `recovery` if an earlier attempt did this step and lost it;
    or it is in a device phase                 -> `comm` or `h2d`, as the thread set it while issuing the work
@@ -10,25 +11,33 @@ computed. Both are lines of labeled intervals. At each instant the first rule th
 4. no phase was set since the start           -> `startup`
 5. otherwise                                  -> `unattributed`, or the `default_phase` of the ledger
 
-So a device that still works on step n while the thread waits for the images of step n + 1 is computing. A phase inside
-`compute` interrupts the step on the device too: events are recorded before and after it. After an `input_wait`, the
-thread may say what it waited for (`split_input_wait`): these stages, too, cover only the time in which the device was
-idle, and add up to the phase exactly. Time that none of them covers is `queue`.
+So a device that still works on step n while the thread waits for the images of step n + 1 is computing: waiting for
+images costs only the time in which the device is idle. A phase inside `compute` interrupts the step on the device too:
+events are recorded before and after it.
 
-Events bracket a step, so a device that idles *between* the kernels of a step counts as computing. A step that the
-device has finished when the thread has issued its last kernel is counted (`host_bound_steps`). Profiler windows measure
-how long the device idled (`trace.py`).
+After an `input_wait`, the thread may say what it waited for (`split_input_wait`), as intervals of stages. They refine
+the thread's line before the merge, so stages also cover only the time in which the device was idle, and they add up to
+the phase exactly. Time that no interval covers is `queue`.
+
+Events bracket a step, so a device that idles *between* the kernels of a step counts as computing. Such steps are
+detected when the thread has issued the last kernel and the device has already finished: they are counted
+(`host_bound_steps`). Profiler windows measure how long the device idled (`trace.py`).
 
 The host bounds the time of every event: it is not before the event was issued, not before the last query that returned
 "not complete", and not after the query that returned "complete". An event outside these bounds shifts all later ones,
-so drift between the two clocks (10 ppm are a second a day) is corrected: to within a step while the device is never
-idle, to within microseconds where it is, since an idle device reaches the first event of a step at once.
+so drift between the device clock and the host clock (10 ppm are a second a day) is corrected: to within a step while
+the device is never idle, to within microseconds where it is, since an idle device reaches the first event of a step at
+once.
 
-Windows end at the present: a step that the device has begun and not finished is `compute` until now.
+Windows end at the present: a step that the device has begun and not finished is `compute` until now, and the rest of it
+belongs to the next window. So nothing is estimated later. Only events that are not complete are kept: as many as the
+queue of the device holds.
 
-The CPU time of the thread by phase (`TimeBreakdown.thread_cpu_s`) distinguishes a thread that runs Python from one that
-waits. It follows rules 2 to 5; on a CPU device, a step has its own `compute` or `recovery`. Intervals that are
-attributed afterwards (`attribute`) move no CPU time, because that clock was not read at their ends.
+Besides the time, the CPU time of the thread by phase (`TimeBreakdown.thread_cpu_s`) distinguishes a thread that runs
+Python from one that waits. It follows the thread's own line, rules 2 to 5: the innermost phase; `host` while a step is
+issued; on a CPU device the step's own `compute` or `recovery`. Intervals that are attributed afterwards (`attribute`)
+move time but no CPU time, because that clock was not read at their ends. `startup` has CPU time from the creation of
+the ledger on.
 
 Cost: `benchmarks/steps/ledger.py`. Not thread-safe: only the training thread may call it. The device's clock is
 `stoker/hardware/device.py`.

@@ -1,7 +1,9 @@
 """Curves of a run for the report, as data.
 
-Any number of values in, a bounded number of points out, in one pass: a point is a bin with its mean, minimum and
-maximum, and the width of all bins doubles when they are too many. `page/charts.py` draws the curves.
+Any number of values in, a bounded number of points out, in one pass and bounded memory.
+
+A point is a bin with its mean, minimum and maximum. The bin width doubles when there are too many bins, so the page of
+a run of weeks is as large as that of an hour. `page/charts.py` draws the curves.
 """
 
 import statistics

@@ -1,8 +1,10 @@
 """The machine of a run: what environment.json says of it, what the run used of it, and advice on its size.
 
-environment.json is of the newest attempt; nothing fails when it is missing or damaged. Each rule is a pure function of
-the `resource_usage` that returns the evidence for its advice, whose words are a row of `knowledge/findings.toml`.
-Causes of lost time are in `stoker/diagnosis/`; `launching/advise.py` has figures of other devices and machines.
+environment.json has hardware, versions and variables of the newest attempt. It is read for information only: nothing
+fails when it is missing or damaged. `resource_usage` says what a run used of its machine; each rule is a pure function
+of it that returns the evidence for its advice, whose words are a row of `knowledge/findings.toml`. Advice is not a
+finding: no time is lost, and nothing is changed automatically. Causes of lost time are in `stoker/diagnosis/`;
+`launching/advise.py` has figures of other devices and machines.
 """
 
 import dataclasses

@@ -1,10 +1,12 @@
 """Failures of requests to a bucket: the kind of failure, whether and when to retry, and the message for the user.
 
-obstore gives an exception class, and everything else but headers as text, which only this module parses: the status,
-the store's XML, the kind of a network failure. Codes and messages are in `knowledge/storage_failures.toml`.
+obstore gives an exception class, and everything else as text: the status, the store's XML, the kind of a network
+failure. Only this module parses that text. It does not include headers such as Retry-After. Codes and messages are in
+`knowledge/storage_failures.toml`.
 
 Waits have full jitter (AWS Architecture Blog, "Exponential Backoff and Jitter", 2015); only the total time ends a
-request. obstore's own retries (parts of uploads only) do not retry damaged bodies, and repeat conditional writes.
+request. obstore's own retries are used for parts of uploads only (`clients.py`): they do not retry damaged bodies, and
+repeat conditional writes.
 """
 
 import functools

@@ -2,8 +2,9 @@
 
 Every write of the object is conditional on the previous version, so only one of several processes can take the lease.
 The lease of a dead process is taken at once on the same machine, where the process can be checked; on another machine
-when it has not been renewed for LEASE_DURATION_S. A clock that is wrong by more than half a minute may take one that is
-still held; the previous holder notices at its next renewal and stops writing (`Lease.ensure_held`).
+when it has not been renewed for LEASE_DURATION_S. That compares the clocks of two machines: if one is wrong by more
+than half a minute, it may take a lease that is still held. The previous holder notices at its next renewal and stops
+writing (`Lease.ensure_held`).
 """
 
 import contextlib

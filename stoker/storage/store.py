@@ -1,12 +1,14 @@
 """A bucket or a web server: read, list, write, delete, from any thread, with retries and errors that say what to do.
 
-Every read is checked against the length in the headers, and whole objects that `read` returns by MD5 where the ETag is
-one (objects of one part without KMS keys); obstore gives no access to other checksums. `read_async` (images) has no
-MD5, which costs as much as the whole request; TLS protects the transfer, and decoding is strict. Not here: many
-concurrent reads (`fetcher.py`), credentials (`clients.py`), kinds of failures, time between retries (`failures.py`).
+Every read is checked against the length in the headers. Whole objects that `read` returns are also checked by MD5 where
+the ETag is one (objects of one part without KMS keys). obstore does not give access to other checksums (x-goog-hash,
+x-amz-checksum-…). Images are read by `read_async` without MD5, which costs as much as the whole request; TLS protects
+the transfer, and decoding is strict. Not here: many concurrent reads (`fetcher.py`), credentials (`clients.py`), kinds
+of failures and the time between retries (`failures.py`).
 
-A command reads the working copy of a run (`uri.py`) if that is at least as new as the bucket, else it downloads what it
-needs into the reading copy. Objects that are removed or replaced meanwhile are not an error: the run may be live.
+Downloads are objects as files, and the files of a run that a command needs: a command reads the working copy of a run
+(`uri.py`) if that is at least as new as the bucket, else it downloads into the reading copy. Objects that are removed
+or replaced meanwhile are not an error: the run may be live.
 """
 
 import asyncio

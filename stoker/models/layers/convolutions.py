@@ -1,15 +1,19 @@
 """Convolutions of backbones, necks and heads: blocks, padded ones for images, and one operator with bias and ReLU.
 
-Padded: tensor cores multiply whole groups of channels, 8 in 16 bits, 4 for images and a stride of 2 (NVIDIA's
-"Convolutional Layers User's Guide", QuickStart Checklist). Zeros change neither the result nor the gradient, and the
-weights keep their three channels. On CPUs oneDNN has its own layout for three channels, and nothing is padded.
+Padded: tensor cores multiply whole groups of channels. NVIDIA's "Convolutional Layers User's Guide" (QuickStart
+Checklist) asks for a multiple of 8 input channels in 16 bits, and says that 4 are sufficient for images and a stride of
+2. Zeros change neither the result nor the gradient, and the weights keep their three channels, so checkpoints do too.
+On CPUs oneDNN has its own layout for three channels, and nothing is padded.
 
 Folded: a frozen norm multiplies by and adds constants, so the convolution before it can do both with scaled weights and
-a bias. That saves two passes over the activations forward and one backward. `state_dict` stays as it is.
+a bias. That saves two passes over the activations forward and one backward. `state_dict` keeps the names and values of
+the two modules.
 
 Fused (`conv_relu`): convolution, bias, residual and ReLU as one operator (cuDNN's fused epilogue), for training on
-NVIDIA GPUs, where each would read and write the whole map. The backward pass is that of the separate operators, which a
-CPU computes, too. `use_fused_convs` switches it; `training/make_step.py` decides by measurement.
+NVIDIA GPUs. Without it each of them reads and writes the whole map: four passes in eager mode, one of them left by a
+compiler. The backward pass is that of the separate operators. `use_fused_convs` switches it;
+`training/make_step.py` decides by measurement. On a CPU the operator computes the separate ones, which is
+how its gradients are tested.
 """
 
 import itertools

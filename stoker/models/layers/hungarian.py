@@ -1,9 +1,11 @@
 """Bipartite matching of boxes and queries with the least total cost (Hungarian matching), without stalling the device.
 
-`assign` is one operator, `stoker::assign`: one name in a trace and one node of a compiled graph. It finds the exact
-optimum by shortest augmenting paths (Jonker and Volgenant 1987), at most M · (M + 1) / 2 scans of a row for M boxes. On
-CUDA it is a kernel with one program per problem (`hungarian_kernel.py`), for which the host does not wait. On a CPU it
-is NumPy. Where Triton is missing, the costs are copied to the host, which waits, as "assign".
+`assign` is one operator, `stoker::assign`, so it is one name in a trace and one node of a compiled graph. It finds the
+exact optimum by shortest augmenting paths (Jonker and Volgenant 1987): one path per box, and a path visits each column
+at most once, so M boxes take at most M · (M + 1) / 2 scans of a row, whatever the costs are. On CUDA it is a kernel
+with one program per problem (`hungarian_kernel.py`): its loops end on the device and the host waits for nothing. On a
+CPU, where there is nothing to wait for, it is NumPy. Where Triton is missing, the costs are copied to the host, which
+waits, as "assign".
 """
 
 import importlib.util

@@ -1,9 +1,10 @@
 """From dense predictions to detections: best candidates, NMS, a fixed number of detections.
 
-Everything has fixed shapes except torchvision's NMS, whose result's length the host must know: a host sync with the
-name "nms". On an accelerator, NMS in a fixed number of rounds takes its place, for whole batches (docs/decisions/0007);
-for the rare image for which that is not exact, torchvision's NMS repeats it when the host reads the detections
-(`ExactnessCheck`). The proposals of Faster R-CNN use NMS in rounds in training and in evaluation.
+Everything has fixed shapes except torchvision's NMS; the host must know the length of its result. That host sync has
+the name "nms". On an accelerator, greedy NMS as the fixed point of a rule, in a fixed number of rounds, takes its
+place, without a host sync and for whole batches (docs/decisions/0007); for the rare image for which that is not exact,
+torchvision's NMS repeats it when the host reads the detections (`ExactnessCheck`). The proposals of Faster R-CNN use
+NMS in rounds in training and in evaluation.
 """
 
 import importlib.util

@@ -1,9 +1,10 @@
 """Winograd's convolution for CPUs without AVX-512: 3 × 3 with a quarter of the multiplications.
 
-F(4 × 4, 3 × 3) of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (arXiv 1509.09308): overlapping
-6 × 6 tiles of the input and weights are transformed; matrix products replace the convolution; a last transform gives
-4 × 4 tiles of the output. With AVX2, forward and backward pass take 0.4 to 0.6 of the time of oneDNN's convolutions;
-with AVX-512, those are faster (LOG.md, "The step without AVX-512"). The rounding error is about four times theirs.
+F(4 × 4, 3 × 3) of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (arXiv 1509.09308): the input is
+cut into overlapping 6 × 6 tiles; tiles and weights are transformed; matrix products replace the convolution; a last
+transform gives 4 × 4 tiles of the output. With AVX2, forward and backward pass then take 0.4 to 0.6 of the time of
+oneDNN's convolutions; with AVX-512, those are the faster ones (LOG.md, "The step without AVX-512"). The price is
+rounding: the error is about four times that of a direct convolution in fp32.
 """
 
 import contextlib

@@ -2,12 +2,13 @@
 
 Supported are state_dicts of torchvision's detectors that are in MODELS (also with its older names), of torchvision's
 classifiers with the same backbones, of other publishers' detectors whose family has a `convert` (`table.Family`), and
-stoker's own files, as .pth/.pt (bare or under "model") or .safetensors, recognized by names and shapes of their
-tensors. `hub.py` finds files; `model_file.py` loads a whole model that stoker saved.
+stoker's own files, as .pth/.pt (bare or under "model") or .safetensors. A file is recognized by the names and shapes of
+its tensors. `hub.py` finds files; `model_file.py` loads a whole model that stoker saved.
 
-The class head of a file is converted to the user's classes: matched by name if possible, else left random. Files by
-stoker have one channel per class, after a background channel if the model has one; files by torchvision always have
-that channel, also where it is unused. Others have a channel per class: those from COCO 80, or 91 by category id.
+The class head of a file is converted to the user's classes: matched by name if possible, else left random.
+`detector.ClassHeadSpec` describes the channels of such a layer. Files by stoker have one channel per class, after a
+background channel if the model has one. Files by torchvision always have a background channel; in its RetinaNet and
+FCOS, which have sigmoids, it is unused. Others have a channel per class: those from COCO 80, or 91 by category id.
 """
 
 import re

@@ -1,8 +1,9 @@
 """What a container image will have, read from its Dockerfile: base image, packages, CUDA, cuDNN, Python, variables.
 
-A Dockerfile is read into stages and the commands of their shells, each word with its line, in linear time:
-continuations, heredocs, the exec form, values of ARG and ENV. Only the stage that is built last counts, and what it
-copies from others. Commands of apt, pip, uv, conda and CUDA's installer are recognized, others unknown.
+A Dockerfile is read into stages and the commands of their shells, each word with its line: continuations, comments
+between them, heredocs, the exec form and the values of ARG and ENV are understood, in linear time. Only the stage that
+is built last counts, and what it copies from others. The commands of RUN are recognized, not run: apt, pip, uv, conda,
+CUDA's installer. What is not recognized is unknown, and no rule speaks of it.
 """
 
 import bisect

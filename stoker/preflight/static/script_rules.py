@@ -1,11 +1,13 @@
 """What a training script does that wastes a GPU: tf.data pipelines, PyTorch's loaders and loops, devices, switches.
 
 Sources: tensorflow.org/guide/data_performance (parallel mapping, prefetching, vectorizing, caching),
-tensorflow.org/tutorials/distribute/input (global batch), pytorch.org/tutorials/recipes/recipes/tuning_guide.html, the
-API pages of the functions named. After `batch`, only work that is done for one image at a time is reported, as the
-guide advises cheap, vectorized work there. A rule that needs the whole program speaks only of a script that imports
-nothing but known libraries. The script is never executed: `Source` is its syntax tree. All walks are iterative, in
-linear time. The texts are in `knowledge/check_files.toml`, names and switches in `knowledge/source_names.toml`.
+tensorflow.org/tutorials/distribute/input (global batch), PyTorch's performance tuning guide
+(pytorch.org/tutorials/recipes/recipes/tuning_guide.html), the API pages of the functions named. A map after `batch` is
+what TensorFlow's guide advises for cheap, vectorized work; only work that is done for one image at a time is reported
+there. A rule that needs the whole program speaks only of a script that imports nothing but known libraries. The script
+is never imported or executed: `Source` is its syntax tree, with what the rules ask of it. All walks are iterative, so a
+script that is nested too deeply for the parser is an error and one that is not costs linear time. The texts are in
+`knowledge/check_files.toml`, names and switches in `knowledge/source_names.toml`.
 """
 
 import ast

@@ -1,9 +1,10 @@
 """Which lists, dictionaries, sets and deques of the job's own code grow while its memory does.
 
 The clock calls `GrowthFinder.check` after a step, in the training thread. Every CHECK_S it reads the memory of the
-process; only if that has grown in most of the last windows, it compares the lengths of globals of the job's own
-modules, locals of the functions that run, attributes of objects there, and values of dictionaries there with those of
-the look before. No code of the job is called, no reference is kept, and no failure reaches the job.
+process; only if that has grown in most of the last windows, by a line and not at once, it looks at the globals of the
+job's own modules, the locals of the functions that run, attributes of objects there, and values of dictionaries there.
+A look stops after MAX_LOOK_S of CPU time, and the time between looks doubles up to MAX_GAP_S. Lengths are compared with
+those of the look before. No code of the job is called, no reference is kept, and no failure reaches the job.
 """
 
 import os
