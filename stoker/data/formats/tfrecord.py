@@ -495,6 +495,7 @@ class TfRecordWriter(DatasetWriter):
         self._num_written = dict.fromkeys(target.max_images, 0)
         self._files: dict[str, list[Path]] = {split: [] for split in target.max_images}
         self._shard: tuple[str, int] | None = None
+        self._open_shard = contextlib.ExitStack()
 
     def add(self, image: AnnotatedImage) -> None:
         if image.image_format not in TF_IMAGE_FORMATS:
@@ -522,11 +523,13 @@ class TfRecordWriter(DatasetWriter):
         if shard != self._shard:
             self._shard = shard
             files.append(self.folder / f"{split}.record-{len(files):05d}")
-        with files[-1].open("ab") as file:
-            tfrecord_bytes.write_record(file, tfrecord_bytes.encode_example(values))
+            self._open_shard.close()
+            self._file = self._open_shard.enter_context(files[-1].open("xb"))
+        tfrecord_bytes.write_record(self._file, tfrecord_bytes.encode_example(values))
         self._num_written[split] += 1
 
     def finish(self) -> None:
+        self._open_shard.close()
         for split, files in self._files.items():
             for path in files:  # the number of shards is known only now, because images may have been left out
                 is_single = self._target.shards == 1
