@@ -873,6 +873,40 @@ def test_what_a_line_calls_is_one_place_where_it_is_in_many_lines(
         assert shown.text().partition(") ")[2].removesuffix(", each step") == found[0]
 
 
+@pytest.mark.parametrize(
+    ("frameworks", "in_python", "steps", "is_found"),
+    [
+        ("compilations of jax 0.10.2", 6, 20, True),
+        ("compilations of jax 0.10.2", 1, 20, False),
+        ("compilations of jax 0.10.2", 6, 4, False),
+        ("torch 2.15.0", 6, 20, False),
+    ],
+    ids=["samples are drawn", "a compiled function", "it computes most: the steps", "the clock's framework"],
+)
+def test_what_draws_samples_in_jax_is_one_place_with_what_it_computes(
+    frameworks: str, in_python: int, steps: int, is_found: bool, tmp_path: Path
+) -> None:
+    """Single operations and compiled functions in turn, which no clock tells from the steps."""
+    step = Place(line="train.py:122", function="<module>", call="jax._src.api.block_until_ready", kind="sync",
+                 samples=steps)  # fmt: skip
+    drawn = {"function": "sample", "callers": "train.py:131"}
+    parts = [
+        Place(line="utils.py:49", call="model.apply", kind="compute", samples=7, **drawn),
+        Place(line="utils.py:49", call="model.apply", kind="compile", samples=3, **drawn),
+        *(Place(line=f"utils.py:{line}", call="jax.numpy.where", kind="python", samples=in_python // 3 + (line == 50),
+                **drawn) for line in (50, 55, 62)),
+    ]  # fmt: skip
+    stacks = [window(n, step, *(part for part in parts if part.samples)) for n in range(1, 6)]
+    coverage = {"coverage": {"inside the job": f"recorded: {frameworks} in a process"}}
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"unattributed": 1.0},
+                   events=[("info", "", coverage)], stacks=stacks, steps=0)  # fmt: skip
+    records = read_run(run)
+    named = [f for f in run_rules(records) if f.title.endswith(" s in what train.py:131 calls")]
+    assert [finding.id for finding in named] == ["heavy_place"] * is_found
+    for finding in named:
+        assert finding.lost_device_s == pytest.approx(17 / 40 * records.place_totals["training", 0], rel=0.02)
+
+
 @pytest.mark.parametrize(("numbers", "severity"), [((4,), "info"), ((2, 3), "info"), ((1, 3), "warning")])
 def test_what_happened_once_in_a_short_run_is_info(numbers: tuple[int, ...], severity: str, tmp_path: Path) -> None:
     ends = Place(line="train.py:109", function="main", call="stop", kind="python", samples=40 // len(numbers))

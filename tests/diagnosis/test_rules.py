@@ -13,6 +13,7 @@ from stoker.diagnosis.notes import NOTES, collect_notes
 from stoker.diagnosis.reader import read_run
 from stoker.findings.finding import Finding
 from stoker.runs.records import DEVICES
+from stoker.runs.schemas import Place
 from tests.diagnosis.built import FACTS, HEALTHY_HOST, T0, make_run
 from tests.diagnosis.cases import ALSO_FOUND, CASES, GIB, HEALTHY, MIB, NOTE_CASES, Case
 
@@ -215,6 +216,36 @@ def test_an_external_job_is_explained_by_its_stack_samples(tmp_path: Path) -> No
         few = findings(tmp_path / f"{cause}-few", job | {"stacks": [stacks[0] | {"samples": 12}] * 2})
         assert of(few, cause).lost_device_s is None, "too few samples for a duration"
         assert any("estimate" in line.text for line in finding.evidence), cause
+
+
+def test_python_in_evaluations_is_not_between_steps(tmp_path: Path) -> None:
+    """Samples in Python that the clock's evaluations explain, while it saw next to no time between steps."""
+    for evaluating, is_found in ((0.22, False), (0.05, True)):
+        stacks = [{"samples": 100, "main_thread": {"python": 0.18, "compute": 0.82}}] * 2
+        job = {
+            "external": True, "config": None, "fractions": {"host": 0.02, "eval": evaluating}, "stacks": stacks,
+            "host": lambda _: {"cpu_limit_cores": 1.0, "process_cpu": 1.0},
+        }  # fmt: skip
+        found = findings(tmp_path / str(evaluating), job)
+        assert any(finding.id == "python_bound" for finding in found) is is_found
+
+
+def test_evaluations_wait_for_storage_as_well(tmp_path: Path) -> None:
+    """A loader that reads over HTTP, for training and evaluations: the clock's wait is only that of the training."""
+    for waiting, more_s in ((0.9, 12.0), (0.6, 0.0)):
+        stacks = [{
+            "samples": 100, "main_thread": {"input_wait": waiting, "compute": 1 - waiting}, "places": [
+                Place(line="train.py:9", call="torch.utils.data.dataloader.__next__", kind="input_wait",
+                      samples=round(100 * waiting)),
+                Place(line="train.py:12", call="model", kind="compute", samples=round(100 - 100 * waiting)),
+            ],
+        }] * 4  # fmt: skip
+        job = {
+            "external": True, "config": None, "fractions": {"input_wait": 0.6, "eval": 0.3}, "stacks": stacks,
+            "host": lambda _: {"process_cpu": 0.1},
+        }  # fmt: skip
+        finding = of(findings(tmp_path / str(waiting), job), "slow_storage")
+        assert finding.lost_device_s == pytest.approx(24.0 + more_s, rel=0.01), (waiting, finding)
 
 
 def test_a_training_thread_that_decodes_while_cores_are_idle_needs_workers(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """The training waits for images: the arithmetic of that wait, and its reasons, which are storage, decoding, too few
 cores or workers, copies to the device."""
 
+import math
 from typing import Any
 
-from stoker.diagnosis.causes.cause import Cause, find_cause, find_note
+from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause, find_note
 from stoker.diagnosis.causes.host import (
     contended_fraction,
     cpu_demand,
@@ -77,13 +78,16 @@ def make_input_wait_finding(
             excluded_s += started * run.steady.wall_s * run.num_ranks
         if run.is_external and run.phase_seconds("input_wait") - excluded_s < INPUT_BOUND.threshold("min_wait_s"):
             return None
+        if eval_wait_s := _wait_in_evaluations_s(run):
+            text = f"{eval_wait_s:,.1f} s more in evaluations, by the stack samples"
+            evidence = [*evidence, make_evidence(text, eval_wait_s, "stacks.jsonl: main_thread")]
         return make_phase_finding(
             run,
             cause,
             "input_wait",
             extra_evidence=evidence,
             min_measured=min_measured,
-            excluded_s=excluded_s,
+            excluded_s=excluded_s - eval_wait_s,
             **options,
         )
     if run.on_cpu:
@@ -98,6 +102,20 @@ def make_input_wait_finding(
         min_measured=min_measured,
         **options,
     )
+
+
+def _wait_in_evaluations_s(run: RunRecords) -> float:
+    """Device-seconds of a watched job's evaluations in which they wait for images, too: what the stack samples show
+    beyond the phase `input_wait`, which is that of the training. 0 if it may be chance."""
+    eval_s = run.phase_seconds("eval")
+    if not run.is_external or eval_s <= 0 or not has_enough_stacks(run):
+        return 0.0
+    fraction, waited_s = run.stacks.fraction("input_wait", "decode"), run.phase_seconds("input_wait")
+    sampled_s = sum(seconds for (role, _), seconds in run.place_totals.items() if role == "training")
+    error = math.sqrt(fraction * (1 - fraction) / run.stacks.samples) if 0 < fraction < 1 else 0.0
+    if (fraction - common_threshold("sigmas") * error) * sampled_s <= waited_s:
+        return 0.0
+    return min(eval_s, fraction * sampled_s - waited_s)
 
 
 def _loading_evidence(run: RunRecords) -> list[Evidence]:

@@ -80,7 +80,7 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     from_stacks = _finding_from_stacks(
         run, cause, "Python", *_PYTHON, places=_places_between_steps(run), place_s=place_s
     )
-    from_stacks = _name_place(from_stacks, largest, place_s)
+    from_stacks = None if _is_in_evaluations(run, fraction) else _name_place(from_stacks, largest, place_s)
     if fraction is not None and _is_loop_overhead(run, phases):
         in_steps = run.stacks.fraction(*_PYTHON) - fraction
         return from_stacks if cause.severity(in_steps) is not None and _computes_in_places(run) else None
@@ -104,6 +104,16 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
         severity="info" if in_library and is_small and cause.severity(fraction or 0.0) is not None else None,
     )  # fmt: skip
     return _name_place(from_phases, largest, place_s) or from_stacks
+
+
+def _is_in_evaluations(run: RunRecords, between_steps: float | None) -> bool:
+    """Whether the clock saw little time between steps, and Python in no more samples than evaluations explain:
+    `evaluation_heavy`. between_steps: fraction of the time, by the clock."""
+    minimum = PYTHON_BOUND.warning_threshold or 0.0
+    evaluating = fraction_of_phase(run, "eval") if run.phase_seconds("eval") > 0 else None
+    if between_steps is None or evaluating is None or between_steps >= minimum:
+        return False
+    return run.stacks.fraction(*_PYTHON) - evaluating < minimum
 
 
 def _heavy_places(run: RunRecords) -> list[PlaceTotal]:

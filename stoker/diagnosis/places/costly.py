@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from stoker.diagnosis.places.totals import MIN_SHARE, NEVER_A_STEP, merge_places, scale_to_leaves
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
@@ -53,6 +53,8 @@ STARTS_WORKERS = r"data\.dataloader\.__iter__$|data_loader\.__iter__$|^DataLoade
 """Calls in which a training thread starts loader workers."""
 MIN_STEPS = 0.1
 """Fraction of the samples of a function in the training step from which it is one with steps in it."""
+MIN_PYTHON = 0.2
+"""Fraction of what a line calls in JAX that is in Python, from which it is no compiled step."""
 MIN_LOOP = 0.1
 """Fraction of the time of a training thread from which a Python loop inside of its steps is a place."""
 
@@ -190,16 +192,43 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
         merged.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module_of(group[0].call)))
     merged = _join_calls(merged)
     parts = [place for group in (*functions.values(), *lines.values()) for place in group]
-    for caller in _join_callees(run, parts + decoders):
+    beside, besides_step = _lines_beside_jax_step(run)
+    for caller in _join_callees(run, parts + decoders + beside, besides_step):
         if all(place.seconds < MOST * caller.seconds for place in merged if _thread(place) == _thread(caller)):
             merged.append(caller)
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)
 
 
-def _join_callees(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
+def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[tuple[str, int, str]]]:
+    """(what they compute and compile, role, rank and line) of the lines of a job in JAX that call a function with
+    MIN_PYTHON in Python, and not the line that computes most: they draw samples or evaluate, by single operations and
+    compiled functions in turn. Nothing if a clock saw the steps."""
+    if "jax" not in run.frameworks or run.clock_saw_steps:
+        return [], set()
+    own = [place for place in run.places if place.role == "training" and place.line and not place.is_startup]
+    computing = [place for place in own if place.kind in IN_STEP or place.kind == "compile"]
+    counts: collections.Counter[tuple[str, int, str]] = collections.Counter()
+    for place in computing:
+        counts[_lines_of(place)[0]] += place.samples
+    most = max(counts, key=lambda line: counts[line], default=None)
+    of_step = {line for place in own if _lines_of(place)[0] == most for line in _lines_of(place)}
+    totals: collections.Counter[tuple[str, int, str]] = collections.Counter()
+    in_python: collections.Counter[tuple[str, int, str]] = collections.Counter()
+    for place in own:
+        for line in _lines_of(place)[1:]:
+            totals[line] += place.samples
+            in_python[line] += place.samples * (place.kind in ("python", "gc"))
+    lines = {line for line in totals.keys() - of_step if in_python[line] >= MIN_PYTHON * totals[line]}
+    return [place for place in computing if not lines.isdisjoint(_lines_of(place)[1:])], lines
+
+
+def _join_callees(
+    run: RunRecords, places: list[PlaceTotal], besides_step: Container[tuple[str, int, str]] = ()
+) -> list[PlaceTotal]:
     """What a line of the job calls as one place, where it is in several lines: without a function and a call. Of lines
-    that call each other, the innermost one with most of what the outermost one takes; none in which steps are."""
+    that call each other, the innermost one with most of what the outermost one takes; none in which steps are, but for
+    those in `besides_step`, of which all is known not to be."""
     in_steps: collections.Counter[tuple[str, int, str]] = collections.Counter()
     for place in run.places:
         if place.kind in IN_STEP and not place.is_startup:
@@ -213,7 +242,7 @@ def _join_callees(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]
         least_s = MIN_SHARE * max(run.place_totals[part.role, part.rank] for part in group.values())
         if sum(part.seconds for part in group.values()) >= least_s:
             total = merge_places(group.values())
-            if total is not None and in_steps[key] < MIN_STEPS * total.samples:
+            if total is not None and (key in besides_step or in_steps[key] < MIN_STEPS * total.samples):
                 sums[key] = total
     found: list[PlaceTotal] = []
     while sums:
@@ -329,7 +358,7 @@ def _join_neighbors(lines: Iterable[list[PlaceTotal]]) -> list[list[PlaceTotal]]
         if key == previous and line - previous_line <= MAX_LINE_GAP:
             joined[-1].extend(group)
         else:
-            joined.append(group)
+            joined.append(list(group))
         previous, previous_line = key, line
     return joined
 
