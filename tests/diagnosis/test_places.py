@@ -889,7 +889,7 @@ def test_what_draws_samples_in_jax_is_one_place_with_what_it_computes(
     """Single operations and compiled functions in turn, which no clock tells from the steps."""
     step = Place(line="train.py:122", function="<module>", call="jax._src.api.block_until_ready", kind="sync",
                  samples=steps)  # fmt: skip
-    drawn = {"function": "sample", "callers": "train.py:131"}
+    drawn = {"function": "complete", "callers": "train.py:131"}
     parts = [
         Place(line="utils.py:49", call="model.apply", kind="compute", samples=7, **drawn),
         Place(line="utils.py:49", call="model.apply", kind="compile", samples=3, **drawn),
@@ -905,6 +905,25 @@ def test_what_draws_samples_in_jax_is_one_place_with_what_it_computes(
     assert [finding.id for finding in named] == ["heavy_place"] * is_found
     for finding in named:
         assert finding.lost_device_s == pytest.approx(17 / 40 * records.place_totals["training", 0], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("function", "samples", "is_found"),
+    [("evaluate", 12, True), ("evaluate", 6, False), ("run_validation", 12, True), ("train_and_evaluate", 12, False)],
+)
+def test_an_evaluation_in_jax_is_known_by_its_name(function: str, samples: int, is_found: bool, tmp_path: Path) -> None:
+    """Compiled functions only, as in the steps; one after each epoch is a small part of the time."""
+    reads = "jax._src.array.__float__"
+    step = Place(line="train.py:45", function="main", call=reads, callers="train.py:54", kind="sync",
+                 samples=40 - samples)  # fmt: skip
+    evaluation = Place(line="train.py:31", function=function, call=reads, kind="sync",
+                       callers="train.py:48 < train.py:54", samples=samples)  # fmt: skip
+    coverage = {"coverage": {"inside the job": "recorded: compilations of jax 0.10.2 in a process"}}
+    stacks = [window(n, step, evaluation) for n in range(1, 6)]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"unattributed": 1.0},
+                   events=[("info", "", coverage)], stacks=stacks)  # fmt: skip
+    titles = [finding.title for finding in run_rules(read_run(run)) if finding.severity != "info"]
+    assert any(title.endswith("what train.py:48 calls") for title in titles) is is_found, titles
 
 
 @pytest.mark.parametrize(("numbers", "severity"), [((4,), "info"), ((2, 3), "info"), ((1, 3), "warning")])

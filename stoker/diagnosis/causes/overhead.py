@@ -156,7 +156,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         evidence = [make_evidence(text, measured, "stacks.jsonl: places")]
         if leaves := sorted((count, leaf) for leaf, count in place.leaves.items() if leaf):
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
-        lines = called_places(run, place) if is_callees(place) else [
+        lines = [other for other in called_places(run, place) if other.seconds >= 0.5] if is_callees(place) else [
             other for other in list_places(run)
             if other.role == place.role and (other.function == place.function or other.call == place.call != "")
             and place.call in ("", other.call, module_of(other.call))

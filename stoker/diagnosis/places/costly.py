@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Container, Iterable
 
@@ -9,6 +10,8 @@ from stoker.diagnosis.places.totals import MIN_SHARE, NEVER_A_STEP, merge_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.runs.schemas import LOOP_IN_STEP, Place
 
+_Line = tuple[str, int, str]
+"""Role, rank, and FILE:LINE."""
 TRAINING_STEP = "training step"
 """Row of frames.toml."""
 _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm", LOOP_IN_STEP})
@@ -55,6 +58,12 @@ MIN_STEPS = 0.1
 """Fraction of the samples of a function in the training step from which it is one with steps in it."""
 MIN_PYTHON = 0.2
 """Fraction of what a line calls in JAX that is in Python, from which it is no compiled step."""
+BESIDES_TRAINING = re.compile(
+    r"(?i)^(?!.*(train|fit|learn|main|loop))(.*_)?(eval|val|test|sampl|generat|predict|infer|plot|draw)[a-z]*(_|$)"
+)
+"""Names of functions of a job that evaluate, or draw samples."""
+MIN_NAMED = 0.2
+"""Fraction of the time in such a function from which it costs much; an evaluation after each epoch takes less."""
 MIN_LOOP = 0.1
 """Fraction of the time of a training thread from which a Python loop inside of its steps is a place."""
 
@@ -166,7 +175,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     which one line is most of it is that line, else the place has no call."""
     have_steps = functions_with_steps(run)
     functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
-    lines: dict[tuple[str, int, str], list[PlaceTotal]] = {}
+    lines: dict[_Line, list[PlaceTotal]] = {}
     decoders: list[PlaceTotal] = []
     in_loop = {key for total in run.places if total.kind in IN_STEP for key in _lines_of(total)[1:]}
     for place in list_places(run):
@@ -200,44 +209,54 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     return sorted(heavy, key=lambda place: -place.seconds)
 
 
-def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[tuple[str, int, str]]]:
+def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[_Line]]:
     """(what they compute and compile, role, rank and line) of the lines of a job in JAX that call a function with
-    MIN_PYTHON in Python, and not the line that computes most: they draw samples or evaluate, by single operations and
-    compiled functions in turn. Nothing if a clock saw the steps."""
+    MIN_PYTHON in Python, or one that is named as an evaluation and takes MIN_NAMED of the time, and not the line that
+    computes most: they draw samples or evaluate. Nothing if a clock saw the steps."""
     if "jax" not in run.frameworks or run.clock_saw_steps:
         return [], set()
     own = [place for place in run.places if place.role == "training" and place.line and not place.is_startup]
     computing = [place for place in own if place.kind in IN_STEP or place.kind == "compile"]
-    counts: collections.Counter[tuple[str, int, str]] = collections.Counter()
-    for place in computing:
-        counts[_lines_of(place)[0]] += place.samples
+    counts: collections.Counter[_Line] = collections.Counter()
+    function_of = {_lines_of(place)[0]: place.function for place in own}
+    named: collections.Counter[_Line] = collections.Counter()
+    for place in own:
+        calls = {
+            line for called, line in itertools.pairwise(_lines_of(place))
+            if BESIDES_TRAINING.search(function_of.get(called, ""))
+        }  # fmt: skip
+        named.update(dict.fromkeys(calls, place.samples))
+        if not calls and place in computing:
+            counts[_lines_of(place)[0]] += place.samples
     most = max(counts, key=lambda line: counts[line], default=None)
     of_step = {line for place in own if _lines_of(place)[0] == most for line in _lines_of(place)}
-    totals: collections.Counter[tuple[str, int, str]] = collections.Counter()
-    in_python: collections.Counter[tuple[str, int, str]] = collections.Counter()
+    totals: collections.Counter[_Line] = collections.Counter()
+    in_python: collections.Counter[_Line] = collections.Counter()
     for place in own:
         for line in _lines_of(place)[1:]:
             totals[line] += place.samples
             in_python[line] += place.samples * (place.kind in ("python", "gc"))
-    lines = {line for line in totals.keys() - of_step if in_python[line] >= MIN_PYTHON * totals[line]}
-    return [place for place in computing if not lines.isdisjoint(_lines_of(place)[1:])], lines
+    all_samples = sum(place.samples for place in own)
+    beside = {
+        line for line in totals.keys() - of_step
+        if in_python[line] >= MIN_PYTHON * totals[line] or named[line] >= MIN_NAMED * all_samples
+    }  # fmt: skip
+    return [place for place in computing if not beside.isdisjoint(_lines_of(place)[1:])], beside
 
 
-def _join_callees(
-    run: RunRecords, places: list[PlaceTotal], besides_step: Container[tuple[str, int, str]] = ()
-) -> list[PlaceTotal]:
+def _join_callees(run: RunRecords, places: list[PlaceTotal], besides_step: Container[_Line] = ()) -> list[PlaceTotal]:
     """What a line of the job calls as one place, where it is in several lines: without a function and a call. Of lines
     that call each other, the innermost one with most of what the outermost one takes; none in which steps are, but for
     those in `besides_step`, of which all is known not to be."""
-    in_steps: collections.Counter[tuple[str, int, str]] = collections.Counter()
+    in_steps: collections.Counter[_Line] = collections.Counter()
     for place in run.places:
         if place.kind in IN_STEP and not place.is_startup:
             in_steps.update(dict.fromkeys(_lines_of(place), place.samples))
-    groups: dict[tuple[str, int, str], dict[int, PlaceTotal]] = {}
+    groups: dict[_Line, dict[int, PlaceTotal]] = {}
     for number, part in enumerate(places):
         for key in _lines_of(part):
             groups.setdefault(key, {})[number] = part
-    sums: dict[tuple[str, int, str], PlaceTotal] = {}
+    sums: dict[_Line, PlaceTotal] = {}
     for key, group in groups.items():
         least_s = MIN_SHARE * max(run.place_totals[part.role, part.rank] for part in group.values())
         if sum(part.seconds for part in group.values()) >= least_s:
@@ -255,7 +274,7 @@ def _join_callees(
         key = min(most, key=lambda key: depth[key])
         parts = list(groups[key].values())
         largest = max(part.seconds for part in parts)
-        if len({part.line for part in parts}) > 1 and largest < MOST * sums[key].seconds:
+        if key in besides_step or (len({part.line for part in parts}) > 1 and largest < MOST * sums[key].seconds):
             line = key[2]
             callers = next((callers for part in parts if (callers := _callers_of(part, line))), "")
             found.append(dataclasses.replace(sums[key], line=line, function="", call="", callers=callers))
@@ -264,7 +283,7 @@ def _join_callees(
     return found
 
 
-def _lines_of(place: PlaceTotal) -> list[tuple[str, int, str]]:
+def _lines_of(place: PlaceTotal) -> list[_Line]:
     """(role, rank, line) of a place and of its callers, the innermost first."""
     lines = [place.line, *filter(None, place.callers.split(" < "))]
     return [(*_thread(place), line) for line in dict.fromkeys(lines)]
