@@ -379,9 +379,9 @@ def test_a_short_run_has_no_warning_about_its_start_or_evaluation(tmp_path: Path
         assert [f.severity for f in found if f.id == "evaluation_heavy"] == severity
     half = job | one_evaluation(30, 0.5) | {"seconds": 30, "steps": 2}
     assert of(findings(tmp_path / "half", half), "evaluation_heavy").severity == "critical"
-    seldom = job | {"fractions": {"eval": 0.12}, "window": None}
-    for seconds, severity in ((60, "info"), (200, "warning")):
-        found = findings(tmp_path / f"seldom-{seconds}", seldom | {"seconds": seconds})
+    for seconds, fraction, severity in ((60, 0.12, "info"), (60, 0.2, "warning"), (200, 0.12, "warning")):
+        often = job | {"window": None} | {"seconds": seconds, "fractions": {"eval": fraction}}
+        found = findings(tmp_path / f"often-{seconds}-{fraction}", often)
         assert [(f.id, f.severity) for f in found] == [("evaluation_heavy", severity)]
     few = job | one_evaluation(60, 0.15) | {"seconds": 60, "steps": 8}
     assert [f.id for f in findings(tmp_path / "few", few)] == [], "at the end of an epoch"

@@ -99,27 +99,23 @@ def _repeated_phase_finding(
     run: RunRecords, cause: Cause, phase: str, count: int, noun: str, event_kind: str, **options: Any
 ) -> Finding | None:
     """As `make_phase_finding`, of a phase that `count` events made. The last event does not count: the run needs it. In
-    a short run whose events were not counted, the threshold is higher (evaluations below it that were seen often are
-    info), and evaluations in a very short one are info unless they take half of it."""
+    a short run whose events were not counted, the threshold is higher, unless evaluations were seen often, and
+    evaluations in a very short one are info unless they take half of it."""
     fraction = fraction_of_phase(run, phase)
     if fraction is None or run.phase_seconds(phase) < cause.threshold("min_duration_s"):
         return None
     if count and fraction * (count - 1) / count < (cause.warning_threshold or 0.0):
         return None
     if is_short(run) and not count:
-        is_info = cause is EVALUATION_HEAVY and is_very_short(run) and fraction < _very_short_run_threshold(run)
-        minimum: float | None = cause.threshold("short_run")
-        if cause is EVALUATION_HEAVY and _evaluates_often(run) and fraction < cause.threshold("short_run"):
-            minimum, is_info = cause.warning_threshold, True
+        is_info, minimum = False, cause.threshold("short_run")
+        if cause is EVALUATION_HEAVY and _evaluates_often(run):
+            is_info, minimum = fraction < cause.threshold("often"), cause.warning_threshold or 0.0
+        elif cause is EVALUATION_HEAVY:
+            is_info = is_very_short(run) and fraction < cause.threshold("half")
         options |= {"min_measured": minimum, "severity": "info" if is_info else None}
     counted = make_evidence(f"{count} {noun}", count, f"events.jsonl: {event_kind}") if count else None
     extra_evidence = [counted, *options.pop("extra_evidence", ())]
     return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, **options)
-
-
-def _very_short_run_threshold(run: RunRecords) -> float:
-    """Fraction of a very short run from which its evaluations are more than info."""
-    return EVALUATION_HEAVY.threshold("often" if _evaluates_often(run) else "half")
 
 
 def _evaluates_often(run: RunRecords) -> bool:
@@ -156,7 +152,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         evidence = [make_evidence(text, measured, "stacks.jsonl: places")]
         if leaves := sorted((count, leaf) for leaf, count in place.leaves.items() if leaf):
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
-        lines = [other for other in called_places(run, place) if other.seconds >= 0.5] if is_callees(place) else [
+        lines = [other for other in called_places(run, place) if round(other.seconds)] if is_callees(place) else [
             other for other in list_places(run)
             if other.role == place.role and (other.function == place.function or other.call == place.call != "")
             and place.call in ("", other.call, module_of(other.call))
