@@ -94,6 +94,8 @@ class LoopLine(NamedTuple):
     """So does the line: it is in the training loop, or the function has none."""
     in_loop: bool
     """The line is in a loop that is not the training loop, nor one around it."""
+    without_grad: bool = False
+    """Gradients are off in the line (`with torch.no_grad()`, `@torch.inference_mode()`)."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,8 +112,22 @@ def find_loop(file: str, line: int, function: str) -> LoopLine:
                     if (loops_of_step := [loop for loop in loops if _covers(loop, step)])]  # fmt: skip
         in_step = bool(steps) and (not training or any(loop in training for loop in around))
         is_inner = any(not any(_covers(loop, step) for step in steps) for loop in around)
-        return LoopLine(has_step=bool(steps), in_step=in_step, in_loop=is_inner and (in_step or not steps))
+        without_grad = any(
+            _GRAD_OFF.search(ast.unparse(entered)) for node in _walk(scope) for entered in _entered(node, line, scope)
+        )
+        in_loop = is_inner and (in_step or not steps)
+        return LoopLine(has_step=bool(steps), in_step=in_step, in_loop=in_loop, without_grad=without_grad)
     return LoopLine(has_step=False, in_step=False, in_loop=False)
+
+
+_GRAD_OFF = re.compile(r"\b(no_grad|inference_mode)\b")
+
+
+def _entered(node: ast.AST, line: int, scope: ast.AST) -> list[ast.expr]:
+    """What is entered around a line: the items of a `with`, the decorators of the function itself."""
+    if isinstance(node, ast.With) and _covers(node, line):
+        return [item.context_expr for item in node.items]
+    return node.decorator_list if node is scope and isinstance(node, ast.FunctionDef) else []
 
 
 def _scopes(source: _Source | None, line: int, function: str) -> Sequence[ast.AST]:

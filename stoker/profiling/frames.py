@@ -65,6 +65,7 @@ PACKAGE_ROOT = "/site-packages/stoker/"
 
 _LAYER_FILE = re.compile(r"/torch/nn/modules/(?!loss|distance)\w+\.py|/keras/(src/)?layers/|/(flax|haiku|equinox)/")
 """Files of layers and of their calls, but for those of losses: a loop over layers is part of any model."""
+_LOSS_FILE = re.compile(r"/torch/nn/modules/(loss|distance)\.py")
 _TRAINER_FILE = re.compile(
     r"/(site|dist)-packages/(lightning|pytorch_lightning|transformers|accelerate|(tf_)?keras|skorch|ignite|fastai)/"
 )
@@ -154,6 +155,8 @@ def make_window(
         computes = role == "training" and resolved == "compute" and is_users
         later = _line_after_step(stack) if computes else None
         loop = _line_in_loop(stack) if computes and later is None else None
+        if role == "training" and resolved in ("compute", "sync") and is_users and _loops_without_grad(stack):
+            resolved, loop = "python", None
         if computes and later is None and loop is None and _runs_operations_of_jax(stack, compiled):
             resolved = "python"
         line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, later or loop)
@@ -318,7 +321,7 @@ def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
 def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
     """The innermost frame of own code in a Python loop inside of the training step; None: none, or one over layers."""
     found: Frame | None = None
-    for frame in stack:
+    for frame in _without_loss(stack):
         if found is None and _LAYER_FILE.search(frame.file):
             return None
         if not is_job_code(frame):
@@ -330,6 +333,30 @@ def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
         if at.has_step:
             return found if at.in_step else None
     return None
+
+
+def _without_loss(stack: Sequence[Frame]) -> Sequence[Frame]:
+    """The stack without the frames of a loss or a distance that is called as a module."""
+    first = next((index for index, frame in enumerate(stack) if is_job_code(frame)), len(stack))
+    is_loss = any(_LOSS_FILE.search(frame.file) for frame in stack[:first])
+    return stack[first:] if is_loss else stack
+
+
+def _loops_without_grad(stack: Sequence[Frame]) -> bool:
+    """Whether own code inside of the training step is in a Python loop with gradients off that runs no layers: it
+    selects boxes or pairs one by one, and is no part of the model."""
+    if _line_after_step(stack) is not None:
+        return False
+    found = False
+    for frame in _without_loss(stack):
+        if not found and _LAYER_FILE.search(frame.file):
+            return False
+        if is_job_code(frame):
+            at = find_loop(frame.file, frame.line, _base_name(frame.function))
+            found = found or (at.in_loop and at.without_grad)
+            if at.has_step:
+                return found and at.in_step
+    return False
 
 
 def find_part(stack: Sequence[Frame]) -> str:

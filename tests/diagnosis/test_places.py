@@ -926,6 +926,21 @@ def test_an_evaluation_in_jax_is_known_by_its_name(function: str, samples: int, 
     assert any(title.endswith("what train.py:48 calls") for title in titles) is is_found, titles
 
 
+@pytest.mark.parametrize(("drawn", "is_one"), [(5, True), (1, False)], ids=["drawn and encoded", "mostly encoded"])
+def test_what_decodes_belongs_to_what_its_line_calls(drawn: int, is_one: bool, tmp_path: Path) -> None:
+    """A figure that matplotlib draws and TensorBoard encodes as PNG: alone, the latter is no place."""
+    figure = {"function": "draw", "kind": "python", "callers": "train.py:94 < train.py:170", "samples": drawn}
+    encodes = Place(line="train.py:94", function="train", call="writer.add_figure", kind="decode", samples=12,
+                    leaf="_encode_tile (PIL/ImageFile.py)", callers="train.py:170")  # fmt: skip
+    parts = [Place(line=f"train.py:{line}", call=call, **figure) for line, call in ((54, "subplots"), (63, "layout"))]
+    step = Place(line="train.py:90", function="train", call="loss.backward", kind="compute", callers="train.py:170",
+                 samples=28 - 2 * drawn)  # fmt: skip
+    stacks = [window(n, encodes, *parts, step) for n in range(1, 5)]
+    run = make_run(tmp_path / "run", seconds=45, fractions={"host": 0.5}, stacks=stacks)
+    titles = [finding.title for finding in run_rules(read_run(run))]
+    assert any(title.endswith("what train.py:94 calls") for title in titles) is is_one, titles
+
+
 @pytest.mark.parametrize(("numbers", "severity"), [((4,), "info"), ((2, 3), "info"), ((1, 3), "warning")])
 def test_what_happened_once_in_a_short_run_is_info(numbers: tuple[int, ...], severity: str, tmp_path: Path) -> None:
     ends = Place(line="train.py:109", function="main", call="stop", kind="python", samples=40 // len(numbers))

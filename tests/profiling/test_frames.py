@@ -266,6 +266,67 @@ def test_a_python_loop_in_a_step_is_a_place(
         assert (found.line, found.call, found.kind) == place
 
 
+LOOPS_WITHOUT_GRADIENTS = """\
+def train():
+    for images in loader:
+        pairs = select(net(images))
+        loss = criterion(net(images), pairs)
+        loss.backward()
+        optimizer.step()
+        evaluate()
+    evaluate()
+def select(points):
+    with torch.no_grad():
+        for point in points:
+            nearest = distance(point, points).item()
+        return nearest
+@torch.no_grad()
+def mine(points):
+    for point in points:
+        points = points - point
+    return 1 - points
+def evaluate():
+    with torch.no_grad():
+        for images in validation:
+            losses.append(criterion(net(images)).item())
+def soft(points):
+    for point in points:
+        points = points - point
+"""
+OPERATION = stack("torch/_tensor.py: Tensor.__rsub__")[:-1]
+DISTANCE = stack("torch/nn/modules/distance.py: forward", "torch/nn/modules/module.py: _call_impl")[:-1]
+LAYER = stack("torch/nn/modules/conv.py: Conv2d.forward", "torch/nn/modules/module.py: Module._call_impl")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("inside", "frames", "kind"),
+    [
+        (DISTANCE, ["select 12", "train 3"], "python"),
+        ([], ["select 12", "train 3"], "python"),
+        (OPERATION, ["mine 17", "train 3"], "python"),
+        (OPERATION, ["mine 18", "train 3"], "compute"),
+        (LAYER, ["select 12", "train 3"], "compute"),
+        (OPERATION, ["soft 25", "train 4"], LOOP_IN_STEP),
+        (DISTANCE, ["soft 25", "train 4"], LOOP_IN_STEP),
+        (OPERATION, ["evaluate 22", "train 8"], "compute"),
+        (OPERATION, ["select 12"], "compute"),
+    ],
+    ids=["a distance", "a number is read", "a decorator", "no loop", "a layer", "with gradients",
+         "a distance with gradients", "an evaluation", "not in a step"],
+)  # fmt: skip
+def test_a_loop_of_a_step_without_gradients_is_python(
+    inside: list[Frame], frames: list[str], kind: str, tmp_path: Path
+) -> None:
+    """As one that looks for the hardest negative of each pair; an operation takes the time of Python around it."""
+    script = tmp_path / "train.py"
+    script.write_text(LOOPS_WITHOUT_GRADIENTS)
+    own = [Frame(text.partition(" ")[0], str(script), int(text.partition(" ")[2])) for text in frames]
+    fields = {"cwd": str(tmp_path), "t": 0.0, "attempt": 1, "pid": 1, "wall_s": 1.0, "runnable": 1.0}
+    window = make_window([([*inside, *own], 3)], role="training", **fields)
+    assert window is not None
+    assert window.places[0].kind == kind
+
+
 def test_a_trace_of_autograph_is_at_the_line_that_called_it() -> None:
     generated = Frame("tf__step", "/tmp/__autograph_generated_filexlmx.py", 15)
     assert find_place([*stack("tensorflow/python/framework/ops.py: _create_c_op")[:-1], generated, JOB])[0].endswith(

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from stoker.diagnosis.places.totals import MIN_SHARE, NEVER_A_STEP, merge_places, scale_to_leaves
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
@@ -48,6 +48,8 @@ _KINDS_WITH_CAUSES = frozenset({"input_wait", "checkpoint", "compile"})
 """Kinds of places that have causes of their own, and are in no sum of what a line calls."""
 MOST = 0.5
 """Of the time of what a line calls, in one function, from which that is the place: what else it calls costs less."""
+MIN_OWN = 0.3
+"""Of the time of what a line calls, in places, below which it decodes: `slow_decode`."""
 MAX_LINE_GAP = 10
 """Lines from one call to the next of the same module, up to which they are one place of a training loop."""
 MAX_ONCE_S = 15.0
@@ -202,7 +204,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     merged = _join_calls(merged)
     parts = [place for group in (*functions.values(), *lines.values()) for place in group]
     beside, besides_step = _lines_beside_jax_step(run)
-    for caller in _join_callees(run, parts + decoders + beside, besides_step):
+    for caller in _join_callees(run, parts, decoders + beside, besides_step):
         if all(place.seconds < MOST * caller.seconds for place in merged if _thread(place) == _thread(caller)):
             merged.append(caller)
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
@@ -244,16 +246,18 @@ def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[_Line
     return [place for place in computing if not beside.isdisjoint(_lines_of(place)[1:])], beside
 
 
-def _join_callees(run: RunRecords, places: list[PlaceTotal], besides_step: Container[_Line] = ()) -> list[PlaceTotal]:
+def _join_callees(
+    run: RunRecords, places: list[PlaceTotal], others: Sequence[PlaceTotal] = (), besides_step: Container[_Line] = ()
+) -> list[PlaceTotal]:
     """What a line of the job calls as one place, where it is in several lines: without a function and a call. Of lines
     that call each other, the innermost one with most of what the outermost one takes; none in which steps are, but for
-    those in `besides_step`, of which all is known not to be."""
+    those in `besides_step`, of which all is known not to be. others: are no places alone, and most of none."""
     in_steps: collections.Counter[_Line] = collections.Counter()
     for place in run.places:
         if place.kind in IN_STEP and not place.is_startup:
             in_steps.update(dict.fromkeys(_lines_of(place), place.samples))
     groups: dict[_Line, dict[int, PlaceTotal]] = {}
-    for number, part in enumerate(places):
+    for number, part in enumerate((*places, *others)):
         for key in _lines_of(part):
             groups.setdefault(key, {})[number] = part
     sums: dict[_Line, PlaceTotal] = {}
@@ -273,8 +277,9 @@ def _join_callees(run: RunRecords, places: list[PlaceTotal], besides_step: Conta
         }
         key = min(most, key=lambda key: depth[key])
         parts = list(groups[key].values())
-        largest = max(part.seconds for part in parts)
-        if key in besides_step or (len({part.line for part in parts}) > 1 and largest < MOST * sums[key].seconds):
+        own = [part.seconds for number, part in groups[key].items() if number < len(places)]
+        is_several = len({part.line for part in parts}) > 1 and sum(own) >= MIN_OWN * sums[key].seconds
+        if key in besides_step or (is_several and max(own) < MOST * sums[key].seconds):
             line = key[2]
             callers = next((callers for part in parts if (callers := _callers_of(part, line))), "")
             found.append(dataclasses.replace(sums[key], line=line, function="", call="", callers=callers))
