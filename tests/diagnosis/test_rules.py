@@ -230,6 +230,18 @@ def test_python_in_evaluations_is_not_between_steps(tmp_path: Path) -> None:
         assert any(finding.id == "python_bound" for finding in found) is is_found
 
 
+def test_workers_that_evaluations_start_are_not_their_cost(tmp_path: Path) -> None:
+    """A loader that is made again for each pass over a few batches, training and evaluation."""
+    for started_s, found in ((0.3, ["workers_start_again"]), (0.0, ["evaluation_heavy"])):
+        job = {
+            "external": True, "config": None, "seconds": 60, "steps": 4,
+            "fractions": {"eval": 0.3, "input_wait": 0.1, "compute": 0.6},
+            "window": lambda _, s=started_s: {"worker_starts": int(s > 0), "worker_start_s": s},
+        }  # fmt: skip
+        named_ids = [f.id for f in findings(tmp_path / str(started_s), job) if f.severity != "info"]
+        assert [id for id in named_ids if id in ("workers_start_again", "evaluation_heavy")] == found
+
+
 def test_evaluations_wait_for_storage_as_well(tmp_path: Path) -> None:
     """A loader that reads over HTTP, for training and evaluations: the clock's wait is only that of the training."""
     for waiting, more_s in ((0.9, 12.0), (0.6, 0.0)):

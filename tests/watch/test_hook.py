@@ -277,6 +277,52 @@ def test_validations_by_hand_are_evaluation(tmp_path: Path, monkeypatch: pytest.
     assert phases["input_wait"] >= itself["naps"] - itself["naps_before"] - a_batch
 
 
+PRETRAINED = """
+import torch
+
+
+class PreTrainedModel(torch.nn.Module):
+    def eval(self):  # as of transformers 5
+        return self.train(False)
+"""
+GENERATES = """
+import time
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+
+class Model(PreTrainedModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+
+model, known_s = Model(), 0.0
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(20):
+    model.layer(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 5 == 4:
+        begun = time.perf_counter()
+        model.eval()
+        time.sleep(0.1)
+        model.train()
+        known_s += time.perf_counter() - begun
+open("known.txt", "w").write(str(known_s))
+"""
+
+
+def test_eval_of_a_model_that_has_its_own_begins_an_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").touch()
+    (tmp_path / "transformers" / "modeling_utils.py").write_text(PRETRAINED)
+    (tmp_path / "job.py").write_text(GENERATES)
+    ran([sys.executable, "job.py"], tmp_path)
+    known_s = float((tmp_path / "known.txt").read_text())
+    assert phase_seconds(read_state(tmp_path), None)["eval"] == pytest.approx(known_s, rel=0.1)
+
+
 def test_workers_that_are_started_again_are_counted(tmp_path: Path) -> None:
     """Not the first start, before the first step; once more for the loader that keeps its own."""
     (tmp_path / "job.py").write_text(hook_jobs.RESTARTS)

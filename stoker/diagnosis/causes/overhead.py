@@ -56,6 +56,11 @@ def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     """Not of a job whose clock saw no step, as one of JAX: what looks like an evaluation to it may be the training."""
     if run.is_external and not run.phase_seconds("compute") and not run.clock_saw_steps:
         return None
+    steady = run.steady
+    starts_s = max(0.0, steady.worker_start_s - steady.phases.get("input_wait", 0.0))  # at least so many in evaluations
+    rest = (fraction_of_phase(run, "eval") or 0.0) - starts_s / max(steady.wall_s, 1e-9)
+    if starts_s and rest < cause.threshold("often") and workers_start_again(run, find_cause("workers_start_again")):
+        return None
     count = run.learning.num_evaluations
     evidence = (
         _places_beside_steps(run, cause) if run.phase_seconds("eval") >= cause.threshold("min_duration_s") else None

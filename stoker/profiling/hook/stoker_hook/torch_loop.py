@@ -191,7 +191,7 @@ def patch_modules(module: "Any") -> None:
         if cls.train is train:
             cls.train = original_train
 
-    def eval(self: "Any") -> "Any":
+    def begin_evaluation(self: "Any") -> None:
         clock.observe(clock.mistakes.note_evaluated, self)
         try:
             if clock.may_evaluate() and clock.is_of_training(self.parameters()):
@@ -200,9 +200,33 @@ def patch_modules(module: "Any") -> None:
                 cls.train = train
         except Exception as error:  # noqa: BLE001
             clock.disable("eval", error)
+
+    def eval(self: "Any") -> "Any":
+        begin_evaluation(self)
         return original_eval(self)
 
     train.__wrapped__, eval.__wrapped__ = original_train, original_eval  # type: ignore[attr-defined]
+    cls.eval = eval
+    evaluations.append(begin_evaluation)
+
+
+evaluations: "list[Any]" = []
+"""What `.eval()` of a module calls first."""
+
+
+def patch_pretrained(module: "Any") -> None:
+    """transformers.modeling_utils: from version 5 on, `.eval()` of its models is none of torch's."""
+    cls = module.PreTrainedModel
+    if "eval" not in vars(cls):
+        return
+    original = cls.eval
+
+    @wraps(original)
+    def eval(self: "Any") -> "Any":
+        for begin in evaluations:
+            begin(self)
+        return original(self)
+
     cls.eval = eval
 
 
