@@ -199,8 +199,8 @@ def make_stack_finding(
         return None
     fraction = min(fraction, max_fraction)
     lost_s, basis = sampled_device_s(run, fraction), "the fraction of the main thread's stack samples"
-    if lost_s is not None and lost_s / 2 <= place_s < lost_s:
-        lost_s, basis = place_s, "the samples of the place"
+    if lost_s is not None and lost_s / 2 <= place_s:
+        lost_s, basis = min(place_s, run.steady.device_s), "the samples of the place"
     evidence = [stack_evidence(run, description, *kinds), *extra_evidence]
     return make_finding(run, cause, fraction, evidence, lost_s=lost_s, estimate_basis=basis, **options)
 
