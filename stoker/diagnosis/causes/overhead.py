@@ -48,6 +48,10 @@ MAX_EVENT = 0.5
 """Fraction of the lines of stacks.jsonl up to which what was seen in a row was a single event."""
 MAX_LINES = 3
 """Lines of a function that the evidence names."""
+MAX_BY_CLOCK = 1.5
+"""Time of a place by the clock of the wait for input, over that of its samples, up to which these were too few."""
+_LOADING_KINDS = ("input_wait", "decode")
+"""Kinds of stacks of a training thread that loads."""
 _BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
 """Kinds of stacks between steps."""
 
@@ -191,15 +195,19 @@ def _is_single_event(place: PlaceTotal) -> bool:
 
 
 def _lost_in_place(run: RunRecords, place: PlaceTotal) -> tuple[float, str]:
-    """(seconds of the training thread in a place, what they rest on): the clock of the time between steps, where the
-    place's share of it is within the interval of its own samples; else these, at most all after the start."""
-    between = [other for other in list_places(run) if other.role == "training" and other.kind in _BETWEEN_KINDS
-               and not re.search(IMPORT, other.call)]  # fmt: skip
-    sampled_s = sum(other.seconds for other in between)
-    clock_s = run.steady.phases.get("host", 0.0)
-    by_clock = clock_s * place.seconds / sampled_s if place.kind in _BETWEEN_KINDS and sampled_s > 0 else 0.0
-    if place.low_s <= by_clock <= place.high_s:
-        return by_clock, "the clock of the time between steps, by the places of the samples in it"
+    """(seconds of the training thread in a place, what they rest on): the place's share of the samples of a phase, by
+    the clock of that: the time between steps, within the interval of the place's own samples, or the wait for input;
+    else the samples, at most all after the start."""
+    loads = place.kind in _LOADING_KINDS
+    kinds = _LOADING_KINDS if loads else _BETWEEN_KINDS if place.kind in _BETWEEN_KINDS else ()
+    others = [other for other in run.places if not other.is_startup] if loads else list_places(run)
+    counted = [other for other in others if other.kind in kinds and not re.search(IMPORT, other.call)]
+    sampled_s = sum(other.seconds for other in counted if other.role == "training")
+    clock_s = run.steady.phases.get("input_wait" if loads else "host", 0.0)
+    by_clock = clock_s * place.seconds / sampled_s if sampled_s > 0 else 0.0
+    if place.low_s <= by_clock <= (MAX_BY_CLOCK * place.seconds if loads else place.high_s):
+        what = "the wait for input" if loads else "the time between steps"
+        return by_clock, f"the clock of {what}, by the places of the samples in it"
     return min(place.seconds, run.steady.device_s), "the samples of the place"
 
 

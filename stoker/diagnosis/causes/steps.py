@@ -35,7 +35,15 @@ from stoker.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker.diagnosis.places.costly import IMPORT, describe_place, heavy_places, is_callees, list_loops, list_places
+from stoker.diagnosis.places.costly import (
+    IMPORT,
+    MIN_STEPS,
+    describe_place,
+    heavy_places,
+    is_callees,
+    list_loops,
+    list_places,
+)
 from stoker.diagnosis.places.totals import find_places, merge_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
@@ -576,7 +584,27 @@ def _own_excess(run: RunRecords) -> tuple[int, float, Evidence, PlaceTotal] | No
         if is_seen and is_certain and (best is None or seconds > best[1]):
             text = f"rank {rank} spent {seconds:,.1f} s more than the others in {place.call or place.kind} at {line}"
             best = rank, seconds, make_evidence(text, seconds, "ranks/*/stacks.jsonl: places"), place
-    return best
+    if best is None:
+        return None
+    rank, seconds, evidence, place = best
+    return rank, max(seconds, _function_excess_s(run, rank, place)), evidence, place
+
+
+def _function_excess_s(run: RunRecords, rank: int, place: PlaceTotal) -> float:
+    """Seconds of a rank in the whole function of a place that the others do not spend there; 0 of one that trains."""
+    function = (place.line.rpartition(":")[0], place.function)
+    seconds: dict[int, float] = {rank: 0.0}
+    trains_s = 0.0
+    for other in run.places:
+        if other.role != "training" or other.is_startup or (other.line.rpartition(":")[0], other.function) != function:
+            continue
+        if other.kind in (*_OWN_KINDS, "sync"):
+            seconds[other.rank] = seconds.get(other.rank, 0.0) + other.seconds
+        elif other.rank == rank:
+            trains_s += other.seconds
+    if trains_s >= MIN_STEPS * seconds[rank]:
+        return 0.0
+    return seconds[rank] - max((own_s for other, own_s in seconds.items() if other != rank), default=0.0)
 
 
 def _min_fraction(run: RunRecords) -> float | None:
