@@ -34,8 +34,10 @@ MAX_RATE_HZ, MIN_RATE_HZ = 20.0, 1.0
 """Samples a second: as many as may be taken for MAX_CPU_FRACTION."""
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take, half of what watching may (benchmarks/diagnosis/watch_overhead.py)."""
-START_S = 60.0
-"""Time that is added to that so far, by which what else than samples costs is divided."""
+START_S, SPENT_IN_S = 60.0, 30.0
+"""Time for which a job may be sampled in advance, so that a short one has enough samples; and in which they are taken."""
+STARTING_S = 20.0
+"""Time in which a process that does not train yet takes half as many: its imports need few."""
 MAX_PROCESSES = 8
 """The busiest Python processes are sampled, besides one loader worker."""
 HELPER_RECHECK_S = 120.0
@@ -221,8 +223,8 @@ class StackSampler:
         self._processes: dict[psutil.Process, _Process] = {}
         self._not_python: set[psutil.Process] = set()
         self._rate_hz = MAX_RATE_HZ
-        self._cost_s = self._samples_s = 0.0
-        """CPU-seconds of a sample of all processes, and of all samples so far."""
+        self._cost_s = 0.0
+        """CPU-seconds of a sample of all processes."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = self._is_unreadable = False
         self._stop = threading.Event()
@@ -262,7 +264,8 @@ class StackSampler:
                         target.close()
                 self._begin(targets)
                 if num_samples:
-                    self._follow_cost(samples_s / num_samples, time.thread_time() - self._samples_s, now_s - start_s)
+                    starting = now_s - start_s < STARTING_S and not any(target.trains for target in targets)
+                    self._follow_cost(samples_s / num_samples, time.thread_time(), now_s - start_s, starting=starting)
                 polled_s, samples_s, num_samples = now_s, 0.0, 0
             for target in targets:
                 starts = not target.trains and target.pid in self._training_ranks()
@@ -287,8 +290,7 @@ class StackSampler:
                         self._end(target)
                         target.close()
             num_samples += 1
-            sample_s = time.thread_time() - begin_s
-            samples_s, self._samples_s = samples_s + sample_s, self._samples_s + sample_s
+            samples_s += time.thread_time() - begin_s
         for target in self._processes.values():
             self._end(target)
         # a measured loop may be shorter than a window
@@ -353,12 +355,13 @@ class StackSampler:
             (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
             self._folder.append(name, line)
 
-    def _follow_cost(self, cost_s: float, other_s: float, elapsed_s: float) -> None:
-        """The rate for the next seconds. cost_s: CPU-seconds of a sample of all processes in the last ones; other_s:
-        all that this thread took besides; much of it is for what is new at the start, as source files."""
+    def _follow_cost(self, cost_s: float, spent_s: float, elapsed_s: float, *, starting: bool = False) -> None:
+        """The rate for the next seconds. cost_s: CPU-seconds of a sample of all processes in the last ones; spent_s:
+        all that this thread took so far; much of it is for what is new at the start, as source files."""
         self._cost_s = (self._cost_s + cost_s) / 2 if self._cost_s else cost_s
-        left = MAX_CPU_FRACTION - other_s / (START_S + elapsed_s)
-        self._rate_hz = affordable_rate(self._cost_s, MAX_RATE_HZ, left)
+        left_s = MAX_CPU_FRACTION * (START_S + elapsed_s) - spent_s
+        fraction = min(left_s / SPENT_IN_S, MAX_CPU_FRACTION / 2) if starting else left_s / SPENT_IN_S
+        self._rate_hz = affordable_rate(self._cost_s, MAX_RATE_HZ, fraction)
 
     def _find_targets(self, now_s: float) -> list[_Process]:
         """Those that train or may train, the busiest first, and the loader worker whose turn it is."""

@@ -275,20 +275,38 @@ def test_a_thread_without_cpu_time_waits() -> None:
 
 
 def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fraction of 0.01 of a core, whatever a sample costs, less what else is done, but for the lowest rate."""
+    """A fraction of 0.01 of a core, whatever a sample costs, with what else is done, but for the lowest rate; at the
+    start, the samples of the next minute are taken as well."""
+    monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
+
+    def spent(cost_s: float, other_s: float = 0.0, length_s: int = 1000) -> list[float]:
+        """CPU-seconds so far, at each second."""
+        sampler = stacks.StackSampler(RunFolder(Path(os.devnull).parent, 1), 1, on_unavailable=print)
+        so_far, found = other_s, list[float]()
+        for second in range(length_s):
+            sampler._follow_cost(cost_s, so_far, float(second))
+            so_far += cost_s * sampler._rate_hz
+            found.append(so_far)
+        return found
+
+    for cost_s in (0.0011, 0.002, 0.009):
+        so_far = spent(cost_s)
+        assert so_far[-1] == pytest.approx(10.3, abs=0.1), "the rest of the advance"
+        assert so_far[29] == pytest.approx(0.3 + 0.19, abs=0.05), "a short job has most of it at once"
+        assert all(cpu_s <= 0.01 * (60 + second + 1) for second, cpu_s in enumerate(so_far))
+    assert spent(0.0001)[-1] == pytest.approx(2.0, rel=0.01), "no more than 20 a second"
+    assert spent(0.1)[-1] == pytest.approx(100, rel=0.01), "no less than one"
+    assert spent(0.002, other_s=0.5)[-1] == pytest.approx(10.3, abs=0.1), "source files at the start"
+
+
+def test_a_process_that_imports_is_sampled_half_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
     sampler = stacks.StackSampler(RunFolder(Path(os.devnull).parent, 1), 1, on_unavailable=print)
-
-    def rate(cost_s: float, other_s: float = 0.0, elapsed_s: float = 40.0) -> float:
-        for _ in range(30):
-            sampler._follow_cost(cost_s, other_s, elapsed_s)
-        return sampler._rate_hz
-
-    found = [rate(cost_s) for cost_s in (0.0001, 0.0008, 0.002, 0.008, 0.1, 0.0001)]
-    assert found == pytest.approx([20, 12.5, 5, 1.25, 1, 20], rel=0.01)
-    assert rate(0.0005, other_s=0.5) == pytest.approx(10, rel=0.01), "source files at the start"
-    assert rate(0.0005, other_s=0.5, elapsed_s=940.0) == pytest.approx(19, rel=0.01)
-    assert rate(0.0005, other_s=2.0) == 1
+    rates = []
+    for starting in (True, False):
+        sampler._follow_cost(0.002, 0.1, 2.0, starting=starting)
+        rates.append(sampler._rate_hz)
+    assert rates == pytest.approx([2.5, 8.7], rel=0.05)
 
 
 @pytest.mark.slow
