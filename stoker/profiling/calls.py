@@ -178,6 +178,8 @@ def _own_name(node: ast.expr) -> str:
 _UPDATES = frozenset({"apply_gradients", "apply_updates"})
 """Of TensorFlow's optimizers and Flax's states, and of optax."""
 _BACKWARDS = frozenset({"backward", "manual_backward", "minimize"})
+_MAY_UPDATE = re.compile(rb"step|apply_(gradients|updates)")
+"""A line that names an update of weights: to look at the functions of such lines alone saves most of the time."""
 
 
 def _is_step(node: ast.Call, *, with_backward: bool = False) -> bool:
@@ -244,12 +246,14 @@ def _read_source(file: str) -> _Source | None:
     try:
         if not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
             return None
-        tree = ast.parse(path.read_bytes())
+        text = path.read_bytes()
+        tree = ast.parse(text)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # it may not be Python at all
         return None
     imports: dict[str, str] = {}
     own: set[str] = set()
     step_functions: set[str] = set()
+    updates = [number for number, line in enumerate(text.splitlines(), 1) if _MAY_UPDATE.search(line)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -260,7 +264,8 @@ def _read_source(file: str) -> _Source | None:
             imports |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
-            if not isinstance(node, ast.ClassDef) and _takes_step(node):
+            may_step = not isinstance(node, ast.ClassDef) and any(_covers(node, line) for line in updates)
+            if may_step and _takes_step(node):
                 step_functions.add(node.name)
     return _Source(tree, imports, frozenset(own), frozenset(step_functions))
 

@@ -35,7 +35,7 @@ MAX_RATE_HZ, MIN_RATE_HZ = 20.0, 1.0
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take, half of what watching may (benchmarks/diagnosis/watch_overhead.py)."""
 START_S, SPENT_IN_S = 60.0, 30.0
-"""Time for which a job may be sampled in advance, so that a short one has enough samples; and in which they are taken."""
+"""Time of a job for which samples may be taken in advance, so that a short one has enough; and in which they are."""
 STARTING_S = 20.0
 """Time in which a process that does not train yet takes half as many: its imports need few."""
 MAX_PROCESSES = 8
