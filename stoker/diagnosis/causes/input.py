@@ -1,10 +1,9 @@
 """The training waits for images: the arithmetic of that wait, and its reasons, which are storage, decoding, too few
 cores or workers, copies to the device."""
 
-import math
 from typing import Any
 
-from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause, find_note
+from stoker.diagnosis.causes.cause import Cause, find_cause, find_note
 from stoker.diagnosis.causes.host import (
     contended_fraction,
     cpu_demand,
@@ -13,6 +12,7 @@ from stoker.diagnosis.causes.host import (
     thread_cpu_utilization,
 )
 from stoker.diagnosis.causes.shared import (
+    certain_stack_fraction,
     cpu_utilization_evidence,
     fraction_of_phase,
     has_enough_stacks,
@@ -112,8 +112,7 @@ def _wait_in_evaluations_s(run: RunRecords) -> float:
         return 0.0
     fraction, waited_s = run.stacks.fraction("input_wait", "decode"), run.phase_seconds("input_wait")
     sampled_s = sum(seconds for (role, _), seconds in run.place_totals.items() if role == "training")
-    error = math.sqrt(fraction * (1 - fraction) / run.stacks.samples) if 0 < fraction < 1 else 0.0
-    if (fraction - common_threshold("sigmas") * error) * sampled_s <= waited_s:
+    if certain_stack_fraction(run, "input_wait", "decode") * sampled_s <= waited_s:
         return 0.0
     return min(eval_s, fraction * sampled_s - waited_s)
 

@@ -169,9 +169,15 @@ def stack_fraction(run: RunRecords, cause: Cause, *kinds: str) -> float | None:
     with certainty."""
     if not has_enough_stacks(run):
         return None
+    is_enough = certain_stack_fraction(run, *kinds) >= (cause.warning_threshold or 0.0)
+    return run.stacks.fraction(*kinds) if is_enough else None
+
+
+def certain_stack_fraction(run: RunRecords, *kinds: str) -> float:
+    """At least this fraction of the time was in these kinds, as far as its number of samples shows."""
     fraction = run.stacks.fraction(*kinds)
     error = math.sqrt(fraction * (1 - fraction) / run.stacks.samples) if 0 < fraction < 1 else 0.0
-    return fraction if fraction - common_threshold("sigmas") * error >= (cause.warning_threshold or 0.0) else None
+    return fraction - common_threshold("sigmas") * error
 
 
 def sampled_device_s(run: RunRecords, fraction: float) -> float | None:

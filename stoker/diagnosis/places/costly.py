@@ -212,13 +212,13 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
 
 
 def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[_Line]]:
-    """(what they compute and compile, role, rank and line) of the lines of a job in JAX that call a function with
-    MIN_PYTHON in Python, or one that is named as an evaluation and takes MIN_NAMED of the time, and not the line that
-    computes most: they draw samples or evaluate. Nothing if a clock saw the steps."""
+    """Lines of a job in JAX that call a function which draws samples or evaluates, after the places in which it
+    computes or compiles. Such a function is MIN_PYTHON or more in Python, or has the name of an evaluation and takes
+    MIN_NAMED of the time; the line that computes most is the training step. Nothing if a clock saw the steps."""
     if "jax" not in run.frameworks or run.clock_saw_steps:
         return [], set()
     own = [place for place in run.places if place.role == "training" and place.line and not place.is_startup]
-    computing = [place for place in own if place.kind in IN_STEP or place.kind == "compile"]
+    computing_kinds = IN_STEP | {"compile"}
     counts: collections.Counter[_Line] = collections.Counter()
     function_of = {_lines_of(place)[0]: place.function for place in own}
     named: collections.Counter[_Line] = collections.Counter()
@@ -228,7 +228,7 @@ def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[_Line
             if BESIDES_TRAINING.search(function_of.get(called, ""))
         }  # fmt: skip
         named.update(dict.fromkeys(calls, place.samples))
-        if not calls and place in computing:
+        if not calls and place.kind in computing_kinds:
             counts[_lines_of(place)[0]] += place.samples
     most = max(counts, key=lambda line: counts[line], default=None)
     of_step = {line for place in own if _lines_of(place)[0] == most for line in _lines_of(place)}
@@ -243,6 +243,7 @@ def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[_Line
         line for line in totals.keys() - of_step
         if in_python[line] >= MIN_PYTHON * totals[line] or named[line] >= MIN_NAMED * all_samples
     }  # fmt: skip
+    computing = [place for place in own if place.kind in computing_kinds]
     return [place for place in computing if not beside.isdisjoint(_lines_of(place)[1:])], beside
 
 
@@ -251,7 +252,7 @@ def _join_callees(
 ) -> list[PlaceTotal]:
     """What a line of the job calls as one place, where it is in several lines: without a function and a call. Of lines
     that call each other, the innermost one with most of what the outermost one takes; none in which steps are, but for
-    those in `besides_step`, of which all is known not to be. others: are no places alone, and most of none."""
+    `besides_step`, lines that are known to run no step. others: places that count only as a part of such a line."""
     in_steps: collections.Counter[_Line] = collections.Counter()
     for place in run.places:
         if place.kind in IN_STEP and not place.is_startup:
