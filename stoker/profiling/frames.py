@@ -21,8 +21,9 @@ from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, Place, StackWindow
 
 MAX_FRAMES = 5
 MAX_CALLERS = 6
-MAX_PLACES = 40
-"""Places of a line; the rest is one sum."""
+MAX_PLACES, MAX_LEAVES = 40, 25
+"""Places of a line; of these, those with their innermost frame: a figure that is drawn has hundreds. The rest is one
+sum."""
 
 KINDS = (
     "input_wait", "decode", "compute", "sync", "comm", "checkpoint", "compile", "gc", "python", "other", "idle",
@@ -170,6 +171,11 @@ def make_window(
         callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, later or loop) if line else ""] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
+    for key, _ in places.most_common()[MAX_LEAVES:]:
+        if key.leaf:
+            whole = msgspec.structs.replace(key, leaf="")
+            places[whole] += places.pop(key)
+            callers.setdefault(whole, collections.Counter()).update(callers.pop(key))
     listed = [
         msgspec.structs.replace(key, samples=count, callers=callers[key].most_common(1)[0][0])
         for key, count in places.most_common(MAX_PLACES)

@@ -1,5 +1,6 @@
 """What a stack says of a training thread: stacks of real jobs, and what no stack may say."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from stoker.profiling.frames import (
     HELPER,
     KINDS,
+    MAX_PLACES,
     RULES,
     Frame,
     classify,
@@ -163,6 +165,25 @@ def test_callers_are_own_functions_further_out() -> None:
     direct = [frame for frame in frames if is_job_code(frame)]
     assert find_callers(direct, "/job") == "train.py:120 < train.py:156 < train.py:200 < train.py:210"
     assert find_callers(frames[-2:], "/job") == "train.py:210"
+
+
+def test_a_call_with_many_innermost_frames_keeps_its_samples(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("figure.savefig(name)\nloss.backward()\n")
+    drawing = [
+        [Frame(f"draw{number}", SITE + "matplotlib/artist.py", number), Frame("savefig", SITE + "matplotlib/figure.py", 9),
+         Frame("plot", str(script), 1)]
+        for number in range(120)
+    ]  # fmt: skip
+    backward = [Frame("backward", SITE + "torch/_tensor.py", 5), Frame("<module>", str(script), 2)]
+    samples = [(frames, 1 + number % 2) for number, frames in enumerate(drawing)]
+    window = make_window([*samples, (backward, 1)], role="training", t=0.0, attempt=1, pid=1, wall_s=10.0)
+    assert window is not None
+    lines = Counter[str]()
+    for place in window.places:
+        lines[place.line.rpartition("/")[2]] += place.samples
+    assert lines == {"train.py:1": 180, "train.py:2": 1}
+    assert len(window.places) <= MAX_PLACES
 
 
 def test_work_after_the_step_is_at_the_line_of_the_loop(tmp_path: Path) -> None:
