@@ -391,7 +391,12 @@ def _module_path(frame: Frame) -> str:
 
 def is_job_code(frame: Frame) -> bool:
     """Whether the frame is in a file of the job: not installed, not of Python itself, not generated."""
-    return bool(frame.file) and _NOT_JOB_CODE.search(frame.file) is None
+    return _is_job_file(frame.file)
+
+
+@functools.lru_cache(maxsize=16384)
+def _is_job_file(file: str) -> bool:
+    return bool(file) and _NOT_JOB_CODE.search(file) is None
 
 
 def classify(stack: Sequence[Frame], *, active: bool) -> str:

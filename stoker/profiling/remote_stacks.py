@@ -10,7 +10,7 @@ tests/profiling/test_remote_stacks.py compares); from 3.13 on the process says i
 import bisect
 import contextlib
 import dataclasses
-import functools
+import inspect
 import mmap
 import operator
 import os
@@ -24,8 +24,8 @@ from stoker.profiling.frames import Frame, Stack
 
 MAX_FRAMES, MAX_THREADS = 1000, 5000
 """Frames of a stack, threads of a process; more are taken for memory that is no list."""
-MAX_TRIES = 4
-"""Reads of a stack that changed meanwhile."""
+MAX_TRIES = 10
+"""Reads of a stack that changed meanwhile, as where generators take turns all the time."""
 MAX_TEXT_BYTES, MAX_TABLE_BYTES = 4096, 2**20
 """Of a name, of a line table."""
 MAX_FUNCTIONS = 50_000
@@ -34,10 +34,13 @@ MAX_FUNCTIONS = 50_000
 _MAX_CHUNK_BYTES = 2**20
 _FRAME_BYTES = 112
 _THREAD_BYTES = 320
+_ROOT_BYTES = 1024
+"""sizeof(PyThreadState), at most; the _PyCFrame of a thread without frames is in it."""
 _CODE_BYTES = 208
 _THREAD_HEADER_BYTES = 128
 """Of the C library's structure of a thread: flags and counts, one of which may be as small as an ID."""
 _WORD = struct.Struct("<Q")
+_GENERATOR_FLAGS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class UnreadableError(Exception):
@@ -76,6 +79,8 @@ class _Layout(NamedTuple):
     name: int
     """co_qualname, or before 3.11 co_name."""
     first_line: int
+    flags: int
+    """co_flags"""
     lines: int
     """co_linetable, co_lnotab"""
     instructions: int
@@ -85,11 +90,11 @@ class _Layout(NamedTuple):
 
 
 LAYOUTS = {
-    (3, 8): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 104, 104, 112, 40, 120, 0, 48),
-    (3, 9): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 104, 104, 112, 40, 120, 0, 48),
-    (3, 10): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 96, 104, 112, 40, 120, 0, 48),
-    (3, 11): _Layout(40, 80, 0, 16, 8, 152, 160, 56, 8, 296, 32, 48, 56, 112, 128, 72, 136, 184, 48),
-    (3, 12): _Layout(40, 64, 0, 72, 8, 136, 144, 56, 0, 232, 0, 8, 56, 112, 128, 68, 136, 192, 40),
+    (3, 8): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 104, 104, 112, 40, 36, 120, 0, 48),
+    (3, 9): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 104, 104, 112, 40, 36, 120, 0, 48),
+    (3, 10): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 96, 104, 112, 40, 36, 120, 0, 48),
+    (3, 11): _Layout(40, 80, 0, 16, 8, 152, 160, 56, 8, 296, 32, 48, 56, 112, 128, 72, 48, 136, 184, 48),
+    (3, 12): _Layout(40, 64, 0, 72, 8, 136, 144, 56, 0, 232, 0, 8, 56, 112, 128, 68, 48, 136, 192, 40),
 }  # fmt: skip
 
 
@@ -149,7 +154,7 @@ class RemoteStacks:
                 kernel_id = self._outer_id(kernel_id)
             for attempt in range(MAX_TRIES):
                 try:
-                    stack = self._stack(state if attempt == 0 else self._bytes(address, _THREAD_BYTES))
+                    stack = self._stack(address, state if attempt == 0 else self._bytes(address, _THREAD_BYTES))
                 except (_ChangedError, struct.error):
                     continue
                 if stack:
@@ -172,12 +177,15 @@ class RemoteStacks:
             yield address, state
             address = _word_at(state, layout.next_thread)
 
-    def _stack(self, state: bytes) -> Stack:
-        """Raises _ChangedError."""
+    def _stack(self, address: int, state: bytes) -> Stack:
+        """Of a thread, by its PyThreadState. Raises _ChangedError."""
         layout = self._layout
         frame = _word_at(state, layout.frame)
         if layout.cframe >= 0 and frame:
+            is_root = 0 <= frame - address < _ROOT_BYTES
             frame = self._word(frame + layout.cframe)
+            if not frame and not is_root:
+                raise _ChangedError  # a call from C has ended
         if not frame:
             return []
         chunks: list[tuple[int, bytes]] = []
@@ -189,7 +197,7 @@ class RemoteStacks:
             known = self._known.get(chunk)
             if known is not None and known[:2] == (frame, chunks[0][1]):
                 return known[2]
-        stack, newest, num_elsewhere = Stack(), frame, 0
+        stack, newest, num_elsewhere, outermost = Stack(), frame, 0, 0
         for _ in range(MAX_FRAMES):
             memory, start = self._frame_memory(frame, chunks)
             num_elsewhere += not start
@@ -202,8 +210,11 @@ class RemoteStacks:
                 found = self._resolve(code, instruction)
             if found is not None:
                 stack.append(found)
+                outermost = code
             frame = words[1 - self._code_index]
             if not frame:
+                if (function := self._functions.get(outermost)) is not None and function.is_generator:
+                    raise _ChangedError  # it has yielded meanwhile, so nothing calls it
                 if chunk and not num_elsewhere and len(chunks) == 1:
                     self._known[chunk] = newest, chunks[0][1], stack
                 return stack
@@ -272,7 +283,8 @@ class RemoteStacks:
         if not file.startswith(("/", "<")):  # of the script, before Python 3.9
             file = os.path.join(self._cwd, file)
         lines = None if file == "<shim>" else self._bytes(table + 32, size)  # such an entry in Python 3.12
-        return _Function(name, file, first_line, lines, self.version, identity)
+        (flags,) = struct.unpack_from("<i", code, layout.flags)
+        return _Function(name, file, first_line, lines, self.version, identity, bool(flags & _GENERATOR_FLAGS))
 
     def _text_at(self, address: int) -> str:
         header = self._bytes(address, 40)
@@ -302,7 +314,7 @@ class RemoteStacks:
         frame, code = rest[:6], rest[6:] if self.version == (3, 13) else rest[8:]
         return _Layout(
             runtime[2], main_thread, interpreter[2], interpreter[3], thread[2], thread[5], thread[6], thread[4], -1,
-            thread[7], frame[2], frame[1], frame[3], code[1], code[3], code[5], code[4], code[9], 40,
+            thread[7], frame[2], frame[1], frame[3], code[1], code[3], code[5], 48, code[4], code[9], 40,
         )  # fmt: skip
 
     def _outer_id(self, kernel_id: int) -> int:
@@ -360,16 +372,21 @@ class _Function:
     table: bytes | None
     version: tuple[int, int]
     identity: tuple[int, ...] = ()
+    is_generator: bool = False
+    """Or a coroutine, or an asynchronous generator."""
 
-    @functools.cached_property
-    def _entries(self) -> list[tuple[int, int]]:
+    def __post_init__(self) -> None:
         read = read_locations if self.version >= (3, 11) else read_pairs
-        return list(read(self.table or b"", self.first_line, self.version))
+        self._entries: list[tuple[int, int]] = []
+        self._further = read(self.table or b"", self.first_line, self.version)
 
     def line(self, offset: int) -> int:
-        """The line of the instruction at an offset in bytes."""
-        index = bisect.bisect_right(self._entries, offset, key=operator.itemgetter(0))
-        return self._entries[index][1] if index < len(self._entries) else self.first_line
+        """The line of the instruction at an offset in bytes. Reads the table up to there: that of a module is long."""
+        while not self._entries or self._entries[-1][0] <= offset:
+            if (entry := next(self._further, None)) is None:
+                return self.first_line
+            self._entries.append(entry)
+        return self._entries[bisect.bisect_right(self._entries, offset, key=operator.itemgetter(0))][1]
 
 
 def read_locations(table: bytes, first_line: int, _: tuple[int, int]) -> Iterator[tuple[int, int]]:
@@ -470,7 +487,7 @@ def find_symbol(file: str, name: str) -> tuple[int, bool] | None:
                 with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as elf:
                     _symbols[key] = _symbol_in(elf, name)
             return _symbols[key]
-    except (OSError, ValueError, struct.error, IndexError):
+    except (OSError, ValueError, struct.error, IndexError, OverflowError):
         return None
 
 

@@ -171,7 +171,7 @@ def test_a_call_with_many_innermost_frames_keeps_its_samples(tmp_path: Path) -> 
     script = tmp_path / "train.py"
     script.write_text("figure.savefig(name)\nloss.backward()\n")
     drawing = [
-        [Frame(f"draw{number}", SITE + "matplotlib/artist.py", number), Frame("savefig", SITE + "matplotlib/figure.py", 9),
+        [Frame(f"draw{number}", SITE + "matplotlib/artist.py", 5), Frame("savefig", SITE + "matplotlib/figure.py", 9),
          Frame("plot", str(script), 1)]
         for number in range(120)
     ]  # fmt: skip

@@ -101,6 +101,38 @@ def test_a_stack_is_as_python_says(python: str, depth: int, tmp_path: Path) -> N
     assert (other.file, other.line) == (str(tmp_path / "trän.py"), 25)
 
 
+YIELDS = """
+import contextlib, itertools
+
+def counts():
+    yield 1
+
+@contextlib.contextmanager
+def entered():
+    yield
+
+print("ready", flush=True)
+while True:
+    for _ in counts():
+        with entered():
+            sum(number for number in (1, 2))
+"""
+
+
+@pytest.mark.parametrize("python", PYTHONS.values(), ids=PYTHONS)
+def test_a_stack_is_whole_although_a_generator_of_it_yields_meanwhile(python: str, tmp_path: Path) -> None:
+    (tmp_path / "yields.py").write_text(YIELDS)
+    process = subprocess.Popen([python, "-S", tmp_path / "yields.py"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    reader = RemoteStacks(process.pid)
+    stacks = [stack for _ in range(2000) if (stack := reader.read().get(process.pid))]
+    process.kill()
+    process.wait()
+    assert len(stacks) > 1800, "few are left out"
+    assert {stack[-1].function for stack in stacks} == {"<module>"}
+
+
 TIMES = """
 import sys, time
 def adds(items):
@@ -267,11 +299,12 @@ int main(void) {
         O(_PyInterpreterFrame, f_code), O(_PyInterpreterFrame, previous), O(_PyInterpreterFrame, prev_instr),
 #endif
         O(PyCodeObject, co_filename), O(PyCodeObject, co_qualname), O(PyCodeObject, co_firstlineno),
-        O(PyCodeObject, co_linetable), O(PyCodeObject, co_code_adaptive),
+        O(PyCodeObject, co_flags), O(PyCodeObject, co_linetable), O(PyCodeObject, co_code_adaptive),
 #else
         O(PyInterpreterState, tstate_head), O(PyThreadState, next), O(PyThreadState, thread_id), 0,
         O(PyThreadState, frame), -1, 0, O(PyFrameObject, f_code), O(PyFrameObject, f_back), O(PyFrameObject, f_lasti),
         O(PyCodeObject, co_filename), O(PyCodeObject, co_name), O(PyCodeObject, co_firstlineno),
+        O(PyCodeObject, co_flags),
 #if PY_VERSION_HEX >= 0x030a0000
         O(PyCodeObject, co_linetable), 0,
 #else
