@@ -379,6 +379,22 @@ def test_a_collective_of_the_jobs_own_is_named(call: str, samples: int, is_named
     assert ("at this line" in first.fix) is is_named
 
 
+def test_what_is_lost_in_a_collective_of_the_jobs_own_is_all_of_its_samples(tmp_path: Path) -> None:
+    """The clock of the hook has only a part of them in `comm`."""
+    run = make_run(tmp_path / "run", **ON_TWO)
+    call = "torch.distributed.all_reduce"
+    collective = Place(line="train.py:66", function="train", call=call, kind="comm", samples=30)
+    rest = Place(line="train.py:53", function="train", call="model", kind="compute", samples=10)
+    for name in (".", "ranks/0001"):
+        with (run / name / "stacks.jsonl").open("ab") as file:
+            for n in range(1, 5):
+                line = {"attempt": 1, "pid": 7 + len(name), "wall_s": 10.0, "frames": {}} | window(n, collective, rest)
+                file.write(msgspec.json.encode(line) + b"\n")
+    first = run_rules(read_run(run))[0]
+    assert first.place == "train.py:66"
+    assert first.lost_device_s == pytest.approx(60, rel=0.01)
+
+
 @pytest.mark.parametrize(("frameworks", "is_named"), [("torch", True), ("jax 0.10 and torch", False)])
 def test_printing_tensors_on_a_cpu_is_a_place(frameworks: str, is_named: bool, tmp_path: Path) -> None:
     """On a device, and in JAX also on a CPU, the same call waits for the steps."""

@@ -12,7 +12,6 @@ from stoker.diagnosis.causes.host import (
     thread_cpu_utilization,
 )
 from stoker.diagnosis.causes.shared import (
-    certain_stack_fraction,
     cpu_utilization_evidence,
     fraction_of_phase,
     has_enough_stacks,
@@ -25,6 +24,7 @@ from stoker.diagnosis.causes.shared import (
     rare_worker_start_fraction,
     samples_contradict,
     stack_evidence,
+    wait_in_evaluations_s,
 )
 from stoker.diagnosis.places.costly import ROLE_NAMES, describe_place
 from stoker.diagnosis.places.loading import (
@@ -78,7 +78,7 @@ def make_input_wait_finding(
             excluded_s += started * run.steady.wall_s * run.num_ranks
         if run.is_external and run.phase_seconds("input_wait") - excluded_s < INPUT_BOUND.threshold("min_wait_s"):
             return None
-        if eval_wait_s := _wait_in_evaluations_s(run):
+        if eval_wait_s := wait_in_evaluations_s(run):
             text = f"{eval_wait_s:,.1f} s more in evaluations, by the stack samples"
             evidence = [*evidence, make_evidence(text, eval_wait_s, "stacks.jsonl: main_thread")]
         return make_phase_finding(
@@ -102,19 +102,6 @@ def make_input_wait_finding(
         min_measured=min_measured,
         **options,
     )
-
-
-def _wait_in_evaluations_s(run: RunRecords) -> float:
-    """Device-seconds of a watched job's evaluations in which they wait for images, too: what the stack samples show
-    beyond the phase `input_wait`, which is that of the training. 0 if it may be chance."""
-    eval_s = run.phase_seconds("eval")
-    if not run.is_external or eval_s <= 0 or not has_enough_stacks(run):
-        return 0.0
-    fraction, waited_s = run.stacks.fraction("input_wait", "decode"), run.phase_seconds("input_wait")
-    sampled_s = sum(seconds for (role, _), seconds in run.place_totals.items() if role == "training")
-    if certain_stack_fraction(run, "input_wait", "decode") * sampled_s <= waited_s:
-        return 0.0
-    return min(eval_s, fraction * sampled_s - waited_s)
 
 
 def _loading_evidence(run: RunRecords) -> list[Evidence]:

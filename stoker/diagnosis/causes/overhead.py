@@ -21,6 +21,7 @@ from stoker.diagnosis.causes.shared import (
     phase_evidence,
     rare_worker_start_fraction,
     sample_evidence,
+    wait_in_evaluations_s,
 )
 from stoker.diagnosis.places.costly import (
     IMPORT,
@@ -173,7 +174,8 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             evidence.append(make_evidence(f"called from {place.callers}", source="stacks.jsonl: places.callers"))
         lost_s, basis = measured * run.steady.device_s, "the fraction of the samples"
         if place.role == "worker":  # without it, a worker would be faster by as much, until nothing waits for it
-            lost_s = min(input_wait, place.seconds / observed_s) * run.steady.device_s
+            waited_s = run.steady.device_s * input_wait + wait_in_evaluations_s(run)
+            lost_s = min(waited_s, place.seconds / observed_s * run.steady.device_s)
         if place.role == "training" and run.num_ranks == 1:
             lost_s, basis = _lost_in_place(run, place)
             lost_s = min(lost_s, measured * run.steady.device_s) if idle_fraction is not None else lost_s

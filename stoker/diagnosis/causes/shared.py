@@ -362,3 +362,16 @@ def format_duration(seconds: float) -> str:
     if days >= 2:
         return f"{days:,.0f} days"
     return f"{hours:.1f} h" if hours >= 1 else f"{seconds / 60:.0f} min"
+
+
+def wait_in_evaluations_s(run: RunRecords) -> float:
+    """Device-seconds of a watched job's evaluations in which they wait for images, too: what the stack samples show
+    beyond the phase `input_wait`, which is that of the training. 0 if it may be chance."""
+    eval_s = run.phase_seconds("eval")
+    if not run.is_external or eval_s <= 0 or not has_enough_stacks(run):
+        return 0.0
+    fraction, waited_s = run.stacks.fraction("input_wait", "decode"), run.phase_seconds("input_wait")
+    sampled_s = sum(seconds for (role, _), seconds in run.place_totals.items() if role == "training")
+    if certain_stack_fraction(run, "input_wait", "decode") * sampled_s <= waited_s:
+        return 0.0
+    return min(eval_s, fraction * sampled_s - waited_s)

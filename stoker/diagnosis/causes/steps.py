@@ -636,6 +636,10 @@ def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
     text = f"{own.samples} of the samples in collectives are in {describe_place(own)}"
     evidence = [*finding.evidence, make_evidence(text, own.samples, "ranks/*/stacks.jsonl: places")]
     title = f"The ranks wait for each other in {describe_place(own)}"
+    if finding.lost_device_s is not None and own.seconds > finding.lost_device_s:
+        ratio = own.seconds / max(finding.lost_device_s, 1e-9)  # the clock sees only a part of the job's own calls
+        cost = None if finding.lost_cost is None else ratio * finding.lost_cost
+        finding = msgspec.structs.replace(finding, lost_device_s=own.seconds, lost_cost=cost)
     return msgspec.structs.replace(finding, title=title, place=own.line, evidence=evidence)
 
 
