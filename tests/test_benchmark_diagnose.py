@@ -69,8 +69,20 @@ def test_the_interval_is_wilsons(modules: dict[str, ModuleType]) -> None:
 
 def test_every_accepted_id_exists(modules: dict[str, ModuleType]) -> None:
     for cause in modules["diagnose_causes"].CAUSES.values():
-        assert set(cause.accepts) <= CATALOG.keys() | endings().keys(), cause.name
+        known = CATALOG.keys() | endings().keys() | {modules["diagnose_causes"].PLACE}
+        assert set(cause.accepts) <= known, cause.name
         assert bool(cause.accepts) == (cause.name != "healthy")
+
+
+@pytest.mark.parametrize(
+    ("line", "name"), [("recv(2)", "the place"), ("def log_to_server", "the place"), ("import os", "heavy_place")]
+)
+def test_a_place_is_right_in_the_lines_of_the_fault(line: str, name: str, modules: dict[str, ModuleType]) -> None:
+    file = modules["diagnose_inside"].__file__
+    assert file is not None
+    number = next(n for n, text in enumerate(Path(file).read_text().splitlines(), 1) if line in text)
+    finding = {"cause": "heavy_place", "place": f"benchmarks/diagnosis/diagnose_inside.py:{number}"}
+    assert modules["diagnose_causes"].CAUSES["host_wait"].name_of(finding) == name
 
 
 def test_the_seed_draws_levels_and_order(modules: dict[str, ModuleType]) -> None:

@@ -188,7 +188,7 @@ class Bench:
         ignored = self.arguments.ignore
         grave = [found for found in findings if found["severity"] != "info" and found["cause"] not in ignored]
         return {
-            "named": grave[0]["cause"] if grave else NONE,
+            "named": cause.name_of(grave[0]) if grave else NONE,
             "named_s": grave[0].get("lost_device_s") if grave else None,
             "others": tuple(finding["cause"] for finding in grave[1:]),
             "injected_s": injected_s if cause.known and kind != "stoker" else None,

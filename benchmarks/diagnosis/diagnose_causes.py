@@ -3,14 +3,19 @@
 Kinds of jobs: `stoker` (`stoker train` on generated images), `measure` (a plain PyTorch loop in `stoker.measure`),
 `watch` (the same loop under `stoker watch`), `keras` (a Keras fit under `stoker watch`), `simulated` (a job under
 `stoker watch` with a simulated driver). A level is drawn within `weak` or `strong`; `unit` is its unit. `accepts` are
-the ids of causes and failures that are correct. `diagnose_plans.py` makes the faults.
+the ids of causes and failures that are correct, and PLACE: a finding that names a line of the fault.
+`diagnose_plans.py` makes the faults.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from benchmarks.diagnosis import diagnose_driver as driver
 from benchmarks.diagnosis import diagnose_plans as plans
+from benchmarks.diagnosis.diagnose_inside import MetricsServer
 from benchmarks.diagnosis.diagnose_plans import Case, Plan
 
 Range = tuple[float, float]
@@ -27,6 +32,8 @@ class Cause:
     unit: str
     accepts: tuple[str, ...]
     plan: Callable[[Case], Plan]
+    function: Callable[..., object] | None = None
+    """Of the job, all of whose lines are the fault."""
     known: bool = False
     """The injector of a plain job records how much time it took."""
     least_s: float = 0.0
@@ -34,7 +41,17 @@ class Cause:
     rests: bool = False
     """A strong fault leaves most of a core idle: another such job may run at the same time."""
 
+    def name_of(self, finding: dict[str, Any]) -> str:
+        """The id of a finding's cause, or PLACE."""
+        if finding["cause"] != "heavy_place" or self.function is None:
+            return str(finding["cause"])
+        lines, first = inspect.getsourcelines(self.function)
+        file = Path(inspect.getfile(self.function)).name
+        is_fault = Path(finding["place"]).name in {f"{file}:{first + number}" for number in range(len(lines))}
+        return PLACE if is_fault else "heavy_place"
 
+
+PLACE = "the place"
 WEAK, STRONG = (0.14, 0.25), (0.40, 0.65)
 FRACTION = "fraction of the loop's time"
 FEW_WEAK, FEW_STRONG = (0.34, 0.42), (0.50, 0.65)
@@ -66,7 +83,8 @@ _ROWS = (
     ),
     Cause(
         name="host_wait", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=FRACTION,
-        accepts=("host_device_syncs",), plan=plans.inside("host_wait"), known=True, rests=True,
+        accepts=("host_device_syncs", PLACE), plan=plans.inside("host_wait"), known=True, rests=True,
+        function=MetricsServer.log_to_server,
     ),
     Cause(
         name="leak", kinds=("measure", "watch", "keras"), weak=(20, 40), strong=(80, 150), unit="MB/s",
