@@ -149,7 +149,7 @@ _ROWS = (
     ),
     Cause(
         name="loader_crash", kinds=("measure", "watch"), weak=(9, 9), strong=(11, 11), unit="signal",
-        accepts=("loader_worker_killed",), plan=plans.inside("loader_crash", "--workers", "1"),
+        accepts=("loader_worker_killed", "loader_worker_crashed"), plan=plans.inside("loader_crash", "--workers", "1"),
     ),
     Cause(
         name="bad_images", kinds=("stoker",), weak=(1, 1), strong=(24, 24), unit="of 64",

@@ -196,6 +196,14 @@ def test_a_double_batch_probe_proves_a_batch_too_small(tmp_path: Path) -> None:
     assert finding.config_patch == {"auto_batch": True}
 
 
+@pytest.mark.parametrize(("steps", "severity"), [(250, "critical"), (100, "info")])
+def test_steps_of_one_image_below_their_fixed_cost_are_no_guess(steps: int, severity: str, tmp_path: Path) -> None:
+    """4 ms, 10 ms; a record of a second each."""
+    run = make_run(tmp_path / "run", external=True, config=None, steps=steps, num_images=steps)
+    (finding,) = [finding for finding in diagnose(run) if finding.id == "batch_too_small"]
+    assert finding.severity == severity
+
+
 def test_a_cost_needs_a_price_and_an_explicit_price_replaces_the_runs_own(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", fractions={"sync": 0.25}, price=90.0)
     assert diagnose(run)[0].lost_cost == pytest.approx(10 * 90 / 3600)

@@ -459,7 +459,8 @@ def batch_too_small(run: RunRecords, cause: Cause) -> Finding | None:
         return None
     step_s = worked_fraction * steady.device_s / steady.steps / run.num_devices
     overhead_fraction = min(1.0, cause.threshold("overhead_s") / step_s) if step_s > 0 else None
-    return make_finding(run, cause, overhead_fraction, evidence)
+    confidence = cause.threshold("sure") if overhead_fraction == 1.0 else None
+    return make_finding(run, cause, overhead_fraction, evidence, confidence=confidence)
 
 
 def gpu_oversized(run: RunRecords, cause: Cause) -> Finding | None:
