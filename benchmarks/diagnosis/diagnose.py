@@ -248,7 +248,7 @@ def known_s(cause: str, facts: dict[str, float]) -> float | None:
     if cause == "slow_link":
         return facts["comm_s"] + facts["rank 1 comm_s"]
     if cause == "straggler":
-        return facts["rank 1 injected_s"]
+        return 2 * facts["rank 1 injected_s"]  # of both ranks: the slow one trains as little meanwhile
     return facts.get("injected_s")
 
 
