@@ -357,6 +357,19 @@ ON_TWO = {"external": True, "config": None, "seconds": 45, "fractions": {"comput
           "ranks": [{"compute": 0.6, "comm": 0.4}]}  # fmt: skip
 
 
+def run_with_collective(run: Path, call: str, samples: int, lines: int) -> Path:
+    """Two ranks that are in a call at train.py:66 in `samples` of 40 samples of each line of ten seconds."""
+    make_run(run, **ON_TWO)
+    collective = Place(line="train.py:66", function="train", call=call, kind="comm", samples=samples)
+    rest = Place(line="train.py:53", function="train", call="model", kind="compute", samples=40 - samples)
+    for name in (".", "ranks/0001"):
+        with (run / name / "stacks.jsonl").open("ab") as file:
+            for n in range(1, lines + 1):
+                line = {"attempt": 1, "pid": 7 + len(name), "wall_s": 10.0, "frames": {}} | window(n, collective, rest)
+                file.write(msgspec.json.encode(line) + b"\n")
+    return run
+
+
 @pytest.mark.parametrize(
     ("call", "samples", "is_named"),
     [("torch.distributed.all_gather_object", 12, True), ("torch.distributed.all_gather_object", 1, False),
@@ -364,15 +377,7 @@ ON_TWO = {"external": True, "config": None, "seconds": 45, "fractions": {"comput
 )  # fmt: skip
 def test_a_collective_of_the_jobs_own_is_named(call: str, samples: int, is_named: bool, tmp_path: Path) -> None:
     """Not the all-reduce in the backward pass, nor a line with one sample."""
-    run = make_run(tmp_path / "run", **ON_TWO)
-    collective = Place(line="train.py:66", function="train", call=call, kind="comm", samples=samples)
-    rest = Place(line="train.py:53", function="train", call="model", kind="compute", samples=40 - samples)
-    for name in (".", "ranks/0001"):
-        with (run / name / "stacks.jsonl").open("ab") as file:
-            for n in range(1, 3):
-                line = {"attempt": 1, "pid": 7 + len(name), "wall_s": 10.0, "frames": {}} | window(n, collective, rest)
-                file.write(msgspec.json.encode(line) + b"\n")
-    first = run_rules(read_run(run))[0]
+    first = run_rules(read_run(run_with_collective(tmp_path / "run", call, samples, lines=2)))[0]
     assert first.id == "communication_bound"
     assert (first.place == "train.py:66") is is_named
     assert ("all_gather_object, called at train.py:66" in first.title) is is_named
@@ -381,15 +386,7 @@ def test_a_collective_of_the_jobs_own_is_named(call: str, samples: int, is_named
 
 def test_what_is_lost_in_a_collective_of_the_jobs_own_is_all_of_its_samples(tmp_path: Path) -> None:
     """The clock of the hook has only a part of them in `comm`."""
-    run = make_run(tmp_path / "run", **ON_TWO)
-    call = "torch.distributed.all_reduce"
-    collective = Place(line="train.py:66", function="train", call=call, kind="comm", samples=30)
-    rest = Place(line="train.py:53", function="train", call="model", kind="compute", samples=10)
-    for name in (".", "ranks/0001"):
-        with (run / name / "stacks.jsonl").open("ab") as file:
-            for n in range(1, 5):
-                line = {"attempt": 1, "pid": 7 + len(name), "wall_s": 10.0, "frames": {}} | window(n, collective, rest)
-                file.write(msgspec.json.encode(line) + b"\n")
+    run = run_with_collective(tmp_path / "run", "torch.distributed.all_reduce", 30, lines=4)
     first = run_rules(read_run(run))[0]
     assert first.place == "train.py:66"
     assert first.lost_device_s == pytest.approx(60, rel=0.01)

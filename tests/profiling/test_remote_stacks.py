@@ -102,7 +102,7 @@ def test_a_stack_is_as_python_says(python: str, depth: int, tmp_path: Path) -> N
 
 
 YIELDS = """
-import contextlib, itertools
+import contextlib
 
 def counts():
     yield 1
@@ -124,11 +124,13 @@ def test_a_stack_is_whole_although_a_generator_of_it_yields_meanwhile(python: st
     (tmp_path / "yields.py").write_text(YIELDS)
     process = subprocess.Popen([python, "-S", tmp_path / "yields.py"], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    process.stdout.readline()
-    reader = RemoteStacks(process.pid)
-    stacks = [stack for _ in range(2000) if (stack := reader.read().get(process.pid))]
-    process.kill()
-    process.wait()
+    try:
+        process.stdout.readline()
+        reader = RemoteStacks(process.pid)
+        stacks = [stack for _ in range(2000) if (stack := reader.read().get(process.pid))]
+    finally:  # it would take a core for ever
+        process.kill()
+        process.communicate()
     assert len(stacks) > 1800, "few are left out"
     assert {stack[-1].function for stack in stacks} == {"<module>"}
 
