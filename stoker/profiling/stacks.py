@@ -68,11 +68,19 @@ def affordable_rate(cost_s: float, highest_hz: float, fraction: float = MAX_CPU_
     return min(highest_hz, max(MIN_RATE_HZ, fraction / max(cost_s, 1e-9)))
 
 
+def _program(pid: int) -> str:
+    """Path of the program that a process runs; empty: it ended, or may not be read."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return ""
+
+
 def is_python(pid: int) -> bool:
     """By the name of the program, else by whether Python's library is loaded."""
+    if _PYTHON.search(_program(pid)):
+        return True
     try:
-        if _PYTHON.search(os.readlink(f"/proc/{pid}/exe")):
-            return True
         return re.search(r"/libpython\d", Path(f"/proc/{pid}/maps").read_text(errors="replace")) is not None
     except OSError:  # it ended, or may not be read
         return False
@@ -221,7 +229,8 @@ class StackSampler:
         self._training_ranks = training_ranks
         self._own_rank = own_rank
         self._processes: dict[psutil.Process, _Process] = {}
-        self._not_python: set[psutil.Process] = set()
+        self._not_python: dict[psutil.Process, str] = {}
+        """Process → its program."""
         self._rate_hz = MAX_RATE_HZ
         self._cost_s = 0.0
         """CPU-seconds of a sample of all processes."""
@@ -373,16 +382,17 @@ class StackSampler:
                 process = psutil.Process(pid)
                 known = self._processes.get(process)
                 cpu_s = cpu_seconds(process) or 0.0
-                # a process without CPU time may have called exec since
-                if known is None and not (process in self._not_python and cpu_s > 0) and is_python(pid):
-                    known = _Process(process)
-                if known is None:
-                    self._not_python.add(process)
-                elif is_alive(process):
+                if known is None:  # a shell, as the one that pyenv starts, may become Python by exec
+                    program = _program(pid)
+                    if self._not_python.get(process) != program and is_python(pid):
+                        known = _Process(process)
+                    elif cpu_s > 0:  # else it has only begun
+                        self._not_python[process] = program
+                if known is not None and is_alive(process):
                     known.recent_cpu_s, known.cpu_s = cpu_s - known.cpu_s, cpu_s
                     alive[process] = known
         self._processes = alive
-        self._not_python = {process for process in self._not_python if process.is_running()}
+        self._not_python = {process: name for process, name in self._not_python.items() if process.is_running()}
         found = [
             target for target in alive.values()
             if target.failures < MAX_FAILURES or now_s - target.seen_s < MAX_FAILING_S

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stoker.profiling import stacks
@@ -72,6 +73,26 @@ def test_a_python_job_has_windows(rank: str, name: str, tmp_path: Path) -> None:
     assert window.main_thread == {"idle": 1.0}
     assert window.frames == {"wait_for_input (train.py:4)": 1.0}
     assert window.samples >= 1
+
+
+def test_a_shell_that_becomes_python_is_sampled(tmp_path: Path) -> None:
+    """As pyenv's `python` does, after some work of its own."""
+    (tmp_path / "train.py").write_text(WAITS)
+    shim = 'i=0; while [ $i -lt 300000 ]; do i=$((i + 1)); done; read -r line; exec "$0" -S train.py'
+    process = subprocess.Popen(["sh", "-c", shim, sys.executable], cwd=tmp_path, stdin=subprocess.PIPE)
+    until((stacks.cpu_seconds(psutil.Process(process.pid)) or 0.0) > 0.05 for _ in range(3000))
+    folder, reasons = RunFolder(tmp_path, 4), list[str]()
+    sampler = stacks.StackSampler(folder, process.pid, on_unavailable=reasons.append)
+    assert sampler._find_targets(time.monotonic()) == []
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    with sampler:
+        until(bool(reasons) or (tmp_path / STACKS).exists() for _ in range(3000))
+    folder.close()
+    process.communicate(b"\n")
+    assert reasons == []
+    assert next(read_lines(tmp_path, STACKS, StackWindow)).pid == process.pid
 
 
 def test_a_job_without_python_has_a_reason(tmp_path: Path) -> None:
