@@ -27,7 +27,7 @@ from stoker.runs.records import (
     TRACES,
 )
 from stoker.runs.schemas import Probe
-from tests.diagnosis.built import FACTS, NATIVE_CONFIG, T0, make_run
+from tests.diagnosis.built import FACTS, GIB, NATIVE_CONFIG, T0, make_run
 from tests.diagnosis.cases import CASES, DECODING, FETCHING, _measured
 
 FILES = (CONFIG, DEVICES, EVENTS, PROBES, QUARANTINE, STACKS, STEPS, TRACES)
@@ -202,6 +202,18 @@ def test_steps_of_one_image_below_their_fixed_cost_are_no_guess(steps: int, seve
     run = make_run(tmp_path / "run", external=True, config=None, steps=steps, num_images=steps)
     (finding,) = [finding for finding in diagnose(run) if finding.id == "batch_too_small"]
     assert finding.severity == severity
+
+
+@pytest.mark.parametrize(("gpus", "ms", "severity"), [(0, 40, "critical"), (0, 100, "warning"), (1, 40, "warning"),
+                                                      (0, 250, None), (1, 60, None)])  # fmt: skip
+def test_a_small_batch_of_a_training_of_stoker(gpus: int, ms: int, severity: str | None, tmp_path: Path) -> None:
+    """Its fixed cost is known, and is less on a GPU."""
+    steps = 1000 // ms
+    config = '[model]\nname = "tiny"\n[train]\nbatch_size = 1\n[data]\ntrain = "d"\n[run]\nworkers = 1\n'
+    run = make_run(tmp_path / "run", gpus=gpus, config=config, steps=steps, num_images=steps,
+                   gpu=lambda *_: {"memory_used_bytes": 8 * GIB})  # fmt: skip
+    found = [finding.severity for finding in diagnose(run) if finding.id == "batch_too_small"]
+    assert found == ([] if severity is None else [severity])
 
 
 def test_a_cost_needs_a_price_and_an_explicit_price_replaces_the_runs_own(tmp_path: Path) -> None:

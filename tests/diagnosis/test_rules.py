@@ -113,6 +113,7 @@ def test_cpu_time_distinguishes_storage_from_decoding_in_a_loop_without_stages(t
     for name, cores, cause in (
         ("rests", {"process_cpu": 0.65}, "slow_storage"),
         ("one", {"process_cpu": 1.6, "cpu_core_utilization": [1.0, 0.6, 0.0, 0.0]}, "too_few_workers"),
+        ("one of two cores", {"process_cpu": 1.6, "cpu_core_utilization": [0.95, 0.7]}, "too_few_workers"),
         ("all", {"process_cpu": 3.7, "cpu_core_utilization": [0.95] * 4}, "slow_decode"),
         (
             "others",

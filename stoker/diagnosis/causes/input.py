@@ -383,8 +383,6 @@ def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
     cores, utilization = run.host.cores, run.cpu_utilization
     if cores is None or cores < 2 or utilization is None or utilization >= BUSY_CORES:
         return None
-    if cores * (1 - utilization) < cause.threshold("min_idle_cores"):
-        return None
     stage, stage_fraction = largest_stage(run)
     if stage is not None and not is_mostly(run, "decode"):
         return None

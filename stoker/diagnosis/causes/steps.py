@@ -458,8 +458,10 @@ def batch_too_small(run: RunRecords, cause: Cause) -> Finding | None:
     if not worked_fraction or not steady.steps:
         return None
     step_s = worked_fraction * steady.device_s / steady.steps / run.num_devices
-    overhead_fraction = min(1.0, cause.threshold("overhead_s") / step_s) if step_s > 0 else None
-    confidence = cause.threshold("sure") if overhead_fraction == 1.0 else None
+    is_own = run.is_native_run  # a detector, whose operations are known
+    overhead_s = cause.threshold("overhead_on_cpu_s" if is_own and run.on_cpu else "overhead_s")
+    overhead_fraction = min(1.0, overhead_s / step_s) if step_s > 0 else None
+    confidence = cause.threshold("sure") if is_own or overhead_fraction == 1.0 else None
     return make_finding(run, cause, overhead_fraction, evidence, confidence=confidence)
 
 
