@@ -24,10 +24,11 @@ from stoker.diagnosis.causes.shared import has_enough_stacks
 from stoker.diagnosis.log_meters import find_printed_wait
 from stoker.diagnosis.notes import collect_notes
 from stoker.diagnosis.places.costly import frequency, join_lines, list_loops, list_parts, list_places
+from stoker.diagnosis.places.totals import merge_places
 from stoker.diagnosis.places.trees import PlaceNode, place_trees
 from stoker.diagnosis.postmortem import explain, explain_unknown
 from stoker.diagnosis.reader import Observer, read_run
-from stoker.diagnosis.run_data import EventSummary, RunRecords, Termination
+from stoker.diagnosis.run_data import EventSummary, PlaceTotal, RunRecords, Termination
 from stoker.diagnosis.termination import MAX_OUTPUT_BYTES, is_held, lease_holder, read_output
 from stoker.errors import StokerError, UsageError
 from stoker.findings.finding import Finding
@@ -247,7 +248,7 @@ def explain_run(
         productive_fraction=totals.phases.get("compute", 0.0) / totals.device_s if is_timed else None,
         largest_loss=_largest_loss(phases, findings),
         findings=findings,
-        places=_places(run_records),
+        places=_places(run_records) or ([] if findings else _places_without_steps(run_records)),
         place_trees=place_trees(run_records),
         notes=collect_notes(run_records, findings),
         evidence_paths={name: str(path / name) for name in EVIDENCE_FILES if (path / name).exists()},
@@ -264,15 +265,29 @@ def _places(run_records: RunRecords) -> list[PlaceTime]:
     for loop in list_loops(run_records):
         smaller = (index for index, place in enumerate(listed) if place.seconds < loop.seconds)
         listed.insert(next(smaller, len(listed)), loop)
-    names = [name for name in PlaceTime.__struct_fields__ if name != "frequency"]
     return [
-        PlaceTime(
-            **{name: getattr(place, name) for name in names},
-            frequency=frequency(run_records, place) if place.line else "",
-        )
+        _place_time(place, frequency(run_records, place) if place.line else "")
         for place in listed
         if place.seconds >= max(1.0, run_records.place_totals[place.role, place.rank] / 100)
     ][:MAX_PLACES]
+
+
+def _places_without_steps(run_records: RunRecords) -> list[PlaceTime]:
+    """Of a job of which no step was seen, as one that prepares data or trains without a known framework: the lines where
+    its main thread was."""
+    if not run_records.is_external or run_records.totals.steps:
+        return []
+    lines: dict[tuple[int, str, str], list[PlaceTotal]] = {}
+    for place in run_records.places:
+        if place.role == "training" and place.line:
+            lines.setdefault((place.rank, place.line, place.call), []).append(place)
+    merged = [place for group in lines.values() if (place := merge_places(group)) is not None and place.seconds >= 1.0]
+    return [_place_time(place, "") for place in sorted(merged, key=lambda place: -place.seconds)[:MAX_PLACES]]
+
+
+def _place_time(place: PlaceTotal, often: str) -> PlaceTime:
+    names = [name for name in PlaceTime.__struct_fields__ if name != "frequency"]
+    return PlaceTime(**{name: getattr(place, name) for name in names}, frequency=often)
 
 
 def open_records(run: str | Path) -> Path:
@@ -477,6 +492,8 @@ def _details(explanation: RunExplanation) -> Iterator[RenderableType]:
         yield ""
         is_own = all(place.part for place in explanation.places)
         what = "Parts of stoker besides the training step" if is_own else "Places outside of forward and backward"
+        if not explanation.steps and not is_own:
+            what = "Where its main thread was; no step of a training was seen"
         yield plain_text(f"{what}, by samples of the stacks", "bold")
         yield from (indented(place.text()) for place in explanation.places)
     if not findings:

@@ -1045,3 +1045,21 @@ def test_checkpoints_that_no_clock_has_timed_are_found_by_their_place(
     if heavy:
         assert "save_checkpoint, called at train.py:98" in str(heavy[0].evidence)
         assert heavy[0].lost_device_s == pytest.approx(60 * samples / 40, rel=0.1)
+
+
+@pytest.mark.parametrize("has_steps", [False, True])
+def test_a_job_without_a_step_shows_where_it_was(has_steps: bool, tmp_path: Path) -> None:
+    """As one that prepares data, or trains without a known framework."""
+    places = [Place(line="prepare.py:9", function="main", call="hashlib.sha256", kind="python", samples=15),
+              Place(line="prepare.py:9", function="main", call="hashlib.sha256", kind="compute", samples=3),
+              Place(line="prepare.py:4", function="read", kind="other", samples=2)]  # fmt: skip
+    stacks = [{"t": T0 + 10 * n, "samples": 20, "main_thread": {"python": 1.0}, "places": places} for n in (1, 2, 3)]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=30, steps=8 * has_steps, losses=None,
+                   window=lambda _: {"step": 8 * has_steps, "phases": {"unattributed": 1.0}}, stacks=stacks)  # fmt: skip
+    explanation = explain_run(run)
+    shown = [place.text() for place in explanation.places]
+    if not has_steps:
+        assert shown == ["27 s (±2) hashlib.sha256 ← prepare.py:9", "3 s (±2) read prepare.py:4"]
+    output = io.StringIO()
+    print_explanation(explanation, output, width=120)
+    assert ("Where its main thread was" in output.getvalue()) is not has_steps
