@@ -108,6 +108,13 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     assert finding.lost_device_s == pytest.approx(2 * 0.4 * 40, rel=0.05)
 
 
+@pytest.mark.parametrize(("comm", "ids"), [(0.34, ["communication_bound", "straggler"]), (0.12, ["straggler"])])
+def test_a_slow_rank_does_not_hide_a_slow_exchange(comm: float, ids: list[str], tmp_path: Path) -> None:
+    """The other rank waits 0.2 of its time longer in the collectives."""
+    found = findings(tmp_path / "run", {"fractions": {"comm": comm + 0.2}, "ranks": [{"comm": comm}]})
+    assert [finding.id for finding in found] == ids
+
+
 def test_cpu_time_distinguishes_storage_from_decoding_in_a_loop_without_stages(tmp_path: Path) -> None:
     waits = {"config": None, "fractions": {"input_wait": 0.4}}
     for name, cores, cause in (
