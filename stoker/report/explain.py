@@ -453,8 +453,9 @@ def _facts(explanation: RunExplanation) -> Iterator[tuple[str, str]]:
         where = f"on {fmt.plural(devices, 'device')}"
     yield "time", f"{fmt.duration(explanation.wall_s)} {where}, {restarts}{lost}"
     speed = f", {fmt.plural(explanation.num_images, 'image')}, {fmt.number(explanation.img_per_s)} img/s on average"
-    unknown = explanation.coverage and not explanation.num_images
-    yield "work", f"{fmt.plural(explanation.steps, 'step')}{' according to its output' if unknown else speed}"
+    if explanation.coverage and not explanation.num_images:
+        speed = "" if _has_clock(explanation) else " according to its output"
+    yield "work", f"{fmt.plural(explanation.steps, 'step')}{speed}"
     price = explanation.price_range
     if price is not None and price.currency:  # a list price; the user knows a price that they set
         yield "price", f"{fmt.cost_range((price.low, price.high))} {price.currency} per device-hour: {price.source}"
@@ -473,12 +474,16 @@ def _phase_table(explanation: RunExplanation) -> RenderableType:
     return table(*heads, right=range(1, len(heads) - 1), rows=rows)
 
 
+def _has_clock(explanation: RunExplanation) -> bool:
+    return explanation.coverage.get("inside the job", "").startswith("recorded: ")
+
+
 def _verdict(explanation: RunExplanation) -> str:
     if explanation.productive_fraction is None:
-        inside = explanation.coverage.get("inside the job", "")
-        has_clock = inside.startswith("recorded: ")
-        reason = "its clock saw no step of training" if has_clock else "the job was not timed from inside"
-        if "without a known data loader" in inside:
+        reason = "the job was not timed from inside"
+        if _has_clock(explanation):
+            reason = "its clock saw no step of training"
+        if "without a known data loader" in explanation.coverage.get("inside the job", ""):
             reason = "where its batches come from is not known, so waiting for them and training are one"
         return f"The fraction of time in optimizer steps is not known: {reason}."
     trained = f"Optimizer steps took {fmt.percentage(explanation.productive_fraction)} of the time."
