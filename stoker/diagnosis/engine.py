@@ -108,7 +108,7 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
     there for most of it. A line that reads is explained by slow storage."""
     if finding.id == "workers_start_again" and run.steady.worker_starts:  # by the clock, not a part seen by chance
         return (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
-    if finding.id == "straggler" and other.id == "communication_bound":  # clocks tell an exchange from a wait for a rank
+    if finding.id == "straggler" and other.id == "communication_bound":  # their clocks differ
         return (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
     if finding.id in ("straggler", "python_bound") and other.id == "heavy_place":
         return bool(other.place) and other.place == finding.place

@@ -43,9 +43,6 @@ from stoker.findings.finding import Evidence, Finding, Severity
 NEARLY_FULL_FRACTION = 0.95
 """Fraction of a memory limit in the last sample from which a kill without a message is attributed to it. Heuristic:
 samples are at most a second old, and the rest is room for a batch or two."""
-GROWTH_FACTOR = 1.5
-"""Growth until the next sample over that of the last two, up to which memory was full before it. Heuristic: samples are
-a second apart, but for their delays, and steps differ."""
 _FULL_FILE = re.compile(r"No space left on device: \S")
 DISK_NEARLY_FULL = find_cause("disk_nearly_full")
 _MAX_QUOTED_CHARS = 500
@@ -299,15 +296,15 @@ def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding 
 
 
 def _memory_full_evidence(termination: Termination) -> list[Evidence]:
-    """The host's memory was full, or would have been before the next sample; else empty."""
+    """The host's memory was nearly full, or would have been before the next sample; else empty."""
     fraction, growth = termination.memory_fraction, termination.memory_growth
-    if fraction is None or (fraction < NEARLY_FULL_FRACTION and fraction + GROWTH_FACTOR * growth < 1):
+    if fraction is None or fraction + growth < NEARLY_FULL_FRACTION:
         return []
     if fraction >= NEARLY_FULL_FRACTION:
         return [make_evidence("it ended while the host's memory was full", fraction, termination.samples_source)]
     text = (
         f"the host's memory was {100 * fraction:.0f} % full in the last sample, {100 * growth:.0f} points more than in "
-        "the one before: at this rate it was full before the next sample, or soon after"
+        "the one before: at this rate it was nearly full before the next sample"
     )
     return [make_evidence(text, fraction, termination.samples_source)]
 

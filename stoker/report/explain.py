@@ -273,8 +273,7 @@ def _places(run_records: RunRecords) -> list[PlaceTime]:
 
 
 def _places_without_steps(run_records: RunRecords) -> list[PlaceTime]:
-    """Of a job of which no step was seen, as one that prepares data or trains without a known framework: the lines where
-    its main thread was."""
+    """Of a job without a known step, as one that prepares data: the lines where its main thread was."""
     if not run_records.is_external or run_records.totals.steps:
         return []
     lines: dict[tuple[int, str, str], list[PlaceTotal]] = {}

@@ -1055,7 +1055,8 @@ def test_a_job_without_a_step_shows_where_it_was(has_steps: bool, tmp_path: Path
               Place(line="prepare.py:4", function="read", kind="other", samples=2)]  # fmt: skip
     stacks = [{"t": T0 + 10 * n, "samples": 20, "main_thread": {"python": 1.0}, "places": places} for n in (1, 2, 3)]
     run = make_run(tmp_path / "run", external=True, config=None, seconds=30, steps=8 * has_steps, losses=None,
-                   window=lambda _: {"step": 8 * has_steps, "phases": {"unattributed": 1.0}}, stacks=stacks)  # fmt: skip
+                   window=lambda _: {"step": 8 * has_steps, "phases": {"unattributed": 1.0}},
+                   stacks=stacks)  # fmt: skip
     explanation = explain_run(run)
     shown = [place.text() for place in explanation.places]
     if not has_steps:

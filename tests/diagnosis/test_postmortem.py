@@ -204,7 +204,8 @@ def test_a_kill_decides_over_lines_before_it() -> None:
 
 
 def test_a_kill_while_memory_filled_faster_than_it_is_sampled() -> None:
-    for fraction, growth, cause in ((0.9, 0.15, "oom_killed"), (0.86, 0.13, "oom_killed"), (0.7, 0.15, "ended_without_record")):
+    cases = ((0.9, 0.15, "oom_killed"), (0.86, 0.13, "oom_killed"), (0.7, 0.15, "ended_without_record"))
+    for fraction, growth, cause in cases:
         found = explain(Termination(memory_fraction=fraction, memory_growth=growth))
         assert found[0].id == cause
     assert "15 points more" in explain(Termination(memory_fraction=0.9, memory_growth=0.15))[0].evidence[0].text
