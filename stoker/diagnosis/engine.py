@@ -6,6 +6,7 @@ action; `reader.py` reads the records; `postmortem.py` explains an end.
 """
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,11 @@ CATALOG: dict[str, Cause] = {cause.id: cause for cause, _ in RULES}
 _COVERED_CAUSES = {"disk_full": ("disk_nearly_full",)}
 """Failure id → causes that it includes."""
 _LOADING_KINDS = ("input_wait", "decode")
+_NO_EVALUATION = re.compile(
+    r"(shutil|zipfile|tarfile|gzip|bz2|lzma|subprocess|os|time|socket|smtplib|ftplib|requests|urllib|boto3|botocore"
+    r"|google\.cloud|wandb|mlflow)\."
+)
+"""Calls that evaluate nothing: archives, other programs, waits, transfers."""
 _MEMORY_ENDINGS = ("oom_killed", "host_out_of_memory")
 """Endings that a leak of host memory explains: it then comes before them."""
 
@@ -112,6 +118,10 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
         return (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
     if finding.id in ("straggler", "python_bound") and other.id == "heavy_place":
         return bool(other.place) and other.place == finding.place
+    if other.id == "evaluation_heavy":  # which goes up to the next step of training
+        calls = (place.call for place in run.places if place.line == finding.place and not place.is_startup)
+        is_other = any(map(_NO_EVALUATION.match, calls))
+        return is_other and (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
     if other.id == "heavy_place":
         here = [place for place in run.places if place.line == other.place and not place.is_startup]
         return 2 * sum(map(count_blocked, here)) > sum(place.samples for place in here)

@@ -525,6 +525,17 @@ def test_what_a_worker_does_ranks_by_the_wait_for_it(tmp_path: Path) -> None:
     assert shown == [["train.py:9", "data.py:7"], ["data.py:7", "train.py:9"]]
 
 
+@pytest.mark.parametrize(("call", "ids"), [("shutil.make_archive", ["heavy_place"]),
+                                           ("pycocotools.cocoeval.evaluate", ["evaluation_heavy", "heavy_place"])])  # fmt: skip
+def test_what_follows_an_evaluation_is_none(call: str, ids: list[str], tmp_path: Path) -> None:
+    """The clock of evaluations goes up to the next step of training."""
+    place = Place(line="train.py:180", function="fit_epoch", call=call, kind="python", samples=16)
+    step = Place(line="train.py:9", function="train", kind="compute", samples=24)
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=45, fractions={"eval": 0.5, "compute": 0.5},
+                   stacks=[window(n, place, step) for n in range(1, 5)])  # fmt: skip
+    assert [finding.id for finding in run_rules(read_run(run))] == ids
+
+
 def test_python_between_steps_names_its_lines(tmp_path: Path) -> None:
     """Several lines of which none is most of it, and an import that is none of them."""
     lines = [Place(line=f"train.py:{n}", function="main", call=call, kind="python", samples=3)
