@@ -525,8 +525,13 @@ def test_what_a_worker_does_ranks_by_the_wait_for_it(tmp_path: Path) -> None:
     assert shown == [["train.py:9", "data.py:7"], ["data.py:7", "train.py:9"]]
 
 
-@pytest.mark.parametrize(("call", "ids"), [("shutil.make_archive", ["heavy_place"]),
-                                           ("pycocotools.cocoeval.evaluate", ["evaluation_heavy", "heavy_place"])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "ids"),
+    [
+        ("shutil.make_archive", ["heavy_place"]),
+        ("pycocotools.cocoeval.evaluate", ["evaluation_heavy", "heavy_place"]),
+    ],
+)
 def test_what_follows_an_evaluation_is_none(call: str, ids: list[str], tmp_path: Path) -> None:
     """The clock of evaluations goes up to the next step of training."""
     place = Place(line="train.py:180", function="fit_epoch", call=call, kind="python", samples=16)
