@@ -611,7 +611,7 @@ def _add_stacks(stats: StackStats, window: StackWindow, steady_span: _SteadySpan
     stats.compile_windows += counts.get("compile", 0.0) > 0
     for kind, count in counts.items():
         if count > 0:
-            stats.main_thread[kind] = stats.main_thread.get(kind, 0.0) + count
+            stats.main_thread[kind] = stats.main_thread.get(kind, 0.0) + count * window.wall_s / window.samples
     for frame, fraction in window.frames.items():
         if frame in stats.frames or len(stats.frames) < MAX_FRAMES:
-            stats.frames[frame] = stats.frames.get(frame, 0.0) + fraction * window.samples
+            stats.frames[frame] = stats.frames.get(frame, 0.0) + fraction * window.wall_s

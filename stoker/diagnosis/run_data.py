@@ -411,20 +411,21 @@ class StackStats:
     compile_windows: int = 0
     """Lines of stacks.jsonl in which the main thread compiled."""
     main_thread: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Kind of work → samples."""
+    """Kind of work → seconds that its samples stand for: a job is sampled more often at its beginning."""
     frames: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Frame in the job's own code → samples, of at most MAX_FRAMES."""
+    """Frame in the job's own code → the same, of at most MAX_FRAMES."""
 
     def fraction(self, *kinds: str) -> float:
-        return sum(self.main_thread.get(kind, 0.0) for kind in kinds) / self.samples if self.samples else 0.0
+        total_s = sum(self.main_thread.values())
+        return sum(self.main_thread.get(kind, 0.0) for kind in kinds) / total_s if total_s else 0.0
 
     def add(self, other: "StackStats") -> None:
         """Adds the samples of another process."""
         self.samples += other.samples
         self.compile_windows += other.compile_windows
         for sums, added in ((self.main_thread, other.main_thread), (self.frames, other.frames)):
-            for name, count in added.items():
-                sums[name] = sums.get(name, 0.0) + count
+            for name, seconds in added.items():
+                sums[name] = sums.get(name, 0.0) + seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -280,8 +280,9 @@ def _places_without_steps(run_records: RunRecords) -> list[PlaceTime]:
     for place in run_records.places:
         if place.role == "training" and place.line:
             lines.setdefault((place.rank, place.line, place.call), []).append(place)
-    merged = [place for group in lines.values() if (place := merge_places(group)) is not None and place.seconds >= 1.0]
-    return [_place_time(place, "") for place in sorted(merged, key=lambda place: -place.seconds)[:MAX_PLACES]]
+    sums = filter(None, map(merge_places, lines.values()))
+    largest = sorted((total for total in sums if total.seconds >= 1.0), key=lambda total: -total.seconds)
+    return [_place_time(total, "") for total in largest[:MAX_PLACES]]
 
 
 def _place_time(place: PlaceTotal, often: str) -> PlaceTime:

@@ -78,7 +78,7 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     computing from waiting, only `host` counts, with a low confidence. What a library does between the steps in its own
     loop, as metrics and handlers of ignite do, is info while it is small."""
     lines = [place for place in _heavy_places(run) if place.call or is_callees(place)]
-    if any(place.samples >= run.stacks.main_thread.get("python", 0.0) / 2 for place in lines):
+    if any(place.seconds >= run.stacks.main_thread.get("python", 0.0) / 2 for place in lines):
         return None  # one line is most of it: `heavy_place`
     phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *phases)
