@@ -112,16 +112,16 @@ def _supersedes(run: RunRecords, finding: Finding, other: Finding) -> bool:
 def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
     """Whether a finding is the reason of the time that a less exact one has lost. A line is so if who loads the data is
     there for most of it. A line that reads is explained by slow storage."""
+    is_most = (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
     if finding.id == "workers_start_again" and run.steady.worker_starts:  # by the clock, not a part seen by chance
-        return (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
-    if finding.id == "straggler" and other.id == "communication_bound":  # their clocks differ
-        return (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
+        return is_most
+    if finding.id == "straggler" and other.id == "communication_bound":  # waiting for a rank, and exchanging gradients
+        return is_most
     if finding.id in ("straggler", "python_bound") and other.id == "heavy_place":
         return bool(other.place) and other.place == finding.place
-    if other.id == "evaluation_heavy":  # which goes up to the next step of training
+    if other.id == "evaluation_heavy":  # its clock goes up to the next step of training
         calls = (place.call for place in run.places if place.line == finding.place and not place.is_startup)
-        is_other = any(map(_NO_EVALUATION.match, calls))
-        return is_other and (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
+        return is_most and any(map(_NO_EVALUATION.match, calls))
     if other.id == "heavy_place":
         here = [place for place in run.places if place.line == other.place and not place.is_startup]
         return 2 * sum(map(count_blocked, here)) > sum(place.samples for place in here)
@@ -131,7 +131,7 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
     loads = any(place.role != "training" or place.kind in _LOADING_KINDS for place in here)
     if other.id == "slow_decode":  # a line of the job's own inside of the transforms, not one that reads images
         loads = any(place.kind == "decode" for place in here)
-    return loads and (finding.lost_device_s or 0.0) >= (other.lost_device_s or 0.0) / 2
+    return loads and is_most
 
 
 def _without_guesses(run: RunRecords, findings: list[Finding]) -> list[Finding]:

@@ -41,8 +41,8 @@ from stoker.diagnosis.run_data import LogLine, Termination
 from stoker.findings.finding import Evidence, Finding, Severity
 
 NEARLY_FULL_FRACTION = 0.95
-"""Fraction of a memory limit in the last sample from which a kill without a message is attributed to it. Heuristic:
-samples are at most a second old, and the rest is room for a batch or two."""
+"""Fraction of a memory limit in the last sample, or with its growth in the next one, from which a kill without a
+message is attributed to it. Heuristic: samples are at most a second old, and the rest is room for a batch or two."""
 _FULL_FILE = re.compile(r"No space left on device: \S")
 DISK_NEARLY_FULL = find_cause("disk_nearly_full")
 _MAX_QUOTED_CHARS = 500

@@ -498,7 +498,7 @@ def _details(explanation: RunExplanation) -> Iterator[RenderableType]:
         is_own = all(place.part for place in explanation.places)
         what = "Parts of stoker besides the training step" if is_own else "Places outside of forward and backward"
         if not explanation.steps and not is_own:
-            what = "Where its main thread was; no step of a training was seen"
+            what = "Places (no step of a training was seen)"
         yield plain_text(f"{what}, by samples of the stacks", "bold")
         yield from (indented(place.text()) for place in explanation.places)
     if not findings:

@@ -1079,4 +1079,4 @@ def test_a_job_without_a_step_shows_where_it_was(has_steps: bool, tmp_path: Path
         assert shown == ["27 s (±2) hashlib.sha256 ← prepare.py:9", "3 s (±2) read prepare.py:4"]
     output = io.StringIO()
     print_explanation(explanation, output, width=120)
-    assert ("Where its main thread was" in output.getvalue()) is not has_steps
+    assert ("no step of a training was seen" in output.getvalue()) is not has_steps
