@@ -67,6 +67,9 @@ PACKAGE_ROOT = "/site-packages/stoker/"
 _LAYER_FILE = re.compile(r"/torch/nn/modules/(?!loss|distance)\w+\.py|/keras/(src/)?layers/|/(flax|haiku|equinox)/")
 """Files of layers and of their calls, but for those of losses: a loop over layers is part of any model."""
 _LOSS_FILE = re.compile(r"/torch/nn/modules/(loss|distance)\.py")
+_BACKWARD_FILE = re.compile(r"/torch/autograd/(graph|__init__)\.py")
+_PART_OF_BACKWARD = re.compile(r"/torch/(autograd/function|utils/checkpoint|optim/\w+)\.py")
+"""Files whose calls of own code belong to a backward pass: a function's own one, layers again, an update of weights."""
 _TRAINER_FILE = re.compile(
     r"/(site|dist)-packages/(lightning|pytorch_lightning|transformers|accelerate|(tf_)?keras|skorch|ignite|fastai)/"
 )
@@ -158,7 +161,8 @@ def make_window(
         loop = _line_in_loop(stack) if computes and later is None else None
         if role == "training" and resolved in ("compute", "sync") and is_users and _loops_without_grad(stack):
             resolved, loop = "python", None
-        if computes and later is None and loop is None and _runs_operations_of_jax(stack, compiled):
+        works = _runs_operations_of_jax(stack, compiled) or _is_gradient_hook(stack)
+        if computes and later is None and loop is None and works:
             resolved = "python"
         line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, later or loop)
         if not is_users:
@@ -205,6 +209,14 @@ def _runs_operations_of_jax(stack: Stack, compiled: CompiledCalls) -> bool:
     if not any(_JAX_FILE.search(frame.file) for frame in stack) or _line_and_call(stack) in compiled:
         return False
     return _JAX_OPERATION.match(find_place(stack)[2]) is not None
+
+
+def _is_gradient_hook(stack: Stack) -> bool:
+    """Whether a backward pass of torch has called own code that is no part of it, as what is done to each gradient."""
+    inner = list(itertools.takewhile(lambda frame: not _BACKWARD_FILE.search(frame.file), stack))
+    if len(inner) == len(stack) or any(_PART_OF_BACKWARD.search(frame.file) for frame in inner):
+        return False
+    return any(map(is_job_code, inner))
 
 
 def _is_on_host(stack: Stack) -> bool:
@@ -297,9 +309,12 @@ def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -
         name = _module_path(meant)
     # imports have thousands of innermost frames
     leaf = _describe_leaf(stack[0]) if index > 1 and not name.startswith("import ") else ""
+    line = f"{_relative_file(own.file, cwd)}:{own.line}"
+    if not is_job_code(own):  # its class says which of many transforms it is
+        return line, own.function.rpartition("<locals>.")[2], name, leaf
     outer = (_base_name(frame.function) for frame in stack[index:] if frame.file == own.file)
     function = next((text for text in outer if not text.endswith(("comp>", "genexpr>", "lambda>"))), "")
-    return f"{_relative_file(own.file, cwd)}:{own.line}", function or _base_name(own.function), name, leaf
+    return line, function or _base_name(own.function), name, leaf
 
 
 def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> str:

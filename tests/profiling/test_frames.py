@@ -404,3 +404,31 @@ def test_operations_that_jax_runs_one_by_one_are_work_of_their_line(tmp_path: Pa
     assert window is not None
     assert window.main_thread == {"compute": 0.75, "python": 0.25}
     assert [(place.line[-1], place.kind) for place in window.places] == [("3", "compute"), ("4", "python")]
+
+
+@pytest.mark.parametrize(
+    ("between", "kind"),
+    [
+        ((), "python"),  # a hook of a tensor, of DistributedDataParallel's buckets
+        (("torch/utils/hooks.py: BackwardHook.setup_input_hook.<locals>.fn",), "python"),
+        (("torch/autograd/function.py: BackwardCFunction.apply",), "compute"),
+        (("torch/utils/checkpoint.py: CheckpointFunction.backward",), "compute"),
+    ],
+)
+def test_what_is_done_to_each_gradient_is_no_part_of_the_backward_pass(
+    between: tuple[str, ...], kind: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def rank(bucket):\n    return bucket.buffer().sort()\nloss.backward()\n")
+    outer = ("torch/autograd/graph.py: _engine_run_backward", "torch/_tensor.py: Tensor.backward")
+    frames = [Frame("rank", str(script), 2), *stack(*between, *outer)[:-1], Frame("<module>", str(script), 3)]
+    window = make_window([(frames, 4)], role="training", t=0.0, attempt=1, pid=1, wall_s=1.0)
+    assert window is not None
+    assert window.main_thread == {kind: 1.0}
+    assert [place.line.rpartition("/")[2] for place in window.places] == ["train.py:2"]
+
+
+def test_a_transform_of_a_package_is_named_by_its_class() -> None:
+    dataset = "torchvision/datasets/cifar.py: CIFAR10.__getitem__"
+    frames = stack("torchvision/transforms/transforms.py: LinearTransformation.forward", *MODULE, dataset)[:-1]
+    assert find_place(frames)[:2] == ("torchvision/transforms/transforms.py:1", "LinearTransformation.forward")

@@ -429,10 +429,13 @@ def _is_decoder(text: str) -> bool:
 
 
 def describe_place(place: PlaceTotal) -> str:
-    """`copy.deepcopy, called at train.py:53`."""
+    """`copy.deepcopy, called at train.py:53`; of a package also the method, as it may have many with such a call."""
     if is_callees(place):
         return f"what {place.line} calls"
-    return f"{place.call}, called at {place.line}" if place.call else f"{place.function} at {place.line}"
+    if not place.call:
+        return f"{place.function} at {place.line}"
+    method = f" ({place.function})" if "." in place.function else ""  # of an installed package
+    return f"{place.call}, called at {place.line}{method}"
 
 
 IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP})
