@@ -210,17 +210,18 @@ def _find_host_device_syncs(run: RunRecords) -> Finding | None:
         phases = (*phases, *between_phases)
     evidence = [process_cpu_evidence(run), stack_evidence(run, "a wait", "sync", "idle")]
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence) if phases else None
-    from_clock = from_phases or _idle_in_steps_finding(run)
+    found = from_phases or _idle_in_steps_finding(run)
     is_unknown = run.is_external and run.on_cpu and cpu_demand(run) is None
+    if found is None and not is_unknown and not _computes_elsewhere(run):
+        idle_fraction = _thread_idle_fraction(run)
+        kinds = tuple(kind for kind in ("sync", "idle") if kind not in _waits_for_own_threads(run))
+        if kinds:
+            max_fraction = 1.0 if idle_fraction is None else idle_fraction
+            found = _finding_from_stacks(run, cause, "a wait", *kinds, max_fraction=max_fraction)
     heavy = next((place for place in _heavy_places(run) if place.kind != "input_wait"), None)
-    if heavy is not None and from_clock is not None and 2 * heavy.seconds >= (from_clock.lost_device_s or 0.0):
+    if heavy is not None and found is not None and 2 * heavy.seconds >= (found.lost_device_s or 0.0):
         return None  # one place is most of it: `heavy_place`
-    if from_clock is not None or is_unknown or _computes_elsewhere(run):
-        return from_clock
-    idle_fraction = _thread_idle_fraction(run)
-    max_fraction = 1.0 if idle_fraction is None else idle_fraction
-    kinds = tuple(kind for kind in ("sync", "idle") if kind not in _waits_for_own_threads(run))
-    return None if not kinds else _finding_from_stacks(run, cause, "a wait", *kinds, max_fraction=max_fraction)
+    return found
 
 
 def _waits_for_own_threads(run: RunRecords) -> tuple[str, ...]:
