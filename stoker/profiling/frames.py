@@ -161,8 +161,7 @@ def make_window(
         loop = _line_in_loop(stack) if computes and later is None else None
         if role == "training" and resolved in ("compute", "sync") and is_users and _loops_without_grad(stack):
             resolved, loop = "python", None
-        works = _runs_operations_of_jax(stack, compiled) or _is_gradient_hook(stack)
-        if computes and later is None and loop is None and works:
+        if computes and later is None and loop is None and _is_work_of_a_line(stack, compiled):
             resolved = "python"
         line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, later or loop)
         if not is_users:
@@ -202,6 +201,11 @@ def _find_compiled(stack: Stack) -> tuple[str, str] | None:
     if not any(_JAX_FILE.search(frame.file) for frame in stack) or not all(found):
         return None
     return None if any(map(_JAX_OPERATION.match, (found[1], find_place(stack)[2]))) else found
+
+
+def _is_work_of_a_line(stack: Stack, compiled: CompiledCalls) -> bool:
+    """Whether a stack that computes is no part of a step: operations of JAX one by one, what is done to gradients."""
+    return _runs_operations_of_jax(stack, compiled) or _is_gradient_hook(stack)
 
 
 def _runs_operations_of_jax(stack: Stack, compiled: CompiledCalls) -> bool:
