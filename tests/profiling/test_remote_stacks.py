@@ -207,6 +207,8 @@ def test_a_process_of_another_user_may_not_be_read(tmp_path: Path) -> None:
     with waiting_job(sys.executable, tmp_path, 1) as (pid, _):
         command = ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-c", code, str(pid)]
         found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "shared libraries" in found.stderr:
+        pytest.skip(f"nobody else can start this Python: {found.stderr.strip()}")
     assert "PermissionError" in found.stderr.splitlines()[-1]
 
 
