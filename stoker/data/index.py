@@ -454,11 +454,15 @@ def require_images(
 ) -> list[int]:
     """The image indices whose file does not exist, if they are few; the loader will quarantine them.
 
-    splits: the splits to check, default all; the rest is as in `find_refusals`, whose first error is raised.
+    splits: the splits to check, default all; the rest is as in `find_refusals`, whose first error is raised; it names
+    the others.
     """
     splits = index.splits if splits is None else tuple(splits)
-    for error in find_refusals(index, splits, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes):
-        raise error
+    errors = list(find_refusals(index, splits, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes))
+    if errors:
+        first, others = errors[0], [f"also: {error.what}" for error in errors[1:]]
+        first.cause = "\n".join(filter(None, [first.cause, *others])) or None
+        raise first
     return missing_images(index, np.concatenate([index.image_indices(split) for split in splits]).tolist())
 
 

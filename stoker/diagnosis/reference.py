@@ -55,8 +55,9 @@ def explain_id(id: str) -> list[Entry]:
     entries = all_entries()
     found = [entry for entry in entries if entry.id == id]
     if not found:
-        similar = difflib.get_close_matches(id, [entry.id for entry in entries], n=5, cutoff=0.5)
-        raise UsageError(f"No finding has the id {id!r}.", choices=list(dict.fromkeys(similar)))
+        similar = dict.fromkeys(difflib.get_close_matches(id, [entry.id for entry in entries], n=5, cutoff=0.5))
+        fix = f"similar ids: {', '.join(similar)}" if similar else "`stoker why RUN` prints ids; docs/causes.md has all"
+        raise UsageError(f"No finding has the id {id!r}.", fix=fix)
     return found
 
 

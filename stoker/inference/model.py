@@ -24,7 +24,7 @@ from stoker.data.images import decode
 from stoker.data.images.source import display_path
 from stoker.data.index import open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
-from stoker.errors import DataError, UsageError, make_error, nearest
+from stoker.errors import DataError, UsageError, did_you_mean, make_error, nearest
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
 from stoker.evaluation.metrics import Metrics
 from stoker.hardware.cgroup import host_cores
@@ -146,7 +146,12 @@ class Model:
     def _detect(
         self, options: PredictOptions, sources: Iterable[ImageSource], *, raise_errors: bool = False
     ) -> Iterator[Prediction]:
-        """The detections in each image. Raises UsageError for an option out of range."""
+        """The detections in each image. Raises UsageError for an option that there is not, or one out of range."""
+        for name in options.keys() - PredictOptions.__annotations__.keys():
+            raise UsageError(
+                did_you_mean(f"predict() has no option {name!r}", name, PredictOptions.__annotations__),
+                choices=sorted(PredictOptions.__annotations__),
+            )
         batch_size, max_det = options.get("batch_size", DEFAULT_BATCH_SIZE), options.get("max_det")
         iou, classes, is_agnostic = options.get("iou"), options.get("classes"), options.get("agnostic_nms", False)
         conf = self.conf if (given := options.get("conf")) is None else given

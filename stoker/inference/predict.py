@@ -38,7 +38,15 @@ from stoker.inference.image_batches import (
     num_decode_workers,
 )
 from stoker.inference.prediction import Prediction
-from stoker.inference.video import CAMERA_PREFIX, VIDEO_SUFFIXES, is_camera, is_video, read_frames, video_writer
+from stoker.inference.video import (
+    CAMERA_PREFIX,
+    VIDEO_SUFFIXES,
+    is_camera,
+    is_video,
+    read_frames,
+    require_video_package,
+    video_writer,
+)
 from stoker.models.layers.postprocess import DetectorProtocol
 from stoker.printable import encode_json
 from stoker.storage.local_files import safe_name, write_atomic
@@ -178,7 +186,11 @@ def predict_to_dir(
     could not be read.
     """
     paths = find_images(inputs, exclude_dir=out, suffixes=(*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
+    if any(map(is_video, paths)):
+        require_video_package()
     _require_output_dir(out)
+    if (out / RESULTS_NAME).exists():
+        yield f"{out} has results of an earlier prediction: its images stay, {RESULTS_NAME} is written anew"
     _write_results(out, [])  # marks the folder as an output folder, also if this run is interrupted
     results: list[dict[str, Any]] = []
     failed: list[DataError] = []

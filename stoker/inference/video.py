@@ -46,10 +46,17 @@ def is_video(path: Path) -> bool:
     return is_camera(path) or path.suffix.lower() in VIDEO_SUFFIXES
 
 
+def require_video_package() -> None:
+    """Raises PreflightError without PyAV."""
+    with needs_package("av", "A video"):
+        import av  # noqa: F401
+
+
 def read_frames(path: Path) -> Iterator[Frame]:
     """The frames of a video file, or those of a camera without end. Raises PreflightError without PyAV, DataError."""
-    with needs_package("av", "A video"):
-        import av
+    require_video_package()
+    import av
+
     with contextlib.ExitStack() as stack:
         try:
             if is_camera(path):
@@ -84,7 +91,8 @@ def _decode(container: Any, path: Path) -> Iterator[Frame]:
 def video_writer(path: Path) -> Iterator[Callable[[Image.Image, float], None]]:
     """Gives a function that writes the next frame at its time in seconds, into an MP4 file: H.264 where this FFmpeg has
     it, else MPEG-4. Frames get the size of the first, in even numbers of pixels. What was written is kept after an
-    exception."""
+    exception. Raises PreflightError without PyAV."""
+    require_video_package()
     import av
 
     partial, stream, last_time = path.with_name(f".{path.name}.partial"), None, -1

@@ -18,7 +18,7 @@ from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, settings_table
 from stoker.data.index import Index
 from stoker.errors import Preempted, StokerError
-from stoker.hardware.device import out_of_memory_as_error
+from stoker.hardware.device import Device, out_of_memory_as_error
 from stoker.models import get_architecture
 from stoker.models.weights.hub import find_weights
 from stoker.monitor.monitor import monitoring
@@ -31,7 +31,7 @@ from stoker.training import bucket_run, run_selection, start
 from stoker.training.bucket_run import VertexFolders, copying_results, vertex_folders
 from stoker.training.cluster import Devices, find_place
 from stoker.training.defaults.derive import total_steps
-from stoker.training.defaults.model_choice import estimate_images_per_second
+from stoker.training.defaults.model_choice import STEP_OVERHEAD_S, estimate_images_per_second
 from stoker.training.local_ranks import Result
 from stoker.training.loop import Training
 from stoker.training.own_stacks import OwnStacks
@@ -207,7 +207,7 @@ def print_plan(
         for kind, text in sorted(data_messages, key=lambda message: message[0] != "warning"):
             (screen.warning if kind == "warning" else screen.note)(text)
         _print_settings(screen, resolved, verbose=verbose)
-        messages += _describe_training(resolved.config, resolved.index, resolved.device.is_cpu)
+        messages += _describe_training(resolved.config, resolved.index, resolved.device)
         new = f"writes into {run_dir or 'a new folder below runs/'}"
         messages.append(new if path is None else f"continues {display_path(path)}")
         screen.note("plan:")
@@ -216,7 +216,7 @@ def print_plan(
         screen.note("nothing was trained or written (--dry-run)")
 
 
-def _describe_training(config: Config, index: Index, is_cpu: bool) -> list[str]:
+def _describe_training(config: Config, index: Index, device: Device) -> list[str]:
     run, lines = config.run, []
     for split, verb in (("train", "trains on"), ("val", "is evaluated on")):
         indices = index.image_indices(split)
@@ -235,7 +235,11 @@ def _describe_training(config: Config, index: Index, is_cpu: bool) -> list[str]:
         interval = parse_duration(text, name)
         when = f"every {interval.value:g} {interval.unit}" if interval.value else "at the end only"
         lines.append(f"{verb} {when}")
-    if is_cpu and steps is not None:
+    if steps is not None and (predicted := start.find_prediction(config, device)) is not None:
+        error = f"± {100 * predicted.step_error:.0f} %, as `stoker plan` predicts a step"
+        lines.append(f"takes about {duration(steps * predicted.step_s)} ({error}), without evaluations")
+    elif steps is not None and device.is_cpu:
         speed = estimate_images_per_second(get_architecture(config.model.model), config.data.image_size)
-        lines.append(f"takes very roughly {duration(steps * run.batch_size / speed)} on this CPU, without evaluations")
+        took_s = steps * (run.batch_size / speed + STEP_OVERHEAD_S)
+        lines.append(f"takes very roughly {duration(took_s)} on this CPU, without evaluations")
     return lines

@@ -36,7 +36,8 @@ def choose_run(
     RunFinished if the named run is finished, UsageError if it has other settings or is trained by another process."""
     if resume is not None:
         if user_config.set_fields().keys() - {"stages"} or name is not None:
-            raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
+            fix = f"leave out the other flags, or start a new run from its weights: --weights {resume}"
+            raise UsageError("--resume takes its settings from the run.", fix=fix)
         path = records.open_run(resume)
         refuse_finished(path, None, display_path(path))
         return path, _read_user_config(path).replace(stages=user_config.run.stages), _lock_run(path, stack)
@@ -53,9 +54,13 @@ def choose_run(
             fix = f"`stoker train --resume {location}`, or another --run-dir"
             raise UsageError("The run was started with other settings.", location=location, cause=difference, fix=fix)
         return path, user_config, _lock_run(path, stack)
-    messages = []
+    messages, others = list[str](), list[str]()
     for path in reversed(_find_runs(user_config)):
         if not _has_settings(path, user_config):
+            if not others and (flags := _changed_flags(path, user_config)) and not is_finished(path):
+                others.append(
+                    f"{path} is unfinished and has other {flags}: starting a new run; --resume {path} continues it"
+                )
             continue
         if is_finished(path):
             _refuse_run_of_this_command(path)
@@ -71,7 +76,7 @@ def choose_run(
             sign_lock(path)
             return path, user_config, [] if acquired else [NO_LOCKS_NOTE]
         messages.append(f"{path} has the same settings and is being trained: starting a new run")
-    return None, user_config, messages[:1]
+    return None, user_config, (messages + others)[:1]
 
 
 def refuse_finished(path: Path, user_config: Config | None, location: object) -> None:
@@ -113,6 +118,17 @@ def _difference(path: Path, user_config: Config) -> str | None:
     if started.replace(stages=user_config.run.stages) == user_config:
         return None
     return f"it was started with {_format_flags(started)}; now it is {_format_flags(user_config)}"
+
+
+def _changed_flags(path: Path, user_config: Config) -> str:
+    """The flags in which the run `path` differs from these settings; empty if this version cannot read them."""
+    try:
+        started = _read_user_config(path).set_fields()
+    except (OSError, ConfigError):
+        return ""
+    missing, now = object(), user_config.set_fields()
+    changed = [name for name in {**started, **now} if started.get(name, missing) != now.get(name, missing)]
+    return ", ".join(f"--{name.replace('_', '-')}" for name in changed)
 
 
 def _refuse_run_of_this_command(path: Path) -> None:

@@ -259,13 +259,17 @@ def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
     return text, facts
 
 
-def log_prediction(config: Config, device: Device, log_event: EventLogger) -> None:
-    """An event with what `stoker plan` predicted for such a training on this device, if it did."""
-    predicted = calibration.find_prediction(
+def find_prediction(config: Config, device: Device) -> calibration.PredictedStep | None:
+    """What `stoker plan` predicted for such a training on this device, if it did."""
+    return calibration.find_prediction(
         model=config.model.model, image_size=config.data.image_size, batch_size=config.run.batch_size,
         precision=config.run.precision, device=device.name,
     )  # fmt: skip
-    if predicted is not None:
+
+
+def log_prediction(config: Config, device: Device, log_event: EventLogger) -> None:
+    """An event with what `stoker plan` predicted for such a training on this device, if it did."""
+    if (predicted := find_prediction(config, device)) is not None:
         text = f"`stoker plan` predicted {predicted.step_s:.3g} s a step ± {100 * predicted.step_error:.0f} %"
         facts = {"predicted_step_s": predicted.step_s, "predicted_step_error": predicted.step_error}
         log_event("info", text, facts=facts)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from stoker.data.index import open_index, require_images
+from stoker.data.index import missing_images, open_index, require_images
 from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.errors import DataError
 from tests.data.examples import property_test
@@ -159,6 +159,19 @@ def test_file_names_of_another_machine(tmp_path: Path) -> None:
     assert [index.path(image_index).name for image_index in (0, 1)] == ["1.jpg", "2.jpg"]
     assert require_images(index) == []
     assert any("folders in its file names are ignored" in note for note in index.notes)
+
+
+def test_some_file_names_of_another_machine(tmp_path: Path) -> None:
+    names = ["1.jpg", "C:\\x\\2.jpg", "sub/3.jpg", "/gone/3.jpg", "/gone/5.jpg"]
+    content = dataset([image_entry(i, name) for i, name in enumerate(names, 1)], [box(1, 1, 1)], "cat")
+    (tmp_path / "images/sub").mkdir(parents=True)
+    for name in ("1.jpg", "2.jpg", "3.jpg", "sub/3.jpg"):
+        (tmp_path / "images" / name).touch()
+    index = open_index(write(tmp_path / "labels.json", content))
+    found = [index.path(i).relative_to(tmp_path / "images") for i in range(3)]
+    assert found == [Path("1.jpg"), Path("2.jpg"), Path("sub/3.jpg")]
+    assert missing_images(index, range(5)) == [3, 4]  # which of two is meant is not known, and what does not exist
+    assert any("1 of its file names are paths of another machine" in note for note in index.notes)
 
 
 def test_absolute_file_names(tmp_path: Path) -> None:

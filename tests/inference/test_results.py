@@ -344,6 +344,11 @@ def test_a_model_by_its_name_is_torchvisions(tmp_path: Path, monkeypatch: pytest
     assert len(found) == 20
 
 
+def test_an_option_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UsageError, match="did you mean 'max_det'"):
+        double().predict(PIXELS, max_dets=2)  # type: ignore[call-overload]
+
+
 def test_names_that_are_no_model() -> None:
     with pytest.raises(WeightsError, match="no COCO weights for ember_n") as caught:
         load("ember_n")

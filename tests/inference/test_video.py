@@ -153,3 +153,11 @@ def test_without_pyav_the_package_is_named(clip: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(PreflightError, match="pip install"):
         list(read_frames(clip))
+
+
+def test_without_pyav_nothing_is_predicted(clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(pixels(0)).save(clip.with_name("a.png"))
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(PreflightError, match="A video needs the package av"):
+        list(double().predict_to_dir([str(clip.with_name("a.png")), str(clip)], tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -207,6 +207,13 @@ def test_a_file_by_stoker_says_its_model_and_classes(tmp_path: Path, with_header
             assert torch.equal(model.state_dict()[name], tensor)
 
 
+def test_a_run_stands_for_its_best_weights(tmp_path: Path) -> None:
+    save(build(settings_of(TINY), 2), tmp_path / "best.safetensors", {})
+    assert detect_architecture(tmp_path) == TINY
+    settings = settings_of(TINY, weights=str(tmp_path))
+    load_weights(build(settings, 2), settings, class_names=("a", "b"))
+
+
 @pytest.mark.parametrize("norm", ["frozen_bn", "bn"])
 def test_weights_trained_with_either_norm_fill_a_model_with_the_other(tmp_path: Path, norm: str) -> None:
     path = tmp_path / "some.safetensors"
@@ -251,6 +258,9 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert "cannot be read" in failure(tmp_path / "page.safetensors")
     torch.save([1, 2], tmp_path / "list.pth")
     assert "does not hold a state_dict" in failure(tmp_path / "list.pth")
+    (tmp_path / "model.onnx").write_bytes(b"\x08\x0a\x12\x07pytorch")
+    assert "no file of torch.save(), by its first bytes" in failure(tmp_path / "model.onnx")
+    assert "neither best.safetensors" in failure(tmp_path)
     torch.save({"model": build(settings_of(TINY), 1)}, tmp_path / "module.pth")
     assert "more than tensors" in failure(tmp_path / "module.pth")
 

@@ -1,5 +1,6 @@
 """A whole training in one process: its run folder, and how it ends on errors."""
 
+import contextlib
 import errno
 import json
 import os
@@ -39,7 +40,7 @@ from stoker.runs.schemas import Event, Quarantined, StepWindow
 from stoker.training import checkpoint, evaluator, loop, make_step, recorder, start
 from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
-from stoker.training.run_selection import with_absolute_paths
+from stoker.training.run_selection import choose_run, with_absolute_paths
 from tests.drawn import CLASSES, draw
 from tests.fixtures.training_run import patch_ap, settings
 
@@ -194,6 +195,24 @@ def test_another_command_does_not_continue_a_named_run(run: Path, data: Path, tm
     (tmp_path / CONFIG).write_bytes((run / CONFIG).read_bytes())
     with pytest.raises(UsageError, match="other settings"):
         train(settings(data, batch_size=2), run_dir=str(tmp_path))
+
+
+def test_an_unfinished_run_with_other_settings_is_named(
+    run: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    unfinished = tmp_path / "runs" / f"{data.name}-ember_n-1"
+    unfinished.mkdir(parents=True)
+    (unfinished / EVENTS).write_bytes((run / EVENTS).read_bytes().rsplit(b"\n", 2)[0] + b"\n")
+    (unfinished / CONFIG).write_bytes((run / CONFIG).read_bytes())
+    user_config = from_toml(run / CONFIG)
+    with contextlib.ExitStack() as stack:
+        path, _, messages = choose_run(
+            user_config[0].replace(**dict.fromkeys(user_config[1]), lr=0.5), None, None, stack
+        )
+    assert path is None
+    assert messages == [f"runs/{unfinished.name} is unfinished and has other --lr: starting a new run; "
+                        f"--resume runs/{unfinished.name} continues it"]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import contextlib
 import json
 import mmap
 import os
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
 from math import nan
@@ -204,7 +205,8 @@ def _locate_images(
     """Folder index [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R] are
     relative, by searching for a few of the images: in the usual folders, then in those below the root. If there is
     none, the most likely folder is used, and the check for missing images reports it. Folders inside a name are kept,
-    unless the images exist only without them (exports that contain another machine's paths)."""
+    unless the images exist only without them (exports that contain another machine's paths); of a few absolute paths
+    among others, the last part is taken where it is the name of one image."""
     names = [name.replace("\\", "/") for name in file_names]
     base_names = [name.rpartition("/")[2] for name in names]
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
@@ -227,6 +229,14 @@ def _locate_images(
         names = base_names
         if len(set(names)) != len(names):
             raise make_error(DataError, "coco-lost-folders", part.annotations, base=base)
+    elif absolute := [i for i, name in enumerate(names) if ABSOLUTE.match(name) and not Path(name).is_file()]:
+        uses = Counter(base_names)
+        moved = [i for i in absolute if uses[base_names[i]] == 1 and (base / base_names[i]).is_file()]
+        for i in moved:
+            names[i] = base_names[i]
+        if moved:
+            text = f"{len(moved):,} of its file names are paths of another machine, such as {file_names[moved[0]]}"
+            notes.append(f"{part.annotations.name}: {text}; the images are in {base.name}/")
     index_by_dir: dict[str, int] = {}
     folder_index = np.empty(len(names), np.int32)
     for i, name in enumerate(names):
@@ -238,6 +248,8 @@ def _locate_images(
 
 
 FORMAT_HINT = "https://cocodataset.org/#format-data describes the fields; correct the entry or export the file again"
+ABSOLUTE = re.compile(r"([A-Za-z]:)?/")
+"""How an absolute path begins, with its folders separated by /."""
 MAX_QUOTED_CHARS = 120
 """Characters of an entry that are quoted in a message."""
 

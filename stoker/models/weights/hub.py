@@ -17,6 +17,7 @@ import torch
 
 from stoker.errors import WeightsError, writing
 from stoker.printable import print_text
+from stoker.runs.records import BEST, CHECKPOINTS, FINAL
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 TIMEOUT_S = 30.0
@@ -106,6 +107,12 @@ def local_path(location: str) -> Path:
         with writing("The weights cannot be written.", path.parent, fix=fix):
             download(store, uri.key, path)
     return path
+
+
+def weights_of_run(path: Path) -> Path | None:
+    """The weights in a run folder: best, else final, else those of the newest checkpoint; None: it has none."""
+    checkpoints = sorted(path.glob(f"{CHECKPOINTS}/step-*/weights.safetensors"))[::-1]
+    return next((file for file in (path / BEST, path / FINAL, *checkpoints) if file.is_file()), None)
 
 
 def _download_from_hub(hub: re.Match[str]) -> Path:

@@ -31,8 +31,10 @@ from stoker.errors import WeightsError, make_error, nearest
 from stoker.knowledge import read_toml
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.table import FAMILIES, MODELS, build, get_architecture
-from stoker.models.weights.hub import fetch_weights, local_path
+from stoker.models.weights.hub import fetch_weights, local_path, weights_of_run
 
+TORCH_MAGIC = (b"PK", b"\x80")
+"""How files of torch.save() begin: zip archives, and pickles of torch before 1.6."""
 MIN_MATCH_FRACTION = 0.9
 """Fraction of tensors of model and file that must have equal names and shapes for the file to be recognized. Below 1,
 so that the error for an incomplete file can name the missing tensor."""
@@ -127,6 +129,10 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
 def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "none")) -> WeightsFile:
     """The weights in a file. Raises WeightsError if it is missing, damaged or has other content; choices: the values
     that the caller accepts instead of a file, for the message."""
+    if path.is_dir() and (found := weights_of_run(path)) is None:
+        cause = "neither best.safetensors nor final.safetensors nor a checkpoint"
+        raise WeightsError("There are no weights in the folder.", location=path, cause=cause)
+    path = found if path.is_dir() and found is not None else path
     if not path.is_file():
         files = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         closest = nearest(str(path), choices) or nearest(path.name, files)
@@ -143,7 +149,9 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
             # Files of torch before 1.6 are not zip archives and cannot be memory-mapped; torchvision still has some.
-            with regular_files.open_torch_file(path):  # checked; mapping it needs the path
+            with regular_files.open_torch_file(path) as opened:  # checked; mapping it needs the path
+                if not opened.read(2).startswith(TORCH_MAGIC):
+                    raise ValueError("it is no file of torch.save(), by its first bytes")
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # damaged files raise many types
         raise WeightsError(

@@ -17,7 +17,7 @@ from stoker.errors import StokerError, WeightsError
 from stoker.models.table import MODELS
 from stoker.models.weights import hub
 from stoker.models.weights.load import COCO_CLASSES, shapes_only
-from stoker.runs.records import BEST, CHECKPOINTS, FINAL, fetch_run
+from stoker.runs.records import fetch_run
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 METADATA_KEY = "stoker"
@@ -157,10 +157,8 @@ def find_weights(path: Path) -> Path:
     """The weights of a run (best, else final, else those of the newest checkpoint) or a file. Raises WeightsError."""
     if path.is_file():
         return path
-    candidates = [path / BEST, path / FINAL, *sorted(path.glob(f"{CHECKPOINTS}/step-*/weights.safetensors"))[::-1]]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
+    if (found := hub.weights_of_run(path)) is not None:
+        return found
     raise WeightsError(
         "There is no model to use.",
         location=path,

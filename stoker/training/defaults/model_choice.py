@@ -29,6 +29,8 @@ COST_OF_RANDOM_WEIGHTS = (
 )
 GFLOP_PER_CORE_SECOND = 160.0
 """1e9 operations per second that a core trains with, roughly: ember_n in bf16 (LOG.md, "Ember")."""
+STEP_OVERHEAD_S = 0.12
+"""Seconds of a step on a CPU that do not depend on its images, roughly: ember_n at 32 × 32, two cores (LOG.md)."""
 
 
 Fetch = Callable[[str], tuple[Path, str]]
