@@ -73,6 +73,9 @@ def name_memory_holders(finding: Finding) -> Finding:
     )
 
 
+MAX_EXCEPTION_CHARS = 300
+
+
 def name_place(lines: tuple[LogLine, ...], finding: Finding) -> Finding:
     """The finding with the job's own lines in which the exception was raised that it quotes."""
     quoted = {evidence.source for evidence in finding.evidence}
@@ -82,8 +85,11 @@ def name_place(lines: tuple[LogLine, ...], finding: Finding) -> Finding:
             continue
         if frames := find_raising_lines(lines, span):
             raised = make_evidence(f"raised at {frames[0]}" + "".join(f", called at {at}" for at in frames[1:]))
-            place = frames[0].partition(" ")[0]
-            return msgspec.structs.replace(finding, evidence=[*finding.evidence, raised], place=place)
+            place, last = frames[0].partition(" ")[0], lines[span[1]]
+            evidence = [*finding.evidence, raised]
+            if finding.id == "data_function_failed" and last.source not in quoted:  # the worker's own exception
+                evidence.insert(1, make_evidence(last.text.strip()[:MAX_EXCEPTION_CHARS], source=last.source))
+            return msgspec.structs.replace(finding, evidence=evidence, place=place)
     return finding
 
 

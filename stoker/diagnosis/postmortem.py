@@ -69,6 +69,10 @@ before they wait for the one that failed."""
 _INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b(?!.{0,20}Error reported to Coordinator)")
 _PYTHON_WARNING = re.compile(r".{0,400}:\d{1,7}: \w{1,60}Warning: ")
 """As Python prints one: file, line, class."""
+_FRAME = re.compile(r'^\s*File ".{1,400}", line \d+')
+_MODULE_FRAME = re.compile(r"in (<module>|_run_module_as_main)$")
+_MAX_SCRIPT_LINES = 20
+"""Lines that a script prints after a program of it has failed (heuristic)."""
 _MAX_PEER_PROGRESS_LINES = 20
 """Lines of progress that the other processes may print after a failure before they end for it (heuristic)."""
 _MIN_LAST_RETRIES = 5
@@ -114,17 +118,31 @@ def explain(termination: Termination) -> list[Finding]:
     bad_losses = find_non_finite_losses(losses) or find_overflows(termination.output)
     normal_end = _find_normal_end(termination, matches)
     findings: list[Finding] = []
+    script_went_on = False
     if normal_end is not None:
         text = "its output ends as that of a job that finished"
         evidence = [_quote(normal_end), make_evidence(text, source=normal_end.source)]
         findings = [_make_finding("ended_without_record", evidence, severity="info")]
-    elif termination.exit_code != 0 or _ends_in_traceback(termination.output):
+    elif (
+        termination.exit_code != 0
+        or _ends_in_traceback(termination.output)
+        or (script_went_on := _script_went_on(termination.output))
+    ):
         findings = _explain_end(termination, matches, bad_losses)
         if findings[0].id in UNEXPLAINED and termination.handled_error and not find_tracebacks(termination.output):
             output = (*termination.output, *termination.handled_error)
             return explain(dataclasses.replace(termination, output=output, handled_error=()))
         findings = [_name_full_device(termination, name_memory_holders(finding)) for finding in findings]
         findings = [name_place(termination.output, name_package(finding)) for finding in findings]
+        if script_went_on:
+            text = "the job went on after it, as a script does, and ended with exit code 0"
+            findings = [
+                msgspec.structs.replace(
+                    finding, evidence=[*finding.evidence, make_evidence(text)],
+                    severity="warning" if finding.severity == "critical" else finding.severity,
+                )
+                for finding in findings
+            ]  # fmt: skip
     if bad_losses and all(finding.id != "diverged" for finding in findings):
         findings.insert(
             0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(bad_losses))
@@ -222,6 +240,19 @@ def _ends_in_traceback(lines: tuple[LogLine, ...]) -> bool:
     spans = find_tracebacks(lines)
     is_main = bool(spans) and spans[-1] not in find_thread_exceptions(lines)
     return is_main and spans[-1][1] == last and is_exception_line(lines[last].text)
+
+
+def _script_went_on(lines: tuple[LogLine, ...]) -> bool:
+    """Whether a program of the job ended by an exception that it did not handle, and something else, as the script that
+    had started it, printed a little more. An exception that is handled and printed does not begin in a module."""
+    spans = find_tracebacks(lines)
+    if not spans or spans[-1] in find_thread_exceptions(lines) or not is_exception_line(lines[spans[-1][1]].text):
+        return False
+    start, last = spans[-1]
+    later = lines[last + 1 :]
+    first_frame = next((line.text for line in lines[start:last] if _FRAME.search(line.text)), "")
+    is_program = _MODULE_FRAME.search(first_frame) is not None
+    return is_program and len(later) <= _MAX_SCRIPT_LINES and not find_progress(later)
 
 
 def _name_full_device(termination: Termination, finding: Finding) -> Finding:

@@ -3,6 +3,7 @@
 `compare` reads both runs as `stoker why` does. It names no causes: two runs do not prove which change caused which."""
 
 import math
+import shlex
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -151,6 +152,9 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
         states=(first.state, second.state),
     )
     comparison.statement = list(_sentences(comparison)) or ["The records do not differ."]
+    commands = [shlex.join(map(str, read_environment(folder).get("argv") or ())) for folder in folders]
+    if not any(settings) and all(commands) and commands[0] != commands[1]:
+        comparison.statement.append(f"The commands differ: {commands[0]} → {commands[1]}")
     if bool(settings[0]) != bool(settings[1]):
         which = "second" if settings[0] else "first"
         comparison.statement.append(f"The {which} has no settings; they are not compared.")

@@ -14,9 +14,11 @@ from typing import TextIO
 import msgspec
 from rich.console import RenderableType
 
+from stoker.diagnosis.endings import endings
 from stoker.diagnosis.engine import CATALOG
 from stoker.diagnosis.reader import Observer
 from stoker.errors import StokerError, UsageError
+from stoker.findings.finding import Finding
 from stoker.hardware.prices import CURRENCY, Price
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables, table
@@ -226,7 +228,7 @@ def _add_run(
     summary.states[explanation.state] = summary.states.get(explanation.state, 0) + 1
     summary.list_priced_runs += price is not None and bool(price.currency)
     for finding in findings:
-        _row(summary.findings, finding.id, finding.title).add(price, finding.lost_device_s or 0.0)
+        _row(summary.findings, finding.id, _title(finding)).add(price, finding.lost_device_s or 0.0)
     _row(summary.hosts, host).add(price, device_s, measured_s, compute_s)
     for month, (month_s, trained_s) in months.items():
         known = (month_s, trained_s) if measured_s else (0.0, 0.0)
@@ -235,10 +237,16 @@ def _add_run(
     if failure is not None and explanation.state in ("killed", "failed", "preempted", "unknown"):
         count = next((row for row in summary.failures if row.cause == failure.id), None)
         if count is None:
-            count = FailureCount(cause=failure.id, title=failure.title, examples=[])
+            count = FailureCount(cause=failure.id, title=_title(failure), examples=[])
             summary.failures.append(count)
         count.runs += 1
         count.examples = [*count.examples, explanation.run][:MAX_EXAMPLES]
+
+
+def _title(finding: Finding) -> str:
+    """What its id means: the title of a single finding may name a line or a file of its run."""
+    row = CATALOG.get(finding.id) or endings().get(finding.id)
+    return finding.title if row is None else row.title
 
 
 def _add_loss(summary: RunsSummary, explanation: RunExplanation, host: str, lost_s: float) -> None:

@@ -98,9 +98,14 @@ def _output_position(log: Path) -> dict[str, int]:
         return {"output_offset": size, "output_head": zlib.crc32(file.read(min(size, CHECKSUM_BYTES)))}
 
 
+SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
+
+
 def job_name(command: list[str]) -> str:
-    """A short name: the Python script or module, else the program."""
+    """A short name: the Python script or module, that of a shell, else the program."""
     name = Path(command[0]).name
+    if name in SHELLS and len(command) > 1 and not command[1].startswith("-"):
+        name = Path(command[1]).stem
     for arg, following in itertools.pairwise([*command[1:], ""]):
         if (arg == "-m" and following) or arg.endswith(".py"):
             name = following if arg == "-m" else Path(arg).stem

@@ -341,6 +341,17 @@ def test_a_line_in_which_the_device_computes_costs_nothing(utilization: float, i
     assert ("heavy_place" in {finding.id for finding in found}) is is_found
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_training_thread_that_loads_by_itself_is_told_of_workers(workers: int, tmp_path: Path) -> None:
+    parses = Place(line="data.py:9", function="load", call="json.load", kind="input_wait", samples=40)
+    stacks = [window(n, parses) for n in range(1, 6)]
+    case = {"external": True, "config": None, "seconds": 60, "fractions": {"input_wait": 0.4}}
+    run = read_run(make_run(tmp_path / "run", **case, stacks=stacks))
+    run.facts["workers"] = workers
+    (finding,) = [finding for finding in run_rules(run) if finding.id == "heavy_place"]
+    assert ("let workers of the loader do it" in finding.fix) is (workers == 0)
+
+
 def test_why_shows_places_before_the_findings(tmp_path: Path) -> None:
     rest = Place(line="train.py:50", function="train", kind="compute", samples=30)
     run = make_run(tmp_path / "run", seconds=45, stacks=[window(n, COPY, rest) for n in range(1, 5)])

@@ -786,6 +786,29 @@ def test_an_exception_that_the_job_survived_has_not_ended_it(text: str) -> None:
     assert died(text, exit_code=0) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "id"),
+    [
+        (TRACEBACK + "KeyError: 'bird'\nafter\n", "key_error"),
+        (TRACEBACK + "KeyError: 'bird'\n" + "later\n" * 30, None),
+        (TRACEBACK.replace("<module>", "evaluate") + "KeyError: 'bird'\nafter\n", None),  # handled, and printed
+        (TRACEBACK + "KeyError: 'bird'\nstep 10 of 90\n", None),
+    ],
+)
+def test_an_exception_of_a_program_after_which_its_script_went_on_is_a_warning(text: str, id: str | None) -> None:
+    found = died(text, exit_code=0)
+    assert [finding.id for finding in found] == ([] if id is None else [id])
+    if found:
+        assert found[0].severity == "warning"
+        assert "ended with exit code 0" in texts(found[0])
+
+
+def test_the_exception_of_a_loader_worker_is_quoted() -> None:
+    found = died(CAUGHT.replace("a file is empty", "no such row"))
+    assert found[0].id == "data_function_failed"
+    assert "AssertionError: no such row" in texts(found[0])
+
+
 def test_an_error_inside_of_tensorflows_graph_has_its_line() -> None:
     """As TensorFlow 2.21 prints it: what is wrong stands far below the last line of the traceback."""
     keras = '  File "/env/lib/python3.11/site-packages/tf_keras/src/engine/training.py", line 1804, in fit\n'

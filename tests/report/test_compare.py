@@ -36,6 +36,14 @@ def test_a_run_does_not_differ_from_itself(tmp_path: Path) -> None:
     assert all(row.before_s == row.after_s for row in comparison.phases)
 
 
+def test_jobs_of_others_with_other_commands_are_said_to_be_others(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / name, environment={**MACHINE, "argv": ["python", name]}) for name in ("hf.py", "light.py")
+    ]
+    assert compare(*runs).statement[-1] == "The commands differ: python hf.py → python light.py"
+    assert compare(runs[0], runs[0]).statement == ["The records do not differ."]
+
+
 def test_differences_with_the_largest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(Path("a"), phases={"compute": 600.0, "input_wait": 400.0}, environment=MACHINE, ap=0.3,

@@ -197,19 +197,16 @@ def test_another_command_does_not_continue_a_named_run(run: Path, data: Path, tm
         train(settings(data, batch_size=2), run_dir=str(tmp_path))
 
 
-def test_an_unfinished_run_with_other_settings_is_named(
-    run: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
-):
+def test_an_unfinished_run_with_other_settings_is_named(run: Path, data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     unfinished = tmp_path / "runs" / f"{data.name}-ember_n-1"
     unfinished.mkdir(parents=True)
     (unfinished / EVENTS).write_bytes((run / EVENTS).read_bytes().rsplit(b"\n", 2)[0] + b"\n")
     (unfinished / CONFIG).write_bytes((run / CONFIG).read_bytes())
-    user_config = from_toml(run / CONFIG)
+    config, reasons = from_toml(run / CONFIG)
+    changed = config.replace(**dict.fromkeys(reasons)).replace(lr=0.5)
     with contextlib.ExitStack() as stack:
-        path, _, messages = choose_run(
-            user_config[0].replace(**dict.fromkeys(user_config[1]), lr=0.5), None, None, stack
-        )
+        path, _, messages = choose_run(changed, None, None, stack)
     assert path is None
     assert messages == [f"runs/{unfinished.name} is unfinished and has other --lr: starting a new run; "
                         f"--resume runs/{unfinished.name} continues it"]  # fmt: skip

@@ -346,6 +346,8 @@ def test_the_run_of_a_training_is_refused(tmp_path: Path) -> None:
         (["python", "-u", "/a/model_main_tf2.py", "--x=y.py"], "model_main_tf2"),
         (["python", "-m", "torch.distributed.run", "x.py"], "torch.distributed.run"),
         (["/usr/bin/yolo", "train"], "yolo"),
+        (["bash", "scripts/run_all.sh", "--fast"], "run_all"),
+        (["bash", "-c", "exit 3"], "bash"),
         (["..."], "job"),
     ],
 )

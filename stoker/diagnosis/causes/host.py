@@ -560,6 +560,11 @@ def name_stuck(run: RunRecords, finding: Finding) -> Finding:
     """The finding of a hang with who is stuck in its title, or that ranks wait at different lines, if the stacks show
     it."""
     stuck, waiting = stuck_places(run)
+    pids = [window.pid for window in run.newest_stacks.values() if window.role == "training"]
+    if pids and finding.command == find_cause("hung").command:
+        finding = msgspec.structs.replace(
+            finding, command=f"{finding.command} {pids[0]}", fix=finding.fix.replace("--pid", f"--pid {pids[0]}", 1)
+        )
     if stuck:
         title = f"{finding.title}: {describe_stuck(*stuck[0])}"
         return msgspec.structs.replace(finding, title=title, place=stuck[0][1].line)

@@ -3,6 +3,8 @@ cores or workers, copies to the device."""
 
 from typing import Any
 
+import msgspec
+
 from stoker.diagnosis.causes.cause import Cause, find_cause, find_note
 from stoker.diagnosis.causes.host import (
     contended_fraction,
@@ -379,6 +381,9 @@ def _size_evidence(run: RunRecords) -> Evidence | None:
     return make_evidence(text, ratio, "events.jsonl: info, data.facts.median_pixels; config.toml: data.image_size")
 
 
+NO_WORKERS_TITLE = "The training thread prepares the images itself while cores are idle"
+
+
 def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
     cores, utilization = run.host.cores, run.cpu_utilization
     if cores is None or cores < 2 or utilization is None or utilization >= BUSY_CORES:
@@ -396,7 +401,8 @@ def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
         source = "config.toml: run.workers" if run.is_native_run else "events.jsonl: data.workers"
         workers_evidence = make_evidence(text, num_workers, source)
         evidence = [stage_evidence(run, stage, stage_fraction), workers_evidence, cpu_utilization_evidence(run)]
-        return make_input_wait_finding(run, cause, evidence, is_computing=True)
+        finding = make_input_wait_finding(run, cause, evidence, is_computing=True)
+        return finding if finding is None or num_workers else msgspec.structs.replace(finding, title=NO_WORKERS_TITLE)
     loader_cores = loader_cpu(run)
     if loader_cores is None or loader_cores > cause.threshold("max_loader_cores"):
         return None

@@ -181,13 +181,21 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             lost_s = min(lost_s, measured * run.steady.device_s) if idle_fraction is not None else lost_s
         is_info = _is_single_event(place) and cause.severity(measured) is not None
         finding = make_finding(
-            run, cause, measured, evidence,
-            lost_s=lost_s, estimate_basis=basis, severity="info" if is_info else None,
+            run, cause, measured, evidence, lost_s=lost_s, estimate_basis=basis,
+            severity="info" if is_info else None,
+            fix=cause.other_fixes["no workers"] if _loads_itself(run, place) else None,
         )  # fmt: skip
         if finding is not None:
             title = f"{place.seconds:,.0f} s in {describe_place(place)}"
             return msgspec.structs.replace(finding, title=title, place=place.line)
     return None
+
+
+def _loads_itself(run: RunRecords, place: PlaceTotal) -> bool:
+    """Whether a place of a training thread loads data that no worker of a loader prepares meanwhile."""
+    is_loading = place.role == "training" and place.kind in _LOADING_KINDS
+    has_workers = run.facts.get("workers") or any(other.role == "worker" for other in run.places)
+    return is_loading and not run.is_native_run and not has_workers
 
 
 def _is_single_event(place: PlaceTotal) -> bool:

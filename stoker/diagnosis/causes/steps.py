@@ -195,7 +195,8 @@ def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
     finding = _find_host_device_syncs(run)
     if finding is None or not run.is_external or not run.on_cpu:
         return finding
-    outside = [place for place in list_places(run) if place.role == "training" and place.kind not in _IN_STEPS]
+    others = (*_IN_STEPS, "input_wait", "decode")  # waits for input are findings of their own
+    outside = [place for place in list_places(run) if place.role == "training" and place.kind not in others]
     places = [place for place in outside if not re.search(IMPORT, place.call)]
     lines = [_place_evidence(place) for place in places[: int(PYTHON_BOUND.threshold("max_places"))]]
     return msgspec.structs.replace(finding, evidence=[*finding.evidence, *lines], fix=cause.other_fixes["cpu"])
