@@ -222,6 +222,9 @@ class RunSettings:
 
 Section = DataSettings | ModelSettings | OptimSettings | RunSettings
 
+PER_ATTEMPT = frozenset({"stages", "workers", "worker_processes", "checkpoint_every"})
+"""Settings that change neither weights nor scores: each attempt of a run may have others."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:

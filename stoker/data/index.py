@@ -46,7 +46,16 @@ if TYPE_CHECKING:
     from stoker.storage.store import Store
     from stoker.storage.uri import StorageUri
 
-__all__ = ["ImageRanges", "Index", "Problem", "find_refusals", "missing_images", "open_index", "require_images"]
+__all__ = [
+    "ImageRanges",
+    "Index",
+    "Problem",
+    "find_refusals",
+    "missing_images",
+    "open_index",
+    "refuse",
+    "require_images",
+]
 
 DEFAULT_VAL_FRACTION = 0.1
 
@@ -454,16 +463,22 @@ def require_images(
 ) -> list[int]:
     """The image indices whose file does not exist, if they are few; the loader will quarantine them.
 
-    splits: the splits to check, default all; the rest is as in `find_refusals`, whose first error is raised; it names
-    the others.
+    splits: the splits to check, default all; the rest is as in `refuse`.
     """
     splits = index.splits if splits is None else tuple(splits)
+    refuse(index, splits, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes)
+    return missing_images(index, np.concatenate([index.image_indices(split) for split in splits]).tolist())
+
+
+def refuse(
+    index: Index, splits: Sequence[str] | None = None, *, max_bad_fraction: float | None, max_bad_boxes: float | None
+) -> None:
+    """Raises the first error of `find_refusals`, which names the others too."""
     errors = list(find_refusals(index, splits, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes))
     if errors:
-        first, others = errors[0], [f"also: {error.what}" for error in errors[1:]]
-        first.cause = "\n".join(filter(None, [first.cause, *others])) or None
-        raise first
-    return missing_images(index, np.concatenate([index.image_indices(split) for split in splits]).tolist())
+        others = [f"also: {error.what}" for error in errors[1:]]
+        errors[0].cause = "\n".join(filter(None, [errors[0].cause, *others])) or None
+        raise errors[0]
 
 
 def find_refusals(
@@ -475,7 +490,7 @@ def find_refusals(
     usable: NDArray[np.bool_] | None = None,
 ) -> Iterator[DataError]:
     """Why training refuses a data set, with names, and where missing images may be. This is the one verdict: `stoker
-    train` and its dry run raise the first error, `stoker data check` and `stoker data stats` name all.
+    train` and its dry run raise the first error (`refuse`), `stoker data check` and `stoker data stats` name all.
 
     splits: None: those of training, which must have boxes; of others only the images are checked. max_bad_fraction:
     fraction of a split's images that may be missing, and of all images that may have been left out because of their

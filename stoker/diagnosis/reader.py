@@ -119,13 +119,15 @@ def read_run(run_dir: Path, *, observers: Iterable[Observer] = ()) -> RunRecords
 
 
 def _read_events(run_dir: Path, run_records: RunRecords, observers: list[Observer]) -> None:
-    learning, summary = run_records.learning, run_records.events
+    learning, summary, first_settings = run_records.learning, run_records.events, run_records.settings
     for number, event in records.numbered_lines(run_dir, records.EVENTS, Event):
         for observer in observers:
             observer.event(event)
         summary.add(number, event)
         if event.kind in ("started", "resumed"):
             run_records.empty_inputs = []
+            changed = event.data.get("settings") if run_records.is_native_run else None
+            run_records.settings = {**first_settings, **(changed if isinstance(changed, dict) else {})}
             run_records.is_external |= "coverage" in event.data
             run_records.recorded_price = float(event.data.get("price_per_device_hour", run_records.recorded_price))
         elif event.kind == "checkpoint_saved":

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from stoker.config.architectures import model_name
-from stoker.config.settings import Config, from_toml, to_toml
+from stoker.config.settings import PER_ATTEMPT, Config, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
 from stoker.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
 from stoker.profiling.telemetry.environment import describe
@@ -35,12 +35,13 @@ def choose_run(
     resume: --resume; local folders, for a run in a bucket its working copy. The lock is held in `stack`. Raises
     RunFinished if the named run is finished, UsageError if it has other settings or is trained by another process."""
     if resume is not None:
-        if user_config.set_fields().keys() - {"stages"} or name is not None:
-            fix = f"leave out the other flags, or start a new run from its weights: --weights {resume}"
+        if user_config.set_fields().keys() - PER_ATTEMPT or name is not None:
+            flags = ", ".join(f"--{_flag(field)}" for field in sorted(PER_ATTEMPT))
+            fix = f"leave out flags other than {flags}; or start a new run from its weights: --weights {resume}"
             raise UsageError("--resume takes its settings from the run.", fix=fix)
         path = records.open_run(resume)
         refuse_finished(path, None, display_path(path))
-        return path, _read_user_config(path).replace(stages=user_config.run.stages), _lock_run(path, stack)
+        return path, _of_this_attempt(_read_user_config(path), user_config), _lock_run(path, stack)
     if "data" not in user_config.set_fields():
         choices = ("a folder", "an annotation file", "demo")
         raise UsageError("What should be trained on?", choices=choices, fix="stoker train demo")
@@ -112,10 +113,9 @@ def find_finished(user_config: Config, name: str | None, resume: str | None) -> 
 
 
 def _difference(path: Path, user_config: Config) -> str | None:
-    """Which settings the run `path` was started with, if they are not these. The number of stages may be another one in
-    each attempt."""
+    """Which settings the run `path` was started with, if they are not these; those of PER_ATTEMPT may be others."""
     started = _read_user_config(path)
-    if started.replace(stages=user_config.run.stages) == user_config:
+    if started.replace(**dict.fromkeys(PER_ATTEMPT)) == user_config.replace(**dict.fromkeys(PER_ATTEMPT)):
         return None
     return f"it was started with {_format_flags(started)}; now it is {_format_flags(user_config)}"
 
@@ -128,7 +128,13 @@ def _changed_flags(path: Path, user_config: Config) -> str:
         return ""
     missing, now = object(), user_config.set_fields()
     changed = [name for name in {**started, **now} if started.get(name, missing) != now.get(name, missing)]
-    return ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+    return ", ".join(f"--{_flag(name)}" for name in changed)
+
+
+def _of_this_attempt(started: Config, user_config: Config) -> Config:
+    """The settings that a run was started with, but for those of PER_ATTEMPT that are set now."""
+    now = {name: value for name, value in user_config.set_fields().items() if name in PER_ATTEMPT}
+    return started.replace(**{"stages": None, **now})
 
 
 def _refuse_run_of_this_command(path: Path) -> None:
@@ -181,6 +187,13 @@ def open_run_folder(
         write_atomic(path / records.ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
         text = f"attempt {folder.attempt}"
         data: dict[str, Any] = {} if num_ranks == 1 else {"ranks": num_ranks}
+        first, now = from_toml(path / CONFIG)[0].set_fields(), config.set_fields()
+        changed = {
+            name: now[name] for name in sorted(PER_ATTEMPT - {"stages"}) if name in now and now[name] != first.get(name)
+        }
+        if changed:
+            text = f"{text}, with {' '.join(f'--{_flag(name)} {value}' for name, value in changed.items())}"
+            data["settings"] = changed
         if num_ranks > 1 and config.run.num_stages > 1:
             data["stages"] = config.run.stages
         if restart is not None:
@@ -211,9 +224,12 @@ def _read_user_config(path: Path) -> Config:
 
 
 def _has_settings(path: Path, user_config: Config) -> bool:
-    """Whether the run was started with these settings; False if this version cannot read them."""
+    """Whether the run was started with these settings, but for the number of stages; False if this version cannot read
+    them."""
     try:
-        return (path / CONFIG).exists() and _difference(path, user_config) is None
+        return (path / CONFIG).exists() and _read_user_config(path).replace(
+            stages=user_config.run.stages
+        ) == user_config
     except ConfigError:
         return False
 
@@ -248,7 +264,11 @@ def _to_absolute(text: str) -> str:
 
 
 def _format_flags(config: Config) -> str:
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in config.set_fields().items())
+    return " ".join(f"--{_flag(name)} {value}" for name, value in config.set_fields().items())
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _dataset_name(config: Config) -> str:

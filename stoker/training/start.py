@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from stoker import models
 from stoker.config.durations import parse_duration
-from stoker.config.settings import Config, check, from_run
+from stoker.config.settings import PER_ATTEMPT, Config, check, from_run
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
-from stoker.data.index import Index, find_refusals, open_index_of
+from stoker.data.index import Index, open_index_of, refuse
 from stoker.data.index_digest import digest_images
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.data.loading.processes import WorkerProcesses, choose_worker_processes
@@ -95,14 +95,12 @@ def resolve_run(
     device.prepare_for_fixed_shapes()
     index = ranks.locally_first(lambda: open_index_of(requested.data))  # one rank writes its cache, the others read it
     limits = requested.data.max_bad_fraction, requested.data.max_bad_boxes
-    for error in find_refusals(index, max_bad_fraction=limits[0], max_bad_boxes=limits[1]):
-        raise error
+    refuse(index, max_bad_fraction=limits[0], max_bad_boxes=limits[1])
     if stored is None:
         config, reasons = ranks.share(lambda: derive(user_config, index, device, devices, fetch))
     else:
-        config, reasons = stored
-        if user_config.run.stages is not None:  # how many is decided for each attempt, as the number of devices
-            config = config.replace(stages=user_config.run.stages)
+        changed = {name: value for name, value in user_config.set_fields().items() if name in PER_ATTEMPT}
+        config, reasons = stored[0].replace(**changed), stored[1]
         check_devices(config, devices.count)
     if config.run.sync == "auto":
         method, reason = choose_sync(config, index, device, ranks)

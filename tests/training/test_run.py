@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from stoker.config.settings import SECTION_OF, Config, from_fields, from_toml
+from stoker.diagnosis.reader import read_run
 from stoker.errors import (
     CheckpointError,
     DataError,
@@ -31,6 +32,7 @@ from stoker.runs.records import (
     CONFIG,
     ENVIRONMENT,
     EVENTS,
+    FINAL,
     FINDINGS,
     QUARANTINE,
     STEPS,
@@ -210,6 +212,22 @@ def test_an_unfinished_run_with_other_settings_is_named(run: Path, data: Path, t
     assert path is None
     assert messages == [f"runs/{unfinished.name} is unfinished and has other --lr: starting a new run; "
                         f"--resume runs/{unfinished.name} continues it"]  # fmt: skip
+
+
+def test_a_run_is_continued_with_other_workers_and_the_same_result(data: Path, tmp_path: Path):
+    whole = train(settings(data), run_dir=str(tmp_path / "whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make_step, "train_step", stopping(make_step.train_step, 5))
+        with pytest.raises(Preempted):
+            train(settings(data, workers=1), run_dir=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match="takes its settings from the run"):
+        train(from_fields({"batch_size": 2}), resume=str(tmp_path / "run"))
+    result = train(from_fields({"workers": 2, "checkpoint_every": "3"}), resume=str(tmp_path / "run"))
+    assert (result.run / FINAL).read_bytes() == (whole.run / FINAL).read_bytes()
+    (resumed,) = [event for event in read_lines(result.run, EVENTS, Event) if event.kind == "resumed"]
+    assert resumed.text == "attempt 2, with --checkpoint-every 3 --workers 2"
+    assert read_run(result.run).settings["workers"] == 2
+    assert from_toml(result.run / CONFIG)[0].run.workers == 1
 
 
 @pytest.mark.slow
