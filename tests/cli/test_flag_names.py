@@ -187,12 +187,19 @@ def test_what_it_becomes(typed: str, expected: str) -> None:
         ("model=yolo11n.pt", "--model ember_n"),
         ("--data", "it needs a value"),
         ("--use_tpu=true", "--device tpu"),
+        ("--bach 4", "did you mean `--batch`?"),
     ],
 )
 def test_what_stoker_does_not_have_is_answered(typed: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         translate(["train", "images", *typed.split()])
     assert words in str(caught.value)
+
+
+def test_tune_says_where_its_settings_come_from() -> None:
+    with pytest.raises(UsageError, match="has no --image-size") as caught:
+        translate(["tune", "images", "--image-size", "128"])
+    assert "--config FILE, or of a run folder" in str(caught.value)
 
 
 @pytest.mark.parametrize(
