@@ -129,10 +129,11 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
 def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "none")) -> WeightsFile:
     """The weights in a file. Raises WeightsError if it is missing, damaged or has other content; choices: the values
     that the caller accepts instead of a file, for the message."""
-    if path.is_dir() and (found := weights_of_run(path)) is None:
-        cause = "neither best.safetensors nor final.safetensors nor a checkpoint"
-        raise WeightsError("There are no weights in the folder.", location=path, cause=cause)
-    path = found if path.is_dir() and found is not None else path
+    if path.is_dir():
+        if (found := weights_of_run(path)) is None:
+            cause = "neither best.safetensors nor final.safetensors nor a checkpoint"
+            raise WeightsError("There are no weights in the folder.", location=path, cause=cause)
+        path = found
     if not path.is_file():
         files = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         closest = nearest(str(path), choices) or nearest(path.name, files)
