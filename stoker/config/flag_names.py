@@ -196,7 +196,7 @@ class _Flags:
     def _add_own(self, typed: str, name: str, value: str | None, rest: list[str]) -> None:
         """Adds a flag of this command, or refuses one that it does not have."""
         if name not in self.own:
-            others = [other for other, row in self.meanings.items() if row.flag]
+            others = [other for other, row in self.meanings.items() if row.flag in self.own]
             near, all_ = nearest(name, [*self.own, *others]), "-all" if self.command == "train" else ""
             known = f"`stoker {self.command} --help{all_}` lists the flags"
             self._problems.setdefault(f"did you mean `--{near}`?" if near else known, []).append(typed)

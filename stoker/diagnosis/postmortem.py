@@ -244,7 +244,7 @@ def _ends_in_traceback(lines: tuple[LogLine, ...]) -> bool:
 
 def _script_went_on(lines: tuple[LogLine, ...]) -> bool:
     """Whether a program of the job ended by an exception that it did not handle, and something else, as the script that
-    had started it, printed a little more. An exception that is handled and printed does not begin in a module."""
+    had started it, printed a little more. One that is handled and printed seldom begins in a module (heuristic)."""
     spans = find_tracebacks(lines)
     if not spans or spans[-1] in find_thread_exceptions(lines) or not is_exception_line(lines[spans[-1][1]].text):
         return False

@@ -152,13 +152,19 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
         states=(first.state, second.state),
     )
     comparison.statement = list(_sentences(comparison)) or ["The records do not differ."]
-    commands = [shlex.join(map(str, read_environment(folder).get("argv") or ())) for folder in folders]
+    commands = [_command(folder) for folder in folders]
     if not any(settings) and all(commands) and commands[0] != commands[1]:
         comparison.statement.append(f"The commands differ: {commands[0]} → {commands[1]}")
     if bool(settings[0]) != bool(settings[1]):
         which = "second" if settings[0] else "first"
         comparison.statement.append(f"The {which} has no settings; they are not compared.")
     return comparison
+
+
+def _command(folder: Path) -> str:
+    """The command of a job; empty: it is not recorded."""
+    argv = read_environment(folder).get("argv")
+    return shlex.join(map(str, argv)) if isinstance(argv, list) else ""
 
 
 def _unit(first: RunExplanation, second: RunExplanation) -> tuple[str, tuple[float, float]]:

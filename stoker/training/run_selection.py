@@ -58,7 +58,7 @@ def choose_run(
     messages, others = list[str](), list[str]()
     for path in reversed(_find_runs(user_config)):
         if not _has_settings(path, user_config):
-            if not others and (flags := _changed_flags(path, user_config)) and not is_finished(path):
+            if not others and (flags := _flags_of_other(path, user_config)):
                 others.append(
                     f"{path} is unfinished and has other {flags}: starting a new run; --resume {path} continues it"
                 )
@@ -120,13 +120,19 @@ def _difference(path: Path, user_config: Config) -> str | None:
     return f"it was started with {_format_flags(started)}; now it is {_format_flags(user_config)}"
 
 
-def _changed_flags(path: Path, user_config: Config) -> str:
-    """The flags in which the run `path` differs from these settings; empty if this version cannot read them."""
+def _flags_of_other(path: Path, user_config: Config) -> str:
+    """The flags in which an unfinished run of the same data, which nobody trains, differs from these settings; empty:
+    it is another run, or cannot be read."""
+    missing, now = object(), user_config.set_fields()
     try:
         started = _read_user_config(path).set_fields()
+        if started.get("data") != now.get("data") or is_finished(path):
+            return ""
+        with locked(path) as acquired:
+            if acquired is False:
+                return ""
     except (OSError, ConfigError):
         return ""
-    missing, now = object(), user_config.set_fields()
     changed = [name for name in {**started, **now} if started.get(name, missing) != now.get(name, missing)]
     return ", ".join(f"--{_flag(name)}" for name in changed)
 

@@ -80,6 +80,10 @@ def resolve_run(
     ranks = ranks or Ranks()
     devices = devices or ranks.devices()
     stored = ranks.share(lambda: None if path is None else from_run(path / CONFIG))
+    if stored is not None:
+        changed = {name: value for name, value in user_config.set_fields().items() if name in PER_ATTEMPT}
+        reasons = {name: reason for name, reason in stored[1].items() if name not in changed}
+        stored = stored[0].replace(**changed), reasons
     requested = user_config if stored is None else stored[0]
     if path is not None and (unknown := models.unset_fields(requested)):
         raise CheckpointError(
@@ -99,8 +103,7 @@ def resolve_run(
     if stored is None:
         config, reasons = ranks.share(lambda: derive(user_config, index, device, devices, fetch))
     else:
-        changed = {name: value for name, value in user_config.set_fields().items() if name in PER_ATTEMPT}
-        config, reasons = stored[0].replace(**changed), stored[1]
+        config, reasons = stored
         check_devices(config, devices.count)
     if config.run.sync == "auto":
         method, reason = choose_sync(config, index, device, ranks)

@@ -1,6 +1,7 @@
 """Places of samples, added up over a run."""
 
 import io
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,8 @@ def test_a_hang_names_the_calls_in_which_ranks_wait_for_each_other() -> None:
         "rank 0 in model at ssd/engine/trainer.py:83, rank 1 in torch.distributed.reduce at ssd/engine/trainer.py:41"
         in findings[0].title
     )
+    assert re.fullmatch(r"py-spy dump --pid \d+", findings[0].command or "")
+    assert findings[0].command in findings[0].fix
 
 
 def test_no_warning_is_below_seventy_percent(tmp_path: Path) -> None:

@@ -222,6 +222,8 @@ def test_a_run_is_continued_with_other_workers_and_the_same_result(data: Path, t
             train(settings(data, workers=1), run_dir=str(tmp_path / "run"))
     with pytest.raises(UsageError, match="takes its settings from the run"):
         train(from_fields({"batch_size": 2}), resume=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match="--workers 0 is out of range"):
+        train(from_fields({"workers": 0}), resume=str(tmp_path / "run"))
     result = train(from_fields({"workers": 2, "checkpoint_every": "3"}), resume=str(tmp_path / "run"))
     assert (result.run / FINAL).read_bytes() == (whole.run / FINAL).read_bytes()
     (resumed,) = [event for event in read_lines(result.run, EVENTS, Event) if event.kind == "resumed"]

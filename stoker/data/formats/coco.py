@@ -213,7 +213,7 @@ def _locate_images(
     base, strip_dirs = existing[0], False
     for directories, candidates in product((existing, folders.list_dirs_below(folder_table.root)), (names, base_names)):
         probes = candidates[:: max(1, len(names) // folders.MAX_PROBES)]
-        counts = [(sum((folder / name).is_file() for name in probes), folder) for folder in directories]
+        counts = [(sum(os.path.isfile(folder / name) for name in probes), folder) for folder in directories]
         num_found, best = max(counts, key=lambda count: count[0], default=(0, base))
         if num_found:
             base, strip_dirs = best, candidates is base_names
@@ -229,9 +229,9 @@ def _locate_images(
         names = base_names
         if len(set(names)) != len(names):
             raise make_error(DataError, "coco-lost-folders", part.annotations, base=base)
-    elif absolute := [i for i, name in enumerate(names) if ABSOLUTE.match(name) and not Path(name).is_file()]:
+    elif absolute := [i for i, name in enumerate(names) if ABSOLUTE.match(name) and not os.path.isfile(name)]:
         uses = Counter(base_names)
-        moved = [i for i in absolute if uses[base_names[i]] == 1 and (base / base_names[i]).is_file()]
+        moved = [i for i in absolute if uses[base_names[i]] == 1 and os.path.isfile(base / base_names[i])]
         for i in moved:
             names[i] = base_names[i]
         if moved:

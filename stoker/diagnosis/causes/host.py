@@ -548,9 +548,9 @@ def stuck_evidence(run: RunRecords) -> list[Evidence]:
     """Who does not go on, and where; and who only waits for that."""
     stuck, waiting = stuck_places(run)
     texts = [
-        f"{describe_stuck(who, place)}{f', in {place.function}' if place.function else ''}" for who, place in stuck
+        f"{describe_stuck(who, place)}{f', in {place.function}' if place.function else ''}" for who, place, _ in stuck
     ]
-    for who, place in waiting:
+    for who, place, _ in waiting:
         where = f"in {place.call or place.function} at {place.line}"
         texts.append(f"{who} only waits for {'it' if stuck else 'others'}, {where}")
     return [make_evidence(text, source="stacks.jsonl: places") for text in texts[:MAX_EXAMPLES]]
@@ -560,16 +560,16 @@ def name_stuck(run: RunRecords, finding: Finding) -> Finding:
     """The finding of a hang with who is stuck in its title, or that ranks wait at different lines, if the stacks show
     it."""
     stuck, waiting = stuck_places(run)
-    pids = [window.pid for window in run.newest_stacks.values() if window.role == "training"]
-    if pids and finding.command == find_cause("hung").command:
+    if (stuck or waiting) and finding.id == "hung":
+        pid = (stuck or waiting)[0].pid
         finding = msgspec.structs.replace(
-            finding, command=f"{finding.command} {pids[0]}", fix=finding.fix.replace("--pid", f"--pid {pids[0]}", 1)
+            finding, command=f"{finding.command} {pid}", fix=finding.fix.replace("--pid", f"--pid {pid}", 1)
         )
     if stuck:
-        title = f"{finding.title}: {describe_stuck(*stuck[0])}"
-        return msgspec.structs.replace(finding, title=title, place=stuck[0][1].line)
+        title = f"{finding.title}: {describe_stuck(stuck[0].who, stuck[0].place)}"
+        return msgspec.structs.replace(finding, title=title, place=stuck[0].place.line)
     lines: dict[str, list[str]] = {}
-    for who, place in waiting:
+    for who, place, _ in waiting:
         lines.setdefault(f"in {place.call or place.function} at {place.line}", []).append(who)
     if len(lines) < 2 or run.num_ranks < 2:
         return finding

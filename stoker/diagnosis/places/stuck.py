@@ -1,6 +1,7 @@
 """Where a job is stuck in which nothing computes, by its newest stacks."""
 
 import re
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,11 +15,19 @@ LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.co
 """Calls in which a launcher waits for the processes that it has started."""
 
 
-def stuck_places(run: RunRecords) -> tuple[list[tuple[str, Place]], list[tuple[str, Place]]]:
-    """Of a job in which nothing computes, by the newest stacks: (who is in a call of its own, with its place; who only
-    waits for others: in a collective, also one inside of the backward pass, or for its loader)."""
-    stuck: list[tuple[str, Place]] = []
-    waiting: list[tuple[str, Place]] = []
+class Waiter(NamedTuple):
+    """A process whose newest samples are in one place."""
+
+    who: str
+    place: Place
+    pid: int
+
+
+def stuck_places(run: RunRecords) -> tuple[list[Waiter], list[Waiter]]:
+    """Of a job in which nothing computes, by the newest stacks: (who is in a call of its own, who only waits for
+    others: in a collective, also one inside of the backward pass, or for its loader)."""
+    stuck: list[Waiter] = []
+    waiting: list[Waiter] = []
     for (rank, pid), window in sorted(run.newest_stacks.items()):
         place = _common_place(window.places)
         has_loader = any(other.role == "worker" for (of, _), other in run.newest_stacks.items() if of == rank)
@@ -26,11 +35,12 @@ def stuck_places(run: RunRecords) -> tuple[list[tuple[str, Place]], list[tuple[s
             continue  # a worker without a task, or a launcher
         who = f"rank {rank}" if run.num_ranks > 1 else "the training thread"
         if window.role == "worker":
-            stuck.append((f"a loader worker{f' of {who}' if run.num_ranks > 1 else ''} (process {pid})", place))
+            text = f"a loader worker{f' of {who}' if run.num_ranks > 1 else ''} (process {pid})"
+            stuck.append(Waiter(text, place, pid))
         elif place.kind in IN_STEP or (place.kind == "input_wait" and has_loader):
-            waiting.append((who, place))
+            waiting.append(Waiter(who, place, pid))
         else:
-            stuck.append((who, place))
+            stuck.append(Waiter(who, place, pid))
     return stuck, waiting
 
 
