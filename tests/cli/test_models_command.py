@@ -85,7 +85,7 @@ LICENSES = """\
 ## Pretrained weights and their licenses
 
 `--weights NAME` takes `coco`, `objects365+coco` (trained on Objects365, then on COCO), `objects365`, `imagenet` (the backbone
-only), `none`, or a file; without it, the first of these that the model has. A class head for other classes is replaced, and the
+only), `none`, a file, or a run (its best weights); without it, the first of these that the model has. A class head for other classes is replaced, and the
 output says so. Files of Hugging Face are safetensors, no pickle; `huggingface_hub` downloads them into its cache, so what you set
 for it applies: `HF_HOME`, `HF_ENDPOINT` (a mirror), `HF_HUB_OFFLINE`, tokens. Where a download fails, the message names the file,
 its URL and a folder to put it in: `STOKER_WEIGHTS_DIR` has `OWNER--REPOSITORY.safetensors`. The SHA-256 of a download is checked
