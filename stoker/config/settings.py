@@ -239,6 +239,10 @@ class Config:
         """The fields that are not AUTO, by name."""
         return {name: value for name, value in self.items() if value is not None}
 
+    def of_attempt(self) -> dict[str, Any]:
+        """The fields of PER_ATTEMPT that are set, by name."""
+        return {name: value for name, value in self.set_fields().items() if name in PER_ATTEMPT}
+
     def items(self) -> list[tuple[str, Any]]:
         return [(name, getattr(getattr(self, section), name)) for name, section in SECTION_OF.items()]
 
@@ -357,7 +361,7 @@ def _convert(tables: dict[str, dict[str, Any]], location: Path | None) -> Config
         cause, _, path = str(error).partition(" - at `$.")
         section, _, name = path.partition("[")[0].rstrip("`").partition(".")
         kind = get_type_hints(SECTIONS[section]).get(name) if section in SECTIONS else None
-        setting = f"--{_flag(name)} {tables[section][name]!r}" if kind else "A setting"
+        setting = f"--{flag_of(name)} {tables[section][name]!r}" if kind else "A setting"
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         raise ConfigError(
             f"{setting} is of the wrong kind.", location=location, cause=cause, choices=choices
@@ -371,7 +375,7 @@ def check(config: Config) -> None:
         bounds = rows[name].bounds if name in rows else None
         if bounds is not None and value != "auto" and not bounds[0] <= value <= bounds[1]:
             choices = [f"{bounds[0]:g} … {bounds[1]:g}", *(["auto"] if name in ("workers", "worker_processes") else [])]
-            raise ConfigError(f"--{_flag(name)} {value} is out of range.", choices=choices)
+            raise ConfigError(f"--{flag_of(name)} {value} is out of range.", choices=choices)
     data, model, optim, run = config.data, config.model, config.optim, config.run
     if data.image_size is not None and min(data.image_size) < 32:  # of what else it must be a multiple, its model says
         raise ConfigError(f"--image-size {data.image_size[0]} {data.image_size[1]}: both sides must be at least 32.")
@@ -389,7 +393,7 @@ def check(config: Config) -> None:
     for name in ("anchor_sizes", "anchor_scales", "aspect_ratios"):
         values = getattr(model, name)
         if values is not None and not (values and all(0 < value < math.inf for value in values)):
-            raise ConfigError(f"--{_flag(name)} needs at least one number, all above zero.")
+            raise ConfigError(f"--{flag_of(name)} needs at least one number, all above zero.")
     if None not in (model.fg_iou_thresh, model.bg_iou_thresh) and model.bg_iou_thresh > model.fg_iou_thresh:
         raise ConfigError("--bg-iou-thresh must not be above --fg-iou-thresh.")
     if run.batch_size is not None and optim.grad_accum_steps is not None and run.batch_size % optim.grad_accum_steps:
@@ -405,15 +409,16 @@ def check(config: Config) -> None:
     for name in ("max_duration", "eval_every", "checkpoint_every"):
         text = getattr(run, name)
         if text is not None:
-            length = parse_duration(text, _flag(name))
+            length = parse_duration(text, flag_of(name))
             if name == "max_duration" and length.value <= 0:
                 raise ConfigError(f"--max-duration {text!r}: the length of training must be above 0.")
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of a setting, without `--`."""
     return name.replace("_", "-")
 
 
 def settings_table(config: Config, reasons: dict[str, str]) -> list[tuple[str, Any, str | None]]:
     """(flag, value, why stoker chose it or None where the user did) of every set field, for the screen and reports."""
-    return [(_flag(name), value, reasons.get(name)) for name, value in config.set_fields().items()]
+    return [(flag_of(name), value, reasons.get(name)) for name, value in config.set_fields().items()]

@@ -69,8 +69,9 @@ before they wait for the one that failed."""
 _INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b(?!.{0,20}Error reported to Coordinator)")
 _PYTHON_WARNING = re.compile(r".{0,400}:\d{1,7}: \w{1,60}Warning: ")
 """As Python prints one: file, line, class."""
-_FRAME = re.compile(r'^\s*File ".{1,400}", line \d+')
-_MODULE_FRAME = re.compile(r"in (<module>|_run_module_as_main)$")
+_FRAME = re.compile(r'^\s*File ".{1,400}", line \d+, in (.+)$')
+_PROGRAM_FRAMES = ("<module>", "_run_module_as_main")
+"""Functions in which the traceback of an exception begins that a program has not handled."""
 _MAX_SCRIPT_LINES = 20
 """Lines that a script prints after a program of it has failed (heuristic)."""
 _MAX_PEER_PROGRESS_LINES = 20
@@ -250,9 +251,8 @@ def _script_went_on(lines: tuple[LogLine, ...]) -> bool:
         return False
     start, last = spans[-1]
     later = lines[last + 1 :]
-    first_frame = next((line.text for line in lines[start:last] if _FRAME.search(line.text)), "")
-    is_program = _MODULE_FRAME.search(first_frame) is not None
-    return is_program and len(later) <= _MAX_SCRIPT_LINES and not find_progress(later)
+    functions = (frame[1] for line in lines[start:last] if (frame := _FRAME.search(line.text)))
+    return next(functions, "") in _PROGRAM_FRAMES and len(later) <= _MAX_SCRIPT_LINES and not find_progress(later)
 
 
 def _name_full_device(termination: Termination, finding: Finding) -> Finding:

@@ -56,7 +56,7 @@ def explain_id(id: str) -> list[Entry]:
     found = [entry for entry in entries if entry.id == id]
     if not found:
         similar = dict.fromkeys(difflib.get_close_matches(id, [entry.id for entry in entries], n=5, cutoff=0.5))
-        fix = f"similar ids: {', '.join(similar)}" if similar else "`stoker why RUN` prints ids; docs/causes.md has all"
+        fix = f"similar ids: {', '.join(similar)}" if similar else "`stoker why RUN` prints the id of each finding"
         raise UsageError(f"No finding has the id {id!r}.", fix=fix)
     return found
 

@@ -147,11 +147,10 @@ class Model:
         self, options: PredictOptions, sources: Iterable[ImageSource], *, raise_errors: bool = False
     ) -> Iterator[Prediction]:
         """The detections in each image. Raises UsageError for an option that there is not, or one out of range."""
-        for name in options.keys() - PredictOptions.__annotations__.keys():
-            raise UsageError(
-                did_you_mean(f"predict() has no option {name!r}", name, PredictOptions.__annotations__),
-                choices=sorted(PredictOptions.__annotations__),
-            )
+        known = PredictOptions.__annotations__
+        if unknown := [name for name in options if name not in known]:
+            what = f"predict() has no option {unknown[0]!r}"
+            raise UsageError(did_you_mean(what, unknown[0], known), choices=sorted(known))
         batch_size, max_det = options.get("batch_size", DEFAULT_BATCH_SIZE), options.get("max_det")
         iou, classes, is_agnostic = options.get("iou"), options.get("classes"), options.get("agnostic_nms", False)
         conf = self.conf if (given := options.get("conf")) is None else given

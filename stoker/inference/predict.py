@@ -41,10 +41,10 @@ from stoker.inference.prediction import Prediction
 from stoker.inference.video import (
     CAMERA_PREFIX,
     VIDEO_SUFFIXES,
+    import_av,
     is_camera,
     is_video,
     read_frames,
-    require_video_package,
     video_writer,
 )
 from stoker.models.layers.postprocess import DetectorProtocol
@@ -187,10 +187,10 @@ def predict_to_dir(
     """
     paths = find_images(inputs, exclude_dir=out, suffixes=(*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
     if any(map(is_video, paths)):
-        require_video_package()
+        import_av()
     _require_output_dir(out)
     if (out / RESULTS_NAME).exists():
-        yield f"{out} has results of an earlier prediction: its images stay, {RESULTS_NAME} is written anew"
+        yield f"{out} has results of an earlier prediction: its images stay, {RESULTS_NAME} is replaced"
     _write_results(out, [])  # marks the folder as an output folder, also if this run is interrupted
     results: list[dict[str, Any]] = []
     failed: list[DataError] = []

@@ -46,17 +46,16 @@ def is_video(path: Path) -> bool:
     return is_camera(path) or path.suffix.lower() in VIDEO_SUFFIXES
 
 
-def require_video_package() -> None:
-    """Raises PreflightError without PyAV."""
+def import_av() -> Any:
+    """PyAV. Raises PreflightError without it."""
     with needs_package("av", "A video"):
-        import av  # noqa: F401
+        import av
+    return av
 
 
 def read_frames(path: Path) -> Iterator[Frame]:
     """The frames of a video file, or those of a camera without end. Raises PreflightError without PyAV, DataError."""
-    require_video_package()
-    import av
-
+    av = import_av()
     with contextlib.ExitStack() as stack:
         try:
             if is_camera(path):
@@ -92,9 +91,7 @@ def video_writer(path: Path) -> Iterator[Callable[[Image.Image, float], None]]:
     """Gives a function that writes the next frame at its time in seconds, into an MP4 file: H.264 where this FFmpeg has
     it, else MPEG-4. Frames get the size of the first, in even numbers of pixels. What was written is kept after an
     exception. Raises PreflightError without PyAV."""
-    require_video_package()
-    import av
-
+    av = import_av()
     partial, stream, last_time = path.with_name(f".{path.name}.partial"), None, -1
     partial.unlink(missing_ok=True)  # it may be a link
     container: Any = av.open(str(partial), "w", format="mp4")

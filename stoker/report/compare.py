@@ -7,7 +7,7 @@ import shlex
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 from rich.console import RenderableType
@@ -134,7 +134,8 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
     first, second = (explain_run(run, price_per_device_hour) for run in (before, after))
     folders = [open_records(run) for run in (before, after)]
     settings = [{row.name: row.value for row in read_settings_rows(folder)} for folder in folders]
-    environments = [comparable(read_environment(folder)) for folder in folders]
+    descriptions = [read_environment(folder) for folder in folders]
+    environments = list(map(comparable, descriptions))
     causes = [[finding.id for finding in run.findings] for run in (first, second)]
     unit, units = _unit(first, second)
     comparison = Comparison(
@@ -152,7 +153,7 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
         states=(first.state, second.state),
     )
     comparison.statement = list(_sentences(comparison)) or ["The records do not differ."]
-    commands = [_command(folder) for folder in folders]
+    commands = list(map(_command, descriptions))
     if not any(settings) and all(commands) and commands[0] != commands[1]:
         comparison.statement.append(f"The commands differ: {commands[0]} → {commands[1]}")
     if bool(settings[0]) != bool(settings[1]):
@@ -161,9 +162,9 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
     return comparison
 
 
-def _command(folder: Path) -> str:
+def _command(environment: Mapping[str, Any]) -> str:
     """The command of a job; empty: it is not recorded."""
-    argv = read_environment(folder).get("argv")
+    argv = environment.get("argv")
     return shlex.join(map(str, argv)) if isinstance(argv, list) else ""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from stoker.config.architectures import model_name
-from stoker.config.settings import PER_ATTEMPT, Config, from_toml, to_toml
+from stoker.config.settings import PER_ATTEMPT, Config, flag_of, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
 from stoker.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
 from stoker.profiling.telemetry.environment import describe
@@ -36,12 +36,13 @@ def choose_run(
     RunFinished if the named run is finished, UsageError if it has other settings or is trained by another process."""
     if resume is not None:
         if user_config.set_fields().keys() - PER_ATTEMPT or name is not None:
-            flags = ", ".join(f"--{_flag(field)}" for field in sorted(PER_ATTEMPT))
+            flags = ", ".join(f"--{flag_of(field)}" for field in sorted(PER_ATTEMPT))
             fix = f"leave out flags other than {flags}; or start a new run from its weights: --weights {resume}"
             raise UsageError("--resume takes its settings from the run.", fix=fix)
         path = records.open_run(resume)
         refuse_finished(path, None, display_path(path))
-        return path, _of_this_attempt(_read_user_config(path), user_config), _lock_run(path, stack)
+        started = _read_user_config(path).replace(**{"stages": None, **user_config.of_attempt()})
+        return path, started, _lock_run(path, stack)
     if "data" not in user_config.set_fields():
         choices = ("a folder", "an annotation file", "demo")
         raise UsageError("What should be trained on?", choices=choices, fix="stoker train demo")
@@ -121,8 +122,8 @@ def _difference(path: Path, user_config: Config) -> str | None:
 
 
 def _flags_of_other(path: Path, user_config: Config) -> str:
-    """The flags in which an unfinished run of the same data, which nobody trains, differs from these settings; empty:
-    it is another run, or cannot be read."""
+    """The flags in which an unfinished run of the same data, which no process trains, differs from these settings;
+    empty: it is another run, or cannot be read."""
     missing, now = object(), user_config.set_fields()
     try:
         started = _read_user_config(path).set_fields()
@@ -134,13 +135,7 @@ def _flags_of_other(path: Path, user_config: Config) -> str:
     except (OSError, ConfigError):
         return ""
     changed = [name for name in {**started, **now} if started.get(name, missing) != now.get(name, missing)]
-    return ", ".join(f"--{_flag(name)}" for name in changed)
-
-
-def _of_this_attempt(started: Config, user_config: Config) -> Config:
-    """The settings that a run was started with, but for those of PER_ATTEMPT that are set now."""
-    now = {name: value for name, value in user_config.set_fields().items() if name in PER_ATTEMPT}
-    return started.replace(**{"stages": None, **now})
+    return ", ".join(f"--{flag_of(name)}" for name in changed)
 
 
 def _refuse_run_of_this_command(path: Path) -> None:
@@ -193,12 +188,11 @@ def open_run_folder(
         write_atomic(path / records.ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
         text = f"attempt {folder.attempt}"
         data: dict[str, Any] = {} if num_ranks == 1 else {"ranks": num_ranks}
-        first, now = from_toml(path / CONFIG)[0].set_fields(), config.set_fields()
-        changed = {
-            name: now[name] for name in sorted(PER_ATTEMPT - {"stages"}) if name in now and now[name] != first.get(name)
-        }
+        first = from_toml(path / CONFIG)[0].of_attempt()
+        changed = {name: value for name, value in config.of_attempt().items() if value != first.get(name)}
+        changed.pop("stages", None)  # told below
         if changed:
-            text = f"{text}, with {' '.join(f'--{_flag(name)} {value}' for name, value in changed.items())}"
+            text = f"{text}, with {' '.join(f'--{flag_of(name)} {value}' for name, value in sorted(changed.items()))}"
             data["settings"] = changed
         if num_ranks > 1 and config.run.num_stages > 1:
             data["stages"] = config.run.stages
@@ -270,11 +264,7 @@ def _to_absolute(text: str) -> str:
 
 
 def _format_flags(config: Config) -> str:
-    return " ".join(f"--{_flag(name)} {value}" for name, value in config.set_fields().items())
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
+    return " ".join(f"--{flag_of(name)} {value}" for name, value in config.set_fields().items())
 
 
 def _dataset_name(config: Config) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stoker import models
 from stoker.config.durations import parse_duration
-from stoker.config.settings import PER_ATTEMPT, Config, check, from_run
+from stoker.config.settings import Config, check, from_run
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
 from stoker.data.index import Index, open_index_of, refuse
@@ -81,7 +81,7 @@ def resolve_run(
     devices = devices or ranks.devices()
     stored = ranks.share(lambda: None if path is None else from_run(path / CONFIG))
     if stored is not None:
-        changed = {name: value for name, value in user_config.set_fields().items() if name in PER_ATTEMPT}
+        changed = user_config.of_attempt()
         reasons = {name: reason for name, reason in stored[1].items() if name not in changed}
         stored = stored[0].replace(**changed), reasons
     requested = user_config if stored is None else stored[0]

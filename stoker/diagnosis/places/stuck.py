@@ -15,7 +15,7 @@ LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.co
 """Calls in which a launcher waits for the processes that it has started."""
 
 
-class Waiter(NamedTuple):
+class BlockedProcess(NamedTuple):
     """A process whose newest samples are in one place."""
 
     who: str
@@ -23,11 +23,11 @@ class Waiter(NamedTuple):
     pid: int
 
 
-def stuck_places(run: RunRecords) -> tuple[list[Waiter], list[Waiter]]:
+def stuck_places(run: RunRecords) -> tuple[list[BlockedProcess], list[BlockedProcess]]:
     """Of a job in which nothing computes, by the newest stacks: (who is in a call of its own, who only waits for
     others: in a collective, also one inside of the backward pass, or for its loader)."""
-    stuck: list[Waiter] = []
-    waiting: list[Waiter] = []
+    stuck: list[BlockedProcess] = []
+    waiting: list[BlockedProcess] = []
     for (rank, pid), window in sorted(run.newest_stacks.items()):
         place = _common_place(window.places)
         has_loader = any(other.role == "worker" for (of, _), other in run.newest_stacks.items() if of == rank)
@@ -36,11 +36,11 @@ def stuck_places(run: RunRecords) -> tuple[list[Waiter], list[Waiter]]:
         who = f"rank {rank}" if run.num_ranks > 1 else "the training thread"
         if window.role == "worker":
             text = f"a loader worker{f' of {who}' if run.num_ranks > 1 else ''} (process {pid})"
-            stuck.append(Waiter(text, place, pid))
+            stuck.append(BlockedProcess(text, place, pid))
         elif place.kind in IN_STEP or (place.kind == "input_wait" and has_loader):
-            waiting.append(Waiter(who, place, pid))
+            waiting.append(BlockedProcess(who, place, pid))
         else:
-            stuck.append(Waiter(who, place, pid))
+            stuck.append(BlockedProcess(who, place, pid))
     return stuck, waiting
 
 

@@ -109,10 +109,18 @@ def local_path(location: str) -> Path:
     return path
 
 
-def weights_of_run(path: Path) -> Path | None:
-    """The weights in a run folder: best, else final, else those of the newest checkpoint; None: it has none."""
+def weights_of_run(path: Path) -> Path:
+    """The weights in a run folder: best, else final, else those of the newest checkpoint. Raises WeightsError."""
     checkpoints = sorted(path.glob(f"{CHECKPOINTS}/step-*/weights.safetensors"))[::-1]
-    return next((file for file in (path / BEST, path / FINAL, *checkpoints) if file.is_file()), None)
+    for file in (path / BEST, path / FINAL, *checkpoints):
+        if file.is_file():
+            return file
+    raise WeightsError(
+        "There are no weights in the folder.",
+        location=path,
+        cause="neither best.safetensors nor final.safetensors nor a checkpoint",
+        fix="name a run folder with at least one evaluation or checkpoint, or a .safetensors file",
+    )
 
 
 def _download_from_hub(hub: re.Match[str]) -> Path:

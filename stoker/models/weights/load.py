@@ -130,10 +130,7 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
     """The weights in a file. Raises WeightsError if it is missing, damaged or has other content; choices: the values
     that the caller accepts instead of a file, for the message."""
     if path.is_dir():
-        if (found := weights_of_run(path)) is None:
-            cause = "neither best.safetensors nor final.safetensors nor a checkpoint"
-            raise WeightsError("There are no weights in the folder.", location=path, cause=cause)
-        path = found
+        path = weights_of_run(path)
     if not path.is_file():
         files = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         closest = nearest(str(path), choices) or nearest(path.name, files)

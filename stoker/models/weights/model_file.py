@@ -157,12 +157,12 @@ def find_weights(path: Path) -> Path:
     """The weights of a run (best, else final, else those of the newest checkpoint) or a file. Raises WeightsError."""
     if path.is_file():
         return path
-    if (found := hub.weights_of_run(path)) is not None:
-        return found
+    if path.is_dir():
+        return hub.weights_of_run(path)
     raise WeightsError(
         "There is no model to use.",
         location=path,
-        choices=() if path.is_dir() else ["a run folder", "a .safetensors or .onnx file", *PRETRAINED],
-        cause="neither best.safetensors nor final.safetensors nor a checkpoint" if path.is_dir() else "no such path",
+        choices=["a run folder", "a .safetensors or .onnx file", *PRETRAINED],
+        cause="no such path",
         fix="name a run folder with at least one evaluation or checkpoint, or a .safetensors file",
     )
