@@ -1,6 +1,7 @@
 """What a line of a job's source calls, by its text: a stack shows neither C functions nor how a module is imported.
 
-The outermost call of the line counts, because stacks of Python have no columns. The file is parsed, never run.
+Of several calls of a line it is the one that ends where the running instruction does; before Python 3.11, whose stacks
+have no columns, the outermost one. The file is parsed, never run.
 """
 
 import ast
@@ -47,12 +48,13 @@ def is_wrapper(function: str, file: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def find_call(file: str, line: int, function: str, callee: str = "") -> str:
+def find_call(file: str, line: int, function: str, callee: str = "", end: tuple[int, int] | None = None) -> str:
     """What a line calls, as it can be imported (`pandas.read_csv` for `pd.read_csv(...)`), else as it is written.
     Empty: it is not known, or nothing is called.
 
     function: that the line is in; callee: the Python function that it called, without its class; empty: a C function
-    ran. A callee whose name is not in the line is only found if it is a wrapper.
+    ran. A callee whose name is not in the line is only found if it is a wrapper. end: line and column in bytes of UTF-8
+    at which the expression ends that the line runs; None: not known.
     """
     source = _read_source(file)
     if source is None:
@@ -61,10 +63,12 @@ def find_call(file: str, line: int, function: str, callee: str = "") -> str:
         return modules
     if callee in ("", "__enter__") and (entered := _entered_in_line(source.tree, line)):
         return entered
-    names = [name for call in _calls_of_line(source.tree, line, function) if (name := _call_name(call, source))]
+    calls = _calls_of_line(source.tree, line, function)
+    calls.sort(key=lambda call: (call.end_lineno, call.end_col_offset) != end)
+    names = [name for call in calls if (name := _call_name(call, source))]
     if callee and callee not in _WRAPPERS:
         return next((name for name in names if name.rpartition(".")[2] == callee), "")
-    names.sort(key=_CLOCKS.__contains__)  # of a line with other calls, these take the time
+    names.sort(key=_CLOCKS.__contains__)  # others take the time
     return next((name for name in names if callee or name not in source.own), "")
 
 

@@ -37,11 +37,13 @@ HELPER = "helper"
 
 
 class Frame(NamedTuple):
-    """A frame; a stack has the innermost frame first. function: may include its class."""
+    """A frame; a stack has the innermost frame first. function: may include its class; end: line and column, in bytes
+    of UTF-8, at which the expression ends that it runs; None: not known, or no code of the job."""
 
     function: str
     file: str
     line: int
+    end: tuple[int, int] | None = None
 
 
 class FrameRule(NamedTuple):
@@ -307,7 +309,7 @@ def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -
     meant = next((frame for frame in reversed(stack[:index]) if not _is_wrapper(frame)), callee)
     for frame in dict.fromkeys((meant, callee)):
         function = "" if frame is None else WRAPPER if _is_wrapper(frame) else _base_name(frame.function)
-        if name := find_call(own.file, own.line, _base_name(own.function), function):
+        if name := find_call(own.file, own.line, _base_name(own.function), function, own.end):
             break
     if meant is not None and not name:
         name = _module_path(meant)
@@ -328,7 +330,7 @@ def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None)
     own = [frame for frame in stack if is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file)]
     if at is not None:
         own = own[own.index(at) :]
-    outer = [frame for inner, frame in itertools.pairwise(own) if frame[:2] != inner[:2] and frame[1:] != inner[1:]]
+    outer = [frame for inner, frame in itertools.pairwise(own) if frame[:2] != inner[:2] and frame[1:3] != inner[1:3]]
     return " < ".join(f"{_relative_file(frame.file, cwd)}:{frame.line}" for frame in outer[:MAX_CALLERS])
 
 
@@ -337,7 +339,7 @@ def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
     for index, frame in reversed([*enumerate(stack)]):
         if is_job_code(frame) and is_after_step(frame.file, frame.line, _base_name(frame.function)):
             # a function of the line itself, as a lambda, says more than the line
-            while index and stack[index - 1][1:] == frame[1:]:
+            while index and stack[index - 1][1:3] == frame[1:3]:
                 index -= 1
             return stack[index]
     return None
@@ -410,11 +412,12 @@ def _module_path(frame: Frame) -> str:
 
 def is_job_code(frame: Frame) -> bool:
     """Whether the frame is in a file of the job: not installed, not of Python itself, not generated."""
-    return _is_job_file(frame.file)
+    return is_job_file(frame.file)
 
 
 @functools.lru_cache(maxsize=16384)
-def _is_job_file(file: str) -> bool:
+def is_job_file(file: str) -> bool:
+    """As `is_job_code`, by the path."""
     return bool(file) and _NOT_JOB_CODE.search(file) is None
 
 
@@ -425,8 +428,8 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
     if _is_importing(stack):
         return "other"
     # code of an import is not training
-    rules = [_find_rule("frame", function, file) for function, file, _ in stack
-             if function != "<module>" or "importlib" in file]  # fmt: skip
+    rules = [_find_rule("frame", frame.function, frame.file) for frame in stack
+             if frame.function != "<module>" or "importlib" in frame.file]  # fmt: skip
     kinds = [rule.kind for rule in rules if rule is not None]
     covering_kind = next((rule.kind for rule in reversed(rules) if rule is not None and rule.covers_callees), None)
     line_kind = _kind_from_source_line(stack[0]) if stack else None

@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import mmap
 import operator
 import os
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from stoker.profiling.frames import Frame, Stack
+from stoker.profiling.frames import Frame, Stack, is_job_file
 
 MAX_FRAMES, MAX_THREADS = 1000, 5000
 """Frames of a stack, threads of a process; more are taken for memory that is no list."""
@@ -248,7 +249,9 @@ class RemoteStacks:
                 offset = instruction - code - self._layout.instructions
             if not -2 <= offset < 2**24:  # below 0: it has not begun
                 raise _ChangedError
-            frame = Frame(function.name, function.file, function.line(max(0, offset)))
+            entry = function.find_entry(max(0, offset))
+            end = find_end(entry) if is_job_file(function.file) else None
+            frame = Frame(function.name, function.file, entry.line, end)
         self._frames[code, instruction] = frame
         return frame
 
@@ -377,42 +380,75 @@ class _Function:
 
     def __post_init__(self) -> None:
         read = read_locations if self.version >= (3, 11) else read_pairs
-        self._entries: list[tuple[int, int]] = []
+        self._entries: list[LineEntry] = []
         self._further = read(self.table or b"", self.first_line, self.version)
 
-    def line(self, offset: int) -> int:
-        """The line of the instruction at an offset in bytes. Reads the table up to there: that of a module is long."""
-        while not self._entries or self._entries[-1][0] <= offset:
+    def find_entry(self, offset: int) -> "LineEntry":
+        """Of the instruction at an offset in bytes. Reads the table up to there: that of a module is long."""
+        while not self._entries or self._entries[-1].end <= offset:
             if (entry := next(self._further, None)) is None:
-                return self.first_line
+                return LineEntry(0, self.first_line)
             self._entries.append(entry)
-        return self._entries[bisect.bisect_right(self._entries, offset, key=operator.itemgetter(0))][1]
+        return self._entries[bisect.bisect_right(self._entries, offset, key=operator.attrgetter("end"))]
 
 
-def read_locations(table: bytes, first_line: int, _: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(end in bytes, line) of each entry of a table of Python 3.11 or later; the format: Objects/locations.md
-    (InternalDocs/code_objects.md) of CPython."""
+class LineEntry(NamedTuple):
+    """An entry of a line table: of the instructions up to `end`, an offset in bytes."""
+
+    end: int
+    line: int
+    location: bytes = b""
+    """All of the entry, from Python 3.11 on."""
+
+
+def read_locations(table: bytes, first_line: int, _: tuple[int, int]) -> Iterator[LineEntry]:
+    """The entries of a table of Python 3.11 or later; the format: Objects/locations.md of CPython, or later
+    InternalDocs/code_objects.md."""
     end, line = 0, first_line
     for entry in _ENTRY.findall(table):
         kind = entry[0] >> 3 & 15
-        if kind in (13, 14):  # a signed number of 6 bits a byte; its lowest bit is the sign
-            value, shift = 0, 0
-            for byte in entry[1:]:
-                value |= (byte & 63) << shift
-                shift += 6
-                if not byte & 64:
-                    break
+        if kind in (_NO_COLUMNS, _LONG):
+            value = next(_read_numbers(entry))  # its lowest bit is the sign
             line += -(value >> 1) if value & 1 else value >> 1
         elif 10 <= kind <= 12:
             line += kind - 10
         end += 2 * (entry[0] & 7) + 2
-        yield end, line
+        yield LineEntry(end, line, entry)
 
 
 _ENTRY = re.compile(rb"[\x80-\xff][\x00-\x7f]*")
+_NO_COLUMNS, _LONG, _NO_LOCATION = 13, 14, 15
+"""Kinds of entries."""
 
 
-def read_pairs(table: bytes, first_line: int, version: tuple[int, int]) -> Iterator[tuple[int, int]]:
+def _read_numbers(entry: bytes) -> Iterator[int]:
+    """Numbers of 6 bits a byte, after the first byte; 0 where there are no more."""
+    value, shift = 0, 0
+    for byte in entry[1:]:
+        value |= (byte & 63) << shift
+        shift += 6
+        if not byte & 64:
+            yield value
+            value, shift = 0, 0
+    while True:
+        yield value
+        value = 0
+
+
+def find_end(entry: LineEntry) -> tuple[int, int] | None:
+    """(line, column in bytes of UTF-8) at which the source of its instructions ends; None: the table has no columns."""
+    kind = entry.location[0] >> 3 & 15 if len(entry.location) > 1 else _NO_LOCATION
+    if kind < 10:
+        return entry.line, 8 * kind + (entry.location[1] >> 4) + (entry.location[1] & 15)
+    if kind in (_NO_COLUMNS, _NO_LOCATION):
+        return None
+    if kind < _NO_COLUMNS:
+        return entry.line, entry.location[-1]
+    _, more_lines, _, column = itertools.islice(_read_numbers(entry.location), 4)
+    return (entry.line + more_lines, column - 1) if column else None
+
+
+def read_pairs(table: bytes, first_line: int, version: tuple[int, int]) -> Iterator[LineEntry]:
     """As `read_locations`, of a co_linetable of Python 3.10 or a co_lnotab before it (Objects/lnotab_notes.txt)."""
     end, line = 0, first_line
     for step, change in zip(table[::2], table[1::2], strict=False):
@@ -420,11 +456,11 @@ def read_pairs(table: bytes, first_line: int, version: tuple[int, int]) -> Itera
         end += step
         if version >= (3, 10):
             line += 0 if delta == -128 else delta
-            yield end, line
+            yield LineEntry(end, line)
         else:  # the line changes after these bytes
-            yield end, line
+            yield LineEntry(end, line)
             line += delta
-    yield 2**31, line
+    yield LineEntry(2**31, line)
 
 
 def _word_at(memory: bytes, offset: int) -> int:

@@ -81,6 +81,8 @@ def watch(
     _check_platform()
     if not command:
         raise UsageError("Which job should be watched?", fix="stoker watch -- python train.py")
+    if command[0].startswith("-"):
+        raise UsageError(f"`stoker watch` has no {command[0]}.", fix="`stoker watch --help` lists the flags")
     monitor.validate()
     coverage = DEFAULT_COVERAGE if hook else {**DEFAULT_COVERAGE, HOOK_SOURCE: "not recorded: --no-hook"}
     with (

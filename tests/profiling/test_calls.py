@@ -65,6 +65,32 @@ def test_the_call_of_a_line(line: int, function: str, callee: str, call: str, tm
     assert find_call(str(script), line, function, callee) == call
 
 
+NESTED = """\
+image = torch.from_numpy(cv2.resize(cv2.imread(path), size)) * scale[np.argmax(x)]
+name = write("ä", encode(image)); gc.collect()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "ends_after", "call"),
+    [
+        (1, "imread(path)", "cv2.imread"),
+        (1, "size)", "cv2.resize"),
+        (1, "size))", "torch.from_numpy"),
+        (1, "argmax(x)]", "torch.from_numpy"),  # what runs is no call
+        (2, "encode(image)", "encode"),
+        (2, "collect()", "gc.collect"),
+    ],
+)
+def test_of_several_calls_it_is_the_one_that_ends_where_the_instruction_does(
+    line: int, ends_after: str, call: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(NESTED, encoding="utf-8")
+    before, found, _ = NESTED.splitlines()[line - 1].partition(ends_after)
+    assert find_call(str(script), line, "<module>", "", (line, len((before + found).encode()))) == call
+
+
 @pytest.mark.parametrize("content", [b"\x00", b"def (", b"\xff\xfe", None])
 def test_a_file_that_is_no_python_has_no_calls(content: bytes | None, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -20,8 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.profiling import remote_stacks
-from stoker.profiling.frames import Frame
-from stoker.profiling.remote_stacks import EndedError, RemoteStacks, UnreadableError, find_symbol, read_locations
+from stoker.profiling.frames import Frame, find_place
+from stoker.profiling.remote_stacks import (
+    EndedError,
+    RemoteStacks,
+    UnreadableError,
+    find_end,
+    find_symbol,
+    read_locations,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
 
@@ -240,14 +247,58 @@ def test_lines_are_those_of_python(module: str) -> None:
         found = list(read_locations(code.co_linetable, code.co_firstlineno, (3, 11)))
         for start, end, line in code.co_lines():
             if line is not None:
-                assert next(line for stop, line in found if start < stop) == line
-                assert next(line for stop, line in found if end - 2 < stop) == line
+                assert next(entry.line for entry in found if start < entry.end) == line
+                assert next(entry.line for entry in found if end - 2 < entry.end) == line
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a code object has no columns before")
+@pytest.mark.parametrize("module", ["argparse", "dataclasses", "typing", "tarfile", "unittest.mock"])
+def test_columns_are_those_of_python(module: str) -> None:
+    source = importlib.import_module(module).__file__
+    assert source is not None
+    for code in functions(compile(Path(source).read_text(), source, "exec")):
+        entries = read_locations(code.co_linetable, code.co_firstlineno, (3, 11))
+        entry = next(entries)
+        for number, (_, end_line, _, end_column) in enumerate(code.co_positions()):
+            if 2 * number >= entry.end:
+                entry = next(entries)
+            assert find_end(entry) == (None if end_column is None else (end_line, end_column))
+
+
+CALLS = """
+import zlib
+data = bytes(range(256)) * 4000
+print("ready", flush=True)
+while True:
+    size = len(str(zlib.compress(data, 9)[:10] + bytes(3)))
+"""
+
+
+@pytest.mark.parametrize("python", PYTHONS.values(), ids=PYTHONS)
+def test_of_several_calls_in_a_line_the_one_that_runs_is_told(python: str, tmp_path: Path) -> None:
+    """From Python 3.11 on; before, it is the outermost one."""
+    (tmp_path / "calls.py").write_text(CALLS)
+    process = subprocess.Popen([python, "-S", tmp_path / "calls.py"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        reader = RemoteStacks(process.pid)
+        calls = []
+        for _ in range(50):
+            calls.append(find_place(reader.read()[process.pid])[2])
+            time.sleep(0.003)
+    finally:
+        process.kill()
+        process.communicate()
+    assert calls.count("zlib.compress" if reader.version >= (3, 11) else "len") > 40
 
 
 @given(st.binary(max_size=60), st.integers(-2, 500))
 def test_a_damaged_table_of_lines_has_an_answer(table: bytes, offset: int) -> None:
     for version in ((3, 8), (3, 10), (3, 13)):
-        assert isinstance(remote_stacks._Function("f", "f.py", 3, table, version).line(offset), int)
+        entry = remote_stacks._Function("f", "f.py", 3, table, version).find_entry(offset)
+        assert isinstance(entry.line, int)
+        assert find_end(entry) is None or version >= (3, 11)
 
 
 @pytest.mark.parametrize("python", PYTHONS.values(), ids=PYTHONS)

@@ -96,6 +96,12 @@ def test_a_missing_program_and_one_that_cannot_run(tmp_path: Path) -> None:
     ]
 
 
+def test_an_unknown_flag_is_no_program(tmp_path: Path) -> None:
+    done = watched(["--alrt", "idle", "--", "true"], tmp_path)
+    assert done.returncode == 2
+    assert b"`stoker watch` has no --alrt." in done.stderr
+
+
 @pytest.mark.slow
 def test_megabytes_arrive_unchanged_and_in_order(tmp_path: Path) -> None:
     code = "import os,random; r=random.Random(1); d=r.randbytes(2**20)\nfor n in range(4): os.write(1+n%2, d)"
