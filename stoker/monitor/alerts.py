@@ -65,6 +65,8 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _read(self, record: Any) -> float | None:
         value = getattr(record, self.field)
+        if value == 0 and self.field == "num_images":  # of a job that does not count them
+            return None
         if isinstance(value, list):
             return statistics.fmean(value) if value else None
         total = getattr(record, self.per) if self.per else 1.0
@@ -184,7 +186,6 @@ class Alerts:
     def _window_values(self, window: StepWindow) -> dict[str, float | None]:
         device_s = window.wall_s * window.devices
         values = {name: row.read(window) for name, row in MEASURED.window.items()}
-        values["img_per_s"] = values["img_per_s"] or None  # a job that does not count its images
         values["loss"] = window.losses.get("total", window.losses.get("loss"))
         values |= {phase: window.phases.get(phase, 0.0) / device_s for phase in PHASES if phase != "idle"}
         if self._has_compute_time and not self._has_gpu_utilization:

@@ -207,7 +207,8 @@ def tracker_metrics(line: RecordLine) -> dict[str, float]:
 
 
 class Follower:
-    """Reads the lines that one attempt of a run appends. Skips lines of other attempts and incomplete lines."""
+    """Reads the lines that one attempt of a run appends, with the images of all ranks. Skips those of other attempts, and
+    incomplete ones."""
 
     def __init__(self, run: Path, attempt: int) -> None:
         self._run = run
@@ -231,6 +232,8 @@ class Follower:
         for line in lines:
             with contextlib.suppress(msgspec.MsgspecError):  # incomplete after a kill, or where reading began
                 decoded = _DECODERS[name].decode(line)
+                if isinstance(decoded, StepWindow):
+                    decoded.num_images, decoded.ranks = decoded.num_images * decoded.ranks, 1
                 if decoded.attempt == self._attempt:
                     yield decoded
 

@@ -51,9 +51,11 @@ class Exporter(Collector):
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            yield self._counter("phase_seconds", "device-seconds by phase of the ledger", self._phases, "phase")
+            text = "device-seconds of rank 0 by phase of the ledger"
+            yield self._counter("phase_seconds", text, self._phases, "phase")
             yield self._counter("steps", "optimizer steps", {"": self._steps})
-            yield self._counter("images", "images trained on", {"": self._images})
+            if self._images:  # else they are not counted
+                yield self._counter("images", "images trained on, by all ranks", {"": self._images})
             yield self._counter("skipped_steps", "skipped optimizer steps", {"": self._skipped_steps})
             yield self._counter("events", "events of the run by kind", self._events, "kind")
             if self._window is not None:

@@ -299,6 +299,7 @@ class Measure:
             num_images=self.image_count - self._written_images,
             wall_s=breakdown.wall_s,
             devices=1,
+            ranks=self._writer.world_size,
             phases=breakdown.phases,
             **scalars,
             memory_peak_bytes=self._torch_hooks.peak_bytes(),

@@ -35,6 +35,8 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Length of the window, seconds."""
     devices: int
     """Number of devices that the phases cover."""
+    ranks: int = 1
+    """Ranks that train alike: together they have so many times the images."""
     phases: dict[str, float]
     """Device-seconds by phase; a phase that took no time is absent."""
     input_wait_stages: dict[str, float] = {}

@@ -29,7 +29,7 @@ from stoker.evaluation.metrics import Metrics
 from stoker.monitor.options import MonitoringOptions
 from stoker.storage.local_files import temporary_folder
 from stoker.training.cluster import RankPlace, find_place
-from stoker.training.ranks import REPORTS_VARIABLE, first_failure, read_reports
+from stoker.training.ranks import REPORTS_VARIABLE, Failure, first_failure, read_reports, write_report
 from stoker.training.supervisor import handling_signals
 
 RESULT, ERROR_OUTPUT = "result.json", "rank-{}.log"
@@ -145,9 +145,18 @@ class _Starter:
                 return
             if failed_s is None and any(code not in (None, 0, Preempted.exit_code) for code in codes):
                 failed_s = time.monotonic()
+                self._report_death(codes)
             if failed_s is not None and time.monotonic() - failed_s > END_GRACE_S:
                 self.kill()
             time.sleep(_POLL_S)
+
+    def _report_death(self, codes: list[int | None]) -> None:
+        """Reports a rank that ended without a word, in its name: the others, which only lose the connection, wait for
+        the reason."""
+        reported = {failure.rank for failure in read_reports(self._reports)}
+        for place, code in zip(self._places, codes, strict=True):
+            if code not in (None, 0, Preempted.exit_code) and place.rank not in reported:
+                write_report(Failure.of(place.rank, self._make_killed_error(place.rank, code)), str(self._reports))
 
     def kill(self) -> None:
         """Ends what is left, with all that it started."""
@@ -166,13 +175,7 @@ class _Starter:
         codes, path = [process.returncode for process in self._processes], self._reports / RESULT
         if not any(codes) and path.exists():
             return msgspec.json.decode(path.read_bytes(), type=Result, dec_hook=lambda kind, text: kind(text))
-        failures = read_reports(self._reports)
-        failure, reported = first_failure(failures), {failure.rank for failure in failures}
-        if failure is None or failure.is_consequence:
-            for place, code in zip(self._places, codes, strict=True):
-                if code not in (0, Preempted.exit_code) and place.rank not in reported:
-                    raise self._make_killed_error(place.rank, code)
-        if failure is not None:
+        if (failure := first_failure(read_reports(self._reports))) is not None:
             raise failure.as_error()
         if any(codes):
             raise Preempted("The training was stopped.", fix="the same command continues what is saved")

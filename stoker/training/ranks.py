@@ -30,6 +30,7 @@ import msgspec
 from stoker import errors
 from stoker.errors import ConfigError, Preempted, RankError, StokerError
 from stoker.hardware.cgroup import CORES_VARIABLE, host_cores
+from stoker.storage.local_files import write_atomic
 from stoker.training.cluster import MEET_TIMEOUT_S, Devices, RankPlace, meet
 from stoker.training.heartbeats import CALL_TIMEOUT_S, DONE, FAILURE, POLL_S, Heartbeats, call_within
 
@@ -107,7 +108,7 @@ def write_report(failure: Failure, folder: str | None = None) -> None:
     """Leaves the failure for the process that started this rank, if `stoker train --devices` did."""
     folder = os.environ.get(REPORTS_VARIABLE) if folder is None else folder
     if folder:
-        Path(folder, f"failure-{failure.rank}.json").write_bytes(msgspec.json.encode(failure))
+        write_atomic(Path(folder, f"failure-{failure.rank}.json"), msgspec.json.encode(failure), durable=False)
 
 
 def read_reports(folder: Path) -> list[Failure]:
@@ -466,6 +467,10 @@ class Ranks:
         if timeout_s:
             heartbeats.hurry()
         while FAILURE not in heartbeats.published:
+            reports = read_reports(Path(os.environ[REPORTS_VARIABLE])) if REPORTS_VARIABLE in os.environ else []
+            reported = first_failure(failure for failure in reports if not failure.is_consequence)
+            if reported is not None and reported.rank != self.rank:
+                return reported
             if heartbeats.lost or time.monotonic() >= end_s:
                 return None
             time.sleep(POLL_S)

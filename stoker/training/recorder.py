@@ -354,6 +354,7 @@ class Recorder:
             num_images=steps * setup.rank_batch_size if setup.loads_images else 0,
             wall_s=breakdown.wall_s,
             devices=1,
+            ranks=setup.config.run.batch_size // setup.rank_batch_size if setup.loads_images else 1,
             phases=breakdown.phases,
             input_wait_stages=breakdown.input_wait_stages,
             losses=stats.losses,

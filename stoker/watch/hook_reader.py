@@ -484,6 +484,8 @@ class HookReader:
             rank: breakdown.next_window(now_s, wall_s, devices=devices) for rank, breakdown in self._ranks.items()
         }
         self._window_start_s = now_s
+        for window in windows.values():
+            window.ranks = max(1, len(training))
         return {rank: windows[rank] for rank in training or list(windows)[:1]}
 
     def status(self) -> str:

@@ -228,6 +228,17 @@ def test_prometheus_scrapes_the_metrics(folder: RunFolder) -> None:
     assert not [name for name, *_ in values if name == "stoker_gpu_power_watts"]
 
 
+def test_what_is_not_counted_is_not_served(folder: RunFolder) -> None:
+    with monitoring(folder, MonitoringOptions(metrics_port=0), stop=must_not_stop):
+        (event,) = events(folder, "info")
+        folder.append(STEPS, window(1.0, num_images=0))
+        address = f"http://127.0.0.1:{event.data['port']}/metrics"
+        while "stoker_loss" not in (page := urllib.request.urlopen(address, timeout=10).read().decode()):
+            pass
+    assert "stoker_steps_total" in page
+    assert "stoker_images" not in page
+
+
 def test_the_dashboard_uses_only_served_metrics() -> None:
     known = {
         "phase_seconds_total", "steps_total", "images_total", "skipped_steps_total", "events_total", "step", "loss",
@@ -245,14 +256,15 @@ def test_json_lines_for_cloud_logging(folder: RunFolder) -> None:
     out = io.StringIO()
     with monitoring(folder, MonitoringOptions(), stop=must_not_stop, log="json", log_file=out):
         for t in range(1, 90):
-            folder.append(STEPS, window(float(t)))
+            folder.append(STEPS, window(float(t), ranks=2))
         folder.event("warning", "something\nodd")
         folder.event("evaluated", step=89, metrics={"ap": 0.25, "ap50": 0.5, "classes": ["a"]})
         folder.event("failed", "the end")
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     steps = [line for line in lines if line["record"] == "steps"]
     assert [line["data"]["t"] for line in steps] == [1.0, 61.0]
-    assert steps[0]["message"] == "step 1, 16.0 img/s, loss 2.5"
+    assert steps[0]["message"] == "step 1, 32.0 img/s, loss 2.5", "of both ranks"
+    assert steps[0]["data"]["num_images"] == 32
     assert [line["severity"] for line in lines if line["record"] == "event"] == ["WARNING", "INFO", "ERROR"]
     assert lines[-2]["message"] == "evaluated at step 89: AP 0.250, AP50 0.500"
     assert all({"severity", "message", "time", "run"} <= line.keys() for line in lines)

@@ -242,7 +242,7 @@ def long_run(data: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str]
 def test_after_a_rank_is_killed_the_others_end_and_it_is_named(
     long_run: tuple[subprocess.Popen[str], Path], victim: int
 ):
-    process, _ = long_run
+    process, run = long_run
     children = rank_processes(process)
     children[victim].kill()
     start_s = time.monotonic()
@@ -251,6 +251,9 @@ def test_after_a_rank_is_killed_the_others_end_and_it_is_named(
     assert process.returncode == 1, output
     assert f"Rank {victim} was killed by SIGKILL." in output
     assert not psutil.wait_procs(children, timeout=5)[1], "no process is left"
+    if victim:  # the records are written by rank 0
+        last = list(read_lines(run, EVENTS, Event))[-1]
+        assert (last.kind, last.text.partition(".")[0]) == ("failed", "Rank 1 was killed by SIGKILL")
 
 
 @pytest.mark.slow
