@@ -2,17 +2,18 @@
 
 import dataclasses
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from stoker.cli import described, show
-from stoker.cli.train import PARAMETER, flags_of, train
+from stoker.cli.quick_import import quick_imports
+from stoker.cli.train import PARAMETER, flags_of, join_settings, train
 from stoker.config.durations import parse_time_s
 from stoker.config.flag_names import translate
-from stoker.config.settings import Config
+from stoker.config.settings import Config, check
 from stoker.errors import UsageError
-from stoker.launching.spec import PLACES, LaunchRequest, PlaceOptions, open_place
+from stoker.launching.spec import PLACES, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
 from stoker.printable import print_json, print_text, printable
 
 launch_app = App(
@@ -29,7 +30,7 @@ Run = Annotated[str, Parameter(help="Folder of the run, or its URI, as `stoker l
 @described
 def launch(
     where: str | None = None,
-    data: str | None = None,
+    data: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     /,
     *settings: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     request: Annotated[LaunchRequest, Parameter(name="*", group="Launch")] = LaunchRequest(),  # noqa: B008  # frozen
@@ -42,17 +43,32 @@ def launch(
     """
     from stoker.launching.elastic import SETTINGS
     from stoker.launching.jobs import submit
-    from stoker.launching.request import check_launch, make_spec, refuse_control_characters
+    from stoker.launching.request import (
+        check_launch,
+        is_started,
+        make_spec,
+        refuse_control_characters,
+        refuse_settings_of_run,
+    )
 
     if where is None:
         raise UsageError("Where should it be launched?", choices=PLACES, fix="stoker launch local demo")
     place = open_place(where)
+    if data is not None and data.startswith("-"):  # a flag of the training: there is no DATA
+        settings, data = (data, *settings), None
     refuse_control_characters(request, options, data, settings)
-    settings, chosen = _check_settings(settings)
+    settings, config = _read_settings(data, settings, has_files=place.reach != "containers")
+    chosen = config.set_fields()
+    if request.resume is not None:
+        refuse_settings_of_run(request.resume, chosen, settings)
     batch = {name: chosen[name] for name in SETTINGS if name in chosen}
     on_cpu = chosen.get("device") == "cpu"
     spec = make_spec(request, place, options, data=data, settings=settings, on_cpu=on_cpu, batch=batch)
-    for warning in check_launch(spec, place):
+    warnings = check_launch(spec, place)
+    goes_on = request.resume is not None or is_started(spec.run_dir)
+    if chosen.keys() - {"data"} and not goes_on:  # else the run has its settings
+        warnings += _check_settings(config, spec, place)
+    for warning in warnings:
         print_text(f"stoker: warning: {warning}", file=sys.stderr)
     if dry_run:
         print_text(f"# {place.file.format(name=spec.name)}", file=sys.stderr)
@@ -63,16 +79,43 @@ def launch(
     print_text(f"`stoker launch status {spec.run_dir}`, also logs and cancel; `stoker why {spec.run_dir}`")
 
 
-def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """(the settings with translated flags of other tools, their values by name). Exits for one that there is not."""
+def _read_settings(data: str | None, settings: tuple[str, ...], *, has_files: bool) -> tuple[tuple[str, ...], Config]:
+    """(the settings with translated flags of other tools, what they and their file set), as `stoker train` would read
+    them. Exits for a flag or an argument that it does not have. has_files: the job sees the files of this machine."""
     app = App(name="stoker train", default_parameter=PARAMETER, help_format="plaintext")
     app.default(train)
-    arguments, notes = translate(["train", *settings], lambda _: flags_of(app))
+    words, notes = translate(["train", *settings], lambda _: flags_of(app))
     for note in notes:
         print_text(f"stoker: {note}", file=sys.stderr)
-    _, bound, _ = app.parse_args(arguments[1:])
-    config = bound.arguments.get("config", Config())
-    return tuple(arguments[1:]), config.set_fields()
+    _, bound, _ = app.parse_args([*(() if data is None else (data,)), *words[1:]])
+    found = bound.arguments
+    if data is None and "data" in found:
+        what = f"DATA comes before the settings, and {found['data']!r} is behind one."
+        raise UsageError(what, fix="stoker launch WHERE DATA [settings of stoker train]")
+    file = found.get("config_file")
+    if file is not None and not has_files and not file.exists():
+        file = None  # the image may have it
+    if "monitor" in found:
+        found["monitor"].validate()
+    length = {name: found.get(name) for name in ("epochs", "steps", "max_time")}
+    config = join_settings(found.get("config", Config()), file, data, **length)
+    check(config)
+    return tuple(words[1:]), config
+
+
+def _check_settings(config: Config, spec: LaunchSpec, place: Place) -> list[str]:
+    """Refuses what `stoker train` would refuse there. Returns a warning if torch, which is needed, is absent."""
+    try:
+        with quick_imports():
+            from stoker.planning.settings import refuse_settings
+            from stoker.training.cluster import Devices
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return ["the settings of the training are checked there only: torch is not installed here"]
+    devices = Devices(spec.devices * spec.max_nodes, spec.devices)
+    refuse_settings(config, devices, sees_files=place.reach != "containers")
+    return []
 
 
 @launch_app.command(sort_key=1)

@@ -8,6 +8,7 @@ Each rule raises a UsageError or returns warnings. What only one place knows is 
 import dataclasses
 import math
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from stoker.config.durations import parse_time_s
+from stoker.config.settings import PER_ATTEMPT
 from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
 from stoker.errors import ConfigError, PreflightError, UsageError, make_error
 from stoker.hardware.tpu import TpuSlice, find_slice
@@ -25,9 +27,9 @@ from stoker.launching.spec import LOG, PLACES, LaunchRequest, LaunchSpec, Mount,
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.environment import describe_storage
-from stoker.runs.records import EVENTS, is_finished, read_lines, runs_named
+from stoker.runs.records import EVENTS, is_finished, open_run, read_lines, runs_named
 from stoker.runs.schemas import Event
-from stoker.storage.uri import expand_variables, is_uri, parse_uri
+from stoker.storage.uri import WRITABLE_SCHEMES, expand_variables, is_uri, parse_uri
 from stoker.training.cluster import can_divide
 
 RUNS_DIR = Path("runs")
@@ -65,6 +67,8 @@ def make_spec(
         raise UsageError(f"--restarts {request.restarts} is not a number of restarts.", choices=["0 and above"])
     data = None if data is None else _locate(data, place)
     run_dir = _run_dir(request, data)
+    if request.resume is not None and place.reach != "containers" and not is_uri(run_dir):
+        open_run(run_dir)
     min_nodes, max_nodes = parse_nodes(request.nodes)
     machine = machine_of(request.machine_type, place, on_cpu=on_cpu)
     tpu = None if request.tpu is None else _find_tpu(request, place, on_cpu=on_cpu)
@@ -108,6 +112,16 @@ def make_spec(
     )
 
 
+def refuse_settings_of_run(run: str, chosen: Iterable[str], settings: tuple[str, ...]) -> None:
+    """A run that is resumed keeps its settings. chosen: what the user set, by name; settings: as typed. Raises
+    UsageError."""
+    if not PER_ATTEMPT.issuperset(chosen):
+        flags = ", ".join(_flag(name) for name in sorted(PER_ATTEMPT))
+        fix = f"leave out flags other than {flags}; or start a new run from its weights: --weights {run}"
+        cause = f"this would change them: {shlex.join(settings)}" if settings else "DATA would be another setting"
+        raise UsageError("--resume takes its settings from the run.", cause=cause, fix=fix)
+
+
 def refuse_control_characters(
     request: LaunchRequest, options: PlaceOptions, data: str | None, settings: tuple[str, ...]
 ) -> None:
@@ -146,12 +160,21 @@ def _run_dir(request: LaunchRequest, data: str | None) -> str:
         text = str(RUNS_DIR / f"{prefix}-{number}")
     text = expand_variables(text)
     if is_uri(text):
-        return str(parse_uri(text))
+        uri = parse_uri(text)
+        if uri.scheme not in WRITABLE_SCHEMES:
+            choices = [f"{scheme}://" for scheme in WRITABLE_SCHEMES]
+            raise ConfigError("A run cannot be written there.", location=uri, choices=choices)
+        return str(uri)
     path = Path(text).absolute()
     if is_finished(path):
         fix = "another --run-dir, or none: that makes a new folder"
         raise UsageError("The run is finished.", location=path, fix=fix)
     return str(path)
+
+
+def is_started(run_dir: str) -> bool:
+    """Whether the run has begun, as far as this machine sees: one in a bucket is not looked at."""
+    return not is_uri(run_dir) and (Path(run_dir) / EVENTS).exists()
 
 
 def _job_name(run_dir: str) -> str:

@@ -184,12 +184,64 @@ def test_a_finished_run_is_not_launched(tmp_path: Path) -> None:
     (("slurm", "demo", "--run-dir", "gs://b/r", "--namespace", "x"), "valid:  --partition, --account"),
     (("ray", "demo", "--run-dir", "gs://b/r", "--gpu", "1g.10gb"), "ray has no --gpu 1g.10gb"),
     (("status", "nothing"), "No job was launched for this run"),
+    (("slurm", "s3://b/coco", "extra", "--devices", "4", "--run-dir", "s3://b/r/1", "--dry-run"), "['extra']"),
+    (("slurm", "demo", "--model", "ember_x", "--run-dir", "s3://b/r/1", "--dry-run"), "no model called 'ember_x'; did"),
+    (("k8s", "demo", "--model", "ember_s", "--queries", "3", "--run-dir", "gs://b/r", "--image", "a"), "no --queries"),
+    (("local", "demo", "--model", "retinanet_resnet50_fpn", "--image-size", "100"), "must be multiples of 32"),
+    (("local", "demo", "--model", "ssd300_vgg16", "--anchor-sizes", "1", "2"), "--anchor-sizes has 2 numbers"),
+    (("local", "demo", "--epochs", "3", "--steps", "5"), "both set the length of training"),
+    (("local", "demo", "--lr", "-1"), "--lr -1.0 is out of range"),
+    (("local", "demo", "--shard"), "the run is on one"),
+    (("local", "demo", "--batch-size", "8", "--devices", "4", "--grad-accum-steps", "4"), "does not divide the 2 im"),
+    (("local", "demo", "--metrics-port", "99999"), "--metrics-port 99999 is not a valid port"),
+    (("local", "demo", "--config", "nowhere.toml"), "The configuration file does not exist"),
+    (("local", "demo", "--run-dir", "https://b/r"), "A run cannot be written there"),
+    (("local", "--device", "cpu", "demo"), "DATA comes before the settings, and 'demo' is behind one"),
+    (("local", "--resume", "run", "--steps", "500"), "--resume takes its settings from the run"),
+    (("local", "--resume", "nowhere", "--workers", "2"), "nowhere"),
 ])  # fmt: skip
 def test_the_command_line_refuses(words: tuple[str, ...], named: str, stoker: Command) -> None:
     code, text = stoker(*words)
     assert code == 2
     assert named in text
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(("flag", "value", "named"), [
+    ("--weights", "imagenett", "did you mean imagenet?"), ("--device", "cpuu", "no device called 'cpuu'"),
+])  # fmt: skip
+def test_what_training_refuses_as_a_failed_preflight(flag: str, value: str, named: str, stoker: Command) -> None:
+    code, text = stoker("local", "demo", flag, value)
+    assert code == 3
+    assert named in text
+    assert not Path("runs").exists()
+
+
+def test_files_that_only_the_image_has_are_not_looked_for(stoker: Command) -> None:
+    files = ("--config", "/image/c.toml", "--model", "/image/m.toml", "--weights", "/image/w.pt")
+    code, text = stoker("k8s", "demo", *files, "--run-dir", "gs://b/r", "--image", "a", "--dry-run")
+    assert code == 0, text
+
+
+def test_a_run_that_has_begun_has_its_own_settings(stoker: Command, tmp_path: Path) -> None:
+    with RunFolderOf(tmp_path / "run") as folder:
+        folder.event("started", "started")
+    code, text = stoker("local", "demo", "--shard", "--run-dir", "run", "--dry-run")
+    assert code == 0, text
+    assert "--shard" in text
+    code, text = stoker("local", "--resume", "run", "--workers", "2", "--dry-run")
+    assert code == 0, text
+    assert "train --workers 2 --resume" in text
+
+
+def test_a_launch_where_torch_is_absent_says_what_is_not_checked(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from stoker.cli.app import main; main()"
+    words = ("slurm", "demo", "--model", "ember_x", "--run-dir", "s3://b/r", "--dry-run")
+    done = subprocess.run(
+        [sys.executable, "-c", code, "launch", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning: the settings of the training are checked there only: torch is not installed here" in done.stderr
 
 
 def test_the_script_for_slurm(stoker: Command) -> None:
