@@ -129,8 +129,8 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
         return finding.id != "heavy_place" or other.id != "slow_decode"
     here = [place for place in run.places if place.line == finding.place]
     loads = any(place.role != "training" or place.kind in _LOADING_KINDS for place in here)
-    if other.id == "slow_decode":  # a line of the job's own inside of the transforms, not one that reads images
-        loads = any(place.kind == "decode" for place in here)
+    if other.id == "slow_decode":  # a line of the job's own, not one that reads images
+        loads = loads and 2 * sum(map(count_blocked, here)) <= sum(place.samples for place in here)
     return loads and is_most
 
 

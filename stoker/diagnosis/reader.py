@@ -391,7 +391,7 @@ def _add_learning(run_records: RunRecords, window: StepWindow) -> None:
     learning.lr.add(window.lr)
     learning.newest_lr = learning.newest_lr if window.lr is None else window.lr
     highest = learning.lr.max_value or 0.0
-    if window.lr is not None and highest and window.lr <= find_cause("lr_too_low").threshold("vanished") * highest:
+    if window.lr is not None and window.lr <= find_cause("lr_too_low").threshold("vanished") * highest:
         learning.steps_with_vanished_lr += window.window_steps
     loss = window.losses.get("total", next(iter(window.losses.values()), None))
     if loss is not None:

@@ -88,7 +88,8 @@ _LOADER_THREAD_FILE = re.compile(
 )
 """Files of loaders that call the job's own code in threads."""
 _CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
-_RECORDER_FILE = re.compile(r"/stoker/profiling/")
+_AROUND_FILE = re.compile(r"/stoker/profiling/|/(tqdm/\w+|rich/progress)\.py$")
+"""Files of what only passes on what a loop goes over: stoker's own, bars of progress."""
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
 _NOT_JOB_CODE = re.compile(
     r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/__autograph_generated_file|/stoker/profiling/"
@@ -295,7 +296,7 @@ def _inside_worker(stack: Sequence[Frame]) -> Stack:
 def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> tuple[str, str, str, str]:
     """(line, function, call, leaf) of a stack, as in `Place`. A program that is installed as a whole has the frames of
     its own package as its own code. at: the frame of the line, if it is not the innermost one of own code."""
-    stack = [frame for frame in stack if not _RECORDER_FILE.search(frame.file)]
+    stack = [frame for frame in stack if not _AROUND_FILE.search(frame.file)]
     is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
     if True not in is_own:
         packages = [found[1] if (found := _PACKAGE.search(frame.file)) else "" for frame in stack]

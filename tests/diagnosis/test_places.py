@@ -219,6 +219,27 @@ def test_a_line_that_reads_is_slow_storage(call: str, first: str, tmp_path: Path
     assert grave == [first]
 
 
+@pytest.mark.parametrize("role", ["training", "worker"])
+def test_a_line_of_a_loader_that_decodes_nothing_is_no_decoding(role: str, tmp_path: Path) -> None:
+    """A sampler, a collator for texts, a file that is parsed for each image: stacks of jobs of strangers."""
+    line = Place(line="samplers.py:7", function="_draw", call="numpy.random.choice", samples=30,
+                 kind="input_wait" if role == "training" else "python")  # fmt: skip
+    rest = Place(kind="compute" if role == "training" else "idle", samples=10)
+    stacks = [window(n, line, rest, role=role) for n in (1, 2, 3, 4)]
+    if role == "worker":
+        waits = Place(line="train.py:9", function="main", kind="input_wait", samples=24,
+                      call="torch.utils.data.dataloader.__next__")  # fmt: skip
+        stacks += [window(n, waits, Place(kind="compute", samples=16)) for n in (1, 2, 3, 4)]
+    busy = {"process_cpu": 2.2, "cpu_core_utilization": [0.95] * 2, "cpu_limit_cores": 2.0}
+    job = WAITS | {
+        "host": lambda _: busy,
+        "window": lambda _: {"thread_cpu_s": {"input_wait": 0.6 * (role == "training")}},
+    }
+    findings = run_rules(read_run(make_run(tmp_path / "run", **job, stacks=stacks)))
+    grave = [(finding.id, finding.place) for finding in findings if finding.severity != "info"]
+    assert grave == [("heavy_place", "samplers.py:7")]
+
+
 @pytest.mark.parametrize(
     ("kind", "count", "is_sure"), [("decode", 4, True), ("decode", 3, False), ("python", 40, False)]
 )
@@ -360,7 +381,7 @@ def test_why_shows_places_before_the_findings(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", seconds=45, stacks=[window(n, COPY, rest) for n in range(1, 5)])
     explanation = explain_run(run)
     (place,) = explanation.places
-    assert place.text() == "10 s (±3) copy.deepcopy ← train.py:53, each step"
+    assert place.text() == "10 s (±3) copy.deepcopy ← train.py:53, throughout"
     shown = io.StringIO()
     print_explanation(explanation, shown, width=120)
     assert shown.getvalue().index(place.text()) < shown.getvalue().index("10 s in copy.deepcopy, called at train.py:53")
@@ -452,7 +473,31 @@ def test_the_slow_rank_is_found_where_the_wait_is_hidden(rank_0: int, rank_1: in
     if first == "straggler":
         assert findings[0].place == "train.py:48"
         assert "Rank 1 is slower" in findings[0].title
+        assert "at this line" in findings[0].fix
+        assert "throttled" not in findings[0].fix
         assert findings[0].lost_device_s == pytest.approx(2 * 40 * 12 / 40), "of both ranks: none computes meanwhile"
+
+
+def test_the_fix_of_a_slow_rank_that_the_clocks_show_is_about_its_line(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", fractions={"comm": 0.4}, ranks=[{"comm": 0.02}], seconds=45)
+    assert "throttled" in next(finding.fix for finding in run_rules(read_run(run)) if finding.id == "straggler")
+    for rank, samples in ((0, 0), (1, 16)):
+        sleep = Place(line="ddp.py:9", function="step", call="time.sleep", kind="idle", samples=samples)
+        rest = Place(line="ddp.py:12", function="step", call="loss.backward", kind="compute", samples=40 - samples)
+        places = [place for place in (sleep, rest) if place.samples]
+        file = run / (f"ranks/{rank:04d}/stacks.jsonl" if rank else "stacks.jsonl")
+        lines = [{"attempt": 1, "pid": 7 + rank, "frames": {}} | window(n, *places, wall_s=10.0) for n in range(1, 5)]
+        file.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    finding = next(finding for finding in run_rules(read_run(run)) if finding.id == "straggler")
+    assert (finding.place, "throttled" in finding.fix, "at this line" in finding.fix) == ("ddp.py:9", False, True)
+    assert "time.sleep" in finding.title
+
+
+def test_ranks_on_cpus_that_exchange_too_much_are_not_told_to_take_gpus(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", fractions={"comm": 0.4}, ranks=[{"comm": 0.4}], seconds=45)
+    finding = next(finding for finding in run_rules(read_run(run)) if finding.id == "communication_bound")
+    assert "fewer ranks" in finding.fix
+    assert "NVLink" not in finding.fix
 
 
 @pytest.mark.parametrize(("num_ranks", "own", "is_slow"), [(4, 4, True), (2, 4, False), (2, 5, True)])
@@ -913,7 +958,7 @@ def test_what_a_line_calls_is_one_place_where_it_is_in_many_lines(
     if found and found[0].startswith("what"):
         assert heavy[0].place == found[0].split()[1]
         shown = explain_run(run).places[0]
-        assert shown.text().partition(") ")[2].removesuffix(", each step") == found[0]
+        assert shown.text().partition(") ")[2].removesuffix(", throughout") == found[0]
 
 
 @pytest.mark.parametrize(
@@ -1037,7 +1082,7 @@ def test_why_keeps_a_wait_beside_what_its_line_calls(tmp_path: Path) -> None:
     )
     run = make_run(tmp_path / "run", seconds=45, stacks=[window(n, *places, wait) for n in range(1, 5)])
     texts = [place.text() for place in explain_run(run).places]
-    assert [text.partition(") ")[2].partition(", each")[0] for text in texts] == [
+    assert [text.partition(") ")[2].partition(", throughout")[0] for text in texts] == [
         "torch.utils.data.dataloader.__next__ ← train.py:50", "what train.py:50 calls"
     ]  # fmt: skip
 

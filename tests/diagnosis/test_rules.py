@@ -437,6 +437,12 @@ def test_contention_names_the_processes_and_is_info_unless_it_takes_half(tmp_pat
     assert of(findings(tmp_path / "half", case(2.0)), "cpu_contention").severity == "warning"
 
 
+def test_the_free_space_is_said_to_be_the_lowest(tmp_path: Path) -> None:
+    sizes = iter([6 * 2**20] + [400 * 2**20] * 1000)
+    found = findings(tmp_path / "run", {"host": lambda _: {"disk_free_bytes": next(sizes)}})
+    assert of(found, "disk_nearly_full").evidence[0].text == "only 6 MiB were free at the lowest"
+
+
 def test_a_slow_rank_in_a_watched_job_must_be_slower_than_noise(tmp_path: Path) -> None:
     job = {"external": True, "config": None}
     noise = findings(tmp_path / "noise", job | {"fractions": {"comm": 0.12}, "ranks": [{"comm": 0.02}]})
@@ -677,6 +683,21 @@ def test_a_schedule_that_counts_batches_as_epochs(lr: Callable[[int], float], is
     found = [finding for finding in findings(tmp_path / "run", job) if finding.id == "lr_too_low"]
     assert [finding.severity for finding in found] == (["warning"] if is_found else [])
     assert all("early" in finding.title or "before the end" in finding.title for finding in found)
+
+
+@pytest.mark.parametrize(("from_second", "is_found"), [(None, True), (2, False)])
+def test_a_learning_rate_of_zero(from_second: int | None, is_found: bool, tmp_path: Path) -> None:
+    """As an integer division makes it; not in the first steps of a warm-up. The loss may not be known."""
+
+    def rate(second: int) -> float:
+        return 0.0 if from_second is None or second < from_second else 0.1
+
+    job = {"config": None, "external": True, "seconds": 60, "losses": lambda _: {},
+           "window": lambda s: {"lr": rate(s), "window_steps": 10}}  # fmt: skip
+    found = [finding for finding in findings(tmp_path / "run", job) if finding.id == "lr_too_low"]
+    assert [(finding.title, finding.severity) for finding in found] == (
+        [("The learning rate is 0", "critical")] if is_found else []
+    )
 
 
 @pytest.mark.parametrize(

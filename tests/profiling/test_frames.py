@@ -348,6 +348,15 @@ def test_a_loop_of_a_step_without_gradients_is_python(
     assert window.places[0].kind == kind
 
 
+def test_a_bar_of_progress_is_no_call_of_a_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("for batch in tqdm(loader):\n    pass\n")
+    waits = stack("torch/utils/data/dataloader.py: _BaseDataLoaderIter.__next__", "tqdm/std.py: tqdm.__iter__")[:-1]
+    assert find_place([*waits, Frame("<module>", str(script), 1)], str(tmp_path))[:3] == (
+        "train.py:1", "<module>", "torch.utils.data.dataloader.__next__",
+    )  # fmt: skip
+
+
 def test_a_trace_of_autograph_is_at_the_line_that_called_it() -> None:
     generated = Frame("tf__step", "/tmp/__autograph_generated_filexlmx.py", 15)
     assert find_place([*stack("tensorflow/python/framework/ops.py: _create_c_op")[:-1], generated, JOB])[0].endswith(

@@ -33,6 +33,12 @@ HISTORY = HEAD + (
     "def train(after_step):\n    history = {'out': collections.deque()}\n    for n in range(60):\n"
     "        history['out'].append(torch.ones(1 << 19))\n        after_step()\n"
 )
+NESTED = HEAD + (
+    "class Stats:\n    def __init__(self):\n        self.values = {'conv': []}\n    def hook(self, out):\n"
+    "        self.values['conv'].append(out)\n"
+    "def train(after_step):\n    stats, w = Stats(), torch.ones(3, requires_grad=True)\n    for n in range(60):\n"
+    "        stats.hook(w * n)\n        after_step()\n"
+)
 FLOATS = HEAD + (
     "def train(after_step):\n    losses = []\n    for n in range(60):\n"
     "        losses.append(float(n))\n        after_step()\n"
@@ -78,6 +84,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., list[dict[str, Any]]]]:
         (ARRAYS, "seen", 7, False),
         (CACHE, "self.cache", 8, False),
         (HISTORY, "history['out']", 7, False),
+        (NESTED, "stats.values['conv']", 8, True),
     ],
 )
 def test_the_holder_is_named_with_the_line_that_adds_to_it(

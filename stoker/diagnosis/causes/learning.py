@@ -22,6 +22,7 @@ _ALL_STEPS_LOST = "all of the time in steps: {} was learned in it"
 LR_TOO_HIGH = find_cause("lr_too_high")
 
 LR_TOO_LOW = find_cause("lr_too_low")
+_ZERO = "The learning rate is 0"
 _VANISHED = "The learning rate decays to nearly zero long before the end"
 
 
@@ -171,12 +172,17 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
         of_highest = f"{cause.threshold('vanished'):g} of the highest learning rate"
         text = f"{vanished:,} of {run.totals.steps:,} steps were at less than {of_highest}"
         at_tiny_lr: list[Evidence | None] = [make_evidence(text, vanished, "steps.jsonl: lr"), lr_evidence(run)]
+        title, fix = _VANISHED, cause.other_fixes["vanished"]
+        severity: Severity | None = None
+        if not learning.lr.max_value:
+            title, fix, severity = _ZERO, cause.other_fixes["zero"], "critical"
+            at_tiny_lr = [make_evidence(f"the learning rate was 0 in {vanished:,} steps", 0.0, "steps.jsonl: lr")]
         lost_s = steps_s * vanished / run.totals.steps
         finding = make_finding(
-            run, cause, 2, at_tiny_lr, fix=cause.other_fixes["vanished"], lost_s=lost_s,
+            run, cause, 2, at_tiny_lr, severity=severity, fix=fix, lost_s=lost_s,
             estimate_basis="these steps' part of the time in steps", confidence=0.9,
         )  # fmt: skip
-        return msgspec.structs.replace(finding, title=_VANISHED) if finding is not None else None
+        return msgspec.structs.replace(finding, title=title) if finding is not None else None
     if events := learning.events.get("lr_too_low"):
         has_learned = loss is not None and loss[-1] < cause.threshold("learned") * loss[0]
         return None if has_learned else finding_from_events(run, cause, events, steps_s, basis)

@@ -51,6 +51,8 @@ MAX_LINES = 3
 """Lines of a function that the evidence names."""
 MAX_BY_CLOCK = 1.5
 """Time of a place by the clock of the wait for input, over that of its samples, up to which these were too few."""
+_EVALUATES = r"(^|[._])(eval|evaluate\w*|predict\w*|validate\w*|validation|test)$"
+"""Calls of an evaluation."""
 _LOADING_KINDS = ("input_wait", "decode")
 """Kinds of stacks of a training thread that loads."""
 _BETWEEN_KINDS = ("python", "gc", "other", "idle", AFTER_STEP)
@@ -67,10 +69,18 @@ def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     if starts_s and rest < cause.threshold("often") and workers_start_again(run, find_cause("workers_start_again")):
         return None
     count = run.learning.num_evaluations
-    evidence = (
-        _places_beside_steps(run, cause) if run.phase_seconds("eval") >= cause.threshold("min_duration_s") else None
+    eval_s, evidence = run.phase_seconds("eval"), list[Evidence | None]()
+    if eval_s >= cause.threshold("min_duration_s"):
+        evidence.append(_places_beside_steps(run, cause))
+    place = find_places(run, call=_EVALUATES) if run.is_external else None
+    if place is None or place.seconds < cause.threshold("places") * eval_s:
+        return _repeated_phase_finding(run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=evidence)
+    evidence.append(make_evidence(f"most often by {describe_place(place)}", place.seconds, "stacks.jsonl: places"))
+    fix = cause.other_fixes["place"].replace("PLACE", place.line)
+    finding = _repeated_phase_finding(
+        run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=evidence, fix=fix
     )
-    return _repeated_phase_finding(run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=[evidence])
+    return None if finding is None else msgspec.structs.replace(finding, place=place.line)
 
 
 def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
@@ -160,13 +170,15 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             f"{place.high_s:,.0f}), in {place.samples} samples{f', {often}' if often else ''}"
         )
         evidence = [make_evidence(text, measured, "stacks.jsonl: places")]
-        if leaves := sorted((count, leaf) for leaf, count in place.leaves.items() if leaf):
+        leaves = sorted((count, leaf) for leaf, count in place.leaves.items() if leaf)
+        if leaves and 2 * leaves[-1][0] > place.samples:
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
-        lines = [other for other in called_places(run, place) if round(other.seconds)] if is_callees(place) else [
+        lines = called_places(run, place) if is_callees(place) else [
             other for other in list_places(run)
             if other.role == place.role and (other.function == place.function or other.call == place.call != "")
             and place.call in ("", other.call, module_of(other.call))
         ]  # fmt: skip
+        lines = [other for other in lines if round(other.seconds)]
         if len(lines) > 1:
             parts = ", ".join(f"{other.seconds:,.0f} s in {describe_place(other)}" for other in lines[:MAX_LINES])
             evidence.append(make_evidence(parts, None, "stacks.jsonl: places"))
@@ -180,10 +192,11 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             lost_s, basis = _lost_in_place(run, place)
             lost_s = min(lost_s, measured * run.steady.device_s) if idle_fraction is not None else lost_s
         is_info = _is_single_event(place) and cause.severity(measured) is not None
+        kind_of_fix = "no workers" if _loads_itself(run, place) else "lock" if place.call.startswith("with ") else ""
         finding = make_finding(
             run, cause, measured, evidence, lost_s=lost_s, estimate_basis=basis,
             severity="info" if is_info else None,
-            fix=cause.other_fixes["no workers"] if _loads_itself(run, place) else None,
+            fix=cause.other_fixes.get(kind_of_fix),
         )  # fmt: skip
         if finding is not None:
             title = f"{place.seconds:,.0f} s in {describe_place(place)}"

@@ -301,8 +301,8 @@ def max_gpu_memory_fraction(run: RunRecords) -> float | None:
 
 
 def fit_steady_growth(series: TimeSeries) -> LinearFit | None:
-    """The line of growth that looks like a leak: it is straight, and it does not slow down. All causes of this kind
-    have the same thresholds."""
+    """The line of growth that looks like a leak: it is straight, and neither slows down nor has ended. All causes of this
+    kind have the same thresholds."""
     threshold = find_cause("gpu_memory_leak").threshold
     if series.span_s < threshold("min_span_s") or len(series.points) < threshold("min_points"):
         return None
@@ -312,7 +312,9 @@ def fit_steady_growth(series: TimeSeries) -> LinearFit | None:
         return None
     if whole.r_squared < threshold("min_r_squared") or late.slope < threshold("min_slope_ratio") * early.slope:
         return None
-    return late if late.slope > 0 else None
+    newest = series.fit_line(0.8, 1.0)
+    has_ended = newest is not None and newest.slope < threshold("min_newest_ratio") * late.slope
+    return late if late.slope > 0 and not has_ended else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -200,7 +200,8 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     merged = [_merge_lines(group, "") for group in functions.values()]
     for group in _join_neighbors(lines.values()):
         calls = {place.call for place in group}
-        merged.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module_of(group[0].call)))
+        module = module_of(group[0].call)  # "torch" of `torch.histc` says nothing
+        merged.append(_merge_lines(group, calls.pop() if len(calls) == 1 else module if "." in module else ""))
     merged = _join_calls(merged)
     parts = [place for group in (*functions.values(), *lines.values()) for place in group]
     beside, besides_step = _lines_beside_jax_step(run)
@@ -449,7 +450,7 @@ def frequency(run: RunRecords, place: PlaceTotal) -> str:
     if place.windows == 1 and windows >= 3 and window_s <= MAX_ONCE_S:
         return "once"
     if place.role == "training" and place.windows >= 3 and place.window_fraction >= 0.9:
-        return "each step" if run.steady.steps >= windows and events < windows / 2 else ""
+        return "throughout" if run.steady.steps >= windows and events < windows / 2 else ""
     if 2 <= place.bursts == run.learning.num_evaluations:
         return "once per epoch"
     return ""

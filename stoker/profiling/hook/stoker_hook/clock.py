@@ -387,7 +387,7 @@ class PhaseClock:
             if first is optimizer:
                 values[STEPS] += steps
                 values[STEPS_WITHOUT_GRADIENTS] += 0 if has_gradients else steps
-                if isinstance(lr, float):
+                if isinstance(lr, (int, float)):
                     values[LR] = lr
             self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
             if not self.has_stepped:

@@ -2,7 +2,7 @@
 
 The clock calls `GrowthFinder.check` after a step, in the training thread. Every CHECK_S it reads the memory of the
 process; only if that has grown in most of the last windows, by a line and not at once, it looks at the globals of the
-job's own modules, the locals of the functions that run, attributes of objects there, and values of dictionaries there.
+job's own modules, the locals of the functions that run, attributes of objects there, and values of these dictionaries.
 A look stops after MAX_LOOK_S of CPU time, and the time between looks doubles up to MAX_GAP_S. Lengths are compared with
 those of the look before. No code of the job is called, no reference is kept, and no failure reaches the job.
 """
@@ -145,11 +145,7 @@ def _containers(namespace: "dict[str, Any]") -> "Iterator[tuple[str, Any]]":
         if name.startswith("__") or kind in _SKIPPED_TYPES:
             continue
         if _is_container(kind):
-            yield name, value
-            if issubclass(kind, dict) and dict.__len__(value) <= MAX_VALUES:
-                for key, item in list(dict.items(value)):
-                    if _is_container(type(item)) and type(key) in (str, int):
-                        yield "%s[%r]" % (name, key), item  # noqa: UP031
+            yield from _with_values(name, value)
             continue
         try:
             attributes = object.__getattribute__(value, "__dict__")
@@ -158,7 +154,16 @@ def _containers(namespace: "dict[str, Any]") -> "Iterator[tuple[str, Any]]":
         if type(attributes) is dict:
             for attribute, item in list(attributes.items())[:MAX_VALUES]:
                 if _is_container(type(item)):
-                    yield "%s.%s" % (name, attribute), item  # noqa: UP031
+                    yield from _with_values("%s.%s" % (name, attribute), item)  # noqa: UP031
+
+
+def _with_values(name: str, container: "Any") -> "Iterator[tuple[str, Any]]":
+    """A container and, of a dictionary, the containers that are its values."""
+    yield name, container
+    if issubclass(type(container), dict) and dict.__len__(container) <= MAX_VALUES:
+        for key, item in list(dict.items(container)):
+            if _is_container(type(item)) and type(key) in (str, int):
+                yield "%s[%r]" % (name, key), item  # noqa: UP031
 
 
 def _is_container(kind: type) -> bool:

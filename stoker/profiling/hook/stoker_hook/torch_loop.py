@@ -95,14 +95,18 @@ def _time_worker_starts(iterator_class: "Any") -> None:
     iterator_class._shutdown_workers = timed(iterator_class._shutdown_workers, begin)
 
 
+def _highest_lr(groups: "list[dict[str, Any]]") -> "Any":
+    """Of the groups of an optimizer, of which one that is frozen may have 0; None: not numbers of Python."""
+    rates = [group.get("lr") for group in groups]
+    return max(rates) if rates and all(isinstance(rate, (int, float)) for rate in rates) else None
+
+
 def patch_optimizers(module: "Any") -> None:
     """torch.optim.optimizer: optimizer steps; steps that a GradScaler skips do not count."""
 
     def after_step(optimizer: "Any", *_: "Any") -> None:
         groups = optimizer.param_groups
-        clock.count_optimizer_step(
-            optimizer, groups[0].get("lr") if groups else None, has_gradients=_have_gradients(groups)
-        )
+        clock.count_optimizer_step(optimizer, _highest_lr(groups), has_gradients=_have_gradients(groups))
         clock.observe(clock.mistakes.after_step, optimizer, groups, is_trained)
 
     def before_step(optimizer: "Any", *_: "Any") -> None:
