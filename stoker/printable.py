@@ -47,9 +47,9 @@ def printable(text: object, *, newlines: bool = False) -> str:
     return "\n".join([first, *(line if line.startswith(" ") or not line else f"  {line}" for line in others)])
 
 
-def print_text(text: object, *, file: TextIO | None = None, flush: bool = False) -> None:
-    """Prints one line."""
-    print(printable(text), file=file, flush=flush)
+def print_text(text: object, *, newlines: bool = False, file: TextIO | None = None, flush: bool = False) -> None:
+    """Prints one line; with `newlines` a text that may have several, as `printable` has them."""
+    print(printable(text, newlines=newlines), file=file, flush=flush)
 
 
 def print_json(value: Any) -> None:

@@ -133,7 +133,8 @@ def status(run: Run, /, *, json: bool = False) -> None:
     nodes = f" on {', '.join(state.nodes)}" if state.nodes else ""
     restarts = f", requeued {state.restarts} times" if state.restarts else ""
     code = f", exit code {state.exit_code}" if state.exit_code else ""
-    print_text(f"{job.place} job {job.id}: {state.state}{nodes}{restarts}{code}: {mask_secrets(state.text)}")
+    text = f"{job.place} job {job.id}: {state.state}{nodes}{restarts}{code}: {mask_secrets(state.text)}"
+    print_text(text, newlines=True)
 
 
 @launch_app.command(sort_key=2)
@@ -157,7 +158,7 @@ def cancel(run: Run, /) -> None:
 
     job = last_job(run)
     state = cancel_job(job)
-    print_text(f"{job.place} job {job.id}: {state.state}: {mask_secrets(state.text)}")
+    print_text(f"{job.place} job {job.id}: {state.state}: {mask_secrets(state.text)}", newlines=True)
     print_text(f"`stoker launch WHERE --resume {run}` continues the run")
 
 

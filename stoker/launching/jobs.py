@@ -155,6 +155,15 @@ def _read_piece(path: str, offset: int) -> bytes:
         raise UsageError("The log of the job cannot be read.", location=path, cause=str(error)) from error
 
 
+def read_tail(path: str) -> str:
+    """The end of a log file, at most PIECE_BYTES; empty if there is none."""
+    try:
+        size = Path(path).stat().st_size
+    except OSError:
+        size = 0  # `_read_piece` says why, unless there is no file
+    return _read_piece(path, max(0, size - PIECE_BYTES)).decode(errors="replace")
+
+
 def read_log(path: str, *, follow: bool, is_running: Callable[[], bool]) -> Iterator[str]:
     """The lines of a log file; with `follow`, until the job has ended and its last line is read."""
     rest = b""

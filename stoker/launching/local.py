@@ -1,9 +1,11 @@
 """`stoker launch local`: the training in the background of this machine, under the supervisor of `--restarts`.
 
-The process is detached from the terminal; its output goes to launch.log in the run folder.
+The process is this module as a program (`main`). It is detached from the terminal; its output goes to launch.log in the
+run folder, and the last line of it is the exit code, as no one waits for the process.
 """
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,13 +17,20 @@ from pathlib import Path
 import psutil
 
 from stoker.errors import UsageError, writing
-from stoker.launching.jobs import read_log, recorded_end
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place
+from stoker.launching.jobs import read_log, read_tail, recorded_end
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, State
+from stoker.training.supervisor import Supervisor
 
 START_S = 1.0
 """How long a process that is being started may be without its command: the kernel sets it at the end of exec."""
 _CLOCK_TOLERANCE_S = 2.0
 """psutil computes the start of a process from the clock, which may be set."""
+SHOWN_LINES = 6
+"""Of the log, where the run has no record of the end."""
+_END = re.compile(r"^stoker: process (\d+) ended with exit code (\d+)$", re.MULTILINE)
+"""The last line of a job; `main` prints it."""
+_STATES: dict[int, State] = {0: "succeeded", 75: "cancelled"}
+"""Other exit codes: failed."""
 
 
 class Local(Place):
@@ -61,7 +70,7 @@ class Local(Place):
     def status(self, job: Job) -> JobStatus:
         process = _find(job)
         if process is None:
-            return recorded_end(job)
+            return _ended(job)
         return JobStatus(state="running", text=f"process {process.pid}")
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
@@ -75,8 +84,30 @@ class Local(Place):
 
 def _command(spec: LaunchSpec) -> list[str]:
     env = ("env", *(f"{name}={value}" for name, value in spec.env.items())) if spec.env else ()
-    restarts = ("--restarts", str(spec.restarts)) if spec.restarts else ()
-    return [*env, sys.executable, "-m", "stoker", *spec.arguments, *restarts]
+    return [*env, sys.executable, "-m", "stoker.launching.local", str(spec.restarts), *spec.arguments]
+
+
+def main(restarts: str, *arguments: str) -> int:
+    """The process of a job: runs `stoker` with these arguments, again after a failure, and prints how it ended."""
+    code = Supervisor([sys.executable, "-m", "stoker", *arguments], int(restarts)).run()
+    print(f"stoker: process {os.getpid()} ended with exit code {code}", flush=True)
+    return code
+
+
+def _ended(job: Job) -> JobStatus:
+    """How a job that has ended did so: as the run has it, if that is the end that its process printed."""
+    recorded = recorded_end(job)
+    tail = read_tail(job.log) if job.log else ""
+    ends = list(_END.finditer(tail))
+    own = next((k for k in reversed(range(len(ends))) if ends[k][1] == job.id.partition("@")[0]), None)
+    if own is None:
+        return recorded  # killed before it could print
+    code, start = int(ends[own][2]), ends[own - 1].end() if own else 0
+    if recorded.exit_code == code:
+        return recorded
+    lines = [line for line in tail[start : ends[own].start()].splitlines() if line.strip()][-SHOWN_LINES:]
+    text = "\n".join([f"its log, {job.log}, ends with", *lines]) if lines else f"its log, {job.log}, is empty"
+    return JobStatus(state=_STATES.get(code, "failed"), text=text, exit_code=code)
 
 
 def _is_run(word: str, run: str) -> bool:
@@ -99,3 +130,7 @@ def _find(job: Job) -> psutil.Process | None:
         return process if any(_is_run(word, job.run) for word in words) else None
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,7 +1,9 @@
 """What `stoker launch` decides and refuses before anything is submitted, and what it would submit."""
 
 import contextlib
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from stoker.config.durations import parse_time_s
 from stoker.errors import ConfigError, StokerError
 from stoker.launching import ray_cluster
 from stoker.launching.elastic import choose_nodes
-from stoker.launching.jobs import last_job, read_jobs, remember
+from stoker.launching.jobs import last_job, read_jobs, remember, submit
 from stoker.launching.request import check_launch, make_spec, parse_nodes
 from stoker.launching.spec import PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
 from stoker.runs.records import LAUNCH, RunFolder
@@ -364,6 +366,57 @@ def test_how_a_local_job_ended_is_read_from_the_run(
     job = Job(place="local", id="999999999@1", name="n", run=str(tmp_path), t=10.0)
     status = open_place("local").status(job)
     assert (status.state, status.exit_code) == (state, code)
+
+
+@pytest.mark.parametrize(("event", "code", "state"), [
+    (None, 2, "failed"), ("started", 2, "failed"), ("resumed", 137, "failed"), ("started", 0, "succeeded"),
+    ("failed", 1, "failed"), ("preempted", 75, "cancelled"),
+])  # fmt: skip
+def test_the_exit_code_of_a_local_job_is_the_end_of_its_log(
+    event: str | None, code: int, state: str, tmp_path: Path
+) -> None:
+    if event is not None:
+        written = Event(t=20.0, attempt=1, kind=event, text="why")
+        (tmp_path / "events.jsonl").write_bytes(msgspec.json.encode(written) + b"\n")
+    log = tmp_path / "launch.log"
+    log.write_text(
+        "old\nstoker: process 7 ended with exit code 6\n"
+        f"new\n  where: here\nstoker: process 999999999 ended with exit code {code}\n"
+    )
+    job = Job(place="local", id="999999999@1", name="n", run=str(tmp_path), t=10.0, log=str(log))
+    status = open_place("local").status(job)
+    assert (status.state, status.exit_code) == (state, code)
+    if event == "preempted":
+        assert status.text == "stopped and saved: why", "the run has this end"
+    else:
+        assert status.text == f"its log, {log}, ends with\nnew\n  where: here"
+    other = open_place("local").status(msgspec.structs.replace(job, id="99@1"))
+    assert other.exit_code == (75 if event == "preempted" else None), "the line is of another process"
+
+
+def test_a_local_job_that_ends_at_once_tells_its_exit_code(stoker: Command, tmp_path: Path) -> None:
+    run, place = tmp_path / "run", open_place("local")
+    spec = LaunchSpec(
+        arguments=("train", "--run-dir", str(run), "--wrong", "1"), name="n", run_dir=str(run), restarts=0
+    )
+    job = submit(dataclasses.replace(spec, log=str(run / "launch.log")), place, LaunchRequest())
+    os.waitpid(int(job.id.partition("@")[0]), 0)
+    code, text = stoker("status", str(run))
+    assert code == 0
+    assert f"failed, exit code 2: its log, {run}/launch.log, ends with\n  stoker: `stoker train` has no --wrong" in text
+    _, text = stoker("status", str(run), "--json")
+    assert json.loads(text)["status"]["exit_code"] == 2
+
+
+@pytest.mark.parametrize("command", ["status", "cancel"])
+def test_a_text_of_several_lines_is_printed_as_lines(command: str, stoker: Command, tmp_path: Path) -> None:
+    text = "Stopped by SIGTERM.\n  where:  here\nlocal job 2@2: running"
+    written = Event(t=20.0, attempt=1, kind="preempted", text=text)
+    (tmp_path / "events.jsonl").write_bytes(msgspec.json.encode(written) + b"\n")
+    remember(Job(place="local", id="999999999@1", name="n", run=str(tmp_path), t=10.0))
+    _, printed = stoker(command, str(tmp_path))
+    assert printed.splitlines()[0].endswith("stopped and saved: Stopped by SIGTERM.")
+    assert printed.splitlines()[1:3] == ["  where:  here", "  local job 2@2: running"]
 
 
 def test_every_place_is_named_in_the_docs() -> None:
