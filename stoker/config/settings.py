@@ -6,11 +6,15 @@ no field that the model has is None, as the types say. `config.toml` of a run fo
 sections: they are flags (`--lr`), TOML keys and keyword arguments. `keywords.py` is generated from this file.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import numbers
 import os
+import re
+import shlex
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -22,7 +26,7 @@ from cyclopts import Parameter
 from stoker import regular_files
 from stoker.config.durations import join_length, parse_duration
 from stoker.config.sync_method import parse_sync
-from stoker.errors import ConfigError, make_error, nearest
+from stoker.errors import ConfigError, did_you_mean, make_error, nearest
 from stoker.knowledge import read_toml
 
 MAX_TOML_BYTES = 1 << 20
@@ -279,8 +283,6 @@ def from_fields(fields: dict[str, Any]) -> Config:
         if value is not None:
             if isinstance(value, numbers.Number) and hasattr(value, "item"):
                 value = value.item()
-            if name == "image_size" and isinstance(value, int):
-                value = (value, value)
             tables[_section_of(name)][name] = os.fspath(value) if isinstance(value, os.PathLike) else value
     return _convert(tables, None)
 
@@ -297,25 +299,79 @@ def to_toml(config: Config, reasons: dict[str, str]) -> str:
 def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
     """Config and reasons of a config.toml. Raises ConfigError that names the file and the key."""
     try:
-        tables = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_TOML_BYTES))
+        text = regular_files.read_text(path, max_bytes=MAX_TOML_BYTES)
+        tables = tomllib.loads(text)
     except FileNotFoundError as error:
         raise ConfigError("The configuration file does not exist.", location=path) from error
     except OSError as error:
         raise ConfigError("The configuration cannot be read.", location=path, cause=error.strerror) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError("The configuration is not valid TOML.", location=path, cause=str(error)) from error
-    for section, table in tables.items():
-        if section not in (*SECTIONS, "reasons"):
-            raise ConfigError(f"There is no section [{section}].", location=path, choices=SECTIONS)
-        if not isinstance(table, dict):
-            raise ConfigError(f"{section!r} is not a section.", location=path, fix=f"write [{section}] in its own line")
+    for name, value in tables.items():
+        if name not in (*SECTIONS, "reasons") or not isinstance(value, dict):
+            raise _misplaced(path, text, "", name, value)
     reasons = {key: str(reason) for key, reason in tables.pop("reasons", {}).items()}
     for section, table in tables.items():
-        for key in table:
+        for key, value in table.items():
             if SECTION_OF.get(key) != section:
-                known = [name for name, its_section in SECTION_OF.items() if its_section == section]
-                raise ConfigError(f"[{section}] has no setting {key!r}.", location=path, choices=known)
-    return _convert(tables, path), reasons
+                raise _misplaced(path, text, section, key, value)
+    return _convert(tables, path, text), reasons
+
+
+def _misplaced(path: Path, text: str, section: str, key: str, value: Any) -> ConfigError:
+    """The error of a key that a section does not have. section: empty above the first one."""
+    location = _locate(path, text, section, key)
+    if not section and key in (*SECTIONS, "reasons") and (key not in SECTION_OF or isinstance(value, list)):
+        return ConfigError(f"{key!r} is a section.", location=location, fix=f"write [{key}] in a line of its own")
+    if not section and isinstance(value, dict):
+        what = did_you_mean(f"There is no section [{key}]", key, SECTIONS)
+        return ConfigError(what, location=location, choices=SECTIONS)
+    what = f"[{section}] has no setting {key!r}" if section else f"{key!r} is outside of the sections"
+    name, value, is_guess = _find_meant(key, value)
+    if not name and key.replace("-", "_") in read_toml("commands.toml")["train"]["train"]:
+        fix = f"give it on the command line: stoker train --config {path} --{flag_of(key)} …"
+        return ConfigError(f"{key!r} is a flag and not a setting.", location=location, fix=fix)
+    if not name:
+        known = [known for known, its_section in SECTION_OF.items() if its_section == section] or SECTIONS
+        return ConfigError(f"{what}, and there is no such setting.", location=location, choices=known)
+    of = SECTION_OF[name]
+    meant = f"`{name}` belongs to [{of}]" if name == key else f"it is `{name}` in [{of}]"
+    what += f"; did you mean `{name}` of [{of}]?" if is_guess else f": {meant}."
+    try:
+        lines = tomli_w.dumps({of: {name: value}}).strip()
+    except TypeError:  # a value that no setting has
+        lines = f"[{of}]\n{name} = …"
+    return ConfigError(what, location=location, fix="write in this section\n" + textwrap.indent(lines, " " * 10))
+
+
+def _find_meant(key: str, value: Any) -> tuple[str, Any, bool]:
+    """(the setting that a key means, its value there, whether the name is a guess). No name: nothing is like it."""
+    from stoker.config.flag_names import setting_of  # for this message only
+
+    name = setting_of(key)
+    if name in ("epochs", "steps", "max_time") and type(value) in (int, float):
+        with contextlib.suppress(ConfigError):  # a length that cannot be is shown as it is
+            value = join_length({name: value})["max_duration"]
+        return "max_duration", value, False
+    if name in SECTION_OF:
+        return name, value, False
+    if key.replace("-", "_") in read_toml("commands.toml")["train"]["train"]:
+        return "", value, True
+    return nearest(key, SECTION_OF) or "", value, True
+
+
+def _locate(path: Path, text: str, section: str, key: str) -> str:
+    """`file:line` of a key, as far as plain lines tell; else the file."""
+    inside = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
+            inside = header[1].strip("\"'")
+        of_key = re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line)
+        of_section = rf"\s*{re.escape(section)}\s*\.\s*{re.escape(key)}\s*="
+        is_here = bool(of_key) and inside == section
+        if is_here or (not section and header and inside == key) or (section and re.match(of_section, line)):
+            return f"{path}:{number}"
+    return str(path)
 
 
 class SettingRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -353,18 +409,49 @@ def from_run(path: Path) -> tuple[Config, dict[str, str]]:
     return config, reasons
 
 
-def _convert(tables: dict[str, dict[str, Any]], location: Path | None) -> Config:
-    """Section → field → value, as a Config of checked types."""
+_VALUES: dict[Any, str] = {
+    str: "text",
+    int: "whole number",
+    bool: "yes or no",
+    int | Literal["auto"]: "whole number, or auto",
+    float: "number",
+    tuple[int, int]: "two whole numbers",
+    tuple[float, float]: "two numbers",
+    tuple[float, ...]: "numbers",
+    tuple[str, ...]: "names",
+}
+
+
+def valid_values(name: str) -> tuple[str, ...]:
+    """The choices of a setting, or in words what it takes."""
+    kind = get_type_hints(SECTIONS[SECTION_OF[name]])[name]
+    return get_args(kind) if get_origin(kind) is Literal else (_VALUES[kind],)
+
+
+_EXAMPLES = {"yes or no": "true", "two whole numbers": "[320, 320]", "two numbers": "[0.5, 2.0]",
+             "numbers": "[0.5, 1.0]", "names": '["cat", "dog"]', "text": '"…"'}  # fmt: skip
+"""Of values in TOML, where a number alone is not meant."""
+
+
+def _convert(tables: dict[str, dict[str, Any]], path: Path | None, text: str = "") -> Config:
+    """Section → field → value, as a Config of checked types. path, text: of the file."""
+    side = tables.get("data", {}).get("image_size")
+    if type(side) is int:
+        tables["data"]["image_size"] = (side, side)
     try:
         return msgspec.convert(tables, Config)
     except msgspec.ValidationError as error:
-        cause, _, path = str(error).partition(" - at `$.")
-        section, _, name = path.partition("[")[0].rstrip("`").partition(".")
-        kind = get_type_hints(SECTIONS[section]).get(name) if section in SECTIONS else None
-        setting = f"--{flag_of(name)} {tables[section][name]!r}" if kind else "A setting"
-        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        cause, _, at = str(error).partition(" - at `$.")
+        section, _, name = at.partition("[")[0].rstrip("`").partition(".")
+        if SECTION_OF.get(name) != section:
+            raise ConfigError("A setting is of the wrong kind.", location=path, cause=cause) from error
+        valid = valid_values(name)
+        example = _EXAMPLES.get(valid[0]) if path else None
         raise ConfigError(
-            f"{setting} is of the wrong kind.", location=location, cause=cause, choices=choices
+            f"--{flag_of(name)} {tables[section][name]!r} is of the wrong kind.",
+            location=None if path is None else _locate(path, text, section, name),
+            choices=valid,
+            fix=example and f"{name} = {example}",
         ) from error
 
 
@@ -417,6 +504,14 @@ def check(config: Config) -> None:
 def flag_of(name: str) -> str:
     """The flag of a setting, without `--`."""
     return name.replace("_", "-")
+
+
+def as_typed(name: str, value: Any) -> str:
+    """A setting as it is typed on the command line: `--image-size 128 128`; the data is the argument itself."""
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}{flag_of(name)}"
+    text = shlex.join(map(str, value if isinstance(value, tuple) else (value,)))
+    return text if name == "data" else f"--{flag_of(name)} {text}"
 
 
 def settings_table(config: Config, reasons: dict[str, str]) -> list[tuple[str, Any, str | None]]:

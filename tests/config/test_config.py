@@ -113,6 +113,44 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path):
         assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('mdoel = "x"\n', ["1", "'mdoel' is outside", "did you mean `model` of [model]?", "[model]", 'model = "x"']),
+        ('model = "y"\n', ["1", "`model` belongs to [model]", "[model]", 'model = "y"']),
+        ("batch-size = 8\n", ["1", "it is `batch_size` in [run]", "[run]", "batch_size = 8"]),
+        ("[run]\nlr = 0.1\n", ["2", "[run] has no setting 'lr': `lr` belongs to [optim]", "[optim]", "lr = 0.1"]),
+        ("[optim]\nlearning_rate = 0.1\n", ["2", "it is `lr` in [optim]", "[optim]", "lr = 0.1"]),
+        ("[run]\n\nepochs = 12\n", ["3", "it is `max_duration` in [run]", "[run]", 'max_duration = "12ep"']),
+        ("[run]\nlr = 1\n[optim]\nlr = 2\n", ["2", "`lr` belongs to [optim]"]),
+        ("run.lr = 1\n", ["1", "`lr` belongs to [optim]"]),
+        ("[run]\ndevices = 2\n", ["2", "'devices' is a flag", "--config"]),
+        ("[data]\n# a note\nimage_size = 'big'\n", ["3", "two whole numbers", "image_size = [320, 320]"]),
+        ("[optim]\nlr = 'x'\n", ["2", "valid:  number"]),
+        ("[run]\nprecision = 'fp8'\n", ["2", "fp32, bf16, fp16"]),
+        ("optim = 3\n", ["1", "'optim' is a section", "write [optim]"]),
+        ("[[model]]\nx = 1\n", ["", "'model' is a section", "write [model]"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_file_is_shown_with_its_line_and_how_it_is_written(tmp_path: Path, text: str, says: list[str]):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        from_toml(path)
+    line, *words = says
+    assert caught.value.location == (f"{path}:{line}" if line else str(path))
+    printed = str(caught.value)
+    for word in words:
+        assert word in printed
+        printed = printed.partition(word)[2]
+
+
+def test_one_number_is_a_square_in_a_file_too(tmp_path: Path):
+    path = tmp_path / "square.toml"
+    path.write_text("[data]\nimage_size = 128\n")
+    assert from_toml(path)[0].data.image_size == (128, 128)
+
+
 def test_rows_say_who_chose():
     config = from_fields({"batch_size": 8, "max_duration": "3ep"})
     assert settings_table(config, {"batch_size": "fits"}) == [("max-duration", "3ep", None), ("batch-size", 8, "fits")]

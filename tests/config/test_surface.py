@@ -13,12 +13,27 @@ import stoker
 from stoker.cli.app import app
 from stoker.config import settings
 from stoker.config.keywords import Settings
-from stoker.config.settings import SECTION_OF, SECTIONS
+from stoker.config.settings import SECTION_OF, SECTIONS, from_toml, valid_values
 from stoker.monitor.options import MonitoringOptions
 from stoker.training.defaults.derive import SETTINGS, Row
 
 KEYWORDS = Path(stoker.__file__).parent / "config" / "keywords.py"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+EXAMPLE = """\
+[data]
+data = "/data/bccd"
+image_size = [320, 320]
+
+[model]
+model = "retinanet_tiny_fpn"
+
+[optim]
+lr = 0.002
+
+[run]
+max_duration = "12ep"
+batch_size = 16
+"""
 POSITIONAL = "data"
 """The argument of the command and of the function, and no flag."""
 
@@ -81,14 +96,21 @@ def page() -> str:
         "(`lr = 0.01`), and a keyword of `stoker.train` in Python (`lr=0.01`). `--epochs 12`, `--steps 5000` and",
         "`--max-time 30min` set `max_duration`, in Python too (`epochs=12`). A setting that is not set is derived from",
         "the data, the device and the recipe; the run prints the important ones with the reason, with `--verbose` all.",
+        "",
+        "`stoker train --config FILE` reads settings from a file; flags override them. A key stands in its section,",
+        "and several values in brackets:",
+        "",
+        "```toml",
+        *EXAMPLE.splitlines(),
+        "```",
     ]
     for section, kind in SECTIONS.items():
         lines += ["", f"## {section}", "", str(inspect.getdoc(kind)), "", "| setting | what it is | values | default |"]
         lines.append("|---|---|---|---|")
-        for name, (of, written, text) in described().items():
+        for name, (of, _, text) in described().items():
             if of == section and name != POSITIONAL:
                 default = _default(SETTINGS[name]) if name in SETTINGS else "none"
-                lines.append(f"| `{name}` | {text} | {_values(written)} | {default} |")
+                lines.append(f"| `{name}` | {text} | {', '.join(valid_values(name))} | {default} |")
     return "\n".join(lines) + "\n"
 
 
@@ -101,28 +123,6 @@ def _default(row: Row) -> str:
 
 def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _values(written: str) -> str:
-    kind = ast.parse(written, mode="eval").body
-    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
-        assert isinstance(kind.slice, ast.Tuple)
-        kind = kind.slice.elts[0]
-    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Literal":
-        choices = kind.slice.elts if isinstance(kind.slice, ast.Tuple) else [kind.slice]
-        return ", ".join(str(ast.literal_eval(choice)) for choice in choices)
-    words = {
-        "str": "text",
-        "int": "whole number",
-        "bool": "yes or no",
-        "int | Literal['auto']": "whole number, or auto",
-        "float": "number",
-        "tuple[int, int]": "two whole numbers",
-        "tuple[float, float]": "two numbers",
-        "tuple[float, ...]": "numbers",
-        "tuple[str, ...]": "names",
-    }
-    return words[ast.unparse(kind)]
 
 
 def plain_types(kind: type) -> dict[str, object]:
@@ -207,6 +207,14 @@ def test_no_default_is_written_into_the_config():
 
 def test_the_page_of_settings_is_current():
     assert PAGE.read_text() == page(), "python -m tests.config.test_surface writes it anew"
+
+
+def test_the_file_on_the_page_is_a_file_of_settings(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text(PAGE.read_text().partition("```toml\n")[2].partition("```")[0])
+    config, reasons = from_toml(path)
+    settings.check(config)
+    assert (config.data.image_size, config.run.max_duration, reasons) == ((320, 320), "12ep", {})
 
 
 @pytest.mark.parametrize("name", stoker.__all__)
