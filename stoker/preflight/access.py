@@ -4,8 +4,10 @@ Reading: one listing and one byte of one object. Writing: a tiny object of its o
 nothing else is written, and nothing at all into the data. Messages of refused requests are those of training.
 """
 
+import errno
 import os
 import re
+import shlex
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,6 +21,7 @@ from stoker.errors import Conflict, StokerError, StorageError, Unsupported, make
 from stoker.findings.finding import Finding, Severity
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe
+from stoker.profiling.telemetry.environment import describe_storage
 from stoker.storage.failures import Timeouts, caused_by
 from stoker.storage.store import Store
 from stoker.storage.uri import WRITABLE_SCHEMES, StorageUri, expand_variables, is_uri, parse_uri
@@ -26,6 +29,7 @@ from stoker.storage.uri import WRITABLE_SCHEMES, StorageUri, expand_variables, i
 TIMEOUT_S = 4.0
 """Of a request with its retries; a store that never responded is given up after a sixth of it."""
 PROBE_NAME = ".stoker-check-"
+KERNEL_FILE_SYSTEMS = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"})
 
 
 class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,10 +144,29 @@ def _write_file(location: str, folder: Path) -> Finding:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        cause = f"{error.strerror or error}; {_owner(existing)}"
-        fix = f"name another --run-dir, or: sudo chown $(id -u) {existing}"
+        cause, fix = _refused_write(error, existing)
         raise StorageError("The run folder cannot be written.", location=existing, cause=cause, fix=fix) from error
     return describe("run_access", location, evidence=f"wrote and deleted a file in {existing}")
+
+
+def _refused_write(error: OSError, folder: Path) -> tuple[str, str]:
+    """(cause, fix) of a folder that cannot be written."""
+    what, elsewhere, name = error.strerror or str(error), "name another --run-dir", shlex.quote(str(folder))
+    kind = describe_storage(folder)["kind"]
+    if kind in KERNEL_FILE_SYSTEMS:
+        return f"{what}; {folder} is on {kind}, which shows the kernel and keeps no files", elsewhere
+    if error.errno == errno.EROFS:
+        mount = next((path for path in (folder, *folder.parents) if path.is_mount()), folder)
+        repair = f"sudo mount -o remount,rw {shlex.quote(str(mount))}; of a container, mount it without :ro"
+        return f"{what}: {mount} is mounted read-only", f"{elsewhere}, or: {repair}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what}: no file fits", f"make room (df -h {name} and df -i {name} show what is used), or {elsewhere}"
+    status = folder.stat()
+    if not hasattr(os, "getuid") or status.st_uid != os.getuid():
+        elsewhere += f", or: sudo chown $(id -u) {name}"
+    elif status.st_mode & 0o300 != 0o300:
+        elsewhere += f", or: chmod u+wx {name}"
+    return f"{what}; {_owner(folder)}", elsewhere
 
 
 def _write_object(location: str, uri: StorageUri) -> Finding:

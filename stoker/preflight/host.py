@@ -30,6 +30,8 @@ MIN_FILES = 1024
 """The usual limit of a Linux system; many workers and connections to a bucket need some hundred."""
 CHECKPOINT_BYTES = 512 * 2**20
 """Assumed where the model is not known: weights, EMA weights and momentum of 40 million parameters."""
+WEIGHT_COPIES, BYTES_PER_WEIGHT = 3, 4
+"""In a checkpoint: weights, EMA weights and momentum, as fp32. AdamW and Muon have a second moment, too."""
 CHECKPOINTS_KEPT = 4
 """On the disk at the same time: two checkpoints, the best weights, and the one that is being written."""
 WRITE_BYTES = 64 * 2**20
@@ -189,6 +191,11 @@ def disk(host: Host) -> Iterator[Finding]:
             return
         id = "disk/slow" if size / speed > MAX_SAVE_S else "disk"
         yield describe(id, place, duration=fmt.duration(size / speed), speed=f"{fmt.size(speed)}/s", **texts)
+
+
+def estimate_checkpoint_bytes(num_weights: int, optimizer: str) -> int:
+    """Size of a checkpoint of a model with so many weights."""
+    return (WEIGHT_COPIES + (optimizer != "sgd")) * BYTES_PER_WEIGHT * num_weights
 
 
 def measure_write_speed(folder: Path, size_bytes: int) -> float:

@@ -38,10 +38,19 @@ def as_error(finding: Finding) -> PreflightError:
 
 
 def quick_findings(
-    device: Device, run_dir: Path, *, env: Mapping[str, str] = os.environ, root: Path = Path("/")
+    device: Device,
+    run_dir: Path,
+    checkpoint_bytes: int | None = None,
+    *,
+    env: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
 ) -> list[Finding]:
-    """What could stop or slow this training: blockers and warnings only. run_dir: a local folder."""
-    machine = host.Host(run_dir=run_dir, num_gpus=0 if device.is_cpu else 1, env=env, root=root, write_bytes=0)
+    """What could stop or slow this training: blockers and warnings only. run_dir: a local folder. checkpoint_bytes:
+    size of one checkpoint; None: not known."""
+    machine = host.Host(
+        run_dir=run_dir, num_gpus=0 if device.is_cpu else 1, checkpoint_bytes=checkpoint_bytes, env=env, root=root,
+        write_bytes=0,
+    )  # fmt: skip
     findings = [finding for rule in QUICK_HOST_RULES for finding in rule(machine)]
     if device.kind == "cuda":
         from stoker.preflight.gpu import quick_gpu_findings

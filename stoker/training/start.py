@@ -33,8 +33,9 @@ from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, configure_malloc, select_device
 from stoker.models.table import check_image_size
 from stoker.models.weights.hub import fetch_weights
-from stoker.models.weights.load import load_weights
+from stoker.models.weights.load import load_weights, shapes_only
 from stoker.models.weights.model_file import ModelMetadata
+from stoker.preflight.host import estimate_checkpoint_bytes
 from stoker.preflight.short import as_error, quick_findings, require_meant_device
 from stoker.runs.records import BEST, CONFIG, QUARANTINE, RunFolder
 from stoker.runs.schemas import Quarantined
@@ -281,7 +282,11 @@ def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventL
     if resolved.device.is_cpu and (reason := resolved.reasons.get("device")) is not None:
         text = f"training on the CPU: {reason}. `stoker check` says more; --device cpu, if it is meant"
         log_event("preflight", text, check="no_gpu")
-    for finding in quick_findings(resolved.device, folder.path):
+    with shapes_only():
+        model = models.build(resolved.config.model, len(resolved.index.class_names))
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    size = estimate_checkpoint_bytes(num_weights, resolved.config.optim.optimizer)
+    for finding in quick_findings(resolved.device, folder.path, size):
         if finding.severity == "blocker":
             raise as_error(finding)
         log_event("preflight", f"{finding.title} ({finding.evidence_text}); fix: {finding.fix}", check=finding.id)

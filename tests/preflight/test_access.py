@@ -1,6 +1,9 @@
 """Access to data and run folder, on real servers that refuse as the clouds do."""
 
 import json
+import os
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -220,9 +223,48 @@ def test_local_folders(tmp_path: Path) -> None:
     assert only(check_writable(str(tmp_path / "data.json" / "runs"))).severity == "blocker"
     proc = only(check_writable("/proc/self/runs"))  # refuses root, too
     assert proc.severity == "blocker"
-    assert "owner user" in proc.evidence_text
+    assert "shows the kernel and keeps no files" in proc.evidence_text
+    assert proc.fix == "name another --run-dir"
     assert only(check_writable("https://host/runs")).severity == "blocker"
     assert only(check_readable("gs:/one-slash/set")).severity == "blocker"
+
+
+@pytest.mark.parametrize(
+    ("options", "why", "fix"),
+    [
+        ("ro,size=64k", "is mounted read-only", "sudo mount -o remount,rw"),
+        ("size=64k,nr_inodes=1", "No space left", "make room (df -h"),
+    ],
+)
+def test_a_file_system_that_takes_no_file(tmp_path: Path, options: str, why: str, fix: str) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted: {mounted.stderr.decode().strip()}")
+    try:
+        finding = only(check_writable(str(tmp_path / "runs")))
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+    assert (finding.severity, finding.place) == ("blocker", str(tmp_path))
+    assert why in finding.evidence_text
+    assert fix in finding.fix
+    assert "chown" not in finding.fix
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user, and is refused by no folder")
+def test_a_folder_of_another_user_and_one_without_permission() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's are readable by root alone
+        theirs, mine = Path(folder, "theirs"), Path(folder, "mine")
+        theirs.mkdir(mode=0o755)
+        mine.mkdir(mode=0o555)
+        os.chown(mine, 4242, -1)
+        os.chmod(folder, 0o755)
+        os.setresuid(4242, 4242, 0)
+        try:
+            fixes = [only(check_writable(str(path))).fix for path in (theirs, mine)]
+        finally:
+            os.setresuid(0, 0, 0)
+    assert fixes == [f"name another --run-dir, or: sudo chown $(id -u) {theirs}",
+                     f"name another --run-dir, or: chmod u+wx {mine}"]  # fmt: skip
 
 
 def test_vertex_folder_is_the_run_folder(tmp_path: Path) -> None:

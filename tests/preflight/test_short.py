@@ -11,7 +11,9 @@ from stoker.config.settings import from_fields
 from stoker.errors import PreflightError
 from stoker.hardware import cuda_trial
 from stoker.hardware.device import Device
+from stoker.planning import check
 from stoker.preflight import gpu as probes
+from stoker.preflight import host
 from stoker.preflight.gpu import without_own
 from stoker.preflight.short import quick_findings, require_meant_device
 from stoker.profiling.telemetry.gpu import DriverState, GpuProcess, GpuState
@@ -54,6 +56,19 @@ def test_what_a_training_on_a_cpu_is_told(tmp_path: Path):
     assert [found for found in quick_findings(CPU, tmp_path, env={}) if found.severity == "ok"] == []
     threads = {found.id for found in quick_findings(CPU, tmp_path, env={"OMP_NUM_THREADS": "4096"})}
     assert "threads" in threads
+
+
+def test_a_training_asks_for_the_room_of_its_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As `stoker check` does, which counts the weights of the model; not for those of a large one."""
+    monkeypatch.setattr(host.machine, "free_bytes", lambda _: 30 * 2**20)
+    found = {finding.id: finding for finding in quick_findings(CPU, tmp_path, env={})}
+    assert "needs 2.0 GiB" in found["disk"].title
+    size = host.estimate_checkpoint_bytes(631_640, "muon")
+    assert size == 4 * 4 * 631_640
+    found = {finding.id: finding for finding in quick_findings(CPU, tmp_path, size, env={})}
+    assert "needs 38.6 MiB" in found["disk"].title
+    assert host.estimate_checkpoint_bytes(631_640, "sgd") == 3 * 4 * 631_640
+    assert (host.WEIGHT_COPIES, host.BYTES_PER_WEIGHT) == (check.CHECKPOINT_COPIES, check.PARAMETER_BYTES)
 
 
 def test_a_training_on_a_gpu_asks_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
