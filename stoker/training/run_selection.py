@@ -6,14 +6,14 @@ of the folder are in `runs/records.py`; what is built from its settings is in `s
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stoker.config.architectures import model_name
-from stoker.config.settings import PER_ATTEMPT, Config, flag_of, from_toml, to_toml
+from stoker.config.settings import PER_ATTEMPT, Config, as_typed, flag_of, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
 from stoker.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
 from stoker.profiling.telemetry.environment import describe
@@ -115,16 +115,22 @@ def find_finished(user_config: Config, name: str | None, resume: str | None) -> 
 
 def _difference(path: Path, user_config: Config) -> str | None:
     """Which settings the run `path` was started with, if they are not these; those of PER_ATTEMPT may be others."""
-    started = _read_user_config(path)
-    if started.replace(**dict.fromkeys(PER_ATTEMPT)) == user_config.replace(**dict.fromkeys(PER_ATTEMPT)):
+    started, now = _read_user_config(path).set_fields(), user_config.set_fields()
+    names = [name for name in _changed(started, now) if name not in PER_ATTEMPT]
+    if not names:
         return None
-    return f"it was started with {_format_flags(started)}; now it is {_format_flags(user_config)}"
+    return f"it was started with {_format_flags(started, names)}; now it is {_format_flags(now, names)}"
+
+
+def _changed(started: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings that only one of the two has, or that differ."""
+    return [name for name in {**started, **now} if started.get(name) != now.get(name)]
 
 
 def _flags_of_other(path: Path, user_config: Config) -> str:
     """The flags in which an unfinished run of the same data, which no process trains, differs from these settings;
     empty: it is another run, or cannot be read."""
-    missing, now = object(), user_config.set_fields()
+    now = user_config.set_fields()
     try:
         started = _read_user_config(path).set_fields()
         if started.get("data") != now.get("data") or is_finished(path):
@@ -134,8 +140,7 @@ def _flags_of_other(path: Path, user_config: Config) -> str:
                 return ""
     except (OSError, ConfigError):
         return ""
-    changed = [name for name in {**started, **now} if started.get(name, missing) != now.get(name, missing)]
-    return ", ".join(f"--{flag_of(name)}" for name in changed)
+    return ", ".join(f"--{flag_of(name)}" for name in _changed(started, now))
 
 
 def _refuse_run_of_this_command(path: Path) -> None:
@@ -263,8 +268,11 @@ def _to_absolute(text: str) -> str:
     return str(Path(text).absolute()) if Path(text).exists() else text
 
 
-def _format_flags(config: Config) -> str:
-    return " ".join(f"--{flag_of(name)} {value}" for name, value in config.set_fields().items())
+def _format_flags(fields: Mapping[str, Any], names: Iterable[str]) -> str:
+    """The settings `names` as they are typed, and which of them are not set."""
+    typed = " ".join(as_typed(name, fields[name]) for name in names if name in fields)
+    unset = ", ".join("DATA" if name == "data" else f"--{flag_of(name)}" for name in names if name not in fields)
+    return " ".join(filter(None, [typed, unset and f"without {unset}"]))
 
 
 def _dataset_name(config: Config) -> str:

@@ -14,13 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stoker.config.settings import SECTION_OF, Config, from_fields, from_toml
+from stoker import models
+from stoker.config.settings import SECTION_OF, Config, from_fields, from_toml, to_toml
 from stoker.diagnosis.reader import read_run
 from stoker.errors import (
     CheckpointError,
     DataError,
     DivergedError,
     Preempted,
+    PreflightError,
     StorageError,
     UsageError,
 )
@@ -28,6 +30,8 @@ from stoker.hardware.device import Device, ReadyEvent, SideStream
 from stoker.models import unset_fields
 from stoker.models.weights import model_file
 from stoker.models.weights.load import detect_architecture
+from stoker.preflight.host import estimate_checkpoint_bytes
+from stoker.report import format as fmt
 from stoker.runs.records import (
     CONFIG,
     ENVIRONMENT,
@@ -197,6 +201,33 @@ def test_another_command_does_not_continue_a_named_run(run: Path, data: Path, tm
     (tmp_path / CONFIG).write_bytes((run / CONFIG).read_bytes())
     with pytest.raises(UsageError, match="other settings"):
         train(settings(data, batch_size=2), run_dir=str(tmp_path))
+
+
+def test_the_room_that_is_asked_for_is_that_of_the_models_checkpoints(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("stoker.profiling.telemetry.machine.free_bytes", lambda _: 2**20)
+    with pytest.raises(PreflightError, match="are free for the run") as caught:
+        train(settings(data, max_duration="1"), run_dir=str(tmp_path / "run"))
+    config = from_toml(tmp_path / "run" / CONFIG)[0]
+    num_weights = sum(parameter.numel() for parameter in models.build(config.model, 3).parameters())
+    size = estimate_checkpoint_bytes(num_weights, config.optim.optimizer)
+    assert f"checkpoints of {fmt.size(size)}," in str(caught.value.cause)
+
+
+def test_settings_that_differ_are_shown_as_they_are_typed(tmp_path: Path):
+    started = from_fields({"data": "a b", "image_size": 128, "shard": True, "seed": 3, "lr": 0.1, "workers": 2})
+    now = from_fields(
+        {"data": "c", "image_size": (64, 96), "shard": False, "seed": 3, "classes": ("cat", "fire truck")}
+    )
+    (tmp_path / EVENTS).write_bytes(b"")
+    (tmp_path / CONFIG).write_text(to_toml(started, {}))
+    with pytest.raises(UsageError, match="other settings") as caught, contextlib.ExitStack() as stack:
+        choose_run(now, str(tmp_path), None, stack)
+    assert caught.value.cause == (
+        "it was started with 'a b' --image-size 128 128 --lr 0.1 --shard without --classes; "
+        "now it is c --image-size 64 96 --no-shard --classes cat 'fire truck' without --lr"
+    )
 
 
 def test_an_unfinished_run_with_other_settings_is_named(run: Path, data: Path, tmp_path: Path, monkeypatch):
