@@ -62,9 +62,11 @@ def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def comparable(environment: Mapping[str, Any]) -> dict[str, str]:
-    """The rows that can be equal in two runs: without command line, ports and serial numbers."""
+    """The rows that can be equal in two runs: without command line, ports, serial numbers, and the variables that
+    stoker's own processes set for each other."""
     kept = {name: value for name, value in environment.items() if name not in NOT_COMPARED}
-    for name, dropped in (("gpu", frozenset({"gpus"})), ("variables", PER_RUN_VARIABLES)):
+    own = read_toml("variables.toml")["internal"]
+    for name, dropped in (("gpu", {"gpus"}), ("variables", PER_RUN_VARIABLES.union(own))):
         if isinstance(kept.get(name), dict):
             kept[name] = {key: value for key, value in kept[name].items() if key not in dropped}
     rows = {name: value for name, value in flatten(kept) if value != fmt.MISSING}
@@ -101,6 +103,7 @@ class ResourceUsage:
 
     devices: int
     phase_fractions: Mapping[str, float]
+    on_cpu: bool = False
     fetch_fraction: float | None = None
     sm_active: float | None = None
     gpu_memory_fraction: float | None = None
@@ -135,6 +138,7 @@ def resource_usage(run: RunRecords, environment: Mapping[str, Any]) -> ResourceU
     return ResourceUsage(
         devices=totals.devices,
         phase_fractions={name: seconds / totals.device_s for name, seconds in totals.phases.items() if totals.device_s},
+        on_cpu=run.on_cpu,
         fetch_fraction=stages.get("fetch", 0.0) / waited_s if stages and waited_s > 0 else None,
         sm_active=mean(training.sm_active),
         gpu_memory_fraction=training.max_gpu_memory_fraction,
@@ -202,7 +206,16 @@ def larger_gpu(usage: ResourceUsage) -> list[Evidence]:
 
 
 def fewer_gpus(usage: ResourceUsage) -> list[Evidence]:
-    """Devices wait for each other."""
+    """GPUs wait for each other."""
+    return [] if usage.on_cpu else _waiting_ranks(usage)
+
+
+def fewer_ranks(usage: ResourceUsage) -> list[Evidence]:
+    """Ranks that compute on CPUs wait for each other."""
+    return _waiting_ranks(usage) if usage.on_cpu else []
+
+
+def _waiting_ranks(usage: ResourceUsage) -> list[Evidence]:
     if usage.devices < 2 or usage.fraction("comm", "straggler") < MIN_COMM_FRACTION:
         return []
     devices = Evidence(text=f"{usage.devices} ranks", value=float(usage.devices), source="steps.jsonl: devices")
@@ -210,7 +223,7 @@ def fewer_gpus(usage: ResourceUsage) -> list[Evidence]:
 
 
 RULES: tuple[Callable[[ResourceUsage], list[Evidence]], ...] = (
-    more_cores, local_disk, smaller_gpu, shared_gpu, larger_gpu, fewer_gpus,
+    more_cores, local_disk, smaller_gpu, shared_gpu, larger_gpu, fewer_gpus, fewer_ranks,
 )  # fmt: skip
 
 

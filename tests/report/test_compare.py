@@ -131,6 +131,8 @@ def test_values_that_differ_in_every_run_are_not_compared() -> None:
     assert environment["memory_limit_bytes"] == "16.0 GiB"
     assert "GPU-1" not in str(environment)
     assert comparable({"storage": {"run": {"kind": "nfs", "network": True}}})["storage.run.kind"] == "nfs"
+    variables = {"STOKER_RANK_REPORTS": "/tmp/stoker-ranks-x/reports", "STOKER_NVTX": "1"}
+    assert comparable({"variables": variables}) == {"variables.STOKER_NVTX": "1"}
     assert not {"argv", "variables.MASTER_PORT", "packages.numpy"} & set(environment)
 
 

@@ -29,6 +29,7 @@ APPLIES: dict[str, ResourceUsage] = {
     "shared_gpu": dataclasses.replace(BASE, sm_active=0.1, gpu_memory_fraction=0.1),
     "larger_gpu": dataclasses.replace(BASE, sm_active=0.9),
     "fewer_gpus": dataclasses.replace(BASE, devices=8, phase_fractions={"compute": 0.6, "comm": 0.2, "straggler": 0.2}),
+    "fewer_ranks": dataclasses.replace(BASE, on_cpu=True, devices=2, phase_fractions={"compute": 0.6, "comm": 0.4}),
 }
 """Kind → usage for which its rule applies."""
 
@@ -70,6 +71,12 @@ def test_no_advice_for_a_good_run_or_without_data() -> None:
         BASE, sm_active=0.7, gpu_memory_fraction=0.8, cores=16.0, used_cores=6.0, fetch_fraction=0.2
     )
     assert kinds(well) == set()
+
+
+def test_ranks_on_cpus_are_not_told_to_take_gpus() -> None:
+    (advice,) = advise_sizing(APPLIES["fewer_ranks"])
+    assert "GPU" not in advice.title + advice.fix
+    assert "NVLink" not in advice.fix
 
 
 def test_contradicting_advice_is_never_given() -> None:

@@ -472,7 +472,7 @@ def disk_nearly_full(run: RunRecords, cause: Cause) -> Finding | None:
     free_bytes = run.host.disk_free_bytes.min_value
     if free_bytes is None:
         return None
-    text = f"at least {free_bytes / 2**20:,.0f} MiB were free"
+    text = f"only {free_bytes / 2**20:,.0f} MiB were free at the lowest"
     return make_finding(run, cause, free_bytes, [make_evidence(text, free_bytes, "devices.jsonl: disk_free_bytes")])
 
 

@@ -518,7 +518,7 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
     by_stacks = _straggler_by_stacks(run, cause)
     if fraction is None or waited_s <= 0:
         return by_stacks
-    slowest_evidence = place_evidence = None
+    slowest_evidence = place_evidence = place = None
     lost_s = waited_s
     if waits:
         rank = max(waits, key=lambda name: waits[name])
@@ -528,7 +528,7 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
         slowest_evidence = make_evidence(text, rank, "ranks/*/steps.jsonl: phases")
         excess = _own_excess(run)
         if excess is not None and excess[0] == rank:  # outside of steps: the device of the slow rank waits as long
-            place_evidence = excess[2]
+            place_evidence, place = excess[2:]
             lost_s += min(excess[1], waited_s / max(1, run.num_ranks - 1))
     waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
     evidence = [slowest_evidence, place_evidence, phase_evidence(run, "straggler")]
@@ -541,7 +541,10 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
         lost_s=lost_s,
         min_measured=_min_fraction(run),
         confidence=confidence,
+        fix=cause.other_fixes["place"] if place else None,
     )
+    if by_clock is not None and place is not None:
+        by_clock = _at_place(by_clock, rank, place)
     return by_clock or by_stacks
 
 
@@ -553,11 +556,13 @@ def _straggler_by_stacks(run: RunRecords, cause: Cause) -> Finding | None:
         return None
     rank, excess_s, evidence, place = excess
     finding = make_finding(
-        run, cause, excess_s / run.steady.wall_s, [evidence],
+        run, cause, excess_s / run.steady.wall_s, [evidence], fix=cause.other_fixes["place"],
         lost_s=excess_s * run.num_ranks, estimate_basis="the samples of its stacks, for each rank: all wait for it",
     )  # fmt: skip
-    if finding is None:
-        return None
+    return None if finding is None else _at_place(finding, rank, place)
+
+
+def _at_place(finding: Finding, rank: int, place: PlaceTotal) -> Finding:
     title = f"Rank {rank} is slower than the others, and all wait for it: {describe_place(place)}"
     return msgspec.structs.replace(finding, title=title, place=place.line)
 
@@ -624,7 +629,7 @@ def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """If most of it is a collective that the job's own code calls outside of the backward pass, with its line. Where
     more ranks train on the CPU than there are cores, they wait for each other's turn, which is info."""
     min_measured, own = _min_fraction(run), _own_collective(run, cause)
-    fix = None if own is None else cause.other_fixes["own collective"]
+    fix = cause.other_fixes["own collective"] if own else cause.other_fixes["cpu"] if run.on_cpu else None
     if run.phase_seconds("comm") > 0:
         finding = make_phase_finding(run, cause, "comm", min_measured=min_measured, fix=fix)
     elif run.traces.wall_s <= 0 or run.traces.comm_s <= 0:
