@@ -5,7 +5,7 @@
 import math
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -73,7 +73,8 @@ class Comparison(msgspec.Struct, kw_only=True):
 
 
 class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
-    """Images per second of the second run divided by those of the first, after their starts, with a 95 % interval."""
+    """Images per second of the second run divided by those of the first, after their starts, with a 95 % interval; of
+    jobs whose images are not counted, steps per second."""
 
     ratio: float
     low: float
@@ -83,6 +84,8 @@ class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
     threshold: float
     is_regression: bool
     """The interval is below 1 - threshold as a whole."""
+    unit: str = "images"
+    """`images`, or `steps` if a run has no images."""
 
 
 BLOCKS, MIN_BLOCKS = 12, 4
@@ -93,10 +96,14 @@ T_QUANTILES = {3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.
 
 def check_speed(before: str | Path, after: str | Path, threshold: float) -> SpeedRatio:
     """Whether the second run is slower. threshold: fraction of the images per second that may be lost, 0 … 1. Welch's
-    t-interval of the logarithms of the images per second of BLOCKS parts of each run. Raises UsageError."""
+    t-interval of the logarithms of the images per second of BLOCKS parts of each run. Where the images of a run are not
+    counted, as of many watched jobs, the steps count, of the same batch size in both. Raises UsageError."""
     if not 0 <= threshold < 1:
         raise UsageError(f"--threshold {threshold:g} is not a fraction.", choices=["0 … 1, such as 0.05"])
-    logs = [_block_speeds(open_records(run)) for run in (before, after)]
+    folders = [open_records(run) for run in (before, after)]
+    lines = [list(read_lines(folder, STEPS, StepWindow)) for folder in folders]
+    unit = "images" if all(any(line.num_images for line in of_run) for of_run in lines) else "steps"
+    logs = [_block_speeds(folder, of_run, unit) for folder, of_run in zip(folders, lines, strict=True)]
     means, variances = [statistics.fmean(log) for log in logs], [statistics.variance(log) / len(log) for log in logs]
     total = sum(variances)
     freedom = total**2 / sum(v**2 / (len(x) - 1) for v, x in zip(variances, logs, strict=True)) if total else 15.0
@@ -105,26 +112,32 @@ def check_speed(before: str | Path, after: str | Path, threshold: float) -> Spee
     high = math.exp(difference + half)
     return SpeedRatio(
         ratio=math.exp(difference), low=math.exp(difference - half), high=high, blocks=(len(logs[0]), len(logs[1])),
-        threshold=threshold, is_regression=high < 1 - threshold,
+        threshold=threshold, is_regression=high < 1 - threshold, unit=unit,
     )  # fmt: skip
 
 
-def _block_speeds(run: Path) -> list[float]:
-    """Logarithms of images per second of consecutive parts, without the start and compiling. Raises UsageError."""
+def _block_speeds(run: Path, lines: Iterable[StepWindow], unit: str) -> list[float]:
+    """Logarithms of images or steps per second of consecutive parts, without the start and compiling. Raises
+    UsageError."""
     rows: list[tuple[float, int]] = []
     seconds = 0.0
-    for line in read_lines(run, STEPS, StepWindow):
+    for line in lines:
         started_s = sum(line.phases.get(name, 0.0) for name in ("startup", "compile", "recovery")) / line.devices
         seconds += max(0.0, line.wall_s - started_s)
-        if line.num_images and seconds:  # the time of a window without images, as of an evaluation, goes to the next
-            rows.append((seconds, line.num_images))
+        done = line.num_images if unit == "images" else line.window_steps
+        if done and seconds:  # the time of a window without any, as of an evaluation, goes to the next
+            rows.append((seconds, done))
             seconds = 0.0
     count = min(BLOCKS, len(rows) // 2)
     blocks = [rows[k * len(rows) // count : (k + 1) * len(rows) // count] for k in range(count)]
-    speeds = [sum(images for _, images in block) / sum(seconds for seconds, _ in block) for block in blocks]
+    speeds = [sum(done for _, done in block) / sum(seconds for seconds, _ in block) for block in blocks]
+    if not rows:
+        what, cause = "The run has no speed to compare.", "neither its images nor its steps were counted"
+        fix = "put `stoker.measure` around the training loop: it counts both (docs/measure.md)"
+        raise UsageError(what, location=run, cause=cause, fix=fix)
     if len(speeds) < MIN_BLOCKS:
         what = "The run is too short to compare its speed."
-        cause = f"it has {len(rows)} windows with images; {2 * MIN_BLOCKS} are needed"
+        cause = f"it has {len(rows)} windows with {unit}; {2 * MIN_BLOCKS} are needed"
         raise UsageError(what, location=run, cause=cause, fix="train longer")
     return [math.log(speed) for speed in speeds]
 
@@ -246,8 +259,10 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None, *, widt
         is_open = not speed.is_regression and speed.low < limit
         verdict = "a regression" if speed.is_regression else "no regression shown" if is_open else "no regression"
         interval = f"95 %: {speed.low:.3f} to {speed.high:.3f}"
-        texts = [f"{verdict}: {speed.ratio:.3f} times the images per second after the starts ({interval}; a regression "
-                 f"is below {limit:g} as a whole)"]  # fmt: skip
+        texts = [f"{verdict}: {speed.ratio:.3f} times the {speed.unit} per second after the starts ({interval}; a "
+                 f"regression is below {limit:g} as a whole)"]  # fmt: skip
+        if speed.unit == "steps":
+            texts.append("images are not counted in both runs: the batch size must be the same in both")
         if is_open:
             texts.append("the interval reaches below that: longer runs, or quieter machines, would tell")
         renderables += ["", *texts]

@@ -199,12 +199,15 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
         return [fmt.duration(device_s), fmt.percentage(fraction), *cost]
 
     def verdict(self) -> str:
-        """The largest loss in a sentence; empty without one."""
+        """The largest loss in a sentence, with longer phases that are not counted as one; empty without one."""
         loss = self.largest_loss
         if loss is None:
             return ""
         lost = f"{fmt.duration(loss.device_s)}, {fmt.percentage(loss.fraction)}{self.cost_text(loss.device_s)}"
-        return f"Most time was lost in {loss.phase}: {lost} ({loss.meaning})."
+        longer = [row for row in self.phases if row.device_s > loss.device_s and row.phase != "compute"]
+        besides = " and ".join(f"{row.phase} ({fmt.duration(row.device_s)})" for row in longer)
+        most = f"Besides {besides}, most" if longer else "Most"
+        return f"{most} time was lost in {loss.phase}: {lost} ({loss.meaning})."
 
 
 def explain_run(

@@ -73,10 +73,11 @@ class Screen(contextlib.AbstractContextManager["Screen"]):
         eta_s: float | None,
         memory: tuple[int, int] | None,
     ) -> None:
-        """Shows the progress. fraction_done: 0 … 1; total_steps: None where it is not known; memory: (used, total)."""
+        """Shows the progress. fraction_done: 0 … 1; total_steps: None where it is not known; eta_s: None or 0 before
+        the time of a step is known; memory: (used, total)."""
         step = f"step {window.step:,}" + (f"/{total_steps:,}" if total_steps is not None else "")
         details, done = " · ".join(_details(window, memory)), fmt.percentage(fraction_done)
-        eta = f"ETA {fmt.duration(eta_s)}" if eta_s is not None else ""
+        eta = f"ETA {fmt.duration(eta_s)}" if eta_s else ""
         with self._lock:
             if self.is_live:
                 bar = ProgressBar(total=1.0, completed=fraction_done, width=30)

@@ -1,26 +1,30 @@
 """`stoker compare`: exit code 1 only for a regression."""
 
+import io
 import random
 from pathlib import Path
 
 import pytest
 
 from stoker.errors import UsageError
-from stoker.report.compare import check_speed
+from stoker.report.compare import check_speed, compare, print_comparison
 from stoker.runs.records import STEPS, RunFolder
 from stoker.runs.schemas import StepWindow
 
 
-def write_run(path: Path, img_per_s: float, windows: int = 48, noise: float = 0.03) -> Path:
+def write_run(path: Path, img_per_s: float, windows: int = 48, noise: float = 0.03, counts: str = "images") -> Path:
+    """counts: what the windows have, `images`, `steps` of a tenth of them, or nothing."""
     path.mkdir()
     generator, folder = random.Random(str(path.name)), RunFolder(path, 1)
     for k in range(windows):
         images = round(1000 * img_per_s * (1 + generator.gauss(0, noise)) / 1000)
         phases = {"compute": 1.0} | ({"startup": 30.0} if k == 0 else {})
+        steps = 1 if counts == "images" else images // 10 if counts == "steps" else 0
         folder.append(
             STEPS,
-            StepWindow(t=float(k), attempt=1, step=k, window_steps=1, num_images=images, wall_s=sum(phases.values()),
-                       devices=1, phases=phases),
+            StepWindow(t=float(k), attempt=1, step=k, window_steps=steps,
+                       num_images=images if counts == "images" else 0, wall_s=sum(phases.values()), devices=1,
+                       phases=phases),
         )  # fmt: skip
     folder.close()
     return path
@@ -44,3 +48,21 @@ def test_runs_that_are_too_short_and_other_thresholds_are_refused(tmp_path: Path
         check_speed(base, write_run(tmp_path / "short", 1000, windows=5), 0.05)
     with pytest.raises(UsageError, match="not a fraction"):
         check_speed(base, base, 5)
+
+
+def test_jobs_whose_images_are_not_counted_are_compared_by_their_steps(tmp_path: Path) -> None:
+    base, slower = (write_run(tmp_path / name, speed, counts="steps") for name, speed in (("a", 1000), ("b", 800)))
+    found = check_speed(base, slower, 0.05)
+    assert (found.unit, found.is_regression) == ("steps", True)
+    assert found.ratio == pytest.approx(0.8, rel=0.05)
+    counted = check_speed(write_run(tmp_path / "c", 1000), write_run(tmp_path / "d", 1000), 0.05)
+    assert counted.unit == "images"
+    comparison = compare(base, slower)
+    comparison.speed = found
+    file = io.StringIO()
+    print_comparison(comparison, file, width=400)
+    assert "times the steps per second" in file.getvalue()
+    assert "the batch size must be the same" in file.getvalue()
+    with pytest.raises(UsageError, match="no speed to compare") as caught:
+        check_speed(base, write_run(tmp_path / "uncounted", 1000, counts="nothing"), 0.05)
+    assert "stoker.measure" in str(caught.value.fix)

@@ -99,6 +99,14 @@ def test_plain_progress_omits_unknown_values() -> None:
     assert file.getvalue() == "step 1,200 (50 %) · 1 step skipped\n"
 
 
+def test_no_time_is_left_out_of_the_progress_before_a_step_was_timed() -> None:
+    file = io.StringIO()
+    with plain(file) as screen:
+        screen.progress(window(step=1), fraction_done=0.004, total_steps=250, eta_s=0.0, memory=None)
+    assert file.getvalue().startswith("step 1/250 (0.4 %) · loss")
+    assert "ETA" not in file.getvalue()
+
+
 def test_plain_progress_comes_at_most_every_ten_seconds_and_events_at_once() -> None:
     file, clock = io.StringIO(), Clock()
     with plain(file, clock) as screen:

@@ -109,6 +109,17 @@ evidence: steps.jsonl, events.jsonl, config.toml in cars-1
     )
 
 
+def test_a_longer_start_is_said_beside_the_largest_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is named after the start, which the table shows first."""
+    monkeypatch.setattr("stoker.diagnosis.engine.run_rules", lambda _: [finding()])
+    folder = RunFolder(tmp_path, 1)
+    folder.event("started")
+    folder.append(STEPS, StepWindow(t=1.0, attempt=1, step=1, window_steps=1, num_images=1, wall_s=31.8, devices=1,
+                                    phases={"compute": 10.0, "startup": 19.0, "eval": 2.8}))  # fmt: skip
+    folder.close()
+    assert explain_run(tmp_path).verdict().startswith("Besides startup (19 s), most time was lost in eval: 2.8 s, ")
+
+
 def test_the_stages_of_input_wait(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, 1)
     folder.event("started")
