@@ -26,7 +26,6 @@ from stoker.launching.elastic import read_batch
 from stoker.launching.spec import LOG, PLACES, LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions, open_place
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
-from stoker.profiling.telemetry.environment import describe_storage
 from stoker.runs.records import EVENTS, is_finished, open_run, read_lines, runs_named
 from stoker.runs.schemas import Event
 from stoker.storage.uri import WRITABLE_SCHEMES, expand_variables, is_uri, parse_uri
@@ -283,17 +282,15 @@ def _check_reach(spec: LaunchSpec, place: Place) -> None:
     for what, flag, location in (("run folder", "--run-dir", spec.run_dir), ("data set", "DATA", spec.data)):
         if location is None or location == "demo" or is_uri(location):
             continue
-        if any(PurePosixPath(location).is_relative_to(mount.path) for mount in spec.mounts):
-            continue
         if place.reach == "shared files":
-            folders = (Path(location), *Path(location).parents)
-            storage = describe_storage(next(folder for folder in folders if folder.exists()))
-            if storage["network"]:
+            if (kind := spec.local_storage(location)) is None:
                 continue
-            cause = f"it is on a local file system of this machine ({storage['kind']})"
+            cause = f"it is on a local file system of this machine ({kind})"
             fix = (
                 f"{flag} in a bucket (gs://, s3://) or on a network file system; `--mount PATH`, if all nodes see PATH"
             )
+        elif any(PurePosixPath(location).is_relative_to(mount.path) for mount in spec.mounts):
+            continue
         else:
             cause = "a container sees only what is mounted into it"
             fix = f"{flag} in a bucket (gs://, s3://), or below a mount: `--mount SOURCE:PATH`"

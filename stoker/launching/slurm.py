@@ -26,6 +26,7 @@ from pathlib import Path
 from stoker.errors import PreflightError, UsageError, writing
 from stoker.launching.jobs import read_log, recorded_end
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
+from stoker.storage.uri import is_uri
 
 COMMAND_TIMEOUT_S = 60
 """Of a client: it waits for a controller that is busy or restarts."""
@@ -57,6 +58,14 @@ class Slurm(Place):
                 f"A time limit of {spec.time_limit_s} s leaves no time to train: {spec.grace_s} s are for the save.",
                 fix=f"--time-limit {math.ceil(4 * spec.grace_s / 60)}min, or a smaller --grace",
             )
+        if is_uri(spec.run_dir) and (kind := spec.local_storage(spec.log)) is not None:
+            folder, name = Path(spec.log).parent, Path(spec.log).name
+            return [
+                f"the log {name} is written into the folder from which the job is submitted, and {folder} is on a "
+                f"local file system of this machine ({kind}): Slurm fails a job on a node without that folder, and "
+                "`stoker launch logs` sees none; submit it from a folder on a network file system, or add "
+                "`--mount PATH`, if all nodes see PATH"
+            ]
         return []
 
     def render(self, spec: LaunchSpec) -> str:
@@ -74,7 +83,8 @@ class Slurm(Place):
             "signal": f"B:USR1@{spec.grace_s}",
             "open-mode": "append",
             "array": f"0-{spec.tasks - 1}" if spec.tasks > 1 else None,
-            "output": spec.log.replace("%", "%%"),  # Slurm replaces %j and others
+            # Slurm replaces %j and others, and puts a name without folder where the job is submitted.
+            "output": (Path(spec.log).name if is_uri(spec.run_dir) else spec.log).replace("%", "%%"),
         }
         lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
         python = [sys.executable, "-m"]
@@ -95,7 +105,8 @@ class Slurm(Place):
     def submit(self, spec: LaunchSpec) -> str:
         with writing("The log of the job cannot be written.", spec.log):
             Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
-        answer = _run(["sbatch", "--parsable"], stdin=self.render(spec))
+        folder = Path(spec.log).parent if is_uri(spec.run_dir) else None
+        answer = _run(["sbatch", "--parsable"], stdin=self.render(spec), folder=folder)
         return answer.strip().partition(";")[0]  # a federation adds its cluster's name
 
     def status(self, job: Job) -> JobStatus:
@@ -128,14 +139,14 @@ class _UnknownJob(PreflightError):
     """Slurm has forgotten the job: it ended more than MinJobAge (300 s) ago."""
 
 
-def _run(command: Sequence[str], *, stdin: str = "") -> str:
-    """What a client prints. Raises PreflightError."""
+def _run(command: Sequence[str], *, stdin: str = "", folder: Path | None = None) -> str:
+    """What a client prints. folder: where it runs; None: here. Raises PreflightError."""
     if shutil.which(command[0]) is None:
         fix = "submit on a login node of the cluster (Debian: `apt install slurm-client`)"
         raise PreflightError(f"Slurm's {command[0]} is not installed here.", fix=fix)
     try:
         done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+            command, input=stdin, cwd=folder, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         what = f"{command[0]} did not answer within {COMMAND_TIMEOUT_S} s."

@@ -6,7 +6,7 @@ import functools
 import importlib
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import msgspec
@@ -196,6 +196,17 @@ class LaunchSpec:
     def job_name(self) -> str:
         """Of this job, where the place keeps the names of jobs that have ended: stoker-run, stoker-run-a2, …"""
         return self.name if self.attempt == 1 else f"{self.name}-a{self.attempt}"
+
+    def local_storage(self, path: str) -> str | None:
+        """The kind of the file system (ext4), if `path` is on one of this machine and below no mount, so that other
+        nodes do not see it."""
+        from stoker.profiling.telemetry.environment import describe_storage  # not needed for `stoker --help`
+
+        if any(PurePosixPath(path).is_relative_to(mount.path) for mount in self.mounts):
+            return None
+        folders = (Path(path), *Path(path).parents)
+        storage = describe_storage(next(folder for folder in folders if folder.exists()))
+        return None if storage["network"] else str(storage["kind"])
 
     @property
     def is_elastic(self) -> bool:

@@ -264,8 +264,25 @@ def test_the_script_for_slurm(stoker: Command) -> None:
     assert "--batch is `--batch-size` here" in text, "flags of other tools are translated, with a note"
 
 
-def test_the_script_is_one_that_bash_accepts(stoker: Command) -> None:
-    _, text = stoker("slurm", "demo", "--run-dir", "gs://b/r", "--gpu", "1g.10gb", "--dry-run")
+def test_the_log_for_slurm_of_a_run_in_a_bucket(stoker: Command, tmp_path: Path) -> None:
+    words = ("slurm", "demo", "--run-dir", "s3://b/r/1", "--dry-run")
+    code, text = stoker(*words)
+    assert code == 0
+    assert "#SBATCH --output=stoker-1.log" in text.splitlines(), "in the folder of sbatch"
+    assert (
+        f"warning: the log stoker-1.log is written into the folder from which the job is submitted, and {tmp_path}"
+        in (text)
+    )
+    _, text = stoker(*words, "--mount", str(tmp_path))
+    assert "warning: the log" not in text
+    code, text = stoker("slurm", "demo", "--run-dir", str(tmp_path / "run"), "--mount", str(tmp_path), "--dry-run")
+    assert f"#SBATCH --output={tmp_path}/run/launch.log" in text.splitlines()
+    assert "warning: the log" not in text
+
+
+def test_the_script_is_one_that_bash_accepts(stoker: Command, tmp_path: Path) -> None:
+    words = ("slurm", "demo", "--run-dir", "gs://b/r", "--gpu", "1g.10gb", "--mount", str(tmp_path))
+    _, text = stoker(*words, "--dry-run")
     assert "#SBATCH --gres=gpu:1g.10gb:1" in text
     script = text.partition("#!")[2].partition("\n# ")[0]
     assert subprocess.run(["bash", "-n"], input=f"#!{script}", text=True, check=False).returncode == 0
