@@ -286,7 +286,7 @@ def find_losses(lines: tuple[LogLine, ...]) -> list[LoggedLoss]:
 
 
 def find_non_finite_losses(losses: list[LoggedLoss]) -> list[LogLine]:
-    """The last line of each training loss that was NaN or infinite at the end; a loss that became finite again does
+    """The line from which each training loss was NaN or infinite to the end; a loss that became finite again does
     not count, neither does a single infinite one after finite ones (loss scaling skips that step), nor a part of a loss
     that is finite. Such jobs also end with exit code 0."""
     latest: dict[str, tuple[LogLine, bool, bool]] = {}  # line, whether it is not finite, whether it counts
@@ -294,7 +294,8 @@ def find_non_finite_losses(losses: list[LoggedLoss]) -> list[LogLine]:
         is_non_finite = _NON_FINITE.search(value) is not None
         was_finite = name in latest and not latest[name][1]
         counts = is_non_finite and not (was_finite and "nan" not in value.lower())
-        latest[name] = line, is_non_finite, counts
+        goes_on = is_non_finite and name in latest and not was_finite
+        latest[name] = latest[name][0] if goes_on else line, is_non_finite, counts
     return list(dict.fromkeys(line for line, _, counts in latest.values() if counts))
 
 

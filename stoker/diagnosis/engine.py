@@ -70,7 +70,7 @@ def run_rules(run: RunRecords) -> list[Finding]:
     if end_findings and end_findings[0].id == "hang":
         shown = msgspec.structs.replace(end_findings[0], evidence=end_findings[0].evidence + host.stuck_evidence(run))
         end_findings[0] = host.name_stuck(run, shown)
-    end_findings, remaining = _merge_divergence(end_findings, remaining)
+    end_findings, remaining = _merge_divergence(run, end_findings, remaining)
     if not end_findings:
         if any(finding.id == "hung" for finding in remaining):
             explained = postmortem.explain_hang(run.read_output(), has_stepped=run.totals.steps > 0)
@@ -94,10 +94,16 @@ def run_rules(run: RunRecords) -> list[Finding]:
     return [*leaks, *end_findings, *(f for f in remaining if f.id not in covered and f not in leaks)]
 
 
-def _merge_divergence(ends: list[Finding], others: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+def _merge_divergence(
+    run: RunRecords, ends: list[Finding], others: list[Finding]
+) -> tuple[list[Finding], list[Finding]]:
     """The loss that the output shows to be NaN or infinite is the one that the records know more of: one finding."""
     lost = next((finding for finding in others if finding.id == "non_finite_loss"), None)
     ended = next((finding for finding in ends if finding.id == "diverged"), None)
+    sudden, fix = learning.find_sudden(run)
+    if lost is None and ended is not None and ended.severity == "critical" and sudden is not None:
+        merged = msgspec.structs.replace(ended, evidence=[*ended.evidence, sudden], fix=fix)
+        return [merged if end is ended else end for end in ends], others
     if lost is None or ended is None or ended.severity != lost.severity:
         return ends, others
     merged = msgspec.structs.replace(lost, id=ended.id, title=ended.title, evidence=[*ended.evidence, *lost.evidence])

@@ -292,15 +292,16 @@ def test_any_records_give_consistent_findings(
     assert all(finding.severity == "info" for finding in ours[first_told:])
 
 
-def test_a_loss_that_is_nan_is_one_finding() -> None:
+def test_a_loss_that_is_nan_is_one_finding(tmp_path: Path) -> None:
     """The line of the output, and what the records know more: where, and what it cost."""
     ended = Finding(id="diverged", severity="critical", title="ended", evidence=[Evidence(text="Loss is nan")])
     lost = Finding(id="non_finite_loss", severity="critical", title="lost", evidence=[Evidence(text="step 7")],
                    lost_device_s=9.0, place="train.py:3")  # fmt: skip
     other = Finding(id="input_bound", severity="warning", title="other")
-    ends, others = _merge_divergence([ended], [lost, other])
+    run = read_run(make_run(tmp_path / "run"))
+    ends, others = _merge_divergence(run, [ended], [lost, other])
     assert [(f.id, f.title, f.lost_device_s, f.place) for f in ends] == [("diverged", "ended", 9.0, "train.py:3")]
     assert [evidence.text for evidence in ends[0].evidence] == ["Loss is nan", "step 7"]
     assert others == [other]
-    assert _merge_divergence([], [lost]) == ([], [lost])
-    assert _merge_divergence([ended], [other]) == ([ended], [other])
+    assert _merge_divergence(run, [], [lost]) == ([], [lost])
+    assert _merge_divergence(run, [ended], [other]) == ([ended], [other])

@@ -685,6 +685,17 @@ def test_a_schedule_that_counts_batches_as_epochs(lr: Callable[[int], float], is
     assert all("early" in finding.title or "before the end" in finding.title for finding in found)
 
 
+@pytest.mark.parametrize(("rise", "is_sudden"), [(0.0, True), (0.2, False)])
+def test_a_loss_that_becomes_nan_at_once_is_not_the_learning_rate(rise: float, is_sudden: bool, tmp_path: Path) -> None:
+    """But the batch, or an operation; a loss that has grown before is."""
+    job = {"config": None, "external": True, "seconds": 60,
+           "losses": lambda s: {"total": 1.0 + rise * s} if s < 30 else {},
+           "events": [("warning", "the job printed that total is nan", {"not_finite": "total"})]}  # fmt: skip
+    found = of(findings(tmp_path / "run", job), "non_finite_loss")
+    assert found.fix.startswith("It became so at once") is is_sudden
+    assert ("the last finite loss was 1" in found.evidence_text) is is_sudden
+
+
 @pytest.mark.parametrize(("from_second", "is_found"), [(None, True), (2, False)])
 def test_a_learning_rate_of_zero(from_second: int | None, is_found: bool, tmp_path: Path) -> None:
     """As an integer division makes it; not in the first steps of a warm-up. The loss may not be known."""

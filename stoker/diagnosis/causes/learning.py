@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stoker.config.durations import parse_duration
-from stoker.diagnosis.causes.cause import Cause, find_cause, worst
+from stoker.diagnosis.causes.cause import Cause, fill_apis, find_cause, worst
 from stoker.diagnosis.causes.mistakes import MistakeKind, mistake_evidence, mistakes_of
 from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords, TimeSeries
@@ -368,15 +368,28 @@ def non_finite_loss(run: RunRecords, cause: Cause) -> Finding | None:
         evidence.append(make_evidence(text, num_windows, "steps.jsonl: losses"))
     rollbacks = learning.events.get("rolled_back", [])
     evidence += [lr_evidence(run), *(event_evidence(rollback) for rollback in rollbacks[-MAX_EXAMPLES:])]
+    sudden, fix = find_sudden(run)
+    evidence.insert(1, sudden)
     return make_finding(
         run,
         cause,
         1,
         evidence,
+        fix=fix,
         lost_s=learning.device_s_without_loss or None,
         estimate_basis="all since the last finite loss" if learning.device_s_without_loss else "",
         command=lr_command(rollbacks[-1].data.get("lr")) if rollbacks else None,
     )
+
+
+def find_sudden(run: RunRecords) -> tuple[Evidence | None, str | None]:
+    """(the last finite loss, the fix), where the loss of a foreign job had not grown before; else nothing."""
+    cause, values = find_cause("non_finite_loss"), run.learning.loss.values
+    if not run.is_external or not values or not 0 < values[-1] <= cause.threshold("sudden") * values[0]:
+        return None, None
+    text = f"the last finite loss was {values[-1]:.4g}"
+    fix = fill_apis(cause.other_fixes["sudden"], run.frameworks or run.loader, run.loader)
+    return make_evidence(text, values[-1], "steps.jsonl: losses"), fix
 
 
 def unstable_training(run: RunRecords, cause: Cause) -> Finding | None:

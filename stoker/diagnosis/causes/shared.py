@@ -301,8 +301,8 @@ def max_gpu_memory_fraction(run: RunRecords) -> float | None:
 
 
 def fit_steady_growth(series: TimeSeries) -> LinearFit | None:
-    """The line of growth that looks like a leak: it is straight, and neither slows down nor has ended. All causes of this
-    kind have the same thresholds."""
+    """The line of growth that looks like a leak: it is straight, and neither slows down nor has ended. All causes of
+    this kind have the same thresholds."""
     threshold = find_cause("gpu_memory_leak").threshold
     if series.span_s < threshold("min_span_s") or len(series.points) < threshold("min_points"):
         return None
