@@ -199,10 +199,15 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
     phases = {name: seconds for name, seconds in totals.phases.items() if name not in NOT_TRAINING}
     training_s = sum(phases.values())
     wall_s = training_s / max(1, totals.devices)
+    is_finished = run.events.end is not None and run.events.end.kind == "finished"
     if wall_s < MIN_TRAINING_S or totals.num_images == 0:
         cause = f"{fmt.duration(wall_s)} of training are recorded, {fmt.count(totals.num_images)} images"
+        what = "The run is too short for advice on its devices."
         fix = f"let it train for {fmt.duration(MIN_TRAINING_S)}; `stoker plan DATA` needs no run"
-        raise UsageError("The run is too short for advice on its devices.", location=path, cause=cause, fix=fix)
+        if is_finished:
+            what = "The run is finished, and was too short for advice on its devices."
+            fix = f"start a new one that trains for longer than {fmt.duration(MIN_TRAINING_S)}; or `stoker plan DATA`"
+        raise UsageError(what, location=path, cause=cause, fix=fix)
     price = resolve_price(run.recorded_price, price_per_device_hour, environment)
     run_settings = settings.get("run", {})
     epoch_images, images_left = run.facts.get("num_images"), None
@@ -226,7 +231,7 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
         by_s=by_s,
         data=str(settings.get("data", {}).get("data", "DATA")),
         job=next(iter(read_jobs(str(path))[-1:]), None),
-        is_finished=run.events.end is not None and run.events.end.kind == "finished",
+        is_finished=is_finished,
     )
 
 

@@ -107,6 +107,17 @@ def test_what_is_refused(tmp_path: Path) -> None:
         advise(tmp_path / "absent")
 
 
+@pytest.mark.parametrize(("end", "what", "fix"), [
+    ("finished", "The run is finished, and was too short", "start a new one that trains for longer"),
+    ("preempted", "The run is too short", "let it train for 1 min 00 s"),
+])  # fmt: skip
+def test_a_finished_run_cannot_be_let_train(end: str, what: str, fix: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        advise(write_run(tmp_path / "short", phases={"compute": 10.0}, end=end))
+    assert what in str(refused.value)
+    assert f"fix:    {fix}" in str(refused.value)
+
+
 def test_the_command_cancels_the_job_and_continues_at_its_place(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"compute": 0.6, "input_wait": 0.4}, devices=4, used_cores=11.5)
     remember(Job(place="slurm", id="7", name="stoker-run", run=str(run), t=0.0, options={"partition": "spare"}))
