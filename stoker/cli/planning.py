@@ -116,7 +116,7 @@ def plan(
     """Predicts memory, duration and cost of a training on named machines, and recommends one.
 
     Nothing is trained or rented. Where no step of a device was measured, its times are guesses, with wide bands.
-    Settings are those of `stoker train`.
+    Settings are those of `stoker train`. Exit code 1 if no machine is recommended.
     """
     from stoker.errors import ConfigError
 
@@ -134,7 +134,9 @@ def plan(
         write_page(result, html)
     if json:
         print_json(to_dict(result))
-        return
-    print_plan(result)
-    if html is not None:
-        print_text(f"written: {html}")
+    else:
+        print_plan(result)
+        if html is not None:
+            print_text(f"written: {html}")
+    if result.recommendation.choice is None:
+        sys.exit(1)

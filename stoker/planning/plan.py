@@ -24,6 +24,7 @@ from stoker.hardware.device import Device, select_device
 from stoker.hardware.tpu import TpuSlice, listed_slices
 from stoker.planning.duration import MachinePlan, Placement, TrainingJob, plan_machine
 from stoker.planning.machines import (
+    THIS_MACHINE,
     Machine,
     choose_machines,
     describe_prices,
@@ -57,7 +58,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tpus: list[TpuSlice]
     """The slices that `on` names: machine and price; nothing is predicted for TPUs."""
     recommendation: Recommendation
-    command: str
+    command: str | None
+    """Trains it on the recommended machine; None: none is recommended."""
     prices: str
     """Source of the prices, a clause."""
     notes: list[str]
@@ -85,17 +87,27 @@ def make_plan(
     others = [name for name in on if name.lower() not in listed_slices()]
     if tpus and not others:
         others = [this.name] if this is not None else [next(iter(table))]
+    notes, wants_cpu = list[str](), own_device.is_cpu and user_config.run.device is not None
+    if wants_cpu and not others:
+        others = [THIS_MACHINE]
+        notes.append("--device cpu: only this machine is planned; those of the table are rented for their GPUs")
     machines = choose_machines(others, machines=table, this=this)
+    with_gpu = [machine.name for machine in machines if machine.accelerator != "cpu"]
+    if wants_cpu and with_gpu:
+        what = f"--device {user_config.run.device} would leave the GPU of {', '.join(with_gpu)} unused."
+        cause = "a plan for such a machine is one for its GPU"
+        raise UsageError(what, cause=cause, fix="leave out --device; or --on this: the CPU of this machine")
+    has_gpu = bool(with_gpu)
     index = open_index_of(user_config.data)
     if "train" not in index.splits:
         raise DataError("The data set has no train split.", location=index.source, choices=index.splits)
-    has_gpu = any(machine.accelerator != "cpu" for machine in machines)
     device = Device(torch.device("cuda")) if has_gpu else own_device
     config, reasons = derive_for_plan(user_config.replace(device=None), index, device)
     if measure:
         measure_steps(config, index, own_device)
     job = _job(config, index)
-    placements, notes = _placements(machines, gpus, spot=spot, is_named=bool(on))
+    placements, left_out = _placements(machines, gpus, spot=spot, is_named=bool(on))
+    notes += left_out
     if not placements:
         choices = sorted({machine.gpus for machine in machines})
         fix = "the GPUs of a machine, or a multiple of them for several machines"
@@ -137,7 +149,7 @@ def make_plan(
         rows=rows,
         tpus=tpus,
         recommendation=recommendation,
-        command=train_command(user_config, chosen),
+        command=None if chosen is None else train_command(user_config, chosen),
         prices=describe_prices() + ("" if prices is None else f"; {prices}"),
         notes=notes,
     )

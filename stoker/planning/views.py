@@ -64,7 +64,8 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
     yield ""
     yield from _recommendation(plan, shown)
     yield ""
-    yield plain_text(plan.command)
+    if plan.command is not None:
+        yield plain_text(plan.command)
     band = "a band is from the good to the bad end of all that is uncertain; docs/plan.md"
     for note in (*plan.notes, f"prices: {plan.prices}", band):
         yield plain_text(f"- {note}")
@@ -143,7 +144,7 @@ def html(plan: Plan) -> str:
         tag("ul", [tag("li", sentence) for sentence in (*found.reasons, *found.changes)]),
         _drawing(plan),
         table("Machines", head, cells, right=(1, 2), hidden=True),
-        tag("p", tag("code", plan.command)),
+        [] if plan.command is None else tag("p", tag("code", plan.command)),
         tag("p", f"Prices: {plan.prices}."),
     )
     title = tag("title", f"{plan.data} · stoker plan")

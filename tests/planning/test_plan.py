@@ -238,6 +238,39 @@ def test_flags() -> None:
     assert "--by" in str(caught.value)
 
 
+def test_without_a_recommendation_no_command_and_exit_code_1(data: Path, tmp_path: Path, capsys: Any) -> None:
+    page = tmp_path / "plan.html"
+    words = ["plan", str(data), "--epochs", "1000", "--on", "g5.xlarge", "--html", str(page)]
+
+    def run(*limits: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as ended:
+            app([*words, *limits])
+        return ended.value.code, capsys.readouterr().out
+
+    code, text = run("--by", "1min")
+    assert code == 1
+    assert "no machine trains this within 60 s" in text
+    assert f"stoker train {data}" not in text + page.read_text()
+    code, text = run("--by", "1min", "--json")
+    assert (code, json.loads(text)["command"], json.loads(text)["recommended"]) == (1, None, None)
+    code, text = run("--by", "10h")
+    assert not code
+    assert f"stoker train {data} --epochs 1000" in text
+    assert f"stoker train {data} --epochs 1000" in page.read_text()
+
+
+def test_a_gpu_is_not_rented_for_its_cpu(data: Path) -> None:
+    for on in (["g5.xlarge"], ["this", "g5.xlarge"]):
+        with pytest.raises(UsageError, match="would leave the GPU of g5") as refused:
+            plan(data, {"device": "cpu"}, on=on)
+        assert "--on this" in str(refused.value.fix)
+    result = plan(data, {"device": "cpu"})
+    assert [row.machine for row in result.rows] == ["this"]
+    assert result.command == f"stoker train {data} --epochs 1000 --device cpu"
+    assert result.notes[0].startswith("--device cpu: only this machine is planned")
+    assert plan(data, {"device": "cpu"}, on=["this"]).notes[0].startswith("time of a step")
+
+
 @pytest.mark.slow
 def test_five_machines_with_predicted_steps(data: Path, tmp_path: Path) -> None:
     """With a small model; how long that of a GPU takes is measured by benchmarks/diagnosis/plan.py."""
