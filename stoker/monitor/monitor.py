@@ -207,8 +207,8 @@ def tracker_metrics(line: RecordLine) -> dict[str, float]:
 
 
 class Follower:
-    """Reads the lines that one attempt of a run appends, with the images of all ranks. Skips those of other attempts, and
-    incomplete ones."""
+    """Reads the lines that one attempt of a run appends, with the images of all ranks. Skips those of other attempts,
+    and incomplete ones."""
 
     def __init__(self, run: Path, attempt: int) -> None:
         self._run = run

@@ -310,6 +310,15 @@ def recording(
     UsageError where stoker trains or another process records, StorageError when the folder cannot be written."""
     if (path / CONFIG).exists():
         raise UsageError("This folder is the run of a training by stoker.", location=path, fix=fix)
+    if is_finished(path):
+        starts = [
+            event.text.partition(": ")[2]
+            for event in read_lines(path, EVENTS, Event)
+            if event.kind in ("started", "resumed")
+        ]
+        if starts and starts[-1] != description:
+            cause = f"it was `{starts[-1]}`"
+            raise UsageError("The run of another job is finished there.", location=path, cause=cause, fix=fix)
     with contextlib.ExitStack() as stack:
         with writing("The run's folder cannot be written.", path, fix="make room, or " + fix):
             path.mkdir(parents=True, exist_ok=True)

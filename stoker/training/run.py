@@ -113,9 +113,7 @@ def train(
             messages += remote.messages
             stack.push(remote.finish)
         if ranks.is_main:
-            stop = functools.partial(stop_request.request, "an alert")
             stack.callback(run_selection.write_diagnosis, folder, screen.warning)
-            stack.enter_context(monitoring(folder, monitor, stop=stop, log=log_format))
         setup: TrainSetup | None = None
 
         def current_step() -> int | None:
@@ -127,6 +125,9 @@ def train(
             folder.event(kind, text, step=current_step(), **data)
 
         try:
+            if ranks.is_main:
+                stop = functools.partial(stop_request.request, "an alert")
+                stack.enter_context(monitoring(folder, monitor, stop=stop, log=log_format))
             with (
                 ranks.explaining(),
                 out_of_memory_as_error("training"),

@@ -49,6 +49,11 @@ def choose_run(
     if name is not None:
         path = Path(expand_variables(name))
         if not (path / EVENTS).exists():
+            if run := next(path.glob(f"*/{EVENTS}"), None):
+                fix = f"--run-dir {path / 'NAME'}, or none: that makes a new folder"
+                raise UsageError(
+                    "This folder holds runs, and is none itself.", location=path, cause=f"{run.parent} is one", fix=fix
+                )
             return None, user_config, []
         location = display_path(path)
         refuse_finished(path, user_config, location)
@@ -84,6 +89,11 @@ def choose_run(
 def refuse_finished(path: Path, user_config: Config | None, location: object) -> None:
     """Raises RunFinished if the run `path` is finished, UsageError if it is and had other settings. user_config: what
     the user set, with absolute paths; None: --resume. location: what the error names."""
+    if user_config is None and (path / EVENTS).exists() and not (path / CONFIG).exists():
+        fix = "start the job's own command again"
+        raise UsageError(
+            "This run is of another program, which stoker watched or measured.", location=location, fix=fix
+        )
     if not is_finished(path):
         return
     difference = None if user_config is None else _difference(path, user_config)

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import signal
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from stoker.config.settings import SECTION_OF, Config, from_fields, from_toml, t
 from stoker.diagnosis.reader import read_run
 from stoker.errors import (
     CheckpointError,
+    ConfigError,
     DataError,
     DivergedError,
     Preempted,
@@ -30,6 +32,7 @@ from stoker.hardware.device import Device, ReadyEvent, SideStream
 from stoker.models import unset_fields
 from stoker.models.weights import model_file
 from stoker.models.weights.load import detect_architecture
+from stoker.monitor.options import MonitoringOptions
 from stoker.preflight.host import estimate_checkpoint_bytes
 from stoker.report import format as fmt
 from stoker.runs.records import (
@@ -201,6 +204,26 @@ def test_another_command_does_not_continue_a_named_run(run: Path, data: Path, tm
     (tmp_path / CONFIG).write_bytes((run / CONFIG).read_bytes())
     with pytest.raises(UsageError, match="other settings"):
         train(settings(data, batch_size=2), run_dir=str(tmp_path))
+
+
+def test_a_folder_that_holds_runs_is_no_run(run: Path, data: Path):
+    with pytest.raises(UsageError, match="holds runs") as caught:
+        train(settings(data), run_dir=str(run.parent))
+    assert str(run) in str(caught.value.cause)
+
+
+def test_the_run_of_another_program_is_not_resumed(run: Path, tmp_path: Path):
+    (tmp_path / EVENTS).write_bytes((run / EVENTS).read_bytes())
+    with pytest.raises(UsageError, match="another program"):
+        train(Config(), resume=str(tmp_path))
+
+
+def test_a_start_that_fails_is_recorded(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="--track wandb"):
+        train(settings(data), run_dir=str(tmp_path / "run"), monitor=MonitoringOptions(track=("wandb",)))
+    last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
+    assert (last.kind, last.data["exit_code"]) == ("failed", 2)
 
 
 def test_the_room_that_is_asked_for_is_that_of_the_models_checkpoints(

@@ -96,6 +96,14 @@ def test_a_missing_program_and_one_that_cannot_run(tmp_path: Path) -> None:
     ]
 
 
+def test_a_finished_run_is_not_continued_by_another_job(tmp_path: Path) -> None:
+    assert watched(["true"], tmp_path).returncode == 0
+    assert watched(["true"], tmp_path).returncode == 0, "the same job may go on"
+    done = watched(["echo", "hello"], tmp_path)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"it was `true`" in done.stderr
+
+
 def test_an_unknown_flag_is_no_program(tmp_path: Path) -> None:
     done = watched(["--alrt", "idle", "--", "true"], tmp_path)
     assert done.returncode == 2
