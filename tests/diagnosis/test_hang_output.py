@@ -33,3 +33,28 @@ def test_what_a_hanging_job_has_logged(
     found = [finding.id for finding in run_rules(read_run(run))]
     assert found[0] == first
     assert "hung" in found
+
+
+THREAD = """\
+step 1 loss 0.5
+Exception in thread Thread-1:
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/threading.py", line 1045, in _bootstrap_inner
+    self.run()
+  File "/job/reader.py", line 7, in run
+    raise RuntimeError("shard 250: bad magic number")
+RuntimeError: shard 250: bad magic number"""
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_thread_that_ended_is_what_the_others_wait_for(
+    lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(termination, "is_held", lambda *_: lives)
+    run = make_run(
+        tmp_path / "run", external=True, silent=60, end=None, host=lambda s: {"process_cpu": 0.01} if s > 44 else {}
+    )
+    (run / "output.log").write_text(THREAD)
+    first = next(finding for finding in run_rules(read_run(run)) if finding.id == "hung")
+    assert "a thread ended by RuntimeError: shard 250: bad magic number" in first.evidence_text
+    assert first.fix.startswith("What waits for a thread that has ended")

@@ -17,6 +17,7 @@ from stoker.diagnosis.causes.shared import (
     percent,
     sample_evidence,
 )
+from stoker.diagnosis.endings import find_thread_exceptions
 from stoker.diagnosis.places.costly import MAIN_FRACTION, READS
 from stoker.diagnosis.places.stuck import LAUNCHES, describe_stuck, stuck_places
 from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, ProgressGap, RunRecords, TimeSeries
@@ -495,6 +496,9 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
     evidence = [make_evidence(text, gap.gap_s, "steps.jsonl: t, window_steps; devices.jsonl: t")]
     if cpu is not None:
         evidence.append(make_evidence(f"the process used {cpu:.2f} cores meanwhile", cpu, "devices.jsonl: process_cpu"))
+    output = run.read_output() if run.termination is None else run.termination.output
+    ended_threads = [output[last] for _, last in find_thread_exceptions(output)]
+    evidence += [make_evidence(f"a thread ended by {line.text}", source=line.source) for line in ended_threads[-1:]]
     finding = make_finding(
         run,
         cause,
@@ -502,6 +506,7 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
         [*evidence, *stuck_evidence(run)],
         lost_s=gap.gap_s * run.num_devices,
         estimate_basis="all since the last step",
+        fix=cause.other_fixes["thread"] if ended_threads else None,
     )
     return None if finding is None else name_stuck(run, finding)
 
