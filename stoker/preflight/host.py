@@ -178,6 +178,8 @@ def disk(host: Host) -> Iterator[Finding]:
     if host.run_dir is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return  # in a bucket, or `access.py` reports it
     place, size = str(wanted), host.checkpoint_bytes or CHECKPOINT_BYTES
+    if machine.disk_usage(str(folder)) == (0, 0):
+        return  # of the kernel, as /proc: `access.py` reports it
     free, need = machine.free_bytes(folder), CHECKPOINTS_KEPT * size
     texts: dict[str, Any] = {"free": fmt.size(free), "size": fmt.size(size), "kept": CHECKPOINTS_KEPT}
     if free is not None and free < need:

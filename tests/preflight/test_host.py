@@ -116,6 +116,10 @@ def test_a_slow_disk_a_full_one_and_one_that_refuses(host: Host, monkeypatch: py
     assert found(host)["disk"].severity == "warning"
 
 
+def test_a_file_system_of_the_kernel_has_no_room_to_speak_of(host: Host):
+    assert "disk" not in found(host, run_dir=Path("/proc/runs"), write_bytes=0)
+
+
 @pytest.fixture
 def clock_server() -> Iterator[tuple[str, list[float]]]:
     """(address, [seconds that its clock is off]) of a web server."""
