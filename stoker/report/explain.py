@@ -334,6 +334,8 @@ def _estimated_stages(run: RunRecords) -> dict[str, float]:
     """Device-seconds by kind of stack of a watched job, of what no clock attributed after its start. A compilation that
     a clock measured is not in it."""
     unattributed_s = run.steady.phases.get("unattributed", 0.0)
+    if run.num_ranks > 1:  # these are of rank 0, the table of all
+        return {}
     if not run.is_external or run.steady_phase_fraction("unattributed") < MIN_ESTIMATED or not has_enough_stacks(run):
         return {}
     measured = {"compile"} & run.steady.phases.keys()
