@@ -29,7 +29,7 @@ from stoker.preflight.catalog import make_finding, run_program, unknown
 from stoker.preflight.cloud import check_cloud
 from stoker.preflight.data_path import check_data_path
 from stoker.preflight.gpu import check_gpu, check_tensorflow
-from stoker.preflight.host import Host, check_host
+from stoker.preflight.host import Host, check_host, estimate_checkpoint_bytes
 from stoker.preflight.network import check_network
 from stoker.preflight.static import check_sources
 from stoker.preflight.tpu import check_tpu, concerns_tpu
@@ -253,10 +253,6 @@ def date_urls(*locations: str | None, env: Mapping[str, str] = os.environ) -> li
 
 # Whether the batch fits
 
-CHECKPOINT_COPIES = 3
-"""Of the weights in a checkpoint: weights, EMA weights, momentum. AdamW has one more, counted by `try_batch`."""
-PARAMETER_BYTES = 4
-
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What the program prints. fit: None unless a batch was tried and fits."""
@@ -315,7 +311,6 @@ def try_batch(user_config: Config) -> Answer:
         used, about = f": {fmt.memory(trials[0].peak_bytes, dry_run.budget_bytes)}", ""
         tried, speed = "tried on the device", f"; {images_per_s:,.0f} img/s"
     parameters = sum(parameter.numel() for parameter in dry_run.optimizer.model.parameters())
-    copies = CHECKPOINT_COPIES + (config.optim.optimizer != "sgd")
     try:
         decode_core_s = loader_demand(config, index).decode_core_s
     except StokerError:  # no image can be decoded: another probe reports that
@@ -333,7 +328,7 @@ def try_batch(user_config: Config) -> Answer:
         is_cpu=device.is_cpu,
         image_side=max(height, width),
         images_per_s=images_per_s,
-        checkpoint_bytes=copies * parameters * PARAMETER_BYTES,
+        checkpoint_bytes=estimate_checkpoint_bytes(parameters, config.optim.optimizer),
         decode_core_s=decode_core_s,
     )
     return Answer(finding=finding, fit=fit)
