@@ -240,6 +240,21 @@ def test_a_line_of_a_loader_that_decodes_nothing_is_no_decoding(role: str, tmp_p
     assert grave == [("heavy_place", "samplers.py:7")]
 
 
+@pytest.mark.parametrize("workers", [1, 0])
+def test_a_sampler_that_decodes_is_told_beside_the_workers(workers: int, tmp_path: Path) -> None:
+    """Records of a job of a stranger, whose batch sampler opens each image for its shape."""
+    line = Place(line="data.py:24", function="load", call="convert", leaf="load (PIL/ImageFile.py)", samples=30,
+                 kind="decode", callers="samplers.py:18 < samplers.py:25")  # fmt: skip
+    stacks = [window(n, line, Place(kind="compute", samples=10)) for n in (1, 2, 3, 4)]
+    busy = {"process_cpu": 2.2, "cpu_core_utilization": [0.95] * 2, "cpu_limit_cores": 2.0}
+    job = WAITS | {"host": lambda _: busy, "window": lambda _: {"thread_cpu_s": {"input_wait": 0.6}},
+                   "facts": {"workers": workers}}  # fmt: skip
+    first = run_rules(read_run(make_run(tmp_path / "run", **job, stacks=stacks)))[0]
+    assert first.id == "slow_decode"
+    assert ("called from samplers.py:18 < samplers.py:25" in first.evidence_text) is bool(workers)
+    assert first.fix.startswith("A sampler") is bool(workers)
+
+
 @pytest.mark.parametrize(
     ("kind", "count", "is_sure"), [("decode", 4, True), ("decode", 3, False), ("python", 40, False)]
 )

@@ -28,7 +28,7 @@ from stoker.diagnosis.causes.shared import (
     stack_evidence,
     wait_in_evaluations_s,
 )
-from stoker.diagnosis.places.costly import ROLE_NAMES, describe_place
+from stoker.diagnosis.places.costly import LOADER_CALL, ROLE_NAMES, describe_place
 from stoker.diagnosis.places.loading import (
     count_blocked,
     count_decoding,
@@ -326,10 +326,12 @@ def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
         return make_input_wait_finding(run, cause, evidence)
     if decodes_in_training_thread(run):
         samples = stack_evidence(run, "the preparation of batches", "decode", "input_wait")
-        evidence = [preparing_evidence(run), samples, cpu_utilization_evidence(run)]
+        beside = _beside_workers_evidence(run)
+        evidence = [preparing_evidence(run), beside, samples, cpu_utilization_evidence(run)]
         contradicted = samples_contradict(run, fraction_of_phase(run, "input_wait") or 0.0, "decode", "input_wait")
         confidence = cause.confidence / 2 if contradicted else None
-        return make_input_wait_finding(run, cause, evidence, confidence=confidence)
+        fix = None if beside is None else cause.other_fixes["beside workers"]
+        return make_input_wait_finding(run, cause, evidence, confidence=confidence, fix=fix)
     cores = loader_cpu(run)
     if cores is None or idle_while_waiting_evidence(run) is not None:
         return None
@@ -343,6 +345,21 @@ def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
     if computes := _native_loader_evidence(run, "they compute meanwhile"):
         return make_input_wait_finding(run, cause, [*evidence, computes], confidence=0.8, is_computing=True)
     return make_input_wait_finding(run, cause, evidence, confidence=0.65, is_computing=True)
+
+
+def _beside_workers_evidence(run: RunRecords) -> Evidence | None:
+    """That the training thread loads by itself although the loader has workers, as a sampler does that opens images."""
+    kinds = ("decode", "input_wait")
+    own = [place for place in run.places if place.role == "training" and place.kind in kinds and place.callers
+           and not place.is_startup and not LOADER_CALL.search(place.call)]  # fmt: skip
+    if not run.facts.get("workers") or not own:
+        return None
+    largest = max(own, key=lambda place: place.seconds)
+    text = (
+        f"the loader has workers, and the training thread itself was {largest.seconds:,.0f} s in "
+        f"{describe_place(largest)}, called from {largest.callers}"
+    )
+    return make_evidence(text, largest.seconds, "stacks.jsonl: places")
 
 
 def too_few_cores(run: RunRecords, cause: Cause) -> Finding | None:
