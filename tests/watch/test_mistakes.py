@@ -61,6 +61,7 @@ def seen_in(folder: Path) -> list[dict[str, Any]]:
 KINDS: list[tuple[str, int | None, dict[str, str]]] = [
     ("old_gradients", 19, {"clear": "pass"}),
     ("softmax_twice", 18, {"loss": "F.cross_entropy(logits.softmax(1), y)"}),
+    ("outer_loss", 18, {"before": "width = 1", "loss": "(y + x[:, 0] - logits).abs().mean()"}),
 ]
 MORE_KINDS: list[tuple[str, int | None, dict[str, str]]] = [
     ("optimizer_again", 15, {"clear": EVERY_20.format("Adam", 0.01)}),
@@ -72,6 +73,22 @@ MORE_KINDS: list[tuple[str, int | None, dict[str, str]]] = [
     ("raw_nll", 18, {"loss": "F.nll_loss(logits, y)"}),
     ("nll_of_probabilities", 18, {"loss": "nn.NLLLoss()(logits.softmax(-1), y)"}),
     ("one_class", 18, {"before": "width = 1"}),
+    (
+        "outer_loss",
+        18,
+        {
+            "before": "width = 1; import warnings; warnings.simplefilter('ignore')",
+            "loss": "F.mse_loss(logits, x[:, 0])",
+        },
+    ),
+    (
+        "outer_loss",
+        18,
+        {
+            "before": "width = 1; import warnings; warnings.simplefilter('ignore')",
+            "loss": "F.smooth_l1_loss(logits.squeeze(1), x[:, :1])",
+        },
+    ),
     (
         "create_graph",
         18,
@@ -152,6 +169,10 @@ def test_a_mistake_is_named_with_its_line(kind: str, line: int | None, changed: 
         {"backward": "retain_graph=True", "end": "F.cross_entropy(logits, 3 - y).backward(); optimizer.step()"},
         {"loss": "F.cross_entropy(model[4](model[:4](x).detach()) if step % 2 else logits, y)"},  # parts in turn
         {"after": "model[:4].requires_grad_(False)"},
+        {"before": "width = 1", "loss": "(logits.squeeze(1) - x[:, 0]).square().mean()"},
+        {"before": "width = 16", "loss": "(logits - x[:, 0]).square().mean()"},  # as many targets as samples
+        {"before": "width = 1", "loss": "(logits[:, 0].unsqueeze(1) - x[:, 0]).abs().mean()"},  # meant
+        {"before": "width = 1", "loss": "F.softplus(logits - logits.T).mean()"},  # all pairs of predictions
     ],
 )
 def test_a_loop_without_a_mistake(changed: dict[str, str], tmp_path: Path) -> None:

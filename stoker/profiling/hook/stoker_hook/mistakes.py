@@ -46,6 +46,8 @@ SIZED_BACKWARDS, MAX_NODES, MIN_GROWTH = (4, 8, 16, 32, 64), 20_000, 1.7
 to the next: one that contains the steps before doubles, and sequences of any length do not."""
 _RESHAPES = ("View", "Reshape", "UnsafeView", "Permute", "Transpose", "Squeeze", "Unsqueeze", "T", "Alias", "Clone",
              "Slice", "Select", "ToCopy", "Expand")  # fmt: skip
+_COMPARISONS = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
+"""Losses of torch that compare values one by one, after they were made of one size."""
 _LAYERS, _PROBABILITIES = ("Addmm", "Mm", "Convolution", "MkldnnConvolution"), ("Softmax", "Sigmoid")
 """Operations whose results are any numbers, or probabilities, and no logarithms of these."""
 _TRAINS_ONLY = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth", "InstanceNorm")
@@ -450,6 +452,8 @@ def _loss_mistakes(tensors: "Any") -> "set[str]":
     found = set()
     for node in _nodes(tensors, MAX_LOSS_NODES):
         name = _operation(node)
+        if _compares_all_pairs(node, name):
+            found.add("outer_loss")
         if name not in ("NllLoss", "NllLoss2D", "NllLossNd", "BinaryCrossEntropyWithLogits"):
             continue
         given = _before(node)
@@ -470,6 +474,26 @@ def _loss_mistakes(tensors: "Any") -> "set[str]":
     return found
 
 
+def _compares_all_pairs(node: "Any", name: str) -> bool:
+    """Whether n predictions are compared with the targets of all n samples: sizes (n, 1) and (n,) make (n, n)."""
+    if name in _COMPARISONS and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+        name = _operation(node)
+    operands = [following for following, _ in node.next_functions if following is not None]
+    shape = _shape(node)
+    if name not in ("Sub", "Expand") or len(operands) != 1 or len(shape) != 2 or not shape[0] == shape[1] > 1:
+        return False
+    given = _shape(operands[0])
+    is_column = given == (shape[0], 1) and _operation(operands[0]) not in _RESHAPES  # else it is meant
+    return is_column or (name == "Expand" and given == (shape[0],))
+
+
+def _shape(node: "Any") -> "tuple[int, ...]":
+    """Of the result of an operation; empty: not known."""
+    metadata = getattr(node, "_input_metadata", None)
+    return tuple(int(size) for size in metadata[0].shape) if metadata else ()
+
+
 def _num_classes(tensors: "Any") -> int:
     """Classes of a loss that is one cross-entropy; 0: it is another one, or several."""
     losses = [node for node in _nodes(tensors, MAX_LOSS_NODES) if _operation(node).startswith("NllLoss")]
@@ -479,10 +503,9 @@ def _num_classes(tensors: "Any") -> int:
 
 def _classes_of(node: "Any") -> int:
     """Of a softmax, by its shape alone: reading a saved tensor would run the job's hooks for these. 0: not known."""
-    metadata = getattr(node, "_input_metadata", None)
-    if not metadata:
+    shape, dimension = _shape(node), int(getattr(node, "_saved_dim", -1))
+    if not shape:
         return 0
-    shape, dimension = metadata[0].shape, int(getattr(node, "_saved_dim", -1))
     return int(shape[dimension if dimension < len(shape) else dimension - (1 << 64)])  # torch keeps it unsigned
 
 
