@@ -13,7 +13,6 @@ import math
 import numbers
 import os
 import re
-import shlex
 import textwrap
 import tomllib
 from pathlib import Path
@@ -506,12 +505,17 @@ def flag_of(name: str) -> str:
     return name.replace("_", "-")
 
 
-def as_typed(name: str, value: Any) -> str:
-    """A setting as it is typed on the command line: `--image-size 128 128`; the data is the argument itself."""
+def flag_words(name: str, value: Any) -> list[str]:
+    """A setting as the words of a command line: `--image-size 128 128`, `--no-shard`, `--epochs 12`; the data is the
+    argument itself."""
+    if name == "data":
+        return [str(value)]
+    if name == "max_duration" and (length := parse_duration(str(value))).unit != "minutes":
+        return [f"--{length.unit}", f"{length.value:g}" if length.unit == "epochs" else str(int(length.value))]
     if isinstance(value, bool):
-        return f"--{'' if value else 'no-'}{flag_of(name)}"
-    text = shlex.join(map(str, value if isinstance(value, tuple) else (value,)))
-    return text if name == "data" else f"--{flag_of(name)} {text}"
+        return [f"--{'' if value else 'no-'}{flag_of(name)}"]
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [f"--{flag_of(name)}", *(f"{one:.12g}" if isinstance(one, float) else str(one) for one in values)]
 
 
 def settings_table(config: Config, reasons: dict[str, str]) -> list[tuple[str, Any, str | None]]:

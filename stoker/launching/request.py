@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from stoker.config.durations import parse_time_s
-from stoker.config.settings import PER_ATTEMPT
+from stoker.config.settings import PER_ATTEMPT, flag_of
 from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
 from stoker.errors import ConfigError, PreflightError, UsageError, make_error
 from stoker.hardware.tpu import TpuSlice, find_slice
@@ -393,4 +393,4 @@ def _parse_secrets(pairs: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--{flag_of(name)}"

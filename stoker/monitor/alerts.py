@@ -54,6 +54,8 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The field to divide by."""
     gpus: Literal["", "mean", "max"] = ""
     """How the readings of several GPUs are joined; empty: the field is one of the line itself."""
+    is_unknown_at_zero: bool = False
+    """0 means that it is not measured, as of a job that does not count its images."""
 
     def read(self, line: Any) -> float | None:
         """None: not measured."""
@@ -65,7 +67,7 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _read(self, record: Any) -> float | None:
         value = getattr(record, self.field)
-        if value == 0 and self.field == "num_images":  # of a job that does not count them
+        if value == 0 and self.is_unknown_at_zero:
             return None
         if isinstance(value, list):
             return statistics.fmean(value) if value else None

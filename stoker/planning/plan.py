@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import torch
 
-from stoker.config.durations import Duration, parse_duration
-from stoker.config.settings import Config, check
+from stoker.config.durations import parse_duration
+from stoker.config.settings import Config, check, flag_words
 from stoker.config.sync_method import PLAIN, parse_sync
 from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
@@ -226,23 +226,10 @@ def train_command(user_config: Config, row: MachinePlan | None = None) -> str:
     settings = user_config.set_fields()
     for name, value in settings.items():
         if name not in ("data", "price_per_device_hour"):
-            words += _flag(name, value)
+            words += flag_words(name, value)
     if row is not None and row.gpus > row.machines:
         words += ["--devices", str(row.gpus // row.machines)]
     return shlex.join(words)
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if name == "max_duration":
-        length: Duration = parse_duration(str(value))
-        if length.unit != "minutes":
-            return [f"--{length.unit}", f"{length.value:g}" if length.unit == "epochs" else str(int(length.value))]
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{name.replace('_', '-')}"]
-    if isinstance(value, tuple | list):
-        return [flag, *map(fmt.setting, value)]
-    return [flag, fmt.setting(value)]
 
 
 def to_dict(plan: Plan) -> Mapping[str, Any]:

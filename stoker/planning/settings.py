@@ -2,13 +2,10 @@
 and the network there. Each check is one of training or of its models, with its message. What is derived from the data
 is checked there only."""
 
-from typing import cast
-
 import torch
 
 from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.config.settings import Config
-from stoker.data.index import Index
 from stoker.errors import PreflightError
 from stoker.hardware.device import XLA_KINDS, Device
 from stoker.models import build, get_architecture
@@ -24,8 +21,7 @@ def refuse_settings(config: Config, devices: Devices, *, sees_files: bool) -> No
     """config: what the user set, each value checked (`settings.check`); devices: those that will train; sees_files:
     they see the files of this machine. Raises ConfigError, PreflightError."""
     run, weights = config.run, config.model.weights
-    without_shards = config.replace(shuffle_buffer=None)  # the index is read for this setting only
-    check_user_settings(without_shards, cast(Index, None), _device_called(run.device or "cuda"), devices)
+    check_user_settings(config, None, _device_called(run.device or "cuda"), devices)
     if config.model.model is not None and (sees_files or not config.model.model.endswith(".toml")):
         _check_model(config, devices)
     is_file = weights not in (None, *PRETRAINED_NAMES, "none") and not is_uri(weights)

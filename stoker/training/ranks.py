@@ -467,7 +467,8 @@ class Ranks:
         if timeout_s:
             heartbeats.hurry()
         while FAILURE not in heartbeats.published:
-            reports = read_reports(Path(os.environ[REPORTS_VARIABLE])) if REPORTS_VARIABLE in os.environ else []
+            folder = os.environ.get(REPORTS_VARIABLE) if timeout_s else None  # the watchdog asks each second
+            reports = read_reports(Path(folder)) if folder else []
             reported = first_failure(failure for failure in reports if not failure.is_consequence)
             if reported is not None and reported.rank != self.rank:
                 return reported

@@ -6,6 +6,7 @@ of the folder are in `runs/records.py`; what is built from its settings is in `s
 
 import contextlib
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 
 from stoker.config.architectures import model_name
-from stoker.config.settings import PER_ATTEMPT, Config, as_typed, flag_of, from_toml, to_toml
+from stoker.config.settings import PER_ATTEMPT, Config, flag_of, flag_words, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
 from stoker.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
 from stoker.profiling.telemetry.environment import describe
@@ -280,7 +281,7 @@ def _to_absolute(text: str) -> str:
 
 def _format_flags(fields: Mapping[str, Any], names: Iterable[str]) -> str:
     """The settings `names` as they are typed, and which of them are not set."""
-    typed = " ".join(as_typed(name, fields[name]) for name in names if name in fields)
+    typed = shlex.join(word for name in names if name in fields for word in flag_words(name, fields[name]))
     unset = ", ".join("DATA" if name == "data" else f"--{flag_of(name)}" for name in names if name not in fields)
     return " ".join(filter(None, [typed, unset and f"without {unset}"]))
 

@@ -87,6 +87,20 @@ def waiting_job(python: str, folder: Path, depth: int) -> Iterator[tuple[int, li
         process.communicate()
 
 
+@contextmanager
+def endless_job(python: str, source: str, folder: Path) -> Iterator[RemoteStacks]:
+    """Of a job that prints a line and goes on for ever."""
+    (folder / "job.py").write_text(source)
+    process = subprocess.Popen([python, "-S", folder / "job.py"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        yield RemoteStacks(process.pid)
+    finally:  # it would take a core for ever
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize("depth", [3, 600])
 @pytest.mark.parametrize("python", PYTHONS.values(), ids=PYTHONS)
 def test_a_stack_is_as_python_says(python: str, depth: int, tmp_path: Path) -> None:
@@ -128,16 +142,8 @@ while True:
 
 @pytest.mark.parametrize("python", PYTHONS.values(), ids=PYTHONS)
 def test_a_stack_is_whole_although_a_generator_of_it_yields_meanwhile(python: str, tmp_path: Path) -> None:
-    (tmp_path / "yields.py").write_text(YIELDS)
-    process = subprocess.Popen([python, "-S", tmp_path / "yields.py"], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        process.stdout.readline()
-        reader = RemoteStacks(process.pid)
-        stacks = [stack for _ in range(2000) if (stack := reader.read().get(process.pid))]
-    finally:  # it would take a core for ever
-        process.kill()
-        process.communicate()
+    with endless_job(python, YIELDS, tmp_path) as reader:
+        stacks = [stack for _ in range(2000) if (stack := reader.read().get(reader.pid))]
     assert len(stacks) > 1800, "few are left out"
     assert {stack[-1].function for stack in stacks} == {"<module>"}
 
@@ -277,19 +283,11 @@ while True:
 @pytest.mark.parametrize("python", PYTHONS.values(), ids=PYTHONS)
 def test_of_several_calls_in_a_line_the_one_that_runs_is_told(python: str, tmp_path: Path) -> None:
     """From Python 3.11 on; before, it is the outermost one."""
-    (tmp_path / "calls.py").write_text(CALLS)
-    process = subprocess.Popen([python, "-S", tmp_path / "calls.py"], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        process.stdout.readline()
-        reader = RemoteStacks(process.pid)
-        calls = []
+    calls = []
+    with endless_job(python, CALLS, tmp_path) as reader:
         for _ in range(50):
-            calls.append(find_place(reader.read()[process.pid])[2])
+            calls.append(find_place(reader.read()[reader.pid])[2])
             time.sleep(0.003)
-    finally:
-        process.kill()
-        process.communicate()
     assert calls.count("zlib.compress" if reader.version >= (3, 11) else "len") > 40
 
 

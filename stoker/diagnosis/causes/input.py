@@ -326,11 +326,11 @@ def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
         return make_input_wait_finding(run, cause, evidence)
     if decodes_in_training_thread(run):
         samples = stack_evidence(run, "the preparation of batches", "decode", "input_wait")
-        beside = _beside_workers_evidence(run)
-        evidence = [preparing_evidence(run), beside, samples, cpu_utilization_evidence(run)]
+        despite_workers = _loads_despite_workers(run)
+        evidence = [preparing_evidence(run), despite_workers, samples, cpu_utilization_evidence(run)]
         contradicted = samples_contradict(run, fraction_of_phase(run, "input_wait") or 0.0, "decode", "input_wait")
         confidence = cause.confidence / 2 if contradicted else None
-        fix = None if beside is None else cause.other_fixes["beside workers"]
+        fix = None if despite_workers is None else cause.other_fixes["despite workers"]
         return make_input_wait_finding(run, cause, evidence, confidence=confidence, fix=fix)
     cores = loader_cpu(run)
     if cores is None or idle_while_waiting_evidence(run) is not None:
@@ -347,7 +347,7 @@ def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
     return make_input_wait_finding(run, cause, evidence, confidence=0.65, is_computing=True)
 
 
-def _beside_workers_evidence(run: RunRecords) -> Evidence | None:
+def _loads_despite_workers(run: RunRecords) -> Evidence | None:
     """That the training thread loads by itself although the loader has workers, as a sampler does that opens images."""
     kinds = ("decode", "input_wait")
     own = [place for place in run.places if place.role == "training" and place.kind in kinds and place.callers

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stoker.config.durations import parse_duration
-from stoker.diagnosis.causes.cause import Cause, fill_apis, find_cause, worst
+from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.mistakes import MistakeKind, mistake_evidence, mistakes_of
-from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding, percent
+from stoker.diagnosis.causes.shared import fill_fix, is_long_enough, make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords, TimeSeries
 from stoker.errors import ConfigError
 from stoker.findings.finding import Evidence, Finding, Severity
@@ -388,8 +388,7 @@ def find_sudden(run: RunRecords) -> tuple[Evidence | None, str | None]:
     if not run.is_external or not values or not 0 < values[-1] <= cause.threshold("sudden") * values[0]:
         return None, None
     text = f"the last finite loss was {values[-1]:.4g}"
-    fix = fill_apis(cause.other_fixes["sudden"], run.frameworks or run.loader, run.loader)
-    return make_evidence(text, values[-1], "steps.jsonl: losses"), fix
+    return make_evidence(text, values[-1], "steps.jsonl: losses"), fill_fix(run, cause.other_fixes["sudden"])
 
 
 def unstable_training(run: RunRecords, cause: Cause) -> Finding | None:

@@ -72,15 +72,16 @@ def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     eval_s, evidence = run.phase_seconds("eval"), list[Evidence | None]()
     if eval_s >= cause.threshold("min_duration_s"):
         evidence.append(_places_beside_steps(run, cause))
-    place = find_places(run, call=_EVALUATES) if run.is_external else None
-    if place is None or place.seconds < cause.threshold("places") * eval_s:
-        return _repeated_phase_finding(run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=evidence)
-    evidence.append(make_evidence(f"most often by {describe_place(place)}", place.seconds, "stacks.jsonl: places"))
-    fix = cause.other_fixes["place"].replace("PLACE", place.line)
+    place, fix = find_places(run, call=_EVALUATES), None
+    if not run.is_external or place is None or place.seconds < cause.threshold("places") * eval_s:
+        place = None
+    else:
+        evidence.append(make_evidence(f"most often by {describe_place(place)}", place.seconds, "stacks.jsonl: places"))
+        fix = cause.other_fixes["place"].replace("PLACE", place.line)
     finding = _repeated_phase_finding(
         run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=evidence, fix=fix
     )
-    return None if finding is None else msgspec.structs.replace(finding, place=place.line)
+    return finding if finding is None or place is None else msgspec.structs.replace(finding, place=place.line)
 
 
 def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:

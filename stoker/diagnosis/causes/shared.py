@@ -66,13 +66,18 @@ def make_finding(
     )
 
 
+def fill_fix(run: RunRecords, text: str) -> str:
+    """A fix with the names of the job's own framework and loader."""
+    return fill_apis(text, "torch" if run.is_native_run else run.frameworks or run.loader, run.loader)
+
+
 def _resolve_fix(
     run: RunRecords, fix: str, command: str | None, config_patch: dict[str, Any] | None, default_patch: dict[str, Any]
 ) -> tuple[str, str | None, dict[str, Any]]:
     """Leaves out stoker's flags and settings for a job that stoker did not train, and settings that are set already."""
     config_patch = default_patch if config_patch is None else config_patch
     is_flag = command is not None and command.startswith(("--", "stoker train"))
-    fix = fill_apis(fix, "torch" if run.is_native_run else run.frameworks or run.loader, run.loader)
+    fix = fill_fix(run, fix)
     if not run.is_native_run:
         is_of_torch = command is not None and "torch" in command.lower()  # also PYTORCH_CUDA_ALLOC_CONF
         return fix, None if is_flag or (is_of_torch and "torch" not in run.frameworks) else command, {}

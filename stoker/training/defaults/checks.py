@@ -48,8 +48,9 @@ def has_sync(config: Config) -> bool:
     return config.run.sync is not None and parse_sync(config.run.sync).kind not in ("plain", "auto")
 
 
-def check_user_settings(config: Config, index: Index, device: Device, devices: Devices) -> None:
-    """Raises ConfigError for what cannot be combined with each other, the data or the devices."""
+def check_user_settings(config: Config, index: Index | None, device: Device, devices: Devices) -> None:
+    """Raises ConfigError for what cannot be combined with each other, the data or the devices. index: None: the data is
+    not looked at."""
     run, has_stages = config.run, config.run.num_stages > 1
     conditions = {
         "sync": has_sync(config),
@@ -70,7 +71,8 @@ def check_user_settings(config: Config, index: Index, device: Device, devices: D
     }
     holding = {name for name, holds in conditions.items() if holds}
     refuse_conflicts(holding, config, run.device or device.torch_device, devices)
-    if run.shuffle_buffer and not index.image_ranges(index.image_indices("train")).length.all():
+    has_shards = index is None or index.image_ranges(index.image_indices("train")).length.all()
+    if run.shuffle_buffer and not has_shards:
         raise make_error(ConfigError, "shuffle-buffer-without-shards", shuffle_buffer=run.shuffle_buffer)
     if run.shuffle_buffer and config.data.repeat_thresh:
         raise make_error(ConfigError, "repeats-with-shards", repeat_thresh=config.data.repeat_thresh)
