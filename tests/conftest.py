@@ -1,11 +1,13 @@
 """What all tests share: a cache folder of their own, and the real data sets where they are."""
 
 import contextlib
+import ctypes
 import itertools
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -54,6 +56,22 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     if not drawn.exists() and (cache / name).exists():
         with contextlib.suppress(OSError):  # another worker has drawn it meanwhile
             (cache / name).rename(drawn)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Gives freed memory back: a process that has trained on a CPU keeps it (`configure_malloc`), and the heap of one
+    that runs hundreds of tests grew to 7 GB."""
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Of pytest-xdist: says how a test process ended. One that was killed from outside leaves no other trace."""
+    if error:
+        code = node.gateway._io.popen.wait(10)
+        print(f"\n{node.gateway.id} ended with exit code {code}; -9 is SIGKILL, as of the kernel without memory")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -138,45 +138,41 @@ class RemoteStacks:
         """Kernel ID → stack of each thread that has Python frames; the main thread has the process ID. A stack that
         changed during each of some reads is left out. Raises EndedError."""
         found: dict[int, Stack] = {}
-        with contextlib.suppress(_ChangedError, struct.error):  # the list of threads
-            found.update(self._read_threads())  # what was read before an error stays
+        with contextlib.suppress(_ChangedError, struct.error):  # the list of threads; what was read before stays
+            self._read_threads(found)
         return found
 
-    def _read_threads(self) -> Iterator[tuple[int, Stack]]:
+    def _read_threads(self, found: dict[int, Stack]) -> None:
         layout = self._layout
         main_thread = self._word(self._runtime + layout.main_thread) if layout.main_thread else 0
-        for address, state in self._threads():
-            thread_id = _word_at(state, layout.thread_id)
-            native_id = _word_at(state, layout.native_id) if layout.native_id else None
-            kernel_id = self._kernel_id(thread_id, main_thread) if native_id is None else native_id
-            if thread_id == main_thread or kernel_id == self._main_id:
-                kernel_id = self.pid
-            elif self._main_id != self.pid:
-                kernel_id = self._outer_id(kernel_id)
-            for attempt in range(MAX_TRIES):
-                try:
-                    stack = self._stack(address, state if attempt == 0 else self._bytes(address, _THREAD_BYTES))
-                except (_ChangedError, struct.error):
-                    continue
-                if stack:
-                    yield kernel_id, stack
-                break
-
-    def _threads(self) -> Iterator[tuple[int, bytes]]:
-        """(address, memory) of each PyThreadState. Raises _ChangedError."""
-        layout = self._layout
         interpreter = self._word(self._runtime + layout.interpreters)
         address = self._word(interpreter + layout.threads) if interpreter else 0
         for _ in range(MAX_THREADS):
             while not address and interpreter:
-                if not (interpreter := self._word(interpreter + layout.next_interpreter)):
-                    return
-                address = self._word(interpreter + layout.threads)
+                if interpreter := self._word(interpreter + layout.next_interpreter):
+                    address = self._word(interpreter + layout.threads)
             if not address:
                 return
             state = self._bytes(address, _THREAD_BYTES)
-            yield address, state
+            if stack := self._unchanged_stack(address, state):
+                thread_id = _word_at(state, layout.thread_id)
+                native_id = _word_at(state, layout.native_id) if layout.native_id else None
+                kernel_id = self._kernel_id(thread_id, main_thread) if native_id is None else native_id
+                if thread_id == main_thread or kernel_id == self._main_id:
+                    kernel_id = self.pid
+                elif self._main_id != self.pid:
+                    kernel_id = self._outer_id(kernel_id)
+                found[kernel_id] = stack
             address = _word_at(state, layout.next_thread)
+
+    def _unchanged_stack(self, address: int, state: bytes) -> Stack:
+        """Of a thread, by its PyThreadState; empty where it changed during each of some reads, too."""
+        for attempt in range(MAX_TRIES):
+            try:
+                return self._stack(address, self._bytes(address, _THREAD_BYTES) if attempt else state)
+            except (_ChangedError, struct.error):
+                continue
+        return Stack()
 
     def _stack(self, address: int, state: bytes) -> Stack:
         """Of a thread, by its PyThreadState. Raises _ChangedError."""
@@ -188,36 +184,37 @@ class RemoteStacks:
             if not frame and not is_root:
                 raise _ChangedError  # a call from C has ended
         if not frame:
-            return []
-        chunks: list[tuple[int, bytes]] = []
-        chunk = _word_at(state, layout.chunk) if layout.chunk else 0
+            return Stack()
+        memory, chunk = b"", _word_at(state, layout.chunk) if layout.chunk else 0
         if chunk:
             # what is above the newest frame is not in use
             length = frame - chunk + _FRAME_BYTES if chunk <= frame < chunk + _MAX_CHUNK_BYTES else 4096
-            chunks.append((chunk, self._bytes(chunk, length)))
+            memory = self._bytes(chunk, length)
             known = self._known.get(chunk)
-            if known is not None and known[:2] == (frame, chunks[0][1]):
+            if known is not None and known[0] == frame and known[1] == memory:
                 return known[2]
-        stack, newest, num_elsewhere, outermost = Stack(), frame, 0, 0
+        stack, newest, outermost, last_offset = Stack(), frame, 0, len(memory) - _FRAME_BYTES
+        chunks, is_whole = [(chunk, memory)] if chunk else [], bool(chunk)
+        frames, read_frame, code_index = self._frames, self._read_frame, self._code_index
         for _ in range(MAX_FRAMES):
-            memory, start = self._frame_memory(frame, chunks)
-            num_elsewhere += not start
-            words = self._read_frame(memory, start)
-            code = words[self._code_index] & ~3
-            instruction = words[2]
+            if 0 <= (offset := frame - chunk) <= last_offset:
+                words = read_frame(memory, offset)
+            else:
+                words, is_whole = read_frame(*self._frame_memory(frame, chunks)), False
+            code, instruction = words[code_index] & ~3, words[2]
             try:
-                found = self._frames[code, instruction]
+                found = frames[code, instruction]
             except KeyError:
                 found = self._resolve(code, instruction)
             if found is not None:
                 stack.append(found)
                 outermost = code
-            frame = words[1 - self._code_index]
+            frame = words[1 - code_index]
             if not frame:
                 if (function := self._functions.get(outermost)) is not None and function.is_generator:
                     raise _ChangedError  # it has yielded meanwhile, so nothing calls it
-                if chunk and not num_elsewhere and len(chunks) == 1:
-                    self._known[chunk] = newest, chunks[0][1], stack
+                if is_whole:
+                    self._known[chunk] = newest, memory, stack
                 return stack
         return stack  # deeper than any that is needed
 

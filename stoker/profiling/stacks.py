@@ -25,7 +25,7 @@ import psutil
 
 from stoker.profiling.frames import HELPER, CompiledCalls, Frame, Samples, find_role, make_window, working_threads
 from stoker.profiling.remote_stacks import EndedError, RemoteStacks, UnreadableError
-from stoker.profiling.telemetry.machine import list_process_tree
+from stoker.profiling.telemetry.machine import list_process_tree, read
 from stoker.runs.records import RANKS, STACKS, RunFolder
 
 WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
@@ -128,7 +128,7 @@ class _Window:
         """A sample: thread → stack."""
         for thread, stack in stacks.items():
             self.counts.setdefault(thread, collections.Counter())[tuple(stack)] += 1
-        if (now_s := time.monotonic()) - self._runnable_at_s > 0.1:  # for the case that the process ends
+        if (now_s := time.monotonic()) - self._runnable_at_s > 0.25:  # for the case that the process ends
             self._runnable_at_s = now_s
             self._end_runnable_s = _runnable_seconds(self._process.pid) or self._end_runnable_s
 
@@ -200,7 +200,7 @@ class _Process:
 def _runnable_seconds(pid: int, thread: int | None = None) -> float | None:
     """Seconds in which a thread (None: the main one) ran or waited for a core; None: not known."""
     try:
-        running_ns, waiting_ns, _ = Path(f"/proc/{pid}/task/{thread or pid}/schedstat").read_text().split()
+        running_ns, waiting_ns, _ = read(f"/proc/{pid}/task/{thread or pid}/schedstat").split()
     except (OSError, ValueError):
         return None
     return (int(running_ns) + int(waiting_ns)) / 1e9
