@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import psutil
 
@@ -56,6 +56,7 @@ PERMISSION_HINT = (
 )
 RECORDED = "sampled from outside the job"
 
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PR_SET_PTRACER = 0x59616D61
 """linux/prctl.h."""
 _PYTHON = re.compile(r"(^|/)(python|pypy)[\d.]*\w?$")
@@ -109,18 +110,36 @@ def cpu_seconds(process: psutil.Process) -> float | None:
         return None
 
 
+class _Life(NamedTuple):
+    """A process that lives."""
+
+    start_ticks: int
+    """Its start, in clock ticks since that of the system; tells it from another one that has had its PID."""
+    cpu_s: float
+    """CPU-seconds so far: of all its threads, without its children."""
+
+
+def _read_life(pid: int) -> _Life | None:
+    """From /proc/PID/stat (proc(5)), in one read: psutil takes several times as long. None: it has ended."""
+    try:
+        state, *fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        return None if state in b"ZXx" else _Life(int(fields[18]), (int(fields[10]) + int(fields[11])) / _TICKS_PER_S)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 class _Window:
     """Samples of a process for a line of stacks.jsonl, from now on."""
 
-    def __init__(self, process: psutil.Process) -> None:
-        self._process = process
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
         self.start_s = self._runnable_at_s = time.monotonic()
-        self._start_cpu_s = cpu_seconds(process)
-        self._start_runnable_s = self._end_runnable_s = _runnable_seconds(process.pid)
+        self._start_life = _read_life(pid)
+        self._start_runnable_s = self._end_runnable_s = _runnable_seconds(pid)
         self._start_threads_s: dict[int, float | None] = {}
         with contextlib.suppress(OSError):  # it ended
-            for name in os.listdir(f"/proc/{process.pid}/task"):
-                self._start_threads_s[int(name)] = _runnable_seconds(process.pid, int(name))
+            for name in os.listdir(f"/proc/{pid}/task"):
+                self._start_threads_s[int(name)] = _runnable_seconds(pid, int(name))
         self.counts: dict[int, collections.Counter[tuple[Frame, ...]]] = {}
         """Thread → samples of each stack."""
 
@@ -130,7 +149,7 @@ class _Window:
             self.counts.setdefault(thread, collections.Counter())[tuple(stack)] += 1
         if (now_s := time.monotonic()) - self._runnable_at_s > 0.25:  # for the case that the process ends
             self._runnable_at_s = now_s
-            self._end_runnable_s = _runnable_seconds(self._process.pid) or self._end_runnable_s
+            self._end_runnable_s = _runnable_seconds(self._pid) or self._end_runnable_s
 
     def age_s(self) -> float:
         return time.monotonic() - self.start_s
@@ -140,31 +159,30 @@ class _Window:
         found = {
             thread: [(list(stack), count) for stack, count in counts.items()] for thread, counts in self.counts.items()
         }
-        return found.pop(self._process.pid, []), found
+        return found.pop(self._pid, []), found
 
     def cpu_fractions(self) -> tuple[float | None, float | None]:
         """Cores that the process used, and the fraction of time in which its main thread could run; None: not known."""
-        wall_s, cpu_s = self.age_s(), cpu_seconds(self._process)
+        wall_s, life, start = self.age_s(), _read_life(self._pid), self._start_life
         process_cpu, runnable = None, None
-        if wall_s > 0 and cpu_s is not None and self._start_cpu_s is not None and is_alive(self._process):
-            process_cpu = max(0.0, cpu_s - self._start_cpu_s) / wall_s
-        self._end_runnable_s = _runnable_seconds(self._process.pid) or self._end_runnable_s
+        if wall_s > 0 and life is not None and start is not None and life.start_ticks == start.start_ticks:
+            process_cpu = max(0.0, life.cpu_s - start.cpu_s) / wall_s
+        self._end_runnable_s = _runnable_seconds(self._pid) or self._end_runnable_s
         if wall_s > 0 and self._start_runnable_s is not None and self._end_runnable_s is not None:
             runnable = (self._end_runnable_s - self._start_runnable_s) / wall_s
         return process_cpu, runnable
 
     def thread_runnable(self, thread: int) -> float | None:
         """The fraction of the window in which a thread ran or waited for a core; None: it ended."""
-        seconds, wall_s = _runnable_seconds(self._process.pid, thread), max(1e-3, self.age_s())
+        seconds, wall_s = _runnable_seconds(self._pid, thread), max(1e-3, self.age_s())
         return None if seconds is None else (seconds - (self._start_threads_s.get(thread) or 0.0)) / wall_s
 
 
 class _Process:
     """A Python process of the job. role: of `StackWindow`, HELPER, or empty: not known yet."""
 
-    def __init__(self, process: psutil.Process) -> None:
-        self.process = process
-        self.pid = process.pid
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         self.role = ""
         self.cpu_s = 0.0
         self.recent_cpu_s = 0.0
@@ -182,6 +200,7 @@ class _Process:
         env: dict[str, str] = {}
         self.cwd, self.parent = "", 0
         with contextlib.suppress(psutil.Error):  # it ended, or may not be read
+            process = psutil.Process(pid)
             env, self.cwd, self.parent = process.environ(), process.cwd(), process.ppid()
         self.rank = next((int(env[name]) for name in _RANK_VARIABLES if env.get(name, "").isdecimal()), 0)
 
@@ -189,7 +208,7 @@ class _Process:
         """A window. Raises what `RemoteStacks` does."""
         if self.stacks is None:
             self.stacks = RemoteStacks(self.pid)
-        self.window, self.sampled_s = _Window(self.process), time.monotonic()
+        self.window, self.sampled_s = _Window(self.pid), time.monotonic()
 
     def close(self) -> None:
         if self.stacks is not None:
@@ -228,9 +247,10 @@ class StackSampler:
         self._on_unavailable = on_unavailable
         self._training_ranks = training_ranks
         self._own_rank = own_rank
-        self._processes: dict[psutil.Process, _Process] = {}
-        self._not_python: dict[psutil.Process, str] = {}
-        """Process → its program."""
+        self._processes: dict[tuple[int, int], _Process] = {}
+        """PID and start → process."""
+        self._not_python: dict[tuple[int, int], str] = {}
+        """The same → program."""
         self._rate_hz = MAX_RATE_HZ
         self._cost_s = 0.0
         """CPU-seconds of a sample of all processes."""
@@ -374,25 +394,24 @@ class StackSampler:
 
     def _find_targets(self, now_s: float) -> list[_Process]:
         """Those that train or may train, the busiest first, and the loader worker whose turn it is."""
-        alive: dict[psutil.Process, _Process] = {}
+        alive: dict[tuple[int, int], _Process] = {}
+        not_python: dict[tuple[int, int], str] = {}
         for pid in list_process_tree(self._pid, limit=MAX_TREE):
-            if pid == os.getpid() != self._pid:
+            life = None if pid == os.getpid() != self._pid else _read_life(pid)
+            if life is None:
                 continue
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
-                process = psutil.Process(pid)
-                known = self._processes.get(process)
-                cpu_s = cpu_seconds(process) or 0.0
-                if known is None:  # a shell, as the one that pyenv starts, may become Python by exec
-                    program = _program(pid)
-                    if self._not_python.get(process) != program and is_python(pid):
-                        known = _Process(process)
-                    elif cpu_s > 0:  # else it has only begun
-                        self._not_python[process] = program
-                if known is not None and is_alive(process):
-                    known.recent_cpu_s, known.cpu_s = cpu_s - known.cpu_s, cpu_s
-                    alive[process] = known
-        self._processes = alive
-        self._not_python = {process: name for process, name in self._not_python.items() if process.is_running()}
+            key = pid, life.start_ticks
+            known = self._processes.get(key)
+            if known is None:  # a shell, as the one that pyenv starts, may become Python by exec
+                program = _program(pid)
+                if self._not_python.get(key) != program and is_python(pid):
+                    known = _Process(pid)
+                elif life.cpu_s > 0:  # else it has only begun
+                    not_python[key] = program
+            if known is not None:
+                known.recent_cpu_s, known.cpu_s = life.cpu_s - known.cpu_s, life.cpu_s
+                alive[key] = known
+        self._processes, self._not_python = alive, not_python
         found = [
             target for target in alive.values()
             if target.failures < MAX_FAILURES or now_s - target.seen_s < MAX_FAILING_S
