@@ -67,6 +67,10 @@ def run_rules(run: RunRecords) -> list[Finding]:
         for other in findings if _supersedes(run, finding, other)
     }  # fmt: skip
     remaining = sorted((finding for finding in findings if finding.id not in superseded), key=_sort_key)
+    if remaining and remaining[0].id == "python_bound":  # often in the nature of a program; a mistake never is
+        severity = remaining[0].severity
+        mistakes = [one for one in remaining if one.id == "training_mistake" and one.severity == severity]
+        remaining = [*mistakes, *(one for one in remaining if one not in mistakes)]
     if end_findings and end_findings[0].id == "hang":
         shown = msgspec.structs.replace(end_findings[0], evidence=end_findings[0].evidence + host.stuck_evidence(run))
         end_findings[0] = host.name_stuck(run, shown)

@@ -30,7 +30,7 @@ from stoker.runs.records import RANKS, STACKS, RunFolder
 
 WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 """Time of a line; the first one of a process is short, because only its stacks tell whether it trains."""
-MAX_RATE_HZ, MIN_RATE_HZ = 20.0, 1.0
+MAX_RATE_HZ, MIN_RATE_HZ = 50.0, 1.0
 """Samples a second: as many as may be taken for MAX_CPU_FRACTION."""
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take, half of what watching may (benchmarks/diagnosis/watch_overhead.py)."""

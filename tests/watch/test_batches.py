@@ -159,4 +159,4 @@ for step in range(60):
 """)
     ran([sys.executable, "job.py"], tmp_path)
     (mistake,) = reported(tmp_path)
-    assert (mistake["kind"], mistake["place"]) == ("same_batch", f"{tmp_path / 'job.py'}:9")
+    assert (mistake["kind"], mistake["place"]) == ("same_batch", "job.py:9")

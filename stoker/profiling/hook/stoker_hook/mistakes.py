@@ -510,11 +510,17 @@ def _classes_of(node: "Any") -> int:
 
 
 def own_line() -> str:
-    """FILE:LINE of the innermost frame that is not of a library."""
+    """FILE:LINE of the innermost frame that is not of a library; the file relative to the working directory if it is
+    below that, as in the places of stacks."""
+    try:
+        folder = os.getcwd().rstrip("/") + "/"
+    except OSError:  # it was removed
+        folder = "/"
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith("<") and not NOT_OWN.search(name):
+            name = name[len(folder) :] if folder != "/" and name.startswith(folder) else name
             return "%s:%d" % (name, frame.f_lineno)  # noqa: UP031
         frame = frame.f_back
     return ""
