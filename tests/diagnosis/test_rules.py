@@ -617,6 +617,16 @@ def test_a_single_long_pause_between_steps_is_no_cost_of_the_steps(tmp_path: Pat
     assert [f.id for f in found] == ["python_bound"]
 
 
+def test_a_mistake_precedes_python_that_is_slow(tmp_path: Path) -> None:
+    """Python between the steps is often in the nature of a program; other causes keep their order."""
+    mistake = {"facts": FACTS | {"mistakes": [{"kind": "eval_mode", "place": "train.py:90"}]}}
+    for cause, is_first in (("python_bound", True), ("input_bound", False)):
+        job, _ = CASES[cause]
+        order = {f.id: f.severity for f in findings(tmp_path / cause, job | mistake) if f.severity != "info"}
+        assert order[cause] == order["training_mistake"] == "warning"
+        assert (next(iter(order)) == "training_mistake") is is_first
+
+
 def test_few_stack_samples_prove_little(tmp_path: Path) -> None:
     job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}}
     main = {"python": 0.2, "compute": 0.8}
