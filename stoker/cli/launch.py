@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -65,8 +66,12 @@ def launch(
     on_cpu = chosen.get("device") == "cpu"
     spec = make_spec(request, place, options, data=data, settings=settings, on_cpu=on_cpu, batch=batch)
     warnings = check_launch(spec, place)
-    goes_on = request.resume is not None or is_started(spec.run_dir)
-    if chosen.keys() - {"data"} and not goes_on:  # else the run has its settings
+    if request.resume is None and is_started(spec.run_dir):
+        if place.reach != "containers":  # they have other paths of the data
+            from stoker.training.run_selection import refuse_other_settings, with_absolute_paths
+
+            refuse_other_settings(Path(spec.run_dir), with_absolute_paths(config), f"stoker launch {where}")
+    elif chosen.keys() - {"data"} and request.resume is None:
         warnings += _check_settings(config, spec, place)
     for warning in warnings:
         print_text(f"stoker: warning: {warning}", file=sys.stderr)

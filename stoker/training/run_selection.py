@@ -56,11 +56,7 @@ def choose_run(
                     "This folder holds runs, and is none itself.", location=path, cause=f"{run.parent} is one", fix=fix
                 )
             return None, user_config, []
-        location = display_path(path)
-        refuse_finished(path, user_config, location)
-        if (difference := _difference(path, user_config)) is not None:
-            fix = f"`stoker train --resume {location}`, or another --run-dir"
-            raise UsageError("The run was started with other settings.", location=location, cause=difference, fix=fix)
+        refuse_other_settings(path, user_config, "stoker train")
         return path, user_config, _lock_run(path, stack)
     messages, others = list[str](), list[str]()
     for path in reversed(_find_runs(user_config)):
@@ -87,11 +83,22 @@ def choose_run(
     return None, user_config, (messages + others)[:1]
 
 
+def refuse_other_settings(path: Path, user_config: Config, command: str) -> None:
+    """Raises RunFinished if the run `path` is finished, UsageError if it was started with other settings. user_config:
+    what the user set, with absolute paths; command: continues a run by its `--resume`."""
+    location = display_path(path)
+    refuse_finished(path, user_config, location)
+    if (difference := _difference(path, user_config)) is not None:
+        fix = f"`{command} --resume {location}`, or another --run-dir"
+        raise UsageError("The run was started with other settings.", location=location, cause=difference, fix=fix)
+
+
 def refuse_finished(path: Path, user_config: Config | None, location: object) -> None:
     """Raises RunFinished if the run `path` is finished, UsageError if it is and had other settings. user_config: what
     the user set, with absolute paths; None: --resume. location: what the error names."""
-    if user_config is None and (path / EVENTS).exists() and not (path / CONFIG).exists():
-        fix = "start the job's own command again"
+    other_folder = "another --run-dir, or none: that makes a new folder"
+    if (path / EVENTS).exists() and not (path / CONFIG).exists():
+        fix = "start the job's own command again" if user_config is None else other_folder
         raise UsageError(
             "This run is of another program, which stoker watched or measured.", location=location, fix=fix
         )
@@ -99,8 +106,8 @@ def refuse_finished(path: Path, user_config: Config | None, location: object) ->
         return
     difference = None if user_config is None else _difference(path, user_config)
     if difference is not None:
-        fix = "another --run-dir, or none: that makes a new folder"
-        raise UsageError("The run is finished, with other settings.", location=location, cause=difference, fix=fix)
+        what = "The run is finished, with other settings."
+        raise UsageError(what, location=location, cause=difference, fix=other_folder)
     fix = f"`stoker why {location}` shows it; to train again, another --run-dir"
     raise RunFinished("The run is finished: nothing is left to do.", location=location, fix=fix)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stoker.cli.app import main
 from stoker.config.durations import parse_time_s
+from stoker.config.settings import Config, to_toml
 from stoker.errors import ConfigError, StokerError
 from stoker.launching import ray_cluster
 from stoker.launching.elastic import choose_nodes
@@ -228,9 +229,14 @@ def test_files_that_only_the_image_has_are_not_looked_for(stoker: Command) -> No
 def test_a_run_that_has_begun_has_its_own_settings(stoker: Command, tmp_path: Path) -> None:
     with RunFolderOf(tmp_path / "run") as folder:
         folder.event("started", "started")
+    (tmp_path / "run/config.toml").write_text(to_toml(Config().replace(data="demo", shard=True), {}))
     code, text = stoker("local", "demo", "--shard", "--run-dir", "run", "--dry-run")
     assert code == 0, text
     assert "--shard" in text
+    code, text = stoker("local", "demo", "--epochs", "3", "--run-dir", "run", "--dry-run")
+    assert code == 2
+    assert "it was started with --shard without --max-duration; now it is --epochs 3 without --shard" in text, text
+    assert "stoker launch local --resume" in text
     code, text = stoker("local", "--resume", "run", "--workers", "2", "--dry-run")
     assert code == 0, text
     assert "train --workers 2 --resume" in text

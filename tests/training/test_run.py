@@ -212,10 +212,12 @@ def test_a_folder_that_holds_runs_is_no_run(run: Path, data: Path):
     assert str(run) in str(caught.value.cause)
 
 
-def test_the_run_of_another_program_is_not_resumed(run: Path, tmp_path: Path):
+def test_the_run_of_another_program_is_not_continued(run: Path, data: Path, tmp_path: Path):
     (tmp_path / EVENTS).write_bytes((run / EVENTS).read_bytes())
     with pytest.raises(UsageError, match="another program"):
         train(Config(), resume=str(tmp_path))
+    with pytest.raises(UsageError, match="another program"):
+        train(settings(data), run_dir=str(tmp_path))
 
 
 def test_a_start_that_fails_is_recorded(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
