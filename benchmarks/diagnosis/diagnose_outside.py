@@ -106,6 +106,29 @@ def small_disk(place: Path, size_bytes: int) -> Iterator[Around]:
 
 
 @contextlib.contextmanager
+def filling_disk(place: Path, size_bytes: int, left_bytes: int) -> Iterator[Around]:
+    """A file system at `place`, the folder of a run, which something else fills up to so many bytes when it trains."""
+    has_ended = threading.Event()
+
+    def fill() -> None:
+        while not has_ended.wait(0.1):
+            if (place / "steps.jsonl").exists():
+                free = os.statvfs(place)
+                with (place / "of-others").open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_bsize - left_bytes)
+                return
+
+    with small_disk(place, size_bytes) as around:
+        thread = threading.Thread(target=fill)
+        thread.start()
+        try:
+            yield around
+        finally:
+            has_ended.set()
+            thread.join()
+
+
+@contextlib.contextmanager
 def small_shm(size_bytes: int) -> Iterator[Around]:
     """/dev/shm of that size, for the job only."""
     script = f'mount -t tmpfs -o size={size_bytes} tmpfs /dev/shm && exec "$@"'

@@ -11,6 +11,8 @@ from benchmarks.diagnosis.diagnose_outside import Around
 
 BATCH = 8
 """Batch size of `stoker train`."""
+ROOM_BYTES = 100_000_000
+"""Room on a disk with which `stoker train` starts."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,13 @@ def memory_kill(case: Case) -> Plan:
 
 
 def disk_full(case: Case) -> Plan:
-    disk = case.folder / ("run" if case.kind == "stoker" else "disk")
-    options = () if case.kind == "stoker" else ("--fault", "disk_full", "--disk", str(disk))
-    return Plan(options, around=lambda: outside.small_disk(disk, int(case.level * 1e6)))
+    """A training of stoker's own is refused where there is too little room for it, so something else takes it."""
+    left_bytes = int(case.level * 1e6)
+    if case.kind == "stoker":
+        return Plan(around=lambda: outside.filling_disk(case.folder / "run", ROOM_BYTES, left_bytes))
+    disk = case.folder / "disk"
+    options = ("--fault", "disk_full", "--disk", str(disk))
+    return Plan(options, around=lambda: outside.small_disk(disk, left_bytes))
 
 
 def small_shm(case: Case) -> Plan:
