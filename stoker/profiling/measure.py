@@ -95,6 +95,7 @@ class Measure:
         self._scalars = ScalarLogger()
         self._telemetry: TelemetrySampler | None = None
         self._stacks: OwnProcessSampler | None = None
+        self._has_noted_steps = False
         self._growth = GrowthFinder(self._report_growth)
 
     @property
@@ -309,6 +310,9 @@ class Measure:
         self._written_steps, self._written_images = self.step_count, self.image_count
         self._writer.write(window)
         self._start_stacks()
+        if self._stacks is not None and not self._has_noted_steps:
+            self._has_noted_steps = True
+            self._stacks.note_steps()
 
     def _start_stacks(self) -> None:
         """Once the folder is known; of the main thread, which is the one that is found from outside."""

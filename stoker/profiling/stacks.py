@@ -455,6 +455,13 @@ class OwnProcessSampler:
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 
+    def note_steps(self) -> None:
+        """The first steps are done: what is sampled from now on is in another window than the start."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self._process.stdin.write(_STEPS)
+            self._process.stdin.flush()
+
     def stop(self) -> None:
         """Lets it write its last windows. A process that hangs is killed."""
         code, stdin = self._process.poll(), self._process.stdin
@@ -478,15 +485,23 @@ record(*sys.argv[2:])
 """
 
 
+_STEPS = b"s"
+"""What `record` reads when the first steps are done."""
+
+
 def record(path: str, attempt: str, pid: str, rank: str) -> None:
-    """In a process of its own: samples the process that has started it, until that writes to its stdin or ends."""
-    folder = RunFolder(Path(path), int(attempt))
+    """In a process of its own: samples the process that has started it, until that writes anything but _STEPS to its
+    stdin, or ends."""
+    folder, training = RunFolder(Path(path), int(attempt)), dict[int, int]()
     sampler = StackSampler(
         folder, int(pid), own_rank=int(rank),
         on_unavailable=lambda reason: folder.event("info", f"stacks: {reason}"),
-        training_ranks=lambda: {int(pid): int(rank)},
+        training_ranks=lambda: training,
     )  # fmt: skip
     with sampler:
-        while os.getppid() == int(pid) and not select.select([0], [], [], 1.0)[0]:
-            pass
+        while os.getppid() == int(pid):
+            if select.select([0], [], [], 1.0)[0]:
+                if os.read(0, 1) != _STEPS:
+                    break
+                training[int(pid)] = int(rank)
     folder.close()
