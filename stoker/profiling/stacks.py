@@ -2,7 +2,7 @@
 
 They are read from outside, from the memory of its processes (`remote_stacks.py`), without stopping the job. A sample
 takes some 50 µs of a CPU that is warm, and several times as much beside a job; there are so many that all of this stays
-below MAX_CPU_FRACTION of a core. What they say is in `frames.py`. If stacks cannot be read, the reason is reported once.
+below MAX_CPU_FRACTION of a core. What they say is in `frames.py`. If stacks cannot be read, that is reported once.
 """
 
 import collections

@@ -629,6 +629,25 @@ def test_python_between_steps_names_its_lines(tmp_path: Path) -> None:
     assert "import torch" not in found.evidence_text
 
 
+@pytest.mark.parametrize(("of_caller", "title"), [(5, "10 s in iou at targets.py:18, of 15 s in what train.py:68 calls"),
+                                                  (0, "10 s in iou at targets.py:18")])  # fmt: skip
+def test_a_function_that_a_loop_calls_is_told_with_the_whole_of_the_loop(
+    of_caller: int, title: str, tmp_path: Path
+) -> None:
+    """A match of anchors in Python: its own lines, and those of the function that it calls for each pair."""
+    lines = [Place(line=f"targets.py:{n}", function="iou", kind="python", samples=samples,
+                   callers="targets.py:36 < train.py:68") for n, samples in ((18, 6), (20, 4))]  # fmt: skip
+    lines.append(Place(line="targets.py:37", function="match", call="max", kind="python", samples=of_caller,
+                       callers="train.py:68"))  # fmt: skip
+    step = Place(line="train.py:80", function="main", kind="compute", samples=30 - of_caller)
+    stacks = [window(n, *filter(lambda place: place.samples, lines), step) for n in range(1, 5)]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=45, stacks=stacks,
+                   fractions={"host": 0.4, "compute": 0.6}, host=lambda _: {"process_cpu": 1.0})  # fmt: skip
+    (found,) = [finding for finding in run_rules(read_run(run)) if finding.id == "python_bound"]
+    assert found.title.endswith(title)
+    assert found.place == "targets.py:18"
+
+
 @pytest.mark.parametrize(("cores", "is_found"), [(1.9, False), (0.6, True)])
 def test_waits_that_the_threads_of_the_process_explain_are_the_computing(
     cores: float, is_found: bool, tmp_path: Path

@@ -670,12 +670,15 @@ def test_one_burst_of_compilations_is_not_recompiling(lines: range, is_found: bo
 
 @pytest.mark.parametrize(("without", "severity"), [(1, "critical"), (0, None)])
 def test_an_optimizer_without_gradients_learns_nothing(without: int, severity: str | None, tmp_path: Path) -> None:
+    seen = {"kind": "no_gradients", "place": "train.py:60", "steps": 32}
     job = {"config": None, "external": True, "seconds": 40, "losses": lambda s: {"total": 2.3 - 0.02 * s},
+           "facts": FACTS | {"mistakes": [seen]},
            "window": lambda _: {"steps_without_gradients": 5 * without, "window_steps": 5}}  # fmt: skip
     found = {finding.id: finding for finding in findings(tmp_path / "run", job)}
     assert (found["lr_too_low"].severity if "lr_too_low" in found else None) == severity
     if severity:
         assert "no parameter of the optimizer had a gradient in" in found["lr_too_low"].evidence[0].text
+        assert found["lr_too_low"].place == "train.py:60"
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ MORE_KINDS: list[tuple[str, int | None, dict[str, str]]] = [
     ),
     ("retained_graph", 18, {"backward": "retain_graph=True"}),
     ("unused_parameters", 10, {"loss": "F.cross_entropy(model[4](model[:4](x).detach()), y)"}),
+    ("no_gradients", 10, {"after": "model[4] = nn.Linear(16, width); model[:4].requires_grad_(False)"}),
     ("weights_grow", 10, {"after": "optimizer.param_groups[0]['lr'] = 1.0"}),
     ("torch_threads", None, {"before": "import os; torch.set_num_threads(2 * len(os.sched_getaffinity(0)))"}),
     ("zero_gradients", None, {"loss": "(0 * logits).sum()"}),

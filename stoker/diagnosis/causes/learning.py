@@ -10,7 +10,7 @@ import msgspec
 
 from stoker.config.durations import parse_duration
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
-from stoker.diagnosis.causes.mistakes import MistakeKind, mistake_evidence, mistakes_of
+from stoker.diagnosis.causes.mistakes import MistakeKind, mistake_evidence, mistake_kinds, mistakes_of
 from stoker.diagnosis.causes.shared import fill_fix, is_long_enough, make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords, TimeSeries
 from stoker.errors import ConfigError
@@ -22,6 +22,7 @@ _ALL_STEPS_LOST = "all of the time in steps: {} was learned in it"
 LR_TOO_HIGH = find_cause("lr_too_high")
 
 LR_TOO_LOW = find_cause("lr_too_low")
+_WITHOUT_GRADIENTS = "steps.jsonl: steps_without_gradients"
 _ZERO = "The learning rate is 0"
 _VANISHED = "The learning rate decays to nearly zero long before the end"
 
@@ -163,10 +164,15 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     without = run.steady.steps_without_gradients
     if without >= max(cause.threshold("min_steps"), cause.threshold("without_gradients") * run.steady.steps):
         text = f"no parameter of the optimizer had a gradient in {without:,} of {run.steady.steps:,} steps"
-        shown = [make_evidence(text, without, "steps.jsonl: steps_without_gradients")]
-        return make_finding(
-            run, cause, 2, shown, severity="critical", lost_s=steps_s, estimate_basis=basis, confidence=0.9
-        )
+        kind, shown = mistake_kinds()["no_gradients"], [make_evidence(text, without, _WITHOUT_GRADIENTS)]
+        seen = next((values for other, values in mistakes_of(run, cause) if other is kind), None)
+        shown += [] if seen is None else [mistake_evidence(kind, seen)]
+        finding = make_finding(
+            run, cause, 2, shown, severity="critical", fix=kind.fix, lost_s=steps_s, estimate_basis=basis,
+            confidence=0.9,
+        )  # fmt: skip
+        place = "" if seen is None else str(seen.get("place") or "")
+        return None if finding is None else msgspec.structs.replace(finding, title=kind.title, place=place)
     vanished = learning.steps_with_vanished_lr
     if vanished >= max(cause.threshold("min_steps"), cause.threshold("vanished_steps") * run.totals.steps):
         of_highest = f"{cause.threshold('vanished'):g} of the highest learning rate"
@@ -237,7 +243,8 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
 
 def _find_guessing(run: RunRecords, thirds: tuple[float, float, float]) -> tuple[str, MistakeKind, Evidence] | None:
     """(that a cross-entropy stands at the logarithm of the number of its classes, its kind, what the hook saw)."""
-    threshold, seen = LR_TOO_LOW.threshold, mistakes_of(run, LR_TOO_LOW)
+    threshold = LR_TOO_LOW.threshold
+    seen = [entry for entry in mistakes_of(run, LR_TOO_LOW) if entry[0].id == "class_loss"]
     if not seen or run.steady.steps < threshold("guess_steps") or mistakes_of(run, LR_TOO_HIGH):
         return None
     kind, values = seen[0]

@@ -37,6 +37,8 @@ WEIGHTS, GROWTH_STEPS, MIN_WEIGHT_GROWTH = 3, (16, 400), 5.0
 again, and the growth from which these are far too large."""
 USED_STEPS, MIN_UNUSED = (17, 34, 51), 0.55
 """Steps of an optimizer, odd and even, at which parameters without a gradient are looked for; fraction of values."""
+NO_GRADIENT_STEPS = 32
+"""Steps of optimizers without any gradient, from which one is reported."""
 PLACE_ATTR = "_stoker_place"
 """Attribute of an optimizer: the line that made it."""
 LOSS_BACKWARDS, MAX_LOSS_NODES = (1, 2, 5, 20), 300
@@ -256,6 +258,8 @@ class MistakeFinder:
         with_grad = (entry for entry in _parameters(groups) if entry[1].grad is not None)
         position, parameter = next((entry for entry in with_grad if _is_readable(entry[1].grad)), ((0, 0), None))
         if parameter is None:
+            if self.count("no_gradients") == NO_GRADIENT_STEPS:
+                self.report("no_gradients", optimizer.__dict__.get(PLACE_ATTR, ""), steps=NO_GRADIENT_STEPS)
             return
         key = (id(parameter), tuple(parameter.shape))
         older, watched = self._owners.get(key), _Watched(optimizer, position)
