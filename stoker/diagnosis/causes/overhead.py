@@ -29,12 +29,14 @@ from stoker.diagnosis.places.costly import (
     STARTS_WORKERS,
     called_places,
     describe_place,
+    find_caller,
     frequency,
     functions_with_steps,
     heavy_places,
     is_callees,
     list_places,
     module_of,
+    name_cost,
 )
 from stoker.diagnosis.places.totals import find_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
@@ -185,13 +187,16 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             evidence.append(make_evidence(parts, None, "stacks.jsonl: places"))
         if place.callers:
             evidence.append(make_evidence(f"called from {place.callers}", source="stacks.jsonl: places.callers"))
-        lost_s, basis = measured * run.steady.device_s, "the fraction of the samples"
+        caller = None if is_callees(place) else find_caller(run, place)
+        whole = caller or place
+        lost_s = measured * whole.seconds / place.seconds * run.steady.device_s
+        basis = "the fraction of the samples"
         if place.role == "worker":  # without it, a worker would be faster by as much, until nothing waits for it
             waited_s = run.steady.device_s * input_wait + wait_in_evaluations_s(run)
-            lost_s = min(waited_s, place.seconds / observed_s * run.steady.device_s)
+            lost_s = min(waited_s, whole.seconds / observed_s * run.steady.device_s)
         if place.role == "training" and run.num_ranks == 1:
-            lost_s, basis = _lost_in_place(run, place)
-            lost_s = min(lost_s, measured * run.steady.device_s) if idle_fraction is not None else lost_s
+            lost_s, basis = _lost_in_place(run, whole)
+            lost_s = lost_s if idle_fraction is None else min(lost_s, idle_fraction * run.steady.device_s)
         is_info = _is_single_event(place) and cause.severity(measured) is not None
         kind_of_fix = "no workers" if _loads_itself(run, place) else "lock" if place.call.startswith("with ") else ""
         finding = make_finding(
@@ -200,7 +205,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             fix=cause.other_fixes.get(kind_of_fix),
         )  # fmt: skip
         if finding is not None:
-            title = f"{place.seconds:,.0f} s in {describe_place(place)}"
+            title = name_cost(place, caller)
             return msgspec.structs.replace(finding, title=title, place=place.line)
     return None
 

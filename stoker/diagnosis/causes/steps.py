@@ -39,11 +39,12 @@ from stoker.diagnosis.places.costly import (
     IMPORT,
     MIN_STEPS,
     describe_place,
+    find_caller,
     heavy_places,
     is_callees,
-    join_lines,
     list_loops,
     list_places,
+    name_cost,
 )
 from stoker.diagnosis.places.totals import find_places, merge_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
@@ -65,8 +66,6 @@ _OWN_KINDS = ("input_wait", "decode", "checkpoint", "gc", "python", "idle", "oth
 """Kinds of stacks in which a rank works on what is only its own."""
 
 
-_MIN_REST = 1.1
-"""Of a place's time, what its caller takes with the rest that it calls, from which that is told."""
 _BETWEEN_STEPS = ("python", "gc", "decode", AFTER_STEP)
 """Kinds of places of the training thread between steps, in which it does not wait."""
 _IN_STEPS = ("compute", "compile")
@@ -87,7 +86,7 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
     largest = _largest_place(run)
-    caller = None if largest is None else _find_caller(run, largest)
+    caller = None if largest is None else find_caller(run, largest)
     place_s = 0.0 if largest is None else (caller or largest).seconds * max(1, run.num_ranks)
     from_stacks = _finding_from_stacks(
         run, cause, "Python", *_PYTHON, places=_places_between_steps(run), place_s=place_s
@@ -141,26 +140,15 @@ def _largest_place(run: RunRecords) -> PlaceTotal | None:
     return None if first is None or first.kind == "input_wait" else first
 
 
-def _find_caller(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
-    """What a line calls, as one place, if `place` is a part of it and not nearly all: a loop over all anchors, and the
-    function that it calls for each."""
-    between = [one for one in list_places(run) if one.role == "training" and one.kind in _BETWEEN_STEPS]
-    callers = [one for one in join_lines(run, between) if is_callees(one) and one.rank == place.rank]
-    outer = (one for one in callers if one.line in place.callers.split(" < "))
-    return next((one for one in outer if one.seconds >= _MIN_REST * place.seconds), None)
-
-
 def _name_place(
     finding: Finding | None, place: PlaceTotal | None, caller: PlaceTotal | None, place_s: float
 ) -> Finding | None:
     """The finding of time between steps with the place in its title and with its seconds, if that takes most of it: the
-    rest is what any framework's loop costs. caller: of `_find_caller`; place_s: seconds of that, else of the place, as
+    rest is what any framework's loop costs. caller: of `find_caller`; place_s: seconds of that, else of the place, as
     if all ranks were there."""
     if finding is None or place is None or 2 * place_s < (finding.lost_device_s or 0.0):
         return finding
-    title = f"{finding.title}: {place.seconds:,.0f} s in {describe_place(place)}"
-    if caller is not None:
-        title += f", of {caller.seconds:,.0f} s in {describe_place(caller)}"
+    title = f"{finding.title}: {name_cost(place, caller)}"
     lost_s = finding.lost_device_s or 0.0
     whole = caller or place
     if place_s < lost_s or place_s * whole.low_s / whole.seconds > lost_s:  # some of it is in steps, by the clock

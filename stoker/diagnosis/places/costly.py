@@ -46,6 +46,8 @@ MAIN_FRACTION = 0.8
 """Of a function's time, in one line and call, from which that is the place."""
 _KINDS_WITH_CAUSES = frozenset({"input_wait", "checkpoint", "compile"})
 """Kinds of places that have causes of their own, and are in no sum of what a line calls."""
+MIN_REST = 1.1
+"""Of a place's time, what its caller takes with the rest that it calls, from which that is told."""
 MOST = 0.5
 """Of the time of what a line calls, in one function, from which that is the place: what else it calls costs less."""
 MIN_OWN = 0.3
@@ -369,6 +371,28 @@ def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
     for (_, call), lines in calls.items():
         joined += [_merge_lines(group, call) for group in _join_neighbors(lines)]
     return _sort_by_cost(run, joined)
+
+
+def find_caller(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
+    """All that a line calls, as one place, if `place` is most of it, and not nearly all: a loop over all anchors, and
+    the function that it calls for each. Of several such lines the outermost, none in which steps are."""
+    of_thread = [one for one in list_places(run) if _thread(one) == _thread(place)]
+    in_steps = [one for one in run.places if one.kind in IN_STEP and not one.is_startup]
+    for line in reversed(place.callers.split(" < ")):
+        key = (*_thread(place), line)
+        whole = merge_places(one for one in of_thread if one.kind not in _KINDS_WITH_CAUSES and key in _lines_of(one))
+        steps = sum(one.samples for one in in_steps if key in _lines_of(one))
+        if whole is None or steps >= MIN_STEPS * whole.samples:
+            continue
+        if MIN_REST * place.seconds <= whole.seconds <= place.seconds / MOST:
+            return dataclasses.replace(whole, line=line, function="", call="", callers=_callers_of(place, line))
+    return None
+
+
+def name_cost(place: PlaceTotal, caller: PlaceTotal | None) -> str:
+    """`15 s in iou at targets.py:18, of 23 s in what train.py:68 calls`. caller: of `find_caller`."""
+    text = f"{place.seconds:,.0f} s in {describe_place(place)}"
+    return text if caller is None else f"{text}, of {caller.seconds:,.0f} s in {describe_place(caller)}"
 
 
 def _join_neighbors(lines: Iterable[list[PlaceTotal]]) -> list[list[PlaceTotal]]:
