@@ -376,11 +376,12 @@ def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
 def find_caller(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
     """All that a line calls, as one place, if `place` is most of it, and not nearly all: a loop over all anchors, and
     the function that it calls for each. Of several such lines the outermost, none in which steps are."""
-    of_thread = [one for one in list_places(run) if _thread(one) == _thread(place)]
+    others = _KINDS_WITH_CAUSES - {place.kind}
+    of_thread = [one for one in list_places(run) if _thread(one) == _thread(place) and one.kind not in others]
     in_steps = [one for one in run.places if one.kind in IN_STEP and not one.is_startup]
     for line in reversed(place.callers.split(" < ")):
         key = (*_thread(place), line)
-        whole = merge_places(one for one in of_thread if one.kind not in _KINDS_WITH_CAUSES and key in _lines_of(one))
+        whole = merge_places(one for one in of_thread if key in _lines_of(one))
         steps = sum(one.samples for one in in_steps if key in _lines_of(one))
         if whole is None or steps >= MIN_STEPS * whole.samples:
             continue
