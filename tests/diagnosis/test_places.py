@@ -629,8 +629,10 @@ def test_python_between_steps_names_its_lines(tmp_path: Path) -> None:
     assert "import torch" not in found.evidence_text
 
 
-@pytest.mark.parametrize(("of_caller", "title"), [(5, "10 s in iou at targets.py:18, of 15 s in what train.py:68 calls"),
-                                                  (0, "10 s in iou at targets.py:18")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("of_caller", "title"),
+    [(5, "10 s in iou at targets.py:18, of 15 s in what train.py:68 calls"), (0, "10 s in iou at targets.py:18")],
+)
 def test_a_function_that_a_loop_calls_is_told_with_the_whole_of_the_loop(
     of_caller: int, title: str, tmp_path: Path
 ) -> None:
