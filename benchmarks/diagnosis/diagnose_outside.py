@@ -107,7 +107,8 @@ def small_disk(place: Path, size_bytes: int) -> Iterator[Around]:
 
 @contextlib.contextmanager
 def filling_disk(place: Path, size_bytes: int, left_bytes: int) -> Iterator[Around]:
-    """A file system at `place`, the folder of a run, which something else fills up to so many bytes when it trains."""
+    """A file system at `place`, the folder of a run. Once the run trains, a file of another program takes its room but
+    for `left_bytes`."""
     has_ended = threading.Event()
 
     def fill() -> None:

@@ -154,7 +154,7 @@ class RemoteStacks:
             if not address:
                 return
             state = self._bytes(address, _THREAD_BYTES)
-            if stack := self._unchanged_stack(address, state):
+            if stack := self._consistent_stack(address, state):
                 thread_id = _word_at(state, layout.thread_id)
                 native_id = _word_at(state, layout.native_id) if layout.native_id else None
                 kernel_id = self._kernel_id(thread_id, main_thread) if native_id is None else native_id
@@ -165,8 +165,8 @@ class RemoteStacks:
                 found[kernel_id] = stack
             address = _word_at(state, layout.next_thread)
 
-    def _unchanged_stack(self, address: int, state: bytes) -> Stack:
-        """Of a thread, by its PyThreadState; empty where it changed during each of some reads, too."""
+    def _consistent_stack(self, address: int, state: bytes) -> Stack:
+        """Of a thread, by its PyThreadState, read again while it changes; empty: it has no frames, or changed each time."""
         for attempt in range(MAX_TRIES):
             try:
                 return self._stack(address, self._bytes(address, _THREAD_BYTES) if attempt else state)
