@@ -1,8 +1,9 @@
 """Samples the Python stacks of a watched or measured job into stacks.jsonl (data source 1).
 
 They are read from outside, from the memory of its processes (`remote_stacks.py`), without stopping the job. A sample
-takes some 50 µs while the CPU's caches have what it needs, several times that while a job computes; the rate
-keeps all of it below MAX_CPU_FRACTION of a core. What they say is in `frames.py`. If stacks cannot be read, that is reported once.
+takes some 50 µs while the CPU's caches have what it needs, and several times that while a job computes; the rate keeps
+all of it below MAX_CPU_FRACTION of a core. What they say is in `frames.py`. If stacks cannot be read, that is reported
+once.
 """
 
 import collections
