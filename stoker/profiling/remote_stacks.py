@@ -166,7 +166,7 @@ class RemoteStacks:
             address = _word_at(state, layout.next_thread)
 
     def _consistent_stack(self, address: int, state: bytes) -> Stack:
-        """Of a thread, by its PyThreadState; read again if it changed meanwhile. Empty: no frames, or always changed."""
+        """Of a thread, by its PyThreadState; read again if it has changed. Empty: no frames, or always changed."""
         for attempt in range(MAX_TRIES):
             try:
                 return self._stack(address, self._bytes(address, _THREAD_BYTES) if attempt else state)
