@@ -375,4 +375,7 @@ def test_the_samples_of_the_last_seconds_are_not_lost(
     folder.close()
     (line,) = read_lines(tmp_path, STACKS, StackWindow)
     assert line.places[0].line == "train.py:4"
-    assert line.main_thread == {"idle": 1.0}
+    if ending == "exits":  # a sample may see it decode the line, and end
+        assert line.main_thread["idle"] > 0.9
+    else:
+        assert line.main_thread == {"idle": 1.0}
