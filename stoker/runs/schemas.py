@@ -60,8 +60,10 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """CPU-seconds of the training process in the window: all its threads, without its children. More than
     `thread_cpu_s` adds up to: other threads of it compute."""
     recompiles: int | None = None
-    """Compilations of the window of functions that had been compiled before. None: not measured (only TensorFlow's
-    traces are)."""
+    """Compilations of the window of functions that had been compiled before. None: not measured (TensorFlow's traces
+    and JAX's compilations are)."""
+    recompiled_s: float = 0.0
+    """Seconds of these of the function of a watched job in JAX that took most; they are in `phases` as well."""
     worker_starts: int = 0
     """Loaders of a watched PyTorch job that started worker processes in the window, after the first step."""
     worker_start_s: float = 0.0

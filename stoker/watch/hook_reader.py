@@ -54,7 +54,9 @@ to `host`; after the last step the job ends. `_sum_slots_by_phase` splits `graph
 WORKING_SLOTS = ("compute", "maybe_work", "graph")
 """Slots in which the process should compute: time in which it does nothing is `unattributed`."""
 
-_COUNTS = ("steps", "num_images", "recompiles", "worker_starts", "worker_start_s", "steps_without_gradients")
+_COUNTS = (
+    "steps", "num_images", "recompiles", "recompiled_s", "worker_starts", "worker_start_s", "steps_without_gradients",
+)  # fmt: skip
 
 HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
 """Phases that the host measures also if the device has events, since these are only around steps."""
@@ -305,6 +307,7 @@ class RankTimeBreakdown:
             thread_cpu_s=cpu,
             process_cpu_s=counts["process_cpu_s"] if targets.get(("count", "process_cpu_s")) else None,
             recompiles=round(counts.get("recompiles", 0)) if self._counts_recompiles else None,
+            recompiled_s=counts.get("recompiled_s", 0.0),
             worker_starts=round(counts.get("worker_starts", 0)),
             steps_without_gradients=round(counts.get("steps_without_gradients", 0)),
             worker_start_s=counts.get("worker_start_s", 0.0),

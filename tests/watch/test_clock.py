@@ -1,10 +1,13 @@
 """The clock of the hook: which time is whose."""
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stoker.profiling.hook.stoker_hook import clock as hook
+from stoker.profiling.hook.stoker_hook import jax_loop
 from stoker.profiling.hook.stoker_hook.clock import BatchSource
 from stoker.watch.hook_reader import read_hook_state
 from tests.fixtures.watch_clock import Optimizer, Timed
@@ -301,3 +304,19 @@ def test_batches_of_a_job_of_jax_are_no_evaluation(timed: Timed) -> None:
             timed.batch(source, works=1.0)
         timed.end(source)
     assert set(timed.seconds()) == {"startup"}
+
+
+def test_functions_that_jax_compiles_again_are_counted_and_timed(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its listener, with the durations that it reports: of "step" 4 s come after its first compilation."""
+    listeners: list[Callable[..., None]] = []
+    monkeypatch.setattr(jax_loop, "clock", timed.clock)
+    monkeypatch.setattr(jax_loop.atexit, "register", lambda *_: None)
+    jax_loop.patch_monitoring(SimpleNamespace(register_event_duration_secs_listener=listeners.append))
+    durations = {"init": [2.0], "add": [0.5, 0.25, 0.25], "step": [3.0, 2.0, 2.0]}
+    for name, seconds in durations.items():
+        for duration in seconds:
+            timed.takes(duration + 1.0)
+            listeners[0](jax_loop.COMPILE_EVENT, duration, fun_name=name)
+            listeners[0]("/jax/core/compile/jaxpr_trace_duration", 9.0, fun_name=name)
+    assert timed.seconds() == {"startup": 7.0, "compile": 10.0}
+    assert (timed.count(hook.RECOMPILES), timed.count(hook.RECOMPILED_S)) == (4, 4.0)

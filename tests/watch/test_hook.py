@@ -146,7 +146,8 @@ def run_patched(job: str, directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path) -> None:
+@undisturbed_once
+def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     out = ran([sys.executable, "-c", hook_jobs.LOOP], tmp_path)
     assert out.startswith("loss ")
     state, itself = read_state(tmp_path), known(tmp_path)
@@ -233,7 +234,8 @@ def test_an_error_in_it_is_reported_and_the_job_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_watched_loop_and_its_explanation(tmp_path: Path) -> None:
+@undisturbed_once
+def test_a_watched_loop_and_its_explanation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     script = tmp_path / "train.py"
     script.write_text(hook_jobs.LOOP.replace("Slow(32), 4))", "Slow(256), 4))"))
     why = watched([sys.executable, "train.py"], tmp_path)

@@ -88,9 +88,12 @@ def test_recompilations_are_counted_by_window_and_absent_if_not_measured() -> No
     breakdown = RankTimeBreakdown(BEGIN_S)
     found = []
     for at_s, recompiles in ((1.0, -1.0), (2.0, 0.0), (3.0, 3.0), (4.0, 4.0)):
-        breakdown.update([make_state(compute=at_s, steps=at_s, recompiles=recompiles)], [], BEGIN_S + at_s)
-        found.append(breakdown.next_window(BEGIN_S + at_s, 1.0, devices=1).recompiles)
-    assert found == [None, 0, 3, 1]
+        seconds = 0.5 * max(0.0, recompiles)
+        counted = make_state(compute=at_s, steps=at_s, recompiles=recompiles, recompiled_s=seconds)
+        breakdown.update([counted], [], BEGIN_S + at_s)
+        window = breakdown.next_window(BEGIN_S + at_s, 1.0, devices=1)
+        found.append((window.recompiles, window.recompiled_s))
+    assert found == [(None, 0.0), (0, 0.0), (3, 1.5), (1, 0.5)]
 
 
 def test_time_in_a_step_in_which_the_process_did_nothing_is_unattributed() -> None:

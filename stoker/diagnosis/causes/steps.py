@@ -363,7 +363,7 @@ def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
         grown = describe_growth(run)
         kept = make_evidence(f"memory grows meanwhile, as each compiled graph is kept: {grown[0]}") if grown else None
         evidence = [phase_evidence(run, "compile"), named, stack_evidence(run, "compiling", "compile"), kept]
-        return make_finding(run, cause, fraction, evidence, lost_s=compile_s)
+        return make_finding(run, cause, fraction, evidence, lost_s=max(compile_s, run.recompiled_s))
     if run.stacks.compile_windows < cause.threshold("min_stack_windows"):
         return None
     if run.stacks.fraction("compile") < cause.threshold("min_stack_fraction"):

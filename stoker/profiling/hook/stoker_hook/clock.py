@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr",
     "device", "busy", "device_comm", "syncs", "workers", "recompiles", "worker_starts", "worker_start_s",
-    "steps_without_gradients",
+    "steps_without_gradients", "recompiled_s",
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
     "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
@@ -42,13 +42,13 @@ SLOTS = (
 machine). The CPU-seconds of the training thread in each of them follow, in the same order. `workers`: processes of the
 newest training loader, −1 if not known. `worker_starts`: loaders with worker processes that were started after the
 first step; `worker_start_s`: seconds of starting and ending these, in other slots as well. `steps_without_gradients`:
-steps of the optimizer in which no parameter of it had a gradient. `recompiles`: traces of
-functions traced before, −1 if not known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
-`device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
+steps of the optimizer in which no parameter of it had a gradient. `recompiles`: traces of functions traced before, −1
+if not known; `recompiled_s`: seconds of those of the function that took most (JAX). `current_slot`: index of the
+running slot. `device`: 1 if `busy` and `device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
 
 (BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, STEPS, BATCHES, IMAGES, LR,
  DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES, WORKER_STARTS, WORKER_START_S,
- STEPS_WITHOUT_GRADIENTS,
+ STEPS_WITHOUT_GRADIENTS, RECOMPILED_S,
  STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE,
  MAYBE_WAIT, MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
 

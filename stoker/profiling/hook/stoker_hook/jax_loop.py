@@ -4,7 +4,7 @@ timed: all other time stays `startup`, which the watcher shows as unattributed o
 import atexit
 from sys import modules
 
-from .clock import COMPILE, RECOMPILES, STARTUP, clock
+from .clock import COMPILE, RECOMPILED_S, RECOMPILES, STARTUP, clock
 from .failures import report_failure
 from .mistakes import MIN_LOOKS
 
@@ -22,6 +22,7 @@ AIDS = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs", "jax_check_tracer
 def patch_monitoring(module: "Any") -> None:
     """jax._src.monitoring."""
     counts: dict[str, int] = {}
+    repeated_s: dict[str, float] = {}
 
     def on_duration(event: str, duration: float, **data: "Any") -> None:
         if event != COMPILE_EVENT or not clock.enabled:
@@ -40,6 +41,9 @@ def patch_monitoring(module: "Any") -> None:
             if isinstance(name := data.get("fun_name"), str) and (name in counts or len(counts) < MAX_FUNCTIONS):
                 counts[name] = counts.get(name, 0) + 1
                 values[RECOMPILES] = max(0.0, values[RECOMPILES]) + (counts[name] > 1)
+                if counts[name] > 1:
+                    repeated_s[name] = repeated_s.get(name, 0.0) + seconds
+                    values[RECOMPILED_S] = max(values[RECOMPILED_S], repeated_s[name])
                 if counts[name] > 1 and counts[name] == max(counts.values()):
                     clock.set_recompiled(name)
         except Exception as error:  # noqa: BLE001 (the job goes on without this clock)
