@@ -200,7 +200,7 @@ def _possible_causes(run: RunRecords, group: list[Finding], *, loads: bool) -> F
         fix="Possible causes: " + "; ".join(told),
         command=None,
         config_patch={},
-        confidence=CATALOG["heavy_place"].confidence,
+        confidence=None,  # the seconds are certain, and what they are of is not
         place="" if place is None else place.line,
     )
 

@@ -280,3 +280,55 @@ model.fit(tf.zeros((80, 2)), tf.zeros((80, 1)), batch_size=1, verbose=0)
     why = watched([PEERS, "job.py"], tmp_path, KERAS_BACKEND="tensorflow")
     found = [finding.title for finding in why.findings if finding.id == "debug_mode"]
     assert found == ([mistake_kinds()["run_eagerly"].title] if is_eager else [])
+
+
+LOOP_OF_KERAS = """
+import keras
+import tensorflow as tf
+model = keras.Sequential([keras.layers.Dense(4, activation="relu"), keras.layers.Dense(3, activation={activation!r})])
+loss, optimizer = keras.losses.SparseCategoricalCrossentropy(from_logits={from_logits}), keras.optimizers.SGD(0.01)
+{decorator}
+def step(x, y):
+    with tf.GradientTape() as tape:
+        value = loss(y, model(x))
+    optimizer.apply_gradients(zip(tape.gradient(value, model.trainable_variables), model.trainable_variables))
+x, y = tf.random.normal((8, 5)), tf.constant([0, 1, 2, 0, 1, 2, 0, 1])
+for _ in range(40):
+    step(x, y)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "decorator", "activation", "from_logits", "line"),
+    [
+        ("tensorflow", "@tf.function", None, False, "job.py:9"),
+        ("tensorflow", "", None, False, "job.py:9"),
+        ("tensorflow", "@tf.function", "softmax", False, None),
+        ("tensorflow", "", "softmax", False, None),
+        ("tensorflow", "@tf.function", None, True, None),
+        ("torch", "fit", None, False, "job.py:7"),
+        ("torch", "fit", "softmax", False, None),
+        ("tensorflow", "fit", None, False, "job.py:7"),
+        ("tensorflow", "fit", "softmax", False, None),
+    ],
+)
+def test_a_loss_of_keras_is_given_raw_scores(
+    backend: str, decorator: str, activation: str | None, from_logits: bool, line: str | None, tmp_path: Path
+) -> None:
+    if not Path(PEERS).exists():
+        pytest.skip("TensorFlow is not here: `make peers`, or name a Python that has it: STOKER_PEERS_PYTHON")
+    job = LOOP_OF_KERAS.format(decorator=decorator, activation=activation, from_logits=from_logits)
+    if decorator == "fit":
+        head, _, _ = job.partition("fit\n")
+        job = (
+            head.replace("import tensorflow as tf", "import numpy as np")
+            + """model.compile(optimizer, loss)
+model.fit(np.random.randn(400, 5), np.arange(400) % 3, batch_size=8, verbose=0)
+"""
+        )
+    (tmp_path / "job.py").write_text(job)
+    why = watched([PEERS, "job.py"], tmp_path, KERAS_BACKEND=backend)
+    title = mistake_kinds()["raw_scores"].title
+    found = [finding.place for finding in why.findings if finding.title.startswith(title)]
+    assert found == ([line] if line else []), [finding.title for finding in why.findings]

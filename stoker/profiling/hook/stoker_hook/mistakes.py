@@ -522,9 +522,24 @@ def own_line() -> str:
         folder = "/"
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
+        name, line = frame.f_code.co_filename, frame.f_lineno
         if not name.startswith("<") and not NOT_OWN.search(name):
+            if "__autograph_generated" in name:
+                name, line = _rewritten_line(frame)
             name = name[len(folder) :] if folder != "/" and name.startswith(folder) else name
-            return "%s:%d" % (name, frame.f_lineno)  # noqa: UP031
+            return "%s:%d" % (name, line)  # noqa: UP031
         frame = frame.f_back
     return ""
+
+
+def _rewritten_line(frame: "Any") -> "tuple[str, int]":
+    """(file, line) of the source of a function that TensorFlow's AutoGraph has rewritten, by the map that it keeps."""
+    generated = (frame.f_code.co_filename, frame.f_lineno)
+    above = frame.f_back
+    while above is not None:
+        sources = getattr(above.f_locals.get("converted_f"), "ag_source_map", None) or {}
+        for place, origin in sources.items():
+            if (place.filename, place.lineno) == generated:
+                return origin.loc.filename, origin.loc.lineno
+        above = above.f_back
+    return generated

@@ -30,7 +30,7 @@ from .clock import (
 )  # fmt: skip
 from .failures import STATE_DIR, report_failure
 from .instruments import count_images, timed
-from .mistakes import LOOK_STEPS
+from .mistakes import LOOK_STEPS, MAX_READ, own_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ MAX_STEPS, MIN_TRACE_S, MIN_STEPS, MAX_TRACE_S = 50, 1.5, 3, 20.0
 OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}
 TRAINS_ATTR = "_stoker_trains"
 """Attribute of a `tf.function` whose trace took a gradient."""
+
+LOSSES = ("categorical_crossentropy", "sparse_categorical_crossentropy", "binary_crossentropy")
+"""Functions of Keras' backends."""
+_RESHAPES = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose", "BiasAdd", "AddV2")
+_LAYERS = ("MatMul", "BatchMatMulV2", "Conv1D", "Conv2D", "Conv3D", "Einsum")
+"""Operations of a graph whose results are any numbers."""
+MAX_LOSSES = 4
+"""Calls of losses whose input is looked at; of a `tf.function` these are traces."""
 
 
 class LoopState:
@@ -217,6 +225,44 @@ def patch_apply(module: "Any", class_name: str, name: str) -> None:
         return result
 
     setattr(cls, name, apply)
+
+
+def patch_losses(module: "Any") -> None:
+    """A backend of Keras, whose losses expect probabilities unless they are told that they get raw scores."""
+    for name in LOSSES:
+        if callable(original := getattr(module, name, None)):
+            setattr(module, name, _checked_loss(original))
+
+
+def _checked_loss(original: "Any") -> "Any":
+    @wraps(original)
+    def loss(target: "Any", output: "Any", from_logits: "Any" = False, *args: "Any", **kwargs: "Any") -> "Any":
+        if not from_logits:
+            clock.observe(_look_at_scores, output)
+        return original(target, output, from_logits, *args, **kwargs)
+
+    return loss
+
+
+def _look_at_scores(output: "Any") -> None:
+    if clock.mistakes.count("raw_scores") <= MAX_LOSSES and _are_scores(output):
+        clock.mistakes.report("raw_scores", own_line())
+
+
+def _are_scores(output: "Any") -> bool:
+    """Whether it is no probability: by the operation of a graph that makes it, or by the values of its first rows."""
+    if getattr(output, "is_meta", False):  # Keras on torch asks for shapes
+        return False
+    if hasattr(output, "numpy"):
+        rows = output[:16]
+        values = (rows.detach() if hasattr(rows, "detach") else rows.numpy()).reshape(-1)[:MAX_READ]
+        return bool(((values < -0.01) | (values > 1.01)).any())
+    operation = getattr(output, "op", None)
+    for _ in range(8):
+        if operation is None or operation.type in _LAYERS:
+            return operation is not None
+        operation = operation.inputs[0].op if operation.type in _RESHAPES and len(operation.inputs) else None
+    return False
 
 
 class ProfilerSampler:
