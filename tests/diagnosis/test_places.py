@@ -178,7 +178,7 @@ def test_workers_that_read_have_a_slow_storage(tmp_path: Path) -> None:
     reads = Place(line="data.py:9", function="load", call="open", kind="idle", samples=40)
     run = read_run(make_run(tmp_path / "run", **WAITS, stacks=[window(n, reads, role="worker") for n in (1, 2, 3)]))
     (finding, *_) = [finding for finding in run_rules(run) if finding.id == "slow_storage"]
-    assert finding.confidence is None, "each possible cause has its own"
+    assert (finding.confidence or 0) >= 0.7
 
 
 @pytest.mark.parametrize(
