@@ -457,7 +457,8 @@ def _facts(explanation: RunExplanation) -> Iterator[tuple[str, str]]:
     if explanation.has_device:
         where = f"on {fmt.plural(devices, 'device')}"
     yield "time", f"{fmt.duration(explanation.wall_s)} {where}, {restarts}{lost}"
-    speed = f", {fmt.plural(explanation.num_images, 'image')}, {fmt.number(explanation.img_per_s)} img/s on average"
+    unit, rate = ("sample", "samples/s") if explanation.coverage else ("image", "img/s")  # a job of others: of any data
+    speed = f", {fmt.plural(explanation.num_images, unit)}, {fmt.number(explanation.img_per_s)} {rate} on average"
     if explanation.coverage and not explanation.num_images:
         speed = "" if _has_clock(explanation) else " according to its output"
     yield "work", f"{fmt.plural(explanation.steps, 'step')}{speed}"

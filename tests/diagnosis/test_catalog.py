@@ -58,7 +58,7 @@ def test_the_settings_that_fix_a_cause_are_explained() -> None:
 def test_an_id_is_explained_with_its_threshold_source_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
     app(["why", "--explain", "input_bound"], result_action="return_value")
     printed = capsys.readouterr().out
-    for text in ("The training waits for images", "critical from 0.2", "TensorFlow Profiler", "--cache disk"):
+    for text in ("The training waits for its input", "critical from 0.2", "TensorFlow Profiler", "--cache disk"):
         assert text in printed
     with pytest.raises(UsageError, match="input_bound"):
         explain_id("input_bounds")

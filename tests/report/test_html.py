@@ -185,7 +185,7 @@ def test_the_summary_has_metrics_time_phases_and_advice(page: str, evaluation: E
         "68 %",
         "input wait 29 %",
         "What to do next",
-        "The training waits for images",
+        "The training waits for its input",
         "--workers",
         "0.08",
     ):

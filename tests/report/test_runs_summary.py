@@ -77,7 +77,7 @@ total                  3     100 %
 
 findings (they overlap with the phases and with each other)
 cause                 device-hours  fraction  cost  runs  meaning
-input_bound                   0.25     8.3 %  0.50     1  The training waits for images
+input_bound                   0.25     8.3 %  0.50     1  The training waits for its input
 ended_without_record                                   2  {DIED}
 
 by month, UTC
