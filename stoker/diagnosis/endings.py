@@ -233,6 +233,7 @@ def find_raising_lines(lines: tuple[LogLine, ...], span: tuple[int, int]) -> lis
 
 _IGNORED_EXCEPTION = re.compile(r"Exception ignored (in|on|while)\b|Retry attempt failed:")
 _THREAD_EXCEPTION = re.compile(r"Exception in thread ")
+_THREAD_FRAME = re.compile(r'threading\.py", line \d{1,9}, in _bootstrap_inner$')
 
 
 def drop_ignored_exceptions(lines: tuple[LogLine, ...]) -> tuple[LogLine, ...]:
@@ -246,11 +247,13 @@ def drop_ignored_exceptions(lines: tuple[LogLine, ...]) -> tuple[LogLine, ...]:
 
 
 def find_thread_exceptions(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
-    """(first, last) line index of the tracebacks of threads other than the main one. They do not end the process."""
+    """(first, last) line index of the tracebacks of threads other than the main one. They do not end the process. The
+    line before may be mixed with that of a progress bar; the first frame is then the one in which threads begin."""
     return [
         (start, last)
         for start, last in find_tracebacks(lines)
-        if start and _THREAD_EXCEPTION.match(strip_rank_prefix(lines[start - 1].text))
+        if (start and _THREAD_EXCEPTION.match(strip_rank_prefix(lines[start - 1].text)))
+        or _THREAD_FRAME.search(lines[min(start + 1, last)].text)
     ]
 
 

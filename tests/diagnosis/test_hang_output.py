@@ -56,5 +56,20 @@ def test_a_thread_that_ended_is_what_the_others_wait_for(
     )
     (run / "output.log").write_text(THREAD)
     first = next(finding for finding in run_rules(read_run(run)) if finding.id == "hung")
-    assert "a thread ended by RuntimeError: shard 250: bad magic number" in first.evidence_text
+    assert "by RuntimeError: shard 250: bad magic number, raised at reader.py:7 (run)" in first.evidence_text
     assert first.fix.startswith("What waits for a thread that has ended")
+
+
+def test_a_thread_whose_traceback_begins_behind_a_progress_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a real job printed it (a pose network with tqdm, whose thread for previews met a picture without a joint)."""
+    monkeypatch.setattr(termination, "is_held", lambda *_: True)
+    run = make_run(
+        tmp_path / "run", external=True, silent=60, end=None, host=lambda s: {"process_cpu": 0.01} if s > 44 else {}
+    )
+    header = " 14%|#3        | 11/80 [00:08<00:52]Exception in thread  15%|#5        | 12/80 [00:09<00:50]Thread-1:"
+    raised = "ValueError: zero-size array to reduction operation minimum which has no identity"
+    text = THREAD.replace("Exception in thread Thread-1:", header)
+    (run / "output.log").write_text(text.replace("RuntimeError: shard 250: bad magic number", raised))
+    first = run_rules(read_run(run))[0]
+    assert first.id == "hung"
+    assert f"a thread ended by {raised}, raised at reader.py:7 (run)" in first.evidence_text

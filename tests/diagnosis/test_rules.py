@@ -638,6 +638,15 @@ def test_a_mistake_precedes_python_that_is_slow(tmp_path: Path) -> None:
         assert (next(iter(order)) == "training_mistake") is is_first
 
 
+def test_gradients_of_zero_beside_a_loss_of_zero_are_labels_that_do_not_count(tmp_path: Path) -> None:
+    mistake = {"facts": FACTS | {"mistakes": [{"kind": "zero_gradients", "place": "train.py:36", "step": 48}]}}
+    for name, loss in (("none", 0.0), ("some", 0.5)):
+        job = mistake | {"losses": lambda _, x=loss: {"total": x}}
+        finding = of(findings(tmp_path / name, job), "training_mistake")
+        assert finding.place == "train.py:36"
+        assert ("no target of any sample counts" in finding.evidence_text) == (loss == 0)
+
+
 def test_few_stack_samples_prove_little(tmp_path: Path) -> None:
     job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}}
     main = {"python": 0.2, "compute": 0.8}

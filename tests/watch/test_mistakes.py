@@ -99,7 +99,7 @@ MORE_KINDS: list[tuple[str, int | None, dict[str, str]]] = [
     ("no_gradients", 10, {"after": "model[4] = nn.Linear(16, width); model[:4].requires_grad_(False)"}),
     ("weights_grow", 10, {"after": "optimizer.param_groups[0]['lr'] = 1.0"}),
     ("torch_threads", None, {"before": "import os; torch.set_num_threads(2 * len(os.sched_getaffinity(0)))"}),
-    ("zero_gradients", None, {"loss": "(0 * logits).sum()"}),
+    ("zero_gradients", 18, {"loss": "(0 * logits).sum()"}),
     ("non_finite_gradients", None, {"loss": "F.cross_entropy(logits / 0, y)"}),
     ("double_precision", None, {"before": "torch.set_default_dtype(torch.float64)"}),
     ("anomaly", 8, {"before": "torch.autograd.set_detect_anomaly(True)"}),

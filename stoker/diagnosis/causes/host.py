@@ -17,7 +17,7 @@ from stoker.diagnosis.causes.shared import (
     percent,
     sample_evidence,
 )
-from stoker.diagnosis.endings import find_thread_exceptions
+from stoker.diagnosis.endings import find_raising_lines, find_thread_exceptions
 from stoker.diagnosis.places.costly import MAIN_FRACTION, READS
 from stoker.diagnosis.places.stuck import LAUNCHES, describe_stuck, stuck_places
 from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, ProgressGap, RunRecords, TimeSeries
@@ -497,8 +497,10 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
     if cpu is not None:
         evidence.append(make_evidence(f"the process used {cpu:.2f} cores meanwhile", cpu, "devices.jsonl: process_cpu"))
     output = run.read_output() if run.termination is None else run.termination.output
-    ended_threads = [output[last] for _, last in find_thread_exceptions(output)]
-    evidence += [make_evidence(f"a thread ended by {line.text}", source=line.source) for line in ended_threads[-1:]]
+    ended_threads = find_thread_exceptions(output)
+    for span in ended_threads[-1:]:
+        line, at = output[span[1]], "".join(f", raised at {own}" for own in find_raising_lines(output, span)[:1])
+        evidence.append(make_evidence(f"a thread ended by {line.text}{at}", source=line.source))
     finding = make_finding(
         run,
         cause,

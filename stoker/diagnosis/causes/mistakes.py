@@ -111,6 +111,10 @@ def _finding(run: RunRecords, cause: Cause, lost_s: float | None = None, estimat
     (kind, values), *others = found
     evidence = [mistake_evidence(kind, values)]
     evidence += [make_evidence(f"{other.title}. {mistake_evidence(other, its).text}") for other, its in others]
+    losses = run.learning.loss.values
+    if kind.id == "zero_gradients" and losses and not any(losses):
+        text = "the loss is 0 in each step: no target of any sample counts"
+        evidence.append(make_evidence(text, 0.0, "steps.jsonl: losses"))
     finding = make_finding(
         run, cause, len(found), evidence, severity=kind.severity, lost_s=lost_s, estimate_basis=estimate_basis,
         fix=kind.fix,

@@ -174,6 +174,7 @@ class MistakeFinder:
             for watched in self._watched.values():
                 watched.begin_backward()
             if self._backwards in LOSS_BACKWARDS:
+                self._places["zero_gradients"] = own_line()
                 for kind in _loss_mistakes(tensors):
                     if self.count(kind) == 2:  # one may be a batch of a single sample
                         self.report(kind, own_line())
