@@ -82,7 +82,7 @@ def is_after_step(file: str, line: int, function: str) -> bool:
     name, the innermost one that takes a step of an optimizer does so in a line before."""
     source = _read_source(file)
     for scope in _scopes(source, line, function):
-        around = [node for node in _walk(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
+        around = [node for node in _nodes(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
         steps = next((steps for loop in reversed(around) if (steps := _step_lines(source, loop))), [])
         if steps and line > max(steps):
             return True
@@ -110,14 +110,14 @@ def find_loop(file: str, line: int, function: str) -> LoopLine:
     source = _read_source(file)
     for scope in _scopes(source, line, function):
         steps = _step_lines(source, scope, with_backward=True)
-        loops = [node for node in _walk(scope) if isinstance(node, _REPEATS)]
+        loops = [node for node in _nodes(scope) if isinstance(node, _REPEATS)]
         around = [loop for loop in loops if _covers(loop, line)]
         training = [loops_of_step[-1] for step in steps
                     if (loops_of_step := [loop for loop in loops if _covers(loop, step)])]  # fmt: skip
         in_step = bool(steps) and (not training or any(loop in training for loop in around))
         is_inner = any(not any(_covers(loop, step) for step in steps) for loop in around)
         without_grad = any(
-            _GRAD_OFF.search(ast.unparse(entered)) for node in _walk(scope) for entered in _entered(node, line, scope)
+            _GRAD_OFF.search(ast.unparse(entered)) for node in _nodes(scope) for entered in _entered(node, line, scope)
         )
         in_loop = is_inner and (in_step or not steps)
         return LoopLine(has_step=bool(steps), in_step=in_step, in_loop=in_loop, without_grad=without_grad)
@@ -154,20 +154,21 @@ def _around(tree: ast.Module, line: int) -> Iterator[ast.AST]:
         queue += [child for child in ast.iter_child_nodes(node) if not hasattr(child, "lineno") or _covers(child, line)]
 
 
-def _walk(scope: ast.AST) -> Iterator[ast.AST]:
+@functools.lru_cache(maxsize=512)
+def _nodes(scope: ast.AST) -> Sequence[ast.AST]:
     """The nodes of a scope, outer ones first, without those of functions and classes in it."""
-    queue = [scope]
-    for node in queue:  # grows during the loop
-        yield node
+    nodes = [scope]
+    for node in nodes:  # grows during the loop
         if node is scope or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            queue += ast.iter_child_nodes(node)
+            nodes += ast.iter_child_nodes(node)
+    return nodes
 
 
 def _step_lines(source: _Source | None, scope: ast.AST, *, with_backward: bool = False) -> list[int]:
     """Lines with a step of an optimizer, or with a call of a function of this file, or method, that takes one."""
     step_functions = source.step_functions if source is not None else frozenset()
     return [
-        node.lineno for node in _walk(scope) if isinstance(node, ast.Call)
+        node.lineno for node in _nodes(scope) if isinstance(node, ast.Call)
         and (_is_step(node, with_backward=with_backward) or _own_name(node.func) in step_functions)
     ]  # fmt: skip
 
@@ -198,7 +199,7 @@ def _is_step(node: ast.Call, *, with_backward: bool = False) -> bool:
 def _takes_step(function: ast.AST) -> bool:
     """Whether it takes a step of an optimizer, and none in a loop."""
     steps = _step_lines(None, function)
-    loops = [node for node in _walk(function) if isinstance(node, _LOOPS)]
+    loops = [node for node in _nodes(function) if isinstance(node, _LOOPS)]
     return bool(steps) and not any(_covers(loop, step) for loop in loops for step in steps)
 
 

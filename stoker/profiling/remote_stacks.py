@@ -405,7 +405,8 @@ def read_locations(table: bytes, first_line: int, _: tuple[int, int]) -> Iterato
     for entry in _ENTRY.findall(table):
         kind = entry[0] >> 3 & 15
         if kind in (_NO_COLUMNS, _LONG):
-            value = next(_read_numbers(entry))  # its lowest bit is the sign
+            is_short = len(entry) > 1 and entry[1] < 64
+            value = entry[1] if is_short else next(_read_numbers(entry))  # its lowest bit is the sign
             line += -(value >> 1) if value & 1 else value >> 1
         elif 10 <= kind <= 12:
             line += kind - 10

@@ -20,19 +20,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import psutil
 
 from stoker.profiling.frames import HELPER, CompiledCalls, Frame, Samples, find_role, make_window, working_threads
 from stoker.profiling.remote_stacks import EndedError, RemoteStacks, UnreadableError
-from stoker.profiling.telemetry.machine import list_process_tree, read
+from stoker.profiling.telemetry.machine import list_process_tree, read, read_life
 from stoker.runs.records import RANKS, STACKS, RunFolder
 
 WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 """Time of a line; the first one of a process is short, because only its stacks tell whether it trains."""
 MAX_RATE_HZ, MIN_RATE_HZ = 50.0, 1.0
 """Samples a second: as many as may be taken for MAX_CPU_FRACTION."""
+TRIAL_HZ, TRIAL_POLLS = 20.0, 8
+"""Where fewer are affordable, so many are tried at each eighth poll: a sample costs up to ten times as much where
+samples are rare, as what it reads and runs is in no cache any more (3.0 and 0.23 ms of one job)."""
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take, half of what watching may (benchmarks/diagnosis/watch_overhead.py)."""
 START_S, SPENT_IN_S = 60.0, 30.0
@@ -57,7 +60,6 @@ PERMISSION_HINT = (
 )
 RECORDED = "sampled from outside the job"
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PR_SET_PTRACER = 0x59616D61
 """linux/prctl.h."""
 _PYTHON = re.compile(r"(^|/)(python|pypy)[\d.]*\w?$")
@@ -88,45 +90,11 @@ def is_python(pid: int) -> bool:
         return False
 
 
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it has not ended; a zombie has ended."""
-    try:
-        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.Error:
-        return False
-
-
 def allow_reading(pid: int) -> None:
     """Lets a process and its descendants read the memory of this one, where Yama permits that to ancestors only."""
     with contextlib.suppress(OSError):  # a kernel without Yama, which allows it anyway
         if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
-
-
-def cpu_seconds(process: psutil.Process) -> float | None:
-    """Of the process so far: all its threads, without its children; None: it ended."""
-    try:
-        return sum(process.cpu_times()[:2])
-    except psutil.Error:
-        return None
-
-
-class _Life(NamedTuple):
-    """A process that lives."""
-
-    start_ticks: int
-    """Its start, in clock ticks since that of the system; tells it from another one that has had its PID."""
-    cpu_s: float
-    """CPU-seconds so far: of all its threads, without its children."""
-
-
-def _read_life(pid: int) -> _Life | None:
-    """From /proc/PID/stat (proc(5)), in one read: psutil takes several times as long. None: it has ended."""
-    try:
-        state, *fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-        return None if state in b"ZXx" else _Life(int(fields[18]), (int(fields[10]) + int(fields[11])) / _TICKS_PER_S)
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 class _Window:
@@ -135,7 +103,7 @@ class _Window:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.start_s = self._runnable_at_s = time.monotonic()
-        self._start_life = _read_life(pid)
+        self._start_life = read_life(pid)
         self._start_runnable_s = self._end_runnable_s = _runnable_seconds(pid)
         self._start_threads_s: dict[int, float | None] = {}
         with contextlib.suppress(OSError):  # it ended
@@ -164,7 +132,7 @@ class _Window:
 
     def cpu_fractions(self) -> tuple[float | None, float | None]:
         """Cores that the process used, and the fraction of time in which its main thread could run; None: not known."""
-        wall_s, life, start = self.age_s(), _read_life(self._pid), self._start_life
+        wall_s, life, start = self.age_s(), read_life(self._pid), self._start_life
         process_cpu, runnable = None, None
         if wall_s > 0 and life is not None and start is not None and life.start_ticks == start.start_ticks:
             process_cpu = max(0.0, life.cpu_s - start.cpu_s) / wall_s
@@ -255,6 +223,8 @@ class StackSampler:
         self._rate_hz = MAX_RATE_HZ
         self._cost_s = 0.0
         """CPU-seconds of a sample of all processes."""
+        self._num_rates = 0
+        """How often the rate was set."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = self._is_unreadable = False
         self._stop = threading.Event()
@@ -392,13 +362,17 @@ class StackSampler:
         left_s = MAX_CPU_FRACTION * (START_S + elapsed_s) - spent_s
         fraction = min(left_s / SPENT_IN_S, MAX_CPU_FRACTION / 2) if starting else left_s / SPENT_IN_S
         self._rate_hz = affordable_rate(self._cost_s, MAX_RATE_HZ, fraction)
+        self._num_rates += 1
+        is_trial = self._num_rates % TRIAL_POLLS == 0 and self._rate_hz < TRIAL_HZ and not starting
+        if is_trial and left_s > PROCESS_POLL_S * TRIAL_HZ * self._cost_s:
+            self._rate_hz, self._cost_s = TRIAL_HZ, 0.0
 
     def _find_targets(self, now_s: float) -> list[_Process]:
         """Those that train or may train, the busiest first, and the loader worker whose turn it is."""
         alive: dict[tuple[int, int], _Process] = {}
         not_python: dict[tuple[int, int], str] = {}
         for pid in list_process_tree(self._pid, limit=MAX_TREE):
-            life = None if pid == os.getpid() != self._pid else _read_life(pid)
+            life = None if pid == os.getpid() != self._pid else read_life(pid)
             if life is None:
                 continue
             key = pid, life.start_ticks

@@ -41,7 +41,7 @@ DEFAULT_COVERAGE = {
 }
 """Data source of a watched job → status, in the first event of the run. A change is another event, with all of them."""
 
-POLL_INTERVAL_S, MIN_WINDOW_S, MAX_IDLE_WINDOW_S = 0.25, 1.0, 10.0
+POLL_INTERVAL_S, MIN_WINDOW_S, MAX_IDLE_WINDOW_S = 0.5, 1.0, 10.0
 """Interval of polling the output; minimum length of a window, and of one without progress."""
 MAX_READ_S, MAX_LAST_READ_S = 1.0, 5.0
 """How long output is read before the next window; after the job's end the rest is read for so long."""

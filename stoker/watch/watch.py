@@ -38,6 +38,7 @@ from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_text
 from stoker.profiling import stacks
 from stoker.profiling.telemetry.environment import describe_job
+from stoker.profiling.telemetry.machine import read_life
 from stoker.runs.records import OUTPUT
 from stoker.secrets import mask_argv
 from stoker.watch import output_relay
@@ -372,7 +373,7 @@ def _open_process(pid: int) -> AttachedProcess:
 
 def _check_watchable(process: psutil.Process) -> None:
     pid = process.pid
-    if not stacks.is_alive(process):
+    if read_life(pid) is None:
         raise UsageError(f"Process {pid} has already ended.", cause="its parent has not reaped it yet")
     if pid in {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}:
         description = "stoker itself" if pid == os.getpid() else "an ancestor of stoker"

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from stoker.profiling import stacks
 from stoker.profiling.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
+from stoker.profiling.telemetry.machine import read_life
 from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
 
@@ -80,7 +80,7 @@ def test_a_shell_that_becomes_python_is_sampled(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS)
     shim = 'i=0; while [ $i -lt 300000 ]; do i=$((i + 1)); done; read -r line; exec "$0" -S train.py'
     process = subprocess.Popen(["sh", "-c", shim, sys.executable], cwd=tmp_path, stdin=subprocess.PIPE)
-    until((stacks.cpu_seconds(psutil.Process(process.pid)) or 0.0) > 0.05 for _ in range(3000))
+    until((life := read_life(process.pid)) is not None and life.cpu_s > 0.05 for _ in range(3000))
     folder, reasons = RunFolder(tmp_path, 4), list[str]()
     sampler = stacks.StackSampler(folder, process.pid, on_unavailable=reasons.append)
     assert sampler._find_targets(time.monotonic()) == []
@@ -318,6 +318,19 @@ def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spent(0.0001)[-1] == pytest.approx(5.0, rel=0.01), "no more than 50 a second"
     assert spent(0.1)[-1] == pytest.approx(100, rel=0.01), "no less than one"
     assert spent(0.002, other_s=0.5)[-1] == pytest.approx(10.3, abs=0.1), "source files at the start"
+
+
+def test_samples_that_are_dear_because_they_are_rare_are_tried_more_often(tmp_path: Path) -> None:
+    sampler = stacks.StackSampler(RunFolder(tmp_path, 1), 1, on_unavailable=print)
+    so_far, rates = 0.4, list[float]()
+    for second in range(20, 140, 2):
+        cost_s = 0.003 if sampler._rate_hz < 10 and rates else 0.00025 if rates else 0.01
+        sampler._follow_cost(cost_s, so_far, float(second))
+        rates.append(sampler._rate_hz)
+        so_far += 2 * cost_s * sampler._rate_hz
+        assert so_far <= 0.01 * (60 + second + 2)
+    assert max(rates[:5]) < 10
+    assert min(rates[-20:]) > 20
 
 
 def test_a_process_that_imports_is_sampled_half_as_often(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from stoker.profiling import stacks
-from stoker.profiling.telemetry.machine import list_process_tree
+from stoker.profiling.telemetry.machine import list_process_tree, read_life
 from stoker.watch.recorder import JobProcesses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -27,18 +26,17 @@ def reader(code: str, folder: Path, *words: str) -> "subprocess.Popen[bytes]":
 
 def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
     job, other = reader("", tmp_path), subprocess.Popen(["sleep", "60"])
-    process = psutil.Process(job.pid)
     assert job.pid in list_process_tree(os.getpid())
     assert (stacks.is_python(job.pid), stacks.is_python(other.pid)) == (True, False)
-    assert stacks.is_alive(process)
-    assert stacks.cpu_seconds(process) is not None
+    life = read_life(job.pid)
+    assert life is not None
+    assert life.start_ticks > 0
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-    assert not stacks.is_alive(psutil.Process(other.pid)), "a zombie"
+    assert read_life(other.pid) is None, "a zombie"
     other.wait()
     job.communicate()
-    assert not stacks.is_alive(process)
-    assert stacks.cpu_seconds(process) is None
+    assert read_life(job.pid) is None
 
 
 EMPTY = "a, b, c = open('empty.tfrecord'), open('full.tfrecord'), open('log.txt', 'w')"
