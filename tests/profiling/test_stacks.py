@@ -299,6 +299,7 @@ def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fraction of 0.01 of a core, whatever a sample costs, with what else is done, but for the lowest rate; at the
     start, the samples of the next minute are taken as well."""
     monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
+    monkeypatch.setattr(stacks, "PROCESS_POLL_S", 2.0)
 
     def spent(cost_s: float, other_s: float = 0.0, length_s: int = 1000) -> list[float]:
         """CPU-seconds so far, at each second."""
@@ -312,15 +313,18 @@ def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for cost_s in (0.0011, 0.002, 0.009):
         so_far = spent(cost_s)
-        assert so_far[-1] == pytest.approx(10.3, abs=0.1), "the rest of the advance"
-        assert so_far[29] == pytest.approx(0.3 + 0.19, abs=0.05), "a short job has most of it at once"
+        assert so_far[-1] == pytest.approx(10.3, abs=0.2), "the rest of the advance"
+        assert so_far[29] == pytest.approx(0.3 + 0.19, abs=0.1), "a short job has most of it at once"
         assert all(cpu_s <= 0.01 * (60 + second + 1) for second, cpu_s in enumerate(so_far))
     assert spent(0.0001)[-1] == pytest.approx(5.0, rel=0.01), "no more than 50 a second"
     assert spent(0.1)[-1] == pytest.approx(100, rel=0.01), "no less than one"
-    assert spent(0.002, other_s=0.5)[-1] == pytest.approx(10.3, abs=0.1), "source files at the start"
+    assert spent(0.002, other_s=0.5)[-1] == pytest.approx(10.3, abs=0.2), "source files at the start"
 
 
-def test_samples_that_are_dear_because_they_are_rare_are_tried_more_often(tmp_path: Path) -> None:
+def test_samples_that_are_dear_because_they_are_rare_are_tried_more_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
     sampler = stacks.StackSampler(RunFolder(tmp_path, 1), 1, on_unavailable=print)
     so_far, rates = 0.4, list[float]()
     for second in range(20, 140, 2):
