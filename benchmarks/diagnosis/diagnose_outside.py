@@ -10,6 +10,7 @@ import ctypes
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CGROUPS = Path("/sys/fs/cgroup")
+_PR_SET_PDEATHSIG = 1
+"""linux/prctl.h."""
 INTO_GROUP = 'echo $$ > "$0" && exec "$@"'
 
 
@@ -185,7 +188,8 @@ def slow_files(folder: Path, path: str, stall_s: float = 0.0) -> Iterator[Around
 @contextlib.contextmanager
 def busy_neighbors(count: int, program: str = "while True: pass") -> Iterator[Around]:
     """Processes of another user that run a Python program without end; each in a session of its own, since the kernel
-    divides CPU time by session first (sched_autogroup)."""
+    divides CPU time by session first (sched_autogroup). They end with the benchmark, also if it is killed."""
+    program = f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL})\n{program}"
     others = [subprocess.Popen([sys.executable, "-c", program], start_new_session=True) for _ in range(count)]
     try:
         yield Around()

@@ -288,7 +288,7 @@ class _StepsReader:
         if window.host_bound_steps is not None:
             run_records.host_bound_steps += window.host_bound_steps
             run_records.host_bound_checked_steps += window.window_steps
-        run_records.recompiled_s += window.recompiled_s
+        run_records.recompiled_s += window.recompiled_s * window.devices
         _add_learning(run_records, window)
         if learning.best is not None and window.t > learning.best[0]:
             learning.device_s_since_best += window.wall_s * window.devices

@@ -565,7 +565,7 @@ class RunRecords:
     place_totals: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     """(role, rank) → seconds after the start that its samples cover."""
     recompiled_s: float = 0.0
-    """Seconds of compiling again the function that took most, also before the first progress that the output shows."""
+    """Device-seconds of compiling again the function that took most, also before the first progress in the output."""
     eval_windows: int = 0
     """Lines of steps.jsonl of rank 0 with steps and time in evaluation."""
     newest_stacks: dict[tuple[int, int], StackWindow] = dataclasses.field(default_factory=dict)

@@ -466,7 +466,7 @@ class HookReader:
         return []
 
     def _list(self, ending: str) -> list[Path]:
-        """Files of the hook. Many times as fast as `glob`, several times a second."""
+        """Files of the hook with this ending, by the cheapest call: it is made several times a second."""
         try:
             return [self._directory / name for name in os.listdir(self._directory) if name.endswith(ending)]
         except OSError:  # there is no hook, or the folder is gone

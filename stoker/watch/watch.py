@@ -359,9 +359,11 @@ def _open_process(pid: int) -> AttachedProcess:
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, pidfd)
         try:
-            process, fields = psutil.Process(pid), _stat_fields(pid)
+            process, life = psutil.Process(pid), read_life(pid)
+            if life is None:
+                raise UsageError(f"Process {pid} has already ended.", cause="its parent has not reaped it yet")
             _check_watchable(process)
-            job = AttachedProcess(pid, pidfd, process.cmdline() or [f"pid-{pid}"], process.cwd(), int(fields[19]))
+            job = AttachedProcess(pid, pidfd, process.cmdline() or [f"pid-{pid}"], process.cwd(), life.start_ticks)
         except (FileNotFoundError, psutil.NoSuchProcess) as error:
             raise UsageError(f"Process {pid} has just ended.") from error
         except (OSError, psutil.AccessDenied) as error:
@@ -373,8 +375,6 @@ def _open_process(pid: int) -> AttachedProcess:
 
 def _check_watchable(process: psutil.Process) -> None:
     pid = process.pid
-    if read_life(pid) is None:
-        raise UsageError(f"Process {pid} has already ended.", cause="its parent has not reaped it yet")
     if pid in {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}:
         description = "stoker itself" if pid == os.getpid() else "an ancestor of stoker"
         raise UsageError(f"Process {pid} is {description}.", fix="give the PID of the job")

@@ -321,16 +321,16 @@ def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spent(0.002, other_s=0.5)[-1] == pytest.approx(10.3, abs=0.2), "source files at the start"
 
 
-def test_samples_that_are_dear_because_they_are_rare_are_tried_more_often(
+def test_samples_that_are_expensive_because_they_are_rare_are_tried_more_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
     sampler = stacks.StackSampler(RunFolder(tmp_path, 1), 1, on_unavailable=print)
-    so_far, rates = 0.4, list[float]()
+    so_far, rates, cost_s = 0.4, list[float](), 0.01
     for second in range(20, 140, 2):
-        cost_s = 0.003 if sampler._rate_hz < 10 and rates else 0.00025 if rates else 0.01
         sampler._follow_cost(cost_s, so_far, float(second))
         rates.append(sampler._rate_hz)
+        cost_s = 0.003 if rates[-1] < 10 else 0.00025
         so_far += 2 * cost_s * sampler._rate_hz
         assert so_far <= 0.01 * (60 + second + 2)
     assert max(rates[:5]) < 10

@@ -499,7 +499,8 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
     output = run.read_output() if run.termination is None else run.termination.output
     ended_threads = find_thread_exceptions(output)
     for span in ended_threads[-1:]:
-        line, at = output[span[1]], "".join(f", raised at {own}" for own in find_raising_lines(output, span)[:1])
+        line, own = output[span[1]], find_raising_lines(output, span)
+        at = f", raised at {own[0]}" if own else ""
         evidence.append(make_evidence(f"a thread ended by {line.text}{at}", source=line.source))
     finding = make_finding(
         run,

@@ -46,7 +46,7 @@ def mistakes_of(run: RunRecords, cause: Cause) -> list[tuple[MistakeKind, dict[s
     seen = [one for one in run.facts.get("mistakes") or () if isinstance(one, dict)]
     named = [(mistake_kinds().get(str(one.get("kind"))), one) for one in (*seen, *_losses_without_bound(run))]
     found = [(kind, one) for kind, one in named if kind is not None and kind.cause == cause.id]
-    found = [(_in_memory(run, kind), one) if kind.id == "retained_graph" else (kind, one) for kind, one in found]
+    found = [(_REFINED[kind.id](run, kind) if kind.id in _REFINED else kind, one) for kind, one in found]
     return sorted(found, key=lambda entry: SEVERITIES.index(entry[0].severity))
 
 
@@ -64,6 +64,20 @@ def _in_memory(run: RunRecords, kind: MistakeKind) -> MistakeKind:
     text = f"{kind.text}; the memory of the job rose by {grown / 2**30:,.1f} GiB"
     text += ", and was given back" if swing > run.host.rss.growth else ""
     return msgspec.structs.replace(kind, severity="warning", text=text)
+
+
+def _with_zero_loss(run: RunRecords, kind: MistakeKind) -> MistakeKind:
+    """Zero gradients beside a loss of 0 come from labels that do not count, not from a dead layer."""
+    losses = run.learning.loss.values
+    if not losses or any(losses):
+        return kind
+    return msgspec.structs.replace(
+        kind, text=f"{kind.text}; the loss is 0 in each step: no target of any sample counts"
+    )
+
+
+_REFINED = {"retained_graph": _in_memory, "zero_gradients": _with_zero_loss}
+"""Kinds that other records of the run tell more of."""
 
 
 def _losses_without_bound(run: RunRecords) -> list[dict[str, Any]]:
@@ -111,10 +125,6 @@ def _finding(run: RunRecords, cause: Cause, lost_s: float | None = None, estimat
     (kind, values), *others = found
     evidence = [mistake_evidence(kind, values)]
     evidence += [make_evidence(f"{other.title}. {mistake_evidence(other, its).text}") for other, its in others]
-    losses = run.learning.loss.values
-    if kind.id == "zero_gradients" and losses and not any(losses):
-        text = "the loss is 0 in each step: no target of any sample counts"
-        evidence.append(make_evidence(text, 0.0, "steps.jsonl: losses"))
     finding = make_finding(
         run, cause, len(found), evidence, severity=kind.severity, lost_s=lost_s, estimate_basis=estimate_basis,
         fix=kind.fix,

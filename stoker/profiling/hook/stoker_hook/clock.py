@@ -44,8 +44,8 @@ newest training loader, −1 if not known. `worker_starts`: loaders with worker 
 first step; `worker_start_s`: seconds of starting and ending these, in other slots as well. `steps_without_gradients`:
 steps of the optimizer in which no parameter of it had a gradient. `recompiles`: traces of functions traced before, −1
 if not known; `recompiled_s`: seconds of those of the function that took most (JAX). `current_slot`: index of the
-running slot. `device`: 1 if `busy` and `device_comm` are seconds of the device's clock. `graph`:
-steps of TensorFlow that fetch their batches themselves."""
+running slot. `device`: 1 if `busy` and `device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow
+that fetch their batches themselves."""
 
 (BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, STEPS, BATCHES, IMAGES, LR,
  DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES, WORKER_STARTS, WORKER_START_S,

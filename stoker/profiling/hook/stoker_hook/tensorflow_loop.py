@@ -46,9 +46,9 @@ TRAINS_ATTR = "_stoker_trains"
 
 LOSSES = ("categorical_crossentropy", "sparse_categorical_crossentropy", "binary_crossentropy")
 """Functions of Keras' backends."""
-_RESHAPES = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose", "BiasAdd", "AddV2")
+_AFTER_LAYERS = ("Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose", "BiasAdd", "AddV2")
 _LAYERS = ("MatMul", "BatchMatMulV2", "Conv1D", "Conv2D", "Conv3D", "Einsum")
-"""Operations of a graph whose results are any numbers."""
+"""Operations of a graph that compute a layer, and those that may follow it: the results are any numbers still."""
 MAX_LOSSES = 4
 """Calls of losses whose input is looked at; of a `tf.function` these are traces."""
 
@@ -261,7 +261,7 @@ def _are_scores(output: "Any") -> bool:
     for _ in range(8):
         if operation is None or operation.type in _LAYERS:
             return operation is not None
-        operation = operation.inputs[0].op if operation.type in _RESHAPES and len(operation.inputs) else None
+        operation = operation.inputs[0].op if operation.type in _AFTER_LAYERS and len(operation.inputs) else None
     return False
 
 
