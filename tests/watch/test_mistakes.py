@@ -4,11 +4,13 @@ that do not."""
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 from stoker.diagnosis.causes.mistakes import mistake_evidence, mistake_kinds
+from stoker.profiling.hook.stoker_hook.mistakes import own_line
 from tests.watch.test_hook import PEERS, ran, watched
 
 JOB = """
@@ -282,6 +284,13 @@ model.fit(tf.zeros((80, 2)), tf.zeros((80, 1)), batch_size=1, verbose=0)
     assert found == ([mistake_kinds()["run_eagerly"].title] if is_eager else [])
 
 
+class LineLocation(NamedTuple):
+    """As in TensorFlow."""
+
+    filename: str
+    lineno: int
+
+
 LOOP_OF_KERAS = """
 import keras
 import tensorflow as tf
@@ -332,3 +341,18 @@ model.fit(np.random.randn(400, 5), np.arange(400) % 3, batch_size=8, verbose=0)
     title = mistake_kinds()["raw_scores"].title
     found = [finding.place for finding in why.findings if finding.title.startswith(title)]
     assert found == ([line] if line else []), [finding.title for finding in why.findings]
+
+
+@pytest.mark.parametrize(
+    ("source", "own"), [("/job/model.py", "/job/model.py:7"), ("/x/site-packages/tf_keras/training.py", None)]
+)
+def test_a_line_that_autograph_has_rewritten_is_that_of_its_source(source: str, own: str | None) -> None:
+    """A function of a library is no line of the job: the one that called it is."""
+    generated = "/tmp/__autograph_generated_file1.py"
+    functions: dict[str, Any] = {"own_line": own_line}
+    exec(compile("def step():\n    return own_line()\n", generated, "exec"), functions)
+    converted_f = functions["step"]
+    origin = SimpleNamespace(loc=SimpleNamespace(filename=source, lineno=7))
+    converted_f.ag_source_map = {LineLocation(generated, 2): origin}
+    found = converted_f()
+    assert found == own if own else "/test_mistakes.py:" in found

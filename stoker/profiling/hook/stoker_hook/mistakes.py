@@ -524,17 +524,18 @@ def own_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name, line = frame.f_code.co_filename, frame.f_lineno
+        if "__autograph_generated" in name:
+            name, line = _source_line(frame)
         if not name.startswith("<") and not NOT_OWN.search(name):
-            if "__autograph_generated" in name:
-                name, line = _rewritten_line(frame)
             name = name[len(folder) :] if folder != "/" and name.startswith(folder) else name
             return "%s:%d" % (name, line)  # noqa: UP031
         frame = frame.f_back
     return ""
 
 
-def _rewritten_line(frame: "Any") -> "tuple[str, int]":
-    """(file, line) of the source of a function that TensorFlow's AutoGraph has rewritten, by the map that it keeps."""
+def _source_line(frame: "Any") -> "tuple[str, int]":
+    """(file, line) of the source of a function that TensorFlow's AutoGraph has rewritten, by the map that it keeps;
+    ("<generated>", 0): there is none."""
     generated = (frame.f_code.co_filename, frame.f_lineno)
     above = frame.f_back
     while above is not None:
@@ -543,4 +544,4 @@ def _rewritten_line(frame: "Any") -> "tuple[str, int]":
             if (place.filename, place.lineno) == generated:
                 return origin.loc.filename, origin.loc.lineno
         above = above.f_back
-    return generated
+    return "<generated>", 0
