@@ -56,6 +56,7 @@ def test_a_framework_that_is_not_there_is_named() -> None:
 @undisturbed_once
 def test_a_fit_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     import pytorch_lightning as pl
+    from pytorch_lightning.profilers import SimpleProfiler
 
     from stoker.profiling.callbacks import lightning
 
@@ -77,10 +78,12 @@ def test_a_fit_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    def fit(name: str, training: TimedLoader, validation: TimedLoader) -> None:
+    def fit(name: str, training: TimedLoader, validation: TimedLoader) -> dict[str, float]:
+        """Returns the seconds of each action, as Lightning's own profiler measured them."""
+        profiler = SimpleProfiler()
         trainer = pl.Trainer(
             max_epochs=2, accumulate_grad_batches=2, callbacks=[lightning.StokerCallback(str(tmp_path / name))],
-            accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
+            accelerator="cpu", logger=False, profiler=profiler, enable_progress_bar=False, default_root_dir=tmp_path,
             num_sanity_val_steps=0, enable_model_summary=False,
         )  # fmt: skip
         start = trainer.profiler.start
@@ -88,16 +91,19 @@ def test_a_fit_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             trainer.fit(Model(), training, validation)
         finally:
             assert trainer.profiler.start == start, "the profiler is as before"
+        return {action: sum(durations) for action, durations in profiler.recorded_durations.items()}
 
     fail_at = -1
     training, validation = TimedLoader(SlowData(), batch_size=BATCH), TimedLoader(SlowData(), batch_size=2 * BATCH)
-    fit("good", training, validation)
+    seconds = fit("good", training, validation)
     found = read_run(tmp_path / "good").totals
     assert found.phases["input_wait"] == pytest.approx(training.waited_s, rel=0.15)
     assert 0.99 * validation.waited_s <= found.phases["eval"] <= 1.3 * validation.waited_s
     assert found.phases["compute"] >= 2 * SAMPLES / BATCH * 0.01
     assert found.phases["checkpoint"] > 0
-    assert found.phases["host"] < 0.05 * found.device_s, "time that no callback explains"
+    known_s = seconds["run_training_batch"] + training.waited_s + validation.waited_s
+    # What Lightning itself does between these takes its time, 2 to 12 % of this fit on different machines.
+    assert found.phases["host"] < 1.2 * (seconds["run_training_epoch"] - known_s), "time that no callback explains"
     assert (found.steps, found.num_images) == (SAMPLES // BATCH, 2 * SAMPLES)
     lines = list(read_lines(tmp_path / "good", STEPS, StepWindow))
     assert any("total" in line.losses and line.lr == pytest.approx(0.1) for line in lines)
