@@ -226,7 +226,7 @@ def _begin_with_the_loop(
         loop = {
             place.line
             for stacks in of_attempt
-            if stacks.t > shown_t
+            if stacks.t - stacks.wall_s / 2 > shown_t
             for place in stacks.places
             if place.line and place.samples >= _MIN_LOOP_FRACTION * stacks.samples
         }

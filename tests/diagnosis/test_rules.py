@@ -108,6 +108,17 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     assert finding.lost_device_s == pytest.approx(2 * 0.4 * 40, rel=0.05)
 
 
+def test_what_rank_0_does_alone_costs_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
+    alone = {"fractions": {"eval": 0.3}, "ranks": [{"comm": 0.3}], "seconds": 40}
+    finding = of(findings(tmp_path / "alone", alone), "evaluation_heavy")
+    assert finding.lost_device_s == pytest.approx(2 * 0.3 * 40, rel=0.05)
+    assert any("only rank 0" in line.text for line in finding.evidence)
+    both = {"fractions": {"eval": 0.3, "comm": 0.2}, "ranks": [{"eval": 0.3}], "seconds": 40}
+    finding = of(findings(tmp_path / "both", both), "evaluation_heavy")
+    assert finding.lost_device_s == pytest.approx(2 * 0.3 * 40, rel=0.05)
+    assert not any("only rank 0" in line.text for line in finding.evidence)
+
+
 @pytest.mark.parametrize(("comm", "ids"), [(0.34, ["communication_bound", "straggler"]), (0.12, ["straggler"])])
 def test_a_slow_rank_does_not_hide_a_slow_exchange(comm: float, ids: list[str], tmp_path: Path) -> None:
     """The other rank waits 0.2 of its time longer in the collectives."""

@@ -53,6 +53,8 @@ MAX_LINES = 3
 """Lines of a function that the evidence names."""
 MAX_BY_CLOCK = 1.5
 """Time of a place by the clock of the wait for input, over that of its samples, up to which these were too few."""
+ONE_RANK = 0.9
+"""Fraction of the time of a phase that rank 0 had, from which it had it alone."""
 _EVALUATES = r"(^|[._])(eval|evaluate\w*|predict\w*|validate\w*|validation|test)$"
 """Calls of an evaluation."""
 _LOADING_KINDS = ("input_wait", "decode")
@@ -87,18 +89,21 @@ def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
 
 
 def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
-    """Places outside of forward passes and of the training loop, which may be in the evaluations; None if they take a
-    small part of the time of these."""
+    """Places outside of forward passes and steps, which may be in the evaluations; None if they take a small part of the
+    time of these."""
     have_steps = functions_with_steps(run)
     places = [
         place for place in list_places(run)
-        if place.role == "training" and place.kind in ("python", "decode", "gc")
-        and (place.line.rpartition(":")[0], place.function) not in have_steps
+        if place.role == "training" and (
+            place.kind == AFTER_STEP
+            or (place.kind in ("python", "decode", "gc")
+                and (place.line.rpartition(":")[0], place.function) not in have_steps)
+        )
     ]  # fmt: skip
     if not places or sum(place.seconds for place in places) < cause.threshold("places") * run.phase_seconds("eval"):
         return None
     parts = ", ".join(f"{place.seconds:,.1f} s in {describe_place(place)}" for place in places[:MAX_LINES])
-    text = f"places outside of forward passes and of the training loop, which may be in it: {parts}"
+    text = f"places outside of forward passes and steps, which may be in it: {parts}"
     return make_evidence(text, None, "stacks.jsonl: places")
 
 
@@ -137,8 +142,20 @@ def _repeated_phase_finding(
             is_info = is_very_short(run) and fraction < cause.threshold("half")
         options |= {"min_measured": minimum, "severity": "info" if is_info else None}
     counted = make_evidence(f"{count} {noun}", count, f"events.jsonl: {event_kind}") if count else None
-    extra_evidence = [counted, *options.pop("extra_evidence", ())]
-    return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, **options)
+    waited_s, waits = _waits_for_rank_0_s(run, phase), None
+    if waited_s:
+        text = f"only rank 0 did this; the others waited {waited_s:,.1f} s for it"
+        waits = make_evidence(text, waited_s, "ranks/*/steps.jsonl: phases")
+    extra_evidence = [counted, waits, *options.pop("extra_evidence", ())]
+    return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, waited_s=waited_s, **options)
+
+
+def _waits_for_rank_0_s(run: RunRecords, phase: str) -> float:
+    """Device-seconds that the other ranks waited for rank 0 while it alone was in a phase."""
+    alone_s = run.steady.phases.get(phase, 0.0)
+    if run.num_ranks < 2 or alone_s < ONE_RANK * run.phase_seconds(phase):
+        return 0.0
+    return min(run.totals.straggler_s.get(0, 0.0), (run.num_ranks - 1) * alone_s)
 
 
 def _evaluates_often(run: RunRecords) -> bool:

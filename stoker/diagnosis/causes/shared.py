@@ -140,12 +140,13 @@ def make_phase_finding(
     *phases: str,
     extra_evidence: Iterable[Evidence | None] = (),
     excluded_s: float = 0.0,
+    waited_s: float = 0.0,
     **options: Any,
 ) -> Finding | None:
     """A cause whose lost time is that of phases, as a clock measured it. excluded_s: seconds of them that it did not
-    cost. options: as of `make_finding`."""
+    cost. waited_s: what it cost other ranks. options: as of `make_finding`."""
     evidence = [*(phase_evidence(run, name) for name in phases if run.phase_seconds(name) > 0), *extra_evidence]
-    lost_s = run.phase_seconds(*phases) - excluded_s
+    lost_s = run.phase_seconds(*phases) - excluded_s + waited_s
     return make_finding(run, cause, fraction_of_phase(run, *phases), evidence, lost_s=lost_s, **options)
 
 
