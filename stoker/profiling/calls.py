@@ -5,6 +5,7 @@ have no columns, the outermost one. The file is parsed, never run.
 """
 
 import ast
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ _COMPREHENSIONS = {
 
 
 class _Source(NamedTuple):
+    path: Path
     tree: ast.Module
     imports: dict[str, str]
     """Name → what it can be imported as."""
@@ -165,12 +167,18 @@ def _nodes(scope: ast.AST) -> Sequence[ast.AST]:
 
 
 def _step_lines(source: _Source | None, scope: ast.AST, *, with_backward: bool = False) -> list[int]:
-    """Lines with a step of an optimizer, or with a call of a function of this file, or method, that takes one."""
+    """Lines with a step of an optimizer, or with a call of a function of this file, or method, that takes one; where
+    there is none, those that call such a function or method of a file that this one imports (`agent.update(batch)`)."""
     step_functions = source.step_functions if source is not None else frozenset()
-    return [
-        node.lineno for node in _nodes(scope) if isinstance(node, ast.Call)
-        and (_is_step(node, with_backward=with_backward) or _own_name(node.func) in step_functions)
+    calls = [node for node in _nodes(scope) if isinstance(node, ast.Call)]
+    lines = [
+        node.lineno for node in calls
+        if _is_step(node, with_backward=with_backward) or _own_name(node.func) in step_functions
     ]  # fmt: skip
+    if lines or source is None:
+        return lines
+    imported = _imported_step_functions(source.path)
+    return [node.lineno for node in calls if _called_name(node.func) in imported]
 
 
 def _own_name(node: ast.expr) -> str:
@@ -180,6 +188,44 @@ def _own_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+_NO_MODEL = re.compile(r"(?i)bar$|tqdm|progress|dict|conf|args|opts?$|sched|meter|hash")
+"""Objects whose `update` is none of weights."""
+
+
+def _called_name(node: ast.expr) -> str:
+    """`update` of `update` and `agent.update`; empty for what is no method of a model."""
+    if isinstance(node, ast.Attribute):
+        return "" if _NO_MODEL.search(ast.unparse(node.value)) else node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@functools.lru_cache(maxsize=64)
+def _imported_step_functions(path: Path) -> frozenset[str]:
+    """Functions and methods that take a step of an optimizer in the job's own files that one imports by name."""
+    source, found = _read_source(str(path)), set[str]()
+    for other in {file for name in source.imports.values() if (file := _find_module(path, name))} if source else ():
+        with contextlib.suppress(OSError):  # it may not be read
+            if _TAKES_STEP.search(other.read_bytes()):
+                imported = _read_source(str(other))
+                found |= imported.step_functions if imported is not None else set()
+    return frozenset(found)
+
+
+def _find_module(path: Path, name: str) -> Path | None:
+    """The file beside `path`, or in the two folders above it, that a name is imported from; None: it is installed."""
+    parts = name.lstrip(".").split(".")
+    level = len(name) - len(name.lstrip("."))
+    folders = path.parents[max(0, level - 2) : level] if level else path.parents[:3]  # "..x" of `from . import x`
+    for folder in folders:
+        for length in (len(parts), len(parts) - 1):
+            module = folder.joinpath(*parts[:length])
+            candidates = (module.with_suffix(".py"), module / "__init__.py") if length else ()
+            if (file := next((one for one in candidates if one != path and one.is_file()), None)) is not None:
+                return file
+    return None
+
+
+_TAKES_STEP = re.compile(rb"\.step\(|apply_(gradients|updates)\(")
 _UPDATES = frozenset({"apply_gradients", "apply_updates"})
 """Of TensorFlow's optimizers and Flax's states, and of optax."""
 _BACKWARDS = frozenset({"backward", "manual_backward", "minimize"})
@@ -272,7 +318,7 @@ def _read_source(file: str) -> _Source | None:
             may_step = not isinstance(node, ast.ClassDef) and any(_covers(node, line) for line in updates)
             if may_step and _takes_step(node):
                 step_functions.add(node.name)
-    return _Source(tree, imports, frozenset(own), frozenset(step_functions))
+    return _Source(path, tree, imports, frozenset(own), frozenset(step_functions))
 
 
 def _imports_of_line(tree: ast.Module, line: int) -> str:

@@ -252,3 +252,54 @@ def test_updates_of_tensorflow_and_jax_are_steps(line: int, is_after: bool, wher
     assert is_after_step(str(script), line, "<module>") is is_after
     found = find_loop(str(script), line, "<module>")._asdict()
     assert [name for name, is_so in found.items() if is_so] == where.split()
+
+
+AGENT = """\
+class Agent:
+    def choose(self, state):
+        return self.policy(state)
+    def update(self, batch):
+        self.optimizer.zero_grad()
+        self.loss(batch).backward()
+        self.optimizer.step()
+"""
+RUNS_AGENT = """\
+from tqdm import tqdm
+from rl.agent import Agent
+agent = Agent()
+bar = tqdm(total=9)
+for episode in range(9):
+    while not done:
+        action = agent.choose(state)
+        agent.update(memory)
+        state, done = env.step(action)
+    if episode % 10 == 0:
+        while not done:
+            action = agent.choose(state)
+    bar.update(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "is_after", "where"),
+    [(7, False, "has_step in_step"), (9, True, "has_step in_step"), (12, True, "has_step"), (13, True, "has_step")],
+)
+@pytest.mark.parametrize("where_agent_is", ["rl/agent.py", "../rl/agent.py", "rl/agent/__init__.py"])
+def test_a_method_of_an_imported_file_may_take_the_step(
+    line: int, is_after: bool, where: str, where_agent_is: str, tmp_path: Path
+) -> None:
+    script, agent = tmp_path / "scripts" / "main.py", tmp_path / "scripts" / where_agent_is
+    script.parent.mkdir()
+    agent.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(RUNS_AGENT)
+    agent.write_text(AGENT)
+    assert is_after_step(str(script), line, "<module>") is is_after
+    found = find_loop(str(script), line, "<module>")._asdict()
+    assert [name for name, is_so in found.items() if is_so] == where.split()
+
+
+def test_a_bar_of_progress_takes_no_step(tmp_path: Path) -> None:
+    """Without the agent, nothing in the loop is known to train."""
+    script = tmp_path / "main.py"
+    script.write_text(RUNS_AGENT)
+    assert not any(is_after_step(str(script), line, "<module>") for line in range(1, 14))

@@ -89,8 +89,8 @@ def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
 
 
 def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
-    """Places outside of forward passes and steps, which may be in the evaluations; None if they take a small part of the
-    time of these."""
+    """Places outside of forward passes and steps, which may be in the evaluations; None if they take a small part of
+    the time of these."""
     have_steps = functions_with_steps(run)
     places = [
         place for place in list_places(run)
