@@ -16,7 +16,7 @@ from stoker.diagnosis import postmortem
 from stoker.diagnosis.causes import gpu, host, input, learning, mistakes, overhead, steps
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, Cause, cause_ids, common_threshold, find_cause
 from stoker.diagnosis.endings import UNEXPLAINED, endings
-from stoker.diagnosis.places.costly import describe_place, list_places
+from stoker.diagnosis.places.costly import describe_place, has_workers, list_places
 from stoker.diagnosis.places.loading import count_blocked
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
@@ -137,9 +137,10 @@ def _explains(run: RunRecords, finding: Finding, other: Finding) -> bool:
         return 2 * sum(map(count_blocked, here)) > sum(place.samples for place in here)
     if finding.id != "heavy_place" or not finding.place:
         return finding.id != "heavy_place" or other.id != "slow_decode"
-    here = [place for place in run.places if place.line == finding.place]
+    here = [place for place in run.places if finding.place in (place.line, *place.callers.split(" < "))]
     loads = any(place.role != "training" or place.kind in _LOADING_KINDS for place in here)
-    if other.id == "slow_decode":  # a line of the job's own, not one that reads images
+    despite_workers = has_workers(run) and all(place.role == "training" for place in here)
+    if other.id == "slow_decode" and not despite_workers:  # a line of the job's own, not one that reads images
         loads = loads and 2 * sum(map(count_blocked, here)) <= sum(place.samples for place in here)
     return loads and is_most
 

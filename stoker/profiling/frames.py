@@ -80,6 +80,7 @@ _JAX_FILE = re.compile(r"/jax/_src/")
 _JAX_CALL = re.compile(r"(jax|flax|optax|chex|haiku|equinox)\.")
 _JAX_OPERATION = re.compile(r"(?!jax\._src\.(api|pjit|pmap|profiler|stages|traceback_util)\b)" + _JAX_CALL.pattern)
 """Calls of JAX itself, not of a function that it has compiled."""
+_EXPORT_CALL = re.compile(r"torch\.(jit\.(trace|script)|onnx\.export|export\.export)\b")
 _HOST_FILE = re.compile(rf"/(site|dist)-packages/({'|'.join(_TABLE['host_packages'])})/")
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _LOADER_THREAD_FILE = re.compile(
@@ -155,7 +156,7 @@ def make_window(
         if compiled and resolved in ("python", "idle") and _line_and_call(stack) in compiled:
             resolved = "compute"
         resolved = "idle" if resolved == HELPER else resolved
-        if resolved == "compute" and _is_on_host(stack):
+        if (resolved == "compute" and _is_on_host(stack)) or (resolved == "compile" and _is_export(stack)):
             resolved = "python"
         part = find_part(stack)
         is_users = not part or any(is_job_code(frame) for frame in stack)
@@ -229,6 +230,11 @@ def _is_gradient_hook(stack: Stack) -> bool:
 def _is_on_host(stack: Stack) -> bool:
     """Whether a line of the job has called a package that computes on the host alone, as for a figure."""
     return any(_HOST_FILE.search(frame.file) for frame in itertools.takewhile(lambda f: not is_job_code(f), stack))
+
+
+def _is_export(stack: Stack) -> bool:
+    """Whether a line of the job traces a model by itself, to write it to a file: no compilation that a step needs."""
+    return _EXPORT_CALL.match(_line_and_call(stack)[1]) is not None
 
 
 def _line_and_call(stack: Stack) -> tuple[str, str]:

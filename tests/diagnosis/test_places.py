@@ -240,6 +240,28 @@ def test_a_line_of_a_loader_that_decodes_nothing_is_no_decoding(role: str, tmp_p
     assert grave == [("heavy_place", "samplers.py:7")]
 
 
+def test_a_sampler_that_reads_all_images_comes_before_the_workers_that_start_in_its_time(tmp_path: Path) -> None:
+    """Recorded of a YOLOS whose sampler opens all photos for their labels when an epoch begins: the clock of the starts
+    of workers goes up to the first batch, and has what the sampler takes."""
+    opens = Place(line="coco.py:39", function="__getitem__", call="__getitem__", leaf="load (PIL/ImageFile.py)",
+                  samples=9, kind="decode", callers="main.py:36 < main.py:43")  # fmt: skip
+    masks = Place(line="coco.py:102", function="__call__", samples=3, kind="decode",
+                  callers="coco.py:42 < main.py:36 < main.py:43")  # fmt: skip
+    resizes = Place(line="transforms.py:120", function="resize", call="torchvision.transforms.functional.resize",
+                    samples=8, kind="decode", callers="coco.py:44 < main.py:36 < main.py:43")  # fmt: skip
+    starts = {"thread_cpu_s": {"input_wait": 0.5}, "worker_starts": 1, "worker_start_s": 1.0}
+
+    def first(*places: Place) -> tuple[str, str]:
+        rest = Place(kind="compute", samples=40 - sum(place.samples for place in places))
+        job = WAITS | {"window": lambda n: starts if n % 2 else {}, "facts": {"workers": 1}}
+        run = make_run(tmp_path / f"run{len(places)}", **job, stacks=[window(n, *places, rest) for n in (1, 2, 3, 4)])
+        found = run_rules(read_run(run))[0]
+        return found.id, found.place
+
+    assert first(opens, resizes, masks) == ("heavy_place", "main.py:36")
+    assert first() == ("workers_start_again", "")
+
+
 @pytest.mark.parametrize("workers", [1, 0])
 def test_a_sampler_that_decodes_is_told_beside_the_workers(workers: int, tmp_path: Path) -> None:
     """Records of a job of a stranger, whose batch sampler opens each image for its shape."""
@@ -250,7 +272,7 @@ def test_a_sampler_that_decodes_is_told_beside_the_workers(workers: int, tmp_pat
     job = WAITS | {"host": lambda _: busy, "window": lambda _: {"thread_cpu_s": {"input_wait": 0.6}},
                    "facts": {"workers": workers}}  # fmt: skip
     first = run_rules(read_run(make_run(tmp_path / "run", **job, stacks=stacks)))[0]
-    assert first.id == "slow_decode"
+    assert (first.id, first.place) == (("heavy_place", "data.py:24") if workers else ("slow_decode", ""))
     assert ("called from samplers.py:18 < samplers.py:25" in first.evidence_text) is bool(workers)
     assert first.fix.startswith("A sampler") is bool(workers)
 
@@ -774,9 +796,9 @@ def test_neighboring_lines_of_a_loop_with_calls_of_one_module_are_one_place(
 
 def test_a_function_with_a_little_of_the_step_in_it_is_one_place(tmp_path: Path) -> None:
     """Recorded of a graph network whose forward pass computes eigenvectors with two lines, and makes a tensor of them;
-    a training loop, whose lines do different work, has more of the step."""
+    of a training loop, which has more of the step, only lines one after the other are told together."""
 
-    def found(steps: int) -> list[tuple[str, str]]:
+    def found(steps: int) -> list[tuple[str, str, bool]]:
         fields = {"function": "encode", "kind": LOOP_IN_STEP}
         places = [
             Place(line="net.py:204", call="networkx.linalg.normalized_laplacian_matrix", samples=6, **fields),
@@ -787,11 +809,34 @@ def test_a_function_with_a_little_of_the_step_in_it_is_one_place(tmp_path: Path)
         run = make_run(tmp_path / f"run{steps}", external=True, config=None, seconds=60, fractions={"compute": 1.0},
                        stacks=[window(n, *places) for n in range(1, 6)])  # fmt: skip
         named = [finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place"]
-        return [(finding.place, f"{finding.lost_device_s:.0f}") for finding in named]
+        return [(one.place, f"{one.lost_device_s:.0f}", "encode at net.py:204-205" in one.title) for one in named]
 
-    (first,) = found(1)
-    assert first == ("net.py:204", f"{50 * 11 / 40:.0f}")
-    assert first not in found(9)
+    whole_s = f"{50 * 11 / 40:.0f}"
+    assert found(1) == [("net.py:204", whole_s, False)]
+    assert found(9) == [("net.py:204", whole_s, True)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "step_line", "seconds", "title"),
+    [((126, 127, 131), 110, 15, "train.py:126-131"), ((126, 127, 133), 110, 12, "train.py:126-127"),
+     ((126, 127, 131), 129, 12, "train.py:126-127")],
+)  # fmt: skip
+def test_statements_one_after_the_other_in_a_training_step_are_told_together(
+    lines: tuple[int, ...], step_line: int, seconds: int, title: str, tmp_path: Path
+) -> None:
+    """Recorded of a NeRF in Lightning that draws a figure in its training step, with a line for each axis."""
+    calls = (("add_figure", 8), ("hist", 4), ("subplots", 3))
+    fields = {"function": "training_step", "kind": "python", "callers": "train.py:173"}
+    drawing = [Place(line=f"train.py:{line}", call=call, samples=samples, **fields)
+               for line, (call, samples) in zip(lines, calls, strict=True)]  # fmt: skip
+    step = Place(line=f"train.py:{step_line}", function="training_step", call="self", kind="compute", samples=25,
+                 callers="train.py:173")  # fmt: skip
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"compute": 1.0},
+                   stacks=[window(n, *drawing, step) for n in range(1, 5)])  # fmt: skip
+    first = run_rules(read_run(run))[0]
+    assert (first.id, first.place) == ("heavy_place", "train.py:126")
+    assert f"training_step at {title}" in first.title
+    assert first.lost_device_s == pytest.approx(seconds, abs=0.5)
 
 
 @pytest.mark.parametrize(("in_loop", "found"), [(4, [("noise.py:36", "30")]), (20, [])])

@@ -225,6 +225,17 @@ def test_a_figure_that_is_drawn_in_a_training_step_is_no_part_of_it(
     assert window.places[0].line == "net.py:2"
 
 
+@pytest.mark.parametrize(("line", "kind"), [("torch.jit.trace(net, x)", "python"), ("compiled(x)", "compile")])
+def test_a_model_that_is_traced_to_be_written_is_no_compilation(line: str, kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "export.py"
+    script.write_text(f"def export(net):\n    {line}\n")
+    frames = [*stack("torch/jit/_trace.py: trace")[:-1], Frame("export", str(script), 2)]
+    fields = {"cwd": str(tmp_path), "t": 0.0, "attempt": 1, "pid": 1, "wall_s": 1.0, "runnable": 1.0}
+    window = make_window([(frames, 3)], role="training", **fields)
+    assert window is not None
+    assert (window.main_thread, window.places[0].kind) == ({kind: 1.0}, kind)
+
+
 LOOPS_OF_STEP = """\
 def train():
     for images in loader:

@@ -28,7 +28,7 @@ from stoker.diagnosis.causes.shared import (
     stack_evidence,
     wait_in_evaluations_s,
 )
-from stoker.diagnosis.places.costly import LOADER_CALL, ROLE_NAMES, describe_place
+from stoker.diagnosis.places.costly import LOADER_CALL, LOOP_CALL, ROLE_NAMES, describe_place
 from stoker.diagnosis.places.loading import (
     count_blocked,
     count_decoding,
@@ -351,7 +351,8 @@ def _loads_despite_workers(run: RunRecords) -> Evidence | None:
     """That the training thread loads by itself although the loader has workers, as a sampler does that opens images."""
     kinds = ("decode", "input_wait")
     own = [place for place in run.places if place.role == "training" and place.kind in kinds and place.callers
-           and not place.is_startup and not LOADER_CALL.search(place.call)]  # fmt: skip
+           and not place.is_startup and not LOADER_CALL.search(place.call)
+           and not LOOP_CALL.search(place.call)]  # fmt: skip
     if not run.facts.get("workers") or not own:
         return None
     largest = max(own, key=lambda place: place.seconds)

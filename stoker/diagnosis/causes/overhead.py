@@ -30,8 +30,10 @@ from stoker.diagnosis.places.costly import (
     called_places,
     describe_place,
     find_caller,
+    find_neighbors,
     frequency,
     functions_with_steps,
+    has_workers,
     heavy_places,
     is_callees,
     list_places,
@@ -204,7 +206,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             evidence.append(make_evidence(parts, None, "stacks.jsonl: places"))
         if place.callers:
             evidence.append(make_evidence(f"called from {place.callers}", source="stacks.jsonl: places.callers"))
-        caller = None if is_callees(place) else find_caller(run, place)
+        caller = None if is_callees(place) else find_caller(run, place) or find_neighbors(run, place)
         whole = caller or place
         lost_s = measured * whole.seconds / place.seconds * run.steady.device_s
         basis = "the fraction of the samples"
@@ -215,11 +217,10 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             lost_s, basis = _lost_in_place(run, whole)
             lost_s = lost_s if idle_fraction is None else min(lost_s, idle_fraction * run.steady.device_s)
         is_info = _is_single_event(place) and cause.severity(measured) is not None
-        kind_of_fix = "no workers" if _loads_itself(run, place) else "lock" if place.call.startswith("with ") else ""
         finding = make_finding(
             run, cause, measured, evidence, lost_s=lost_s, estimate_basis=basis,
             severity="info" if is_info else None,
-            fix=cause.other_fixes.get(kind_of_fix),
+            fix=_find_fix(run, cause, place),
         )  # fmt: skip
         if finding is not None:
             title = name_cost(place, caller)
@@ -227,11 +228,15 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
     return None
 
 
-def _loads_itself(run: RunRecords, place: PlaceTotal) -> bool:
-    """Whether a place of a training thread loads data that no worker of a loader prepares meanwhile."""
-    is_loading = place.role == "training" and place.kind in _LOADING_KINDS
-    has_workers = run.facts.get("workers") or any(other.role == "worker" for other in run.places)
-    return is_loading and not run.is_native_run and not has_workers
+def _find_fix(run: RunRecords, cause: Cause, place: PlaceTotal) -> str | None:
+    """The fix of a training thread that loads data which workers could prepare or do prepare, or that waits for a lock;
+    None: that of the cause."""
+    if place.role == "training" and place.kind in _LOADING_KINDS and not run.is_native_run:
+        if not has_workers(run):
+            return cause.other_fixes["no workers"]
+        if place.kind == "decode":
+            return find_cause("slow_decode").other_fixes["despite workers"]
+    return cause.other_fixes["lock"] if place.call.startswith("with ") else None
 
 
 def _is_single_event(place: PlaceTotal) -> bool:
@@ -262,6 +267,12 @@ def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
     workers that import modules after the first steps, as spawn and forkserver make them do."""
     steady = run.steady
     fraction = steady.worker_start_s / max(steady.wall_s, 1e-9)
+    loads_s = sum(
+        place.seconds for place in heavy_places(run, find_cause("heavy_place").warning_threshold or 0.0)
+        if place.role == "training" and place.kind in _LOADING_KINDS
+    )  # fmt: skip
+    if loads_s >= steady.worker_start_s / 2 > 0:
+        return None  # the training thread itself loads meanwhile, as a sampler does: `heavy_place`
     is_most = steady.worker_starts >= 2 and fraction >= cause.threshold("few_starts")
     if (is_most or steady.worker_starts >= cause.threshold("min_starts")) and steady.worker_start_s > 0:
         text = (

@@ -205,13 +205,13 @@ def make_stack_finding(
     **options: Any,
 ) -> Finding | None:
     """A cause of a job whose loop no clock measures: as large as the fraction of the main thread's stack samples.
-    place_s: of the place that a title names; from half of that on, it is what was lost."""
+    place_s: of the place that is named; from half of that on, it is what was lost, and where samples are few."""
     fraction = stack_fraction(run, cause, *kinds)
     if fraction is None or not is_long_enough(run):
         return None
     fraction = min(fraction, max_fraction)
     lost_s, basis = sampled_device_s(run, fraction), "the fraction of the main thread's stack samples"
-    if lost_s is not None and lost_s / 2 <= place_s:
+    if place_s and (lost_s is None or lost_s / 2 <= place_s):
         lost_s, basis = min(place_s, run.steady.device_s), "the samples of the place"
     evidence = [stack_evidence(run, description, *kinds), *extra_evidence]
     return make_finding(run, cause, fraction, evidence, lost_s=lost_s, estimate_basis=basis, **options)

@@ -368,7 +368,10 @@ def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
         return None
     if run.stacks.fraction("compile") < cause.threshold("min_stack_fraction"):
         return None
-    return _finding_from_stacks(run, cause, "compiling", "compile")
+    place = find_places(run, kind="^compile$")
+    places = [] if place is None else [make_evidence(f"most of it in {describe_place(place)}", place.seconds)]
+    place_s = 0.0 if place is None else place.seconds
+    return _finding_from_stacks(run, cause, "compiling", "compile", places=places, place_s=place_s)
 
 
 def _late_compile_fraction(run: RunRecords) -> float:

@@ -16,14 +16,14 @@ TRAINING_STEP = "training step"
 """Row of frames.toml."""
 _STEP_KINDS = frozenset({"compute", "sync", "idle", "comm", LOOP_IN_STEP})
 LOADER_CALL = re.compile(
-    r"^(torch\.utils\.data|multiprocessing|threading|queue|concurrent\.futures|accelerate\.data_loader"
+    r"^(torch\.utils\.data(?!\.dataset\.)|multiprocessing|threading|queue|concurrent\.futures|accelerate\.data_loader"
     r"|tensorflow\.python\.(data|distribute\.input_lib)|(tf_)?keras\.(src\.)?(trainers|engine\.data_adapter|utils\.data_utils)"
     r"|(pytorch_lightning|lightning)\.\w+\.(loops|utilities))\."
 )
 """Calls in which a thread waits for what a loader prepares elsewhere: the place is there."""
 _ITERATES = re.compile(r"^(enumerate|iter|next|zip)$")
 """Calls in which a thread that does nothing waits for an iterator without Python frames, as a framework's."""
-_LOOP_CALL = re.compile(r"^(?!subprocess\.|asyncio\.)(.*\.)?(fit|fit_generator|train|learn|main|run|launch)$")
+LOOP_CALL = re.compile(r"^(?!subprocess\.|asyncio\.)(.*\.)?(fit|fit_generator|train|learn|main|run|launch)$")
 """Calls of a training loop as a whole: what takes the time is inside of it."""
 READS = re.compile(
     r"(^|[._])(read|readinto|readlines?|read_bytes|read_text|fromfile|open|recv\w*|urlopen|request|get|stat|scandir"
@@ -54,6 +54,8 @@ MIN_OWN = 0.3
 """Of the time of what a line calls, in places, below which it decodes: `slow_decode`."""
 MAX_LINE_GAP = 10
 """Lines from one call to the next of the same module, up to which they are one place of a training loop."""
+MAX_STATEMENT_GAP = 5
+"""Lines from one line outside of steps to the next, up to which they may be statements of one block."""
 MAX_ONCE_S = 15.0
 """Time of a window up to which what was seen in one only was done once."""
 STARTS_WORKERS = r"data\.dataloader\.__iter__$|data_loader\.__iter__$|^DataLoader$|^iter$"
@@ -175,20 +177,23 @@ def list_loops(run: RunRecords) -> list[PlaceTotal]:
 def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     """Functions of the job that took at least this fraction of the time, at the low end of their interval, outside of
     steps; of functions with steps in them, their lines with a call, neighbors with calls of the same module as one.
-    Without waits for a loader, imports, and what other causes explain: compiling, checkpoints, decoders. A function of
-    which one line is most of it is that line, else the place has no call."""
+    Without waits for a loader, imports, and what other causes explain: compiling, checkpoints, decoders, but for those
+    of a training thread whose loader has workers. A function of which one line is most of it is that line, else the
+    place has no call."""
     have_steps = functions_with_steps(run)
     functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     lines: dict[_Line, list[PlaceTotal]] = {}
     decoders: list[PlaceTotal] = []
     in_loop = {key for total in run.places if total.kind in IN_STEP for key in _lines_of(total)[1:]}
+    loads_elsewhere = has_workers(run)
     for place in list_places(run):
         is_own = (
             place.role == "thread"
             or place.kind in ("python", "gc", "other", "idle", "input_wait", "sync")
             or (place.kind == "decode" and not _is_decoder(" ".join((place.call, *place.leaves))))
+            or (place.kind == "decode" and place.role == "training" and loads_elsewhere)
         )
-        is_loop = place.role == "training" and _LOOP_CALL.search(place.call)
+        is_loop = place.role == "training" and LOOP_CALL.search(place.call)
         is_known = is_loop or LOADER_CALL.search(place.call) or re.search(STARTS, place.call)
         file = place.line.rpartition(":")[0]
         has_step = place.role == "training" and (file, place.function) in have_steps
@@ -212,6 +217,11 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
             merged.append(caller)
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)
+
+
+def has_workers(run: RunRecords) -> bool:
+    """Whether processes of a loader, or threads, prepare the batches."""
+    return bool(run.facts.get("workers")) or any(place.role == "worker" for place in run.places)
 
 
 def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[_Line]]:
@@ -388,6 +398,37 @@ def find_caller(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
         if MIN_REST * place.seconds <= whole.seconds <= place.seconds / MOST:
             return dataclasses.replace(whole, line=line, function="", call="", callers=_callers_of(place, line))
     return None
+
+
+def find_neighbors(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
+    """All of a training loop's function from its first to its last line around `place` that is outside of steps, as a
+    figure that is drawn and written by several lines: without a call. No line of a step, nor MAX_STATEMENT_GAP lines,
+    are between two of them. None if they take no more than the place itself."""
+    file, at = _position(place)
+    if is_callees(place) or (file, place.function) not in functions_with_steps(run):
+        return None
+    lines: dict[int, list[PlaceTotal]] = {}
+    for one in list_places(run):
+        is_here = _thread(one) == _thread(place) and (_position(one)[0], one.function) == (file, place.function)
+        if is_here and one.kind not in _KINDS_WITH_CAUSES:
+            lines.setdefault(_position(one)[1], []).append(one)
+    steps: collections.Counter[int] = collections.Counter()
+    for one in run.places:
+        if one.kind in IN_STEP | _KINDS_WITH_CAUSES and _thread(one) == _thread(place) and _position(one)[0] == file:
+            steps[_position(one)[1]] += one.samples
+    in_steps = {line for line, count in steps.items() if count > sum(one.samples for one in lines.get(line, ()))}
+    around = [at]
+    for direction in (1, -1):
+        for line in sorted((line for line in lines if direction * (line - at) > 0), reverse=direction < 0):
+            nearest = max(around) if direction > 0 else min(around)
+            between = range(min(line, nearest), max(line, nearest) + 1)
+            if abs(line - nearest) > MAX_STATEMENT_GAP or not in_steps.isdisjoint(between):
+                break
+            around.append(line)
+    whole = merge_places(one for line in around for one in lines.get(line, ()))
+    if whole is None or whole.seconds < MIN_REST * place.seconds:
+        return None
+    return dataclasses.replace(whole, line=f"{file}:{min(around)}-{max(around)}", call="")
 
 
 def name_cost(place: PlaceTotal, caller: PlaceTotal | None) -> str:
