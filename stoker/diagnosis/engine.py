@@ -22,7 +22,7 @@ from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import SEVERITIES, Evidence, Finding
 from stoker.runs import records
-from stoker.runs.schemas import Probe
+from stoker.runs.schemas import WITHOUT_GRADIENTS, Probe
 from stoker.storage.local_files import write_atomic
 
 Rule = Callable[[RunRecords, Cause], Finding | None]
@@ -179,7 +179,7 @@ def _without_guesses(run: RunRecords, findings: list[Finding]) -> list[Finding]:
 def _possible_causes(run: RunRecords, group: list[Finding], *, loads: bool) -> Finding:
     """The place of some uncertain findings: a line, if stacks show one, else the phase."""
     first = max(group, key=lambda finding: finding.lost_device_s or 0.0)
-    place = next((place for place in list_places(run) if place.low_s > 0
+    place = next((place for place in list_places(run) if place.low_s > 0 and place.kind != WITHOUT_GRADIENTS
                   and loads == (place.role != "training" or place.kind in _LOADING_KINDS)), None)  # fmt: skip
     sources = [item.source.partition("phases.")[2] for item in first.evidence]
     where = next((f"the phase {name}" for name in sources if name), "the training thread")

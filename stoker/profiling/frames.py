@@ -17,7 +17,7 @@ import msgspec
 
 from stoker.knowledge import read_toml
 from stoker.profiling.calls import WRAPPER, find_call, find_loop, is_after_step, is_wrapper
-from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, Place, StackWindow
+from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS, Place, StackWindow
 
 MAX_FRAMES = 5
 MAX_CALLERS = 6
@@ -167,15 +167,19 @@ def make_window(
             resolved, loop = "python", None
         if computes and later is None and loop is None and _is_work_of_a_line(stack, compiled):
             resolved = "python"
-        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, later or loop)
+        is_in_step = computes and resolved == "compute" and later is None and loop is None
+        inference = _line_without_gradients(stack) if is_in_step else None
+        at = later or loop or inference
+        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, at)
         if not is_users:
             line, function = "", f"{function} ({line})"
             resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
         main_thread[resolved] += count
         of_place = AFTER_STEP if later is not None else LOOP_IN_STEP if loop is not None else resolved
+        of_place = of_place if inference is None else WITHOUT_GRADIENTS
         key = Place(line=line, function=function, call=call, leaf=leaf, kind=of_place, part=part, samples=0)
         places[key] += count
-        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, later or loop) if line else ""] += count
+        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, at) if line else ""] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
     for key, _ in places.most_common()[MAX_LEAVES:]:
@@ -391,6 +395,16 @@ def _loops_without_grad(stack: Sequence[Frame]) -> bool:
             if at.has_step:
                 return found and at.in_step
     return False
+
+
+def _line_without_gradients(stack: Sequence[Frame]) -> Frame | None:
+    """The outermost frame of own code in a line with gradients off, of a stack that runs layers; None: none."""
+    if not any(_LAYER_FILE.search(frame.file) for frame in stack):
+        return None
+    for frame in reversed(stack):
+        if is_job_code(frame) and find_loop(frame.file, frame.line, _base_name(frame.function)).without_grad:
+            return frame
+    return None
 
 
 def find_part(stack: Sequence[Frame]) -> str:

@@ -110,6 +110,8 @@ class Gap(msgspec.Struct, kw_only=True):
 
 AFTER_STEP = "after step"
 """Kind of a place that computes, in a line of the training loop after its step: samples, an evaluation."""
+WITHOUT_GRADIENTS = "without gradients"
+"""Kind of a place that runs layers with gradients off: an evaluation, samples, a teacher."""
 LOOP_IN_STEP = "loop in step"
 """Kind of a place that computes, in a Python loop inside of the training step, but not over layers of a model."""
 
@@ -129,7 +131,7 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     leaf: str = ""
     """The innermost frame, `function (package/file.py)`, where it is another one than the call."""
     kind: str
-    """One of the kinds of `StackWindow.main_thread`, AFTER_STEP or LOOP_IN_STEP."""
+    """One of the kinds of `StackWindow.main_thread`, AFTER_STEP, WITHOUT_GRADIENTS or LOOP_IN_STEP."""
     part: str = ""
     """In a training of stoker's own: the part of stoker (`evaluation`). `function` is then one of stoker with its
     file and line, and `line` is empty, unless stoker called a file of the user."""

@@ -20,7 +20,7 @@ from stoker.profiling.frames import (
     is_job_code,
     make_window,
 )
-from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP
+from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS
 
 SITE = "/venv/lib/python3.11/site-packages/"
 LIB = "/usr/lib/python3.11/"
@@ -236,6 +236,49 @@ def test_a_model_that_is_traced_to_be_written_is_no_compilation(line: str, kind:
     assert (window.main_thread, window.places[0].kind) == ({kind: 1.0}, kind)
 
 
+SAMPLES = """\
+def training_loop():
+    for x in loader:
+        yield criterion(net(x))
+        optimizer.step()
+@torch.no_grad()
+def samples(net):
+    for sigma in schedule:
+        x = net(x, sigma)
+for loss in training_loop():
+    samples(net)
+    with torch.no_grad():
+        teacher(x)
+    net(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "place"),
+    [
+        ([("samples", 8), ("<module>", 10)], ("train.py:8", "net", WITHOUT_GRADIENTS, "train.py:10")),
+        ([("<module>", 12)], ("train.py:12", "teacher", WITHOUT_GRADIENTS, "")),
+        ([("<module>", 13)], ("train.py:13", "net", "compute", "")),
+    ],
+)  # fmt: skip
+def test_layers_that_run_with_gradients_off_are_no_training(
+    own: list[tuple[str, int]], place: tuple[str, str, str, str], tmp_path: Path
+) -> None:
+    """Recorded of a diffusion model whose training loop is a generator: what is between its forward and its backward
+    pass is not known from the loop. Without layers, as of a matcher, it is a part of the step."""
+    (script := tmp_path / "train.py").write_text(SAMPLES)
+    outer = [Frame(function, str(script), line) for function, line in own]
+    fields = {"cwd": str(tmp_path), "t": 0.0, "attempt": 1, "pid": 1, "wall_s": 1.0}
+    layers = stack("torch/nn/modules/conv.py: Conv2d._conv_forward", *MODULE)[:-1]
+    window = make_window([([*layers, *outer], 3)], role="training", **fields)
+    assert window is not None
+    found = window.places[0]
+    assert (found.line, found.call, found.kind, found.callers) == place
+    window = make_window([([*stack("torch/functional.py: cdist")[:-1], *outer], 3)], role="training", **fields)
+    assert window is not None
+    assert window.places[0].kind != WITHOUT_GRADIENTS
+
+
 LOOPS_OF_STEP = """\
 def train():
     for images in loader:
@@ -337,7 +380,7 @@ LAYER = stack("torch/nn/modules/conv.py: Conv2d.forward", "torch/nn/modules/modu
         ([], ["select 12", "train 3"], "python"),
         (OPERATION, ["mine 17", "train 3"], "python"),
         (OPERATION, ["mine 18", "train 3"], "compute"),
-        (LAYER, ["select 12", "train 3"], "compute"),
+        (LAYER, ["select 12", "train 3"], WITHOUT_GRADIENTS),
         (OPERATION, ["soft 25", "train 4"], LOOP_IN_STEP),
         (DISTANCE, ["soft 25", "train 4"], LOOP_IN_STEP),
         (OPERATION, ["evaluate 22", "train 8"], "compute"),

@@ -43,7 +43,7 @@ from stoker.diagnosis.places.costly import (
 from stoker.diagnosis.places.totals import find_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
-from stoker.runs.schemas import AFTER_STEP
+from stoker.runs.schemas import AFTER_STEP, WITHOUT_GRADIENTS
 
 EVALUATION_HEAVY = find_cause("evaluation_heavy")
 
@@ -97,7 +97,7 @@ def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
     places = [
         place for place in list_places(run)
         if place.role == "training" and (
-            place.kind == AFTER_STEP
+            place.kind in (AFTER_STEP, WITHOUT_GRADIENTS)
             or (place.kind in ("python", "decode", "gc")
                 and (place.line.rpartition(":")[0], place.function) not in have_steps)
         )

@@ -49,7 +49,7 @@ from stoker.diagnosis.places.costly import (
 from stoker.diagnosis.places.totals import find_places, merge_places
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
-from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP
+from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS
 
 _WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python", "gc")
 """Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""
@@ -62,15 +62,15 @@ HOST_DEVICE_SYNCS = find_cause("host_device_syncs")
 
 RECOMPILES = find_cause("recompiles")
 
-_OWN_KINDS = ("input_wait", "decode", "checkpoint", "gc", "python", "idle", "other")
+_OWN_KINDS = ("input_wait", "decode", "checkpoint", "gc", "python", "idle", "other", AFTER_STEP, WITHOUT_GRADIENTS)
 """Kinds of stacks in which a rank works on what is only its own."""
 
 
 _BETWEEN_STEPS = ("python", "gc", "decode", AFTER_STEP)
 """Kinds of places of the training thread between steps, in which it does not wait."""
 _IN_STEPS = ("compute", "compile")
-_OTHER_CAUSES = ("compile", "checkpoint")
-"""Kinds of places that `recompiles` and `checkpoint_heavy` name."""
+_OTHER_CAUSES = ("compile", "checkpoint", WITHOUT_GRADIENTS)
+"""Kinds of places that `recompiles`, `checkpoint_heavy` and `evaluation_heavy` name."""
 _PYTHON = ("python", "gc")
 """Kinds of samples in which a thread computes in Python."""
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from stoker.diagnosis.places.totals import MIN_SHARE, NEVER_A_STEP, merge_places, scale_to_leaves
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
-from stoker.runs.schemas import LOOP_IN_STEP, Place
+from stoker.runs.schemas import LOOP_IN_STEP, WITHOUT_GRADIENTS, Place
 
 _Line = tuple[str, int, str]
 """Role, rank, and FILE:LINE."""
@@ -341,7 +341,7 @@ def functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
         if total.role == "training" and not total.is_startup:
             key = (total.line.rpartition(":")[0], total.function)
             totals[key] += total.samples
-            if total.kind in IN_STEP or any(map(_RUNS_STEP.search, total.leaves)):
+            if total.kind in IN_STEP - {WITHOUT_GRADIENTS} or any(map(_RUNS_STEP.search, total.leaves)):
                 in_steps[key] += total.samples
                 loops[key] += total.samples * (total.kind == LOOP_IN_STEP)
                 if _UPDATES.search(total.call):
@@ -505,7 +505,7 @@ def describe_place(place: PlaceTotal) -> str:
     return f"{place.call}, called at {place.line}{method}"
 
 
-IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP})
+IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP, WITHOUT_GRADIENTS})
 
 
 def frequency(run: RunRecords, place: PlaceTotal) -> str:
