@@ -169,8 +169,8 @@ def make_window(
             resolved = "python"
         is_in_step = computes and resolved == "compute" and later is None and loop is None
         inference = _line_without_gradients(stack) if is_in_step else None
-        at = later or loop or inference
-        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, at)
+        where = later or loop or inference
+        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, where)
         if not is_users:
             line, function = "", f"{function} ({line})"
             resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
@@ -179,7 +179,7 @@ def make_window(
         of_place = of_place if inference is None else WITHOUT_GRADIENTS
         key = Place(line=line, function=function, call=call, leaf=leaf, kind=of_place, part=part, samples=0)
         places[key] += count
-        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, at) if line else ""] += count
+        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, where) if line else ""] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
     for key, _ in places.most_common()[MAX_LEAVES:]:
