@@ -73,6 +73,10 @@ MODULE = ("torch/nn/modules/module.py: Module._call_impl", "torch/nn/modules/mod
         (("torch/utils/data/_utils/worker.py: _worker_loop", "lib:multiprocessing/process.py: Process.run", *LOADER),
          HELPER),
         (("lib:multiprocessing/connection.py: wait", "torch/multiprocessing/spawn.py: ProcessContext.join"), HELPER),
+        (("lib:time.py: sleep", "torch/distributed/elastic/agent/server/api.py: _invoke_run"), HELPER),
+        (("torch/nn/modules/conv.py: Conv2d._conv_forward", *MODULE,
+          "torch/distributed/elastic/multiprocessing/errors/__init__.py: record.<locals>.wrap.<locals>.wrapper"),
+         "compute"),  # a training script whose main function has the decorator `record`
         (("lib:selectors.py: select", "lib:subprocess.py: Popen.communicate"), HELPER),
         (("torch/nn/functional.py: <module>", "lib:importlib/__init__.py: import_module"), "other"),
         (("torch/_ops.py: OpOverload.__init__", "torch/_decomp.py: <module>",
