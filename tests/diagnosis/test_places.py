@@ -515,6 +515,27 @@ def test_the_slow_rank_is_found_where_the_wait_is_hidden(rank_0: int, rank_1: in
         assert findings[0].lost_device_s == pytest.approx(2 * 40 * 12 / 40), "of both ranks: none computes meanwhile"
 
 
+def test_statements_of_the_slow_rank_one_after_the_other_count_together(tmp_path: Path) -> None:
+    """Recorded of a loop whose rank 0 writes histograms of weights and of gradients, in two lines."""
+    run = make_run(tmp_path / "run", **ON_TWO)
+    for rank, name in enumerate((".", "ranks/0001")):
+        fields = {"function": "train", "call": "writer.add_histogram", "kind": "python"}
+        histograms = [
+            Place(line=f"train.py:{line}", samples=samples, **fields) for line, samples in ((125, 9), (126, 7))
+        ]
+        step = Place(
+            line="train.py:53", function="train", call="loss.backward", kind="compute", samples=40 - 16 * (not rank)
+        )
+        with (run / name / "stacks.jsonl").open("ab") as file:
+            for n in range(1, 5):
+                places = (step,) if rank else (step, *histograms)
+                line = {"attempt": 1, "pid": 7 + rank, "wall_s": 10.0, "frames": {}} | window(n, *places)
+                file.write(msgspec.json.encode(line) + b"\n")
+    first = run_rules(read_run(run))[0]
+    assert (first.id, first.place) == ("straggler", "train.py:125")
+    assert first.lost_device_s == pytest.approx(2 * 40 * 16 / 40)
+
+
 def test_the_fix_of_a_slow_rank_that_the_clocks_show_is_about_its_line(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", fractions={"comm": 0.4}, ranks=[{"comm": 0.02}], seconds=45)
     assert "throttled" in next(finding.fix for finding in run_rules(read_run(run)) if finding.id == "straggler")

@@ -146,7 +146,7 @@ def _repeated_phase_finding(
     counted = make_evidence(f"{count} {noun}", count, f"events.jsonl: {event_kind}") if count else None
     waited_s, waits = _waits_for_rank_0_s(run, phase), None
     if waited_s:
-        text = f"only rank 0 did this; the others waited {waited_s:,.1f} s for it"
+        text = f"only rank 0 did this; the others waited {waited_s:,.1f} s for it, in all"
         waits = make_evidence(text, waited_s, "ranks/*/steps.jsonl: phases")
     extra_evidence = [counted, waits, *options.pop("extra_evidence", ())]
     return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, waited_s=waited_s, **options)

@@ -2,6 +2,7 @@
 wait for each other: for one slow rank, or in collectives that computing does not hide."""
 
 import collections
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,6 @@ from stoker.diagnosis.causes.host import (
 )
 from stoker.diagnosis.causes.shared import (
     binomial_tail,
-    device_seconds,
     driver_utilization,
     fraction_of_phase,
     has_enough_stacks,
@@ -40,6 +40,7 @@ from stoker.diagnosis.places.costly import (
     MIN_STEPS,
     describe_place,
     find_caller,
+    find_neighbors,
     heavy_places,
     is_callees,
     list_loops,
@@ -534,7 +535,7 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
         rank = max(waits, key=lambda name: waits[name])
         if waits[rank] / sum(waits.values()) < cause.threshold("min_slowest_fraction"):
             return by_stacks
-        text = f"rank {rank} is the slow one: the others waited {waits[rank]:,.1f} {device_seconds(run)} for it"
+        text = f"rank {rank} is the slow one: the others waited {waits[rank]:,.1f} s for it, in all"
         slowest_evidence = make_evidence(text, rank, "ranks/*/steps.jsonl: phases")
         excess = _own_excess(run)
         if excess is not None and excess[0] == rank:  # outside of steps: the device of the slow rank waits as long
@@ -607,7 +608,17 @@ def _own_excess(run: RunRecords) -> tuple[int, float, Evidence, PlaceTotal] | No
     if best is None:
         return None
     rank, seconds, evidence, place = best
-    return rank, max(seconds, _function_excess_s(run, rank, place)), evidence, place
+    return rank, max(seconds, _function_excess_s(run, rank, place), _neighbors_excess_s(run, place)), evidence, place
+
+
+def _neighbors_excess_s(run: RunRecords, place: PlaceTotal) -> float:
+    """Seconds of a rank in a place and the statements around it that the others do not spend there; 0 if alone."""
+    whole = find_neighbors(run, place)
+    if whole is None:
+        return 0.0
+    ranks = (rank for rank in range(run.num_ranks) if rank != place.rank)
+    others = [find_neighbors(run, dataclasses.replace(place, rank=rank)) for rank in ranks]
+    return whole.seconds - max((other.seconds for other in others if other is not None), default=0.0)
 
 
 def _function_excess_s(run: RunRecords, rank: int, place: PlaceTotal) -> float:
