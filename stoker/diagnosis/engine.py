@@ -39,9 +39,9 @@ _COVERED_CAUSES = {"disk_full": ("disk_nearly_full",)}
 _LOADING_KINDS = ("input_wait", "decode")
 _NO_EVALUATION = re.compile(
     r"(shutil|zipfile|tarfile|gzip|bz2|lzma|subprocess|os|time|socket|smtplib|ftplib|requests|urllib|boto3|botocore"
-    r"|google\.cloud|wandb|mlflow)\."
+    r"|google\.cloud|wandb|mlflow|torch\.(jit|onnx|export))\."
 )
-"""Calls that evaluate nothing: archives, other programs, waits, transfers."""
+"""Calls that evaluate nothing: archives, other programs, waits, transfers, exports of a model."""
 _MEMORY_ENDINGS = ("oom_killed", "host_out_of_memory")
 """Endings that a leak of host memory explains: it then comes before them."""
 

@@ -646,6 +646,7 @@ def test_what_a_worker_does_ranks_by_the_wait_for_it(tmp_path: Path) -> None:
     ("call", "ids"),
     [
         ("shutil.make_archive", ["heavy_place"]),
+        ("torch.jit.trace", ["heavy_place"]),
         ("pycocotools.cocoeval.evaluate", ["evaluation_heavy", "heavy_place"]),
     ],
 )
