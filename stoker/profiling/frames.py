@@ -160,26 +160,17 @@ def make_window(
             resolved = "python"
         part = find_part(stack)
         is_users = not part or any(is_job_code(frame) for frame in stack)
-        computes = role == "training" and resolved == "compute" and is_users
-        later = _line_after_step(stack) if computes else None
-        loop = _line_in_loop(stack) if computes and later is None else None
-        if role == "training" and resolved in ("compute", "sync") and is_users and _loops_without_grad(stack):
-            resolved, loop = "python", None
-        if computes and later is None and loop is None and _is_work_of_a_line(stack, compiled):
-            resolved = "python"
-        is_in_step = computes and resolved == "compute" and later is None and loop is None
-        inference = _line_without_gradients(stack) if is_in_step else None
-        where = later or loop or inference
-        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, where)
+        of_place, own = resolved, None
+        if role == "training" and resolved in ("compute", "sync") and is_users:
+            resolved, of_place, own = _place_of_training(stack, resolved, compiled)
+        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, own)
         if not is_users:
             line, function = "", f"{function} ({line})"
-            resolved = "python" if resolved == "other" and not _is_importing(stack) else resolved
+            resolved = of_place = "python" if resolved == "other" and not _is_importing(stack) else resolved
         main_thread[resolved] += count
-        of_place = AFTER_STEP if later is not None else LOOP_IN_STEP if loop is not None else resolved
-        of_place = of_place if inference is None else WITHOUT_GRADIENTS
         key = Place(line=line, function=function, call=call, leaf=leaf, kind=of_place, part=part, samples=0)
         places[key] += count
-        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, where) if line else ""] += count
+        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, own) if line else ""] += count
         if (job_frame := innermost_job_frame(stack, cwd)) is not None:
             frames[job_frame] += count
     for key, _ in places.most_common()[MAX_LEAVES:]:
@@ -201,6 +192,23 @@ def make_window(
         places=listed,
         **fields,
     )
+
+
+def _place_of_training(stack: Stack, kind: str, compiled: CompiledCalls) -> tuple[str, str, Frame | None]:
+    """(kind of work, kind of its place, frame of that) of a training thread that computes or waits for the device. No
+    frame: the innermost one of own code."""
+    computes = kind == "compute"
+    if computes and (frame := _line_after_step(stack)) is not None:
+        return kind, AFTER_STEP, frame
+    if _loops_without_grad(stack):
+        return "python", "python", None
+    if computes and (frame := _line_in_loop(stack)) is not None:
+        return kind, LOOP_IN_STEP, frame
+    if computes and _is_work_of_a_line(stack, compiled):
+        return "python", "python", None
+    if computes and (frame := _line_without_gradients(stack)) is not None:
+        return kind, WITHOUT_GRADIENTS, frame
+    return kind, kind, None
 
 
 def _find_compiled(stack: Stack) -> tuple[str, str] | None:

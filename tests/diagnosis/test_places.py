@@ -1117,6 +1117,27 @@ def test_an_evaluation_in_jax_is_known_by_its_name(function: str, samples: int, 
     assert any(title.endswith("what train.py:48 calls") for title in titles) is is_found, titles
 
 
+@pytest.mark.parametrize(("call", "is_found"), [("sample", True), ("lr_schedule", False)])
+def test_what_is_drawn_in_jax_after_the_step_counts_with_its_compilations(
+    call: str, is_found: bool, tmp_path: Path
+) -> None:
+    """Recorded of a GPT-2 in Flax that draws tokens by a function that is not compiled: its line is after the step of
+    the loop, and the compilations of single operations are in the model."""
+    step = Place(line="train.py:220", function="main", call="train_step", callers="train.py:260", kind="compute",
+                 samples=22)  # fmt: skip
+    after = Place(line="train.py:248", function="main", call=call, callers="train.py:260", kind="after step", samples=9)
+    operations = [
+        Place(line=f"model.py:{line}", function="__call__", call="jax.numpy.where", kind="compile", samples=3,
+              callers="train.py:80 < train.py:248 < train.py:260") for line in (52, 117, 151)
+    ]  # fmt: skip
+    coverage = {"coverage": {"inside the job": "recorded: compilations of jax 0.10.2 in a process"}}
+    stacks = [window(n, step, after, *operations) for n in range(1, 6)]
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"unattributed": 1.0},
+                   events=[("info", "", coverage)], stacks=stacks, steps=0)  # fmt: skip
+    named = [finding for finding in run_rules(read_run(run)) if finding.place == "train.py:248"]
+    assert [finding.lost_device_s for finding in named] == [pytest.approx(50 * 18 / 40, rel=0.05)] * is_found
+
+
 @pytest.mark.parametrize(("drawn", "is_one"), [(5, True), (1, False)], ids=["drawn and encoded", "mostly encoded"])
 def test_what_decodes_belongs_to_what_its_line_calls(drawn: int, is_one: bool, tmp_path: Path) -> None:
     """A figure that matplotlib draws and TensorBoard encodes as PNG: alone, the latter is no place."""

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from stoker.diagnosis.places.totals import MIN_SHARE, NEVER_A_STEP, merge_places, scale_to_leaves
 from stoker.diagnosis.run_data import PlaceTotal, RunRecords
-from stoker.runs.schemas import LOOP_IN_STEP, WITHOUT_GRADIENTS, Place
+from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS, Place
 
 _Line = tuple[str, int, str]
 """Role, rank, and FILE:LINE."""
@@ -240,6 +240,8 @@ def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[_Line
             line for called, line in itertools.pairwise(_lines_of(place))
             if BESIDES_TRAINING.search(function_of.get(called, ""))
         }  # fmt: skip
+        if place.kind == AFTER_STEP and BESIDES_TRAINING.search(place.call.rpartition(".")[2]):
+            calls.add(_lines_of(place)[0])
         named.update(dict.fromkeys(calls, place.samples))
         if not calls and place.kind in computing_kinds:
             counts[_lines_of(place)[0]] += place.samples
@@ -248,7 +250,7 @@ def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[_Line
     totals: collections.Counter[_Line] = collections.Counter()
     in_python: collections.Counter[_Line] = collections.Counter()
     for place in own:
-        for line in _lines_of(place)[1:]:
+        for line in _calling_lines(place):
             totals[line] += place.samples
             in_python[line] += place.samples * (place.kind in ("python", "gc"))
     all_samples = sum(place.samples for place in own)
@@ -256,8 +258,13 @@ def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[_Line
         line for line in totals.keys() - of_step
         if in_python[line] >= MIN_PYTHON * totals[line] or named[line] >= MIN_NAMED * all_samples
     }  # fmt: skip
-    computing = [place for place in own if place.kind in computing_kinds]
-    return [place for place in computing if not beside.isdisjoint(_lines_of(place)[1:])], beside
+    computing = [place for place in own if place.kind in computing_kinds | {AFTER_STEP}]
+    return [place for place in computing if not beside.isdisjoint(_calling_lines(place))], beside
+
+
+def _calling_lines(place: PlaceTotal) -> list[_Line]:
+    """The lines that have called what a place does: its callers; after a step, its own line as well."""
+    return _lines_of(place)[place.kind != AFTER_STEP :]
 
 
 def _join_callees(
