@@ -1117,6 +1117,22 @@ def test_an_evaluation_in_jax_is_known_by_its_name(function: str, samples: int, 
     assert any(title.endswith("what train.py:48 calls") for title in titles) is is_found, titles
 
 
+@pytest.mark.parametrize(("own", "is_one"), [(4, True), (1, False)], ids=["much besides", "it only writes"])
+def test_a_function_that_writes_and_does_more_is_one_place(own: int, is_one: bool, tmp_path: Path) -> None:
+    """Recorded of a diffusion model whose function for checkpoints writes them through to the disk, and reads them
+    again for a checksum: the framework's writing is a half of it."""
+    fields = {"function": "save_checkpoint", "callers": "train.py:219 < train.py:232"}
+    writes = Place(line="train.py:280", call="torch.save", kind="checkpoint", samples=8, **fields)
+    besides = [Place(line=f"train.py:{line}", call=call, kind="python", samples=own, **fields)
+               for line, call in ((281, "os.fsync"), (283, "f.read"))]  # fmt: skip
+    step = Place(line="train.py:155", function="step", call="backward", kind="compute", samples=32 - 2 * own)
+    fractions = {"checkpoint": 0.2, "host": own / 20, "compute": 0.8 - own / 20}
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions=fractions,
+                   stacks=[window(n, writes, *besides, step) for n in range(1, 6)])  # fmt: skip
+    named = [finding for finding in run_rules(read_run(run)) if "save_checkpoint at" in finding.title]
+    assert [finding.lost_device_s for finding in named] == [pytest.approx(50 * 16 / 40, rel=0.05)] * is_one
+
+
 @pytest.mark.parametrize(("call", "is_found"), [("sample", True), ("lr_schedule", False)])
 def test_what_is_drawn_in_jax_after_the_step_counts_with_its_compilations(
     call: str, is_found: bool, tmp_path: Path

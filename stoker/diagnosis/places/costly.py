@@ -184,6 +184,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     lines: dict[_Line, list[PlaceTotal]] = {}
     decoders: list[PlaceTotal] = []
+    writes: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     in_loop = {key for total in run.places if total.kind in IN_STEP for key in _lines_of(total)[1:]}
     loads_elsewhere = has_workers(run)
     for place in list_places(run):
@@ -204,7 +205,9 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
                 functions.setdefault((place.role, place.rank, file, place.function), []).append(place)
         elif place.role == "training" and place.kind == "decode" and not in_loop.isdisjoint(_lines_of(place)[1:]):
             decoders.append(place)  # that the training thread calls itself, and no loader
-    merged = [_merge_lines(group, "") for group in functions.values()]
+        elif place.kind == "checkpoint":
+            writes.setdefault((place.role, place.rank, file, place.function), []).append(place)
+    merged = [_merge_lines(_with_writes(group, writes.get(key, [])), "") for key, group in functions.items()]
     for group in _join_neighbors(lines.values()):
         calls = {place.call for place in group}
         module = module_of(group[0].call)  # "torch" of `torch.histc` says nothing
@@ -217,6 +220,13 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
             merged.append(caller)
     heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
     return sorted(heavy, key=lambda place: -place.seconds)
+
+
+def _with_writes(own: list[PlaceTotal], writes: list[PlaceTotal]) -> list[PlaceTotal]:
+    """The places of a function with those in which a framework writes a checkpoint for it, as far as it has much to do
+    besides: `checkpoint_heavy` names what only writes."""
+    own_s = sum(place.seconds for place in own)
+    return [*own, *writes] if own_s >= MIN_OWN * (own_s + sum(place.seconds for place in writes)) else own
 
 
 def has_workers(run: RunRecords) -> bool:
