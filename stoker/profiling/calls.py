@@ -189,11 +189,11 @@ def _own_name(node: ast.expr) -> str:
 
 
 _NO_MODEL = re.compile(r"(?i)bar$|tqdm|progress|dict|conf|args|opts?$|sched|meter|hash")
-"""Objects whose `update` is none of weights."""
+"""Objects whose `update` changes no weights."""
 
 
 def _called_name(node: ast.expr) -> str:
-    """`update` of `update` and `agent.update`; empty for what is no method of a model."""
+    """`update` of `update` and `agent.update`; empty for a method of an object that is no model, as a progress bar."""
     if isinstance(node, ast.Attribute):
         return "" if _NO_MODEL.search(ast.unparse(node.value)) else node.attr
     return node.id if isinstance(node, ast.Name) else ""
@@ -205,14 +205,14 @@ def _imported_step_functions(path: Path) -> frozenset[str]:
     source, found = _read_source(str(path)), set[str]()
     for other in {file for name in source.imports.values() if (file := _find_module(path, name))} if source else ():
         with contextlib.suppress(OSError):  # it may not be read
-            if _TAKES_STEP.search(other.read_bytes()):
+            if _MAY_UPDATE.search(other.read_bytes()):
                 imported = _read_source(str(other))
                 found |= imported.step_functions if imported is not None else set()
     return frozenset(found)
 
 
 def _find_module(path: Path, name: str) -> Path | None:
-    """The file beside `path`, or in the two folders above it, that a name is imported from; None: it is installed."""
+    """The file in the folder of `path`, or in the two above, that a name is imported from; None: it is installed."""
     parts = name.lstrip(".").split(".")
     level = len(name) - len(name.lstrip("."))
     folders = path.parents[max(0, level - 2) : level] if level else path.parents[:3]  # "..x" of `from . import x`
@@ -225,12 +225,12 @@ def _find_module(path: Path, name: str) -> Path | None:
     return None
 
 
-_TAKES_STEP = re.compile(rb"\.step\(|apply_(gradients|updates)\(")
 _UPDATES = frozenset({"apply_gradients", "apply_updates"})
 """Of TensorFlow's optimizers and Flax's states, and of optax."""
 _BACKWARDS = frozenset({"backward", "manual_backward", "minimize"})
-_MAY_UPDATE = re.compile(rb"step|apply_(gradients|updates)")
-"""A line that names an update of weights: to look at the functions of such lines alone saves most of the time."""
+_MAY_UPDATE = re.compile(rb"\.\s*step\s*\(|apply_(gradients|updates)\s*\(")
+"""An update of weights by its text: to look at files with one, and at the functions of its lines alone, saves most of
+the time."""
 
 
 def _is_step(node: ast.Call, *, with_backward: bool = False) -> bool:

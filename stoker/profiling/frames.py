@@ -81,6 +81,7 @@ _JAX_CALL = re.compile(r"(jax|flax|optax|chex|haiku|equinox)\.")
 _JAX_OPERATION = re.compile(r"(?!jax\._src\.(api|pjit|pmap|profiler|stages|traceback_util)\b)" + _JAX_CALL.pattern)
 """Calls of JAX itself, not of a function that it has compiled."""
 _EXPORT_CALL = re.compile(r"torch\.(jit\.(trace|script)|onnx\.export|export\.export)\b")
+"""Calls that trace a model in order to write it to a file."""
 _HOST_FILE = re.compile(rf"/(site|dist)-packages/({'|'.join(_TABLE['host_packages'])})/")
 _LOADER_FILE = re.compile(r"/torch/utils/data/")
 _LOADER_THREAD_FILE = re.compile(

@@ -67,7 +67,7 @@ def _in_memory(run: RunRecords, kind: MistakeKind) -> MistakeKind:
 
 
 def _with_zero_loss(run: RunRecords, kind: MistakeKind) -> MistakeKind:
-    """Zero gradients beside a loss of 0 come from labels that do not count, not from a dead layer."""
+    """Zero gradients with a loss of 0 come from labels that do not count, not from a dead layer."""
     losses = run.learning.loss.values
     if not losses or any(losses):
         return kind

@@ -56,7 +56,7 @@ MAX_LINES = 3
 MAX_BY_CLOCK = 1.5
 """Time of a place by the clock of the wait for input, over that of its samples, up to which these were too few."""
 ONE_RANK = 0.9
-"""Fraction of the time of a phase that rank 0 had, from which it had it alone."""
+"""Fraction of the time that all ranks spent in a phase, from which rank 0 counts as the only one that was in it."""
 _EVALUATES = r"(^|[._])(eval|evaluate\w*|predict\w*|validate\w*|validation|test)$"
 """Calls of an evaluation."""
 _LOADING_KINDS = ("input_wait", "decode")
@@ -267,11 +267,7 @@ def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
     workers that import modules after the first steps, as spawn and forkserver make them do."""
     steady = run.steady
     fraction = steady.worker_start_s / max(steady.wall_s, 1e-9)
-    loads_s = sum(
-        place.seconds for place in heavy_places(run, find_cause("heavy_place").warning_threshold or 0.0)
-        if place.role == "training" and place.kind in _LOADING_KINDS
-    )  # fmt: skip
-    if loads_s >= steady.worker_start_s / 2 > 0:
+    if steady.worker_start_s > 0 and _loading_s(run) >= steady.worker_start_s / 2:
         return None  # the training thread itself loads meanwhile, as a sampler does: `heavy_place`
     is_most = steady.worker_starts >= 2 and fraction >= cause.threshold("few_starts")
     if (is_most or steady.worker_starts >= cause.threshold("min_starts")) and steady.worker_start_s > 0:
@@ -302,6 +298,12 @@ def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
     lost_s = fraction * input_wait * run.steady.device_s
     basis = "the fraction of the workers' samples, of the wait"
     return make_finding(run, cause, input_wait, evidence, lost_s=lost_s, estimate_basis=basis)
+
+
+def _loading_s(run: RunRecords) -> float:
+    """Seconds of the places in which the training thread itself loads, as far as they are large."""
+    places = heavy_places(run, find_cause("heavy_place").warning_threshold or 0.0)
+    return sum(place.seconds for place in places if place.role == "training" and place.kind in _LOADING_KINDS)
 
 
 def startup_heavy(run: RunRecords, cause: Cause) -> Finding | None:

@@ -612,7 +612,7 @@ def _own_excess(run: RunRecords) -> tuple[int, float, Evidence, PlaceTotal] | No
 
 
 def _neighbors_excess_s(run: RunRecords, place: PlaceTotal) -> float:
-    """Seconds of a rank in a place and the statements around it that the others do not spend there; 0 if alone."""
+    """Seconds of a rank in a place and the statements around it that the others do not spend there; 0 without these."""
     whole = find_neighbors(run, place)
     if whole is None:
         return 0.0

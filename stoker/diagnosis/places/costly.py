@@ -51,7 +51,8 @@ MIN_REST = 1.1
 MOST = 0.5
 """Of the time of what a line calls, in one function, from which that is the place: what else it calls costs less."""
 MIN_OWN = 0.3
-"""Of the time of what a line calls, in places, below which it decodes: `slow_decode`."""
+"""Of the time of what a line calls or a function does, in places of its own, below which it only decodes or writes:
+`slow_decode`, `checkpoint_heavy`."""
 MAX_LINE_GAP = 10
 """Lines from one call to the next of the same module, up to which they are one place of a training loop."""
 MAX_STATEMENT_GAP = 5
@@ -177,9 +178,9 @@ def list_loops(run: RunRecords) -> list[PlaceTotal]:
 def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     """Functions of the job that took at least this fraction of the time, at the low end of their interval, outside of
     steps; of functions with steps in them, their lines with a call, neighbors with calls of the same module as one.
-    Without waits for a loader, imports, and what other causes explain: compiling, checkpoints, decoders, but for those
-    of a training thread whose loader has workers. A function of which one line is most of it is that line, else the
-    place has no call."""
+    Without waits for a loader, imports, and what other causes explain: compiling; checkpoints, but for those of a
+    function that does much else; decoders, but for those of a training thread whose loader has workers. A function of
+    which one line is most of it is that line, else the place has no call."""
     have_steps = functions_with_steps(run)
     functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
     lines: dict[_Line, list[PlaceTotal]] = {}
@@ -223,8 +224,8 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
 
 
 def _with_writes(own: list[PlaceTotal], writes: list[PlaceTotal]) -> list[PlaceTotal]:
-    """The places of a function with those in which a framework writes a checkpoint for it, as far as it has much to do
-    besides: `checkpoint_heavy` names what only writes."""
+    """The places of a function, with those in which a framework writes a checkpoint for it if the function does much
+    else: `checkpoint_heavy` names one that only writes."""
     own_s = sum(place.seconds for place in own)
     return [*own, *writes] if own_s >= MIN_OWN * (own_s + sum(place.seconds for place in writes)) else own
 
@@ -274,7 +275,8 @@ def _lines_beside_jax_step(run: RunRecords) -> tuple[list[PlaceTotal], set[_Line
 
 def _calling_lines(place: PlaceTotal) -> list[_Line]:
     """The lines that have called what a place does: its callers; after a step, its own line as well."""
-    return _lines_of(place)[place.kind != AFTER_STEP :]
+    lines = _lines_of(place)
+    return lines if place.kind == AFTER_STEP else lines[1:]
 
 
 def _join_callees(
@@ -418,9 +420,9 @@ def find_caller(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
 
 
 def find_neighbors(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
-    """All of a training loop's function from its first to its last line around `place` that is outside of steps, as a
-    figure that is drawn and written by several lines: without a call. No line of a step, nor MAX_STATEMENT_GAP lines,
-    are between two of them. None if they take no more than the place itself."""
+    """A place with the statements before and after it that are outside of steps too, in a function that runs the steps,
+    as one place without a call: a figure is drawn by several lines. From one to the next there are at most
+    MAX_STATEMENT_GAP lines, none of which is in a step. None if they take no more than the place alone."""
     file, at = _position(place)
     if is_callees(place) or (file, place.function) not in functions_with_steps(run):
         return None
@@ -449,7 +451,7 @@ def find_neighbors(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
 
 
 def name_cost(place: PlaceTotal, caller: PlaceTotal | None) -> str:
-    """`15 s in iou at targets.py:18, of 23 s in what train.py:68 calls`. caller: of `find_caller`."""
+    """`15 s in iou at targets.py:18, of 23 s in what train.py:68 calls`. caller: of `find_caller`, `find_neighbors`."""
     text = f"{place.seconds:,.0f} s in {describe_place(place)}"
     return text if caller is None else f"{text}, of {caller.seconds:,.0f} s in {describe_place(caller)}"
 
