@@ -3,11 +3,13 @@
 CPU-seconds are those of all processes: the job and its children, and for `stoker watch` also the watcher and the relays
 of the output. They exclude other load, but not its effect on caches and clock rates, which changes from one minute to
 the next by more than what is measured. So both of a pair run at the same time, each bound to one core, and change
-cores from one pair to the next. Keras on TensorFlow needs `make peers` (or a Python that has it in
-STOKER_PEERS_PYTHON), Ultralytics a Python that has it in STOKER_ULTRALYTICS_PYTHON. Linux only.
+cores from one pair to the next. Bytecode of stoker is compiled before, as at an installation. Keras on TensorFlow needs
+`make peers` (or a Python that has it in STOKER_PEERS_PYTHON), Ultralytics a Python that has it in
+STOKER_ULTRALYTICS_PYTHON. Linux only.
 """
 
 import argparse
+import compileall
 import concurrent.futures
 import ctypes
 import multiprocessing
@@ -190,6 +192,7 @@ def run(arguments: argparse.Namespace) -> Report:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("this benchmark needs two cores: one for the watched job, one for the same job without")
+    compileall.compile_dir(ROOT / "stoker", quiet=2)
     report = Report("Cost of `stoker watch`: CPU-seconds of a job with it and without, of all processes", rounds)
     report.packages = ("stoker", "torch", "transformers", "pytorch-lightning")
     jobs = [job for job in find_jobs() if arguments.only in (None, job.name)]

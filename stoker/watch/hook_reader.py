@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from stoker import regular_files
+from stoker.data.formats.messages import message_class
 from stoker.profiling import hook
 from stoker.profiling.calls import describe_growth
 from stoker.profiling.hook.stoker_hook.clock import HEADER_BYTES, SLOTS, STATE_BYTES
@@ -190,8 +191,6 @@ def input_wait_s(trace: bytes) -> float:
     """Seconds in which a step fetched a batch, by a trace of TensorFlow's profiler; overlapping ones count once. Raises
     ValueError if the bytes are not a trace."""
     from google.protobuf.message import DecodeError
-
-    from stoker.data.formats.tfrecord_bytes import message_class  # loads numpy, which other jobs do not need
 
     try:
         events = message_class("ProfilerTrace").FromString(trace).trace_events

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -388,3 +390,14 @@ def test_what_the_hook_wrote_of_growing_memory_is_read(tmp_path: Path) -> None:
     (found,) = HookReader(tmp_path, devices=1, now_s=0.0).growing()
     assert "losses" in found["text"]
     assert found["graph"] is False
+
+
+def test_a_trace_is_read_without_numpy() -> None:
+    """The watcher is charged to the job: numpy alone would cost it 0.2 CPU-seconds."""
+    code = (
+        "import sys\n"
+        "from stoker.watch.hook_reader import input_wait_s\n"
+        "assert input_wait_s(b'') == 0\n"
+        "assert 'google.protobuf' in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -21,7 +21,6 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from importlib import resources
 from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 
 from stoker import regular_files
 from stoker.data.formats.folders import read_head
+from stoker.data.formats.messages import message_class
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, StorageError, make_error, needs_package
 from stoker.storage.local_files import atomic_path, cache_folder
@@ -184,17 +184,6 @@ Values: TypeAlias = Sequence[bytes] | Sequence[int] | NDArray[np.float32]
 
 class MalformedExample(ValueError):
     """The bytes are not a tf.train.Example, or a feature has the wrong type."""
-
-
-@functools.cache
-def message_class(name: str) -> Any:
-    """The class of a message of `messages.pbtxt`."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format  # takes 0.1 s
-
-    text = (resources.files("stoker.data.formats") / "messages.pbtxt").read_text(encoding="utf-8")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()))
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"stoker.{name}"))
 
 
 class Example:
