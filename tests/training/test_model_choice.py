@@ -10,11 +10,11 @@ import torch
 
 from stoker.config.settings import ModelSettings, from_fields
 from stoker.data.index import open_index
-from stoker.errors import WeightsError
+from stoker.errors import ConfigError, WeightsError
 from stoker.hardware.device import Device
 from stoker.models import MODELS
 from stoker.training.defaults.checks import warn_random_weights
-from stoker.training.defaults.derive import derive_data
+from stoker.training.defaults.derive import derive, derive_data
 from stoker.training.defaults.model_choice import (
     SMALL_IMAGE_SIDE,
     choose_image_side,
@@ -87,6 +87,17 @@ def test_without_a_download_the_weights_are_random_and_the_reason_says_so(tmp_pa
     assert "ember_mobilenet_v2" in why
     assert "no route to host" in why
     assert why in (warn_random_weights(ModelSettings(model="ember_n", weights="none"), {"model": why}) or "")
+
+
+def test_a_size_that_the_model_cannot_have_is_refused_before_a_download(tmp_path: Path) -> None:
+    data = draw(tmp_path / "data", train=3, val=1, side=SMALL_IMAGE_SIDE + 1)
+    asked = from_fields({"data": str(data), "image_size": (100, 100)})
+
+    def download(url: str) -> tuple[Path, str]:
+        raise AssertionError(f"{url} is downloaded")
+
+    with pytest.raises(ConfigError, match="multiples of 32 for ember_mobilenet_v2"):
+        derive(asked, open_index(data), CPU, fetch=download)
 
 
 @pytest.mark.parametrize(

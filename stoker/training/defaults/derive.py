@@ -199,7 +199,9 @@ AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "satura
 
 def derive_model(known: Known) -> Choice:
     """The most accurate one for such images on such a device (docs/which-model.md)."""
-    return choose_model(known.index, known.device, known.config.model.weights, fetch=known.fetch)
+    choose = functools.partial(choose_model, known.index, known.device, known.config.model.weights)
+    check_image_size(known.config.replace(model=choose()[0]))  # before a download
+    return choose(fetch=known.fetch)
 
 
 def derive_weights(known: Known) -> Choice:
