@@ -186,7 +186,7 @@ def _possible_causes(run: RunRecords, group: list[Finding], *, loads: bool) -> F
     if place is not None:
         where = describe_place(place)
     severity = min((guess.severity for guess in group), key=SEVERITIES.index)
-    if (first.lost_device_s or 0.0) < common_threshold("min_guessed_fraction") * run.steady.device_s * run.num_ranks:
+    if (first.lost_device_s or 0.0) < common_threshold("min_guessed_fraction") * run.steady_device_s:
         severity = "info"  # neither certain nor large
     told = [
         f"{guess.title} ({guess.confidence or 0:.0%}; it is so if {CATALOG[guess.id].tell}; then: {guess.fix})"

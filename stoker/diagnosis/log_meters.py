@@ -42,7 +42,7 @@ def find_printed_wait(lines: tuple[LogLine, ...]) -> Finding | None:
     late = times[len(times) // 2 :]
     total_s, waited_s = sum(step for step, _, _ in late), sum(data for _, data, _ in late)
     minimum = MIN_FRACTION if len(times) >= MIN_LINES else FRACTION_OF_FEW
-    if len(times) < FEWEST_LINES or not minimum * total_s <= waited_s <= total_s:
+    if len(times) < FEWEST_LINES or not 0 < minimum * total_s <= waited_s <= total_s:
         return None
     text = f"the last {len(late)} lines with times print {total_s:,.1f} s of steps, {waited_s:,.1f} s of them for data"
     return _make_finding(text, waited_s / total_s, max(late, key=lambda time: time[1])[2])

@@ -73,7 +73,7 @@ def predicted_step(run: RunRecords, kind: NoteKind) -> Values | None:  # noqa: A
     compute_s = run.steady.phases.get("compute", 0.0)
     if not isinstance(predicted_s, float) or not isinstance(error, float) or not run.steady.steps or not compute_s:
         return None
-    measured_s = compute_s / run.steady.steps / max(1, run.totals.devices)
+    measured_s = compute_s / run.steady.steps
     difference = measured_s / predicted_s - 1 if predicted_s > 0 else math.inf
     return {"predicted_s": predicted_s, "error": 100 * error, "measured_s": measured_s, "difference": 100 * difference}
 

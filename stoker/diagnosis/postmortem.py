@@ -1,6 +1,6 @@
 """What ended a job: what is known of its end in, findings out, each with the line or number that it rests on.
 
-`explain` is a pure function of a `Termination`; `termination.py` reads that from a run, `output.py` reads the lines of
+`explain` is a pure function of a `Termination`; `termination.py` reads that from a run, `endings.py` reads the lines of
 any job's output. The ways to end and their patterns are data: `knowledge/endings.toml`. Nothing is guessed: without
 proof the finding describes how the job ended and what is not known. Causes of lost time are in `causes/`.
 """

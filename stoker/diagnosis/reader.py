@@ -294,8 +294,8 @@ class _StepsReader:
             learning.device_s_since_best += window.wall_s * window.devices
         self.from_output &= "compute" not in window.phases
         run_records.step_counts.add(window.t, window.step)
-        self._images_seen += window.num_images
-        self._total_fetch_s += window.input_wait_stages.get("fetch", 0.0)
+        self._images_seen += window.ranks * window.num_images
+        self._total_fetch_s += window.ranks * window.input_wait_stages.get("fetch", 0.0)
         if (
             isinstance(dataset_size, int)
             and run_records.first_epoch_fetch_s is None

@@ -432,7 +432,7 @@ class StackStats:
 class PlaceTotal:
     """All samples in one place of the processes of a role and rank: a line of the job's own code and what it called.
 
-    `places.py` adds them up, from `schemas.Place`, which explains line, function, call and kind.
+    `places/totals.py` adds them up, from `schemas.Place`, which explains line, function, call and kind.
     """
 
     role: str
@@ -622,6 +622,19 @@ class RunRecords:
     @property
     def num_devices(self) -> int:
         return max(1, self.totals.devices)
+
+    @property
+    def steady_device_s(self) -> float:
+        """Device-seconds after the start, of all ranks: each has as much of it as rank 0, whose sums are `steady`."""
+        return self.steady.device_s * self.num_ranks
+
+    def observed_s(self, place: PlaceTotal) -> float:
+        """Seconds after the start that the samples of a place's threads cover: of a training thread those of its rank;
+        of workers and other threads those of all ranks, as their places are sums over these."""
+        return sum(
+            seconds for (role, rank), seconds in self.place_totals.items()
+            if role == place.role and (rank == place.rank or role != "training")
+        )  # fmt: skip
 
     @property
     def has_device(self) -> bool:

@@ -271,7 +271,7 @@ def _places(run_records: RunRecords) -> list[PlaceTime]:
     return [
         _place_time(place, frequency(run_records, place) if place.line else "")
         for place in listed
-        if place.seconds >= max(1.0, run_records.place_totals[place.role, place.rank] / 100)
+        if place.seconds >= max(1.0, run_records.observed_s(place) / 100)
     ][:MAX_PLACES]
 
 

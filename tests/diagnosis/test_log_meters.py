@@ -57,6 +57,10 @@ def test_slow_steps_at_the_start_and_few_lines_are_no_finding() -> None:
     assert waits(log(form, [(0.1, 0.0), (60.0, 59.9)] * 4))  # one step of a few waits for all
 
 
+def test_times_that_are_printed_as_zero_are_no_wait() -> None:
+    assert not waits(log(FORMATS["timm: train.py"], [(0.0, 0.0)] * 20))
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -352,7 +352,7 @@ def overfitting(run: RunRecords, cause: Cause) -> Finding | None:
         cause,
         ap_drop / best_ap,
         evidence,
-        lost_s=learning.device_s_since_best,
+        lost_s=run.num_ranks * learning.device_s_since_best,
         estimate_basis="all since the best evaluation",
     )
 
@@ -383,7 +383,7 @@ def non_finite_loss(run: RunRecords, cause: Cause) -> Finding | None:
         1,
         evidence,
         fix=fix,
-        lost_s=learning.device_s_without_loss or None,
+        lost_s=run.num_ranks * learning.device_s_without_loss or None,
         estimate_basis="all since the last finite loss" if learning.device_s_without_loss else "",
         command=lr_command(rollbacks[-1].data.get("lr")) if rollbacks else None,
     )

@@ -110,7 +110,7 @@ def debug_mode(run: RunRecords, cause: Cause) -> Finding | None:
     if recording is None or all(kind.id != "anomaly" for kind, _ in mistakes_of(run, cause)):
         return _finding(run, cause)
     basis = "the samples in which it records stacks; checking the gradients comes on top of it"
-    return _finding(run, cause, recording.seconds * run.num_ranks, basis)
+    return _finding(run, cause, recording.seconds, basis)
 
 
 def training_mistake(run: RunRecords, cause: Cause) -> Finding | None:

@@ -174,7 +174,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
     busy = [gpu.utilization.value for gpu in run.gpus.values() if gpu.utilization.value is not None]
     idle_fraction = 1 - max(busy) if busy and run.num_ranks == 1 else None
     for place in sorted(heavy_places(run, cause.warning_threshold or 0.0), key=_is_single_event):
-        observed_s = run.place_totals[place.role, place.rank]
+        observed_s = run.observed_s(place)
         measured, what = place.seconds / observed_s, "the training thread"
         if place.role == "worker":  # what they do costs only the time in which the training waits for them
             measured, what = measured * input_wait, "each loader worker"
@@ -208,11 +208,11 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             evidence.append(make_evidence(f"called from {place.callers}", source="stacks.jsonl: places.callers"))
         caller = None if is_callees(place) else find_caller(run, place) or find_neighbors(run, place)
         whole = caller or place
-        lost_s = measured * whole.seconds / place.seconds * run.steady.device_s
+        lost_s = measured * whole.seconds / place.seconds * run.steady_device_s
         basis = "the fraction of the samples"
         if place.role == "worker":  # without it, a worker would be faster by as much, until nothing waits for it
-            waited_s = run.steady.device_s * input_wait + wait_in_evaluations_s(run)
-            lost_s = min(waited_s, whole.seconds / observed_s * run.steady.device_s)
+            waited_s = run.steady_device_s * input_wait + wait_in_evaluations_s(run)
+            lost_s = min(waited_s, whole.seconds / observed_s * run.steady_device_s)
         if place.role == "training" and run.num_ranks == 1:
             lost_s, basis = _lost_in_place(run, whole)
             lost_s = lost_s if idle_fraction is None else min(lost_s, idle_fraction * run.steady.device_s)
@@ -284,18 +284,17 @@ def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
         lost_s = steady.worker_start_s * run.num_ranks
         return make_finding(run, cause, fraction, clocked, lost_s=lost_s, min_measured=min_measured)
     imports = find_places(run, "worker", kind="^other$", call=STARTS)
-    observed_s = sum(seconds for (role, _), seconds in run.place_totals.items() if role == "worker")
     input_wait = fraction_of_phase(run, "input_wait") or run.stacks.fraction("input_wait")
     if imports is None or imports.samples < cause.threshold("min_samples") or imports.bursts < 2:
         return None
     if imports.bursts <= int(run.facts.get("workers", 1)):
         return None  # each of them was started once
-    fraction = imports.seconds / observed_s
+    fraction = imports.seconds / run.observed_s(imports)
     text = f"the loader's workers imported modules in {percent(fraction)} of their samples after the first steps"
     evidence = [make_evidence(text, fraction, "stacks.jsonl: places"), phase_evidence(run, "input_wait")]
     if fraction < cause.threshold("min_fraction"):
         return None
-    lost_s = fraction * input_wait * run.steady.device_s
+    lost_s = fraction * input_wait * run.steady_device_s
     basis = "the fraction of the workers' samples, of the wait"
     return make_finding(run, cause, input_wait, evidence, lost_s=lost_s, estimate_basis=basis)
 
@@ -309,7 +308,7 @@ def _loading_s(run: RunRecords) -> float:
 def startup_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     """`compile` counts as far as it belongs to the start; later compilation is `recompiles`. The fix is that of what
     delayed the start: other processes, or a compiler."""
-    compile_s = max(0.0, run.phase_seconds("compile") - run.steady.phases.get("compile", 0.0))
+    compile_s = max(0.0, run.phase_seconds("compile") - run.num_ranks * run.steady.phases.get("compile", 0.0))
     seconds = run.phase_seconds("startup") + compile_s
     if seconds < cause.threshold("min_duration_s") or not run.totals.steps:  # it may still be starting
         return None

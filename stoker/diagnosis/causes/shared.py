@@ -167,7 +167,16 @@ def samples_contradict(run: RunRecords, fraction: float, *kinds: str) -> bool:
 
 def binomial_tail(successes: int, count: int, fraction: float) -> float:
     """Probability of at least so many successes of `count`."""
-    return sum(math.comb(count, n) * fraction**n * (1 - fraction) ** (count - n) for n in range(successes, count + 1))
+    if successes <= 0 or fraction >= 1:
+        return 1.0
+    if fraction <= 0:
+        return 0.0
+    chosen = math.lgamma(count + 1)  # by logarithms: the coefficients of a thousand samples are beyond a float
+    return min(1.0, sum(
+        math.exp(chosen - math.lgamma(n + 1) - math.lgamma(count - n + 1)
+                 + n * math.log(fraction) + (count - n) * math.log1p(-fraction))
+        for n in range(successes, count + 1)
+    ))  # fmt: skip
 
 
 def stack_fraction(run: RunRecords, cause: Cause, *kinds: str) -> float | None:
@@ -189,9 +198,9 @@ def certain_stack_fraction(run: RunRecords, *kinds: str) -> float:
 def sampled_device_s(run: RunRecords, fraction: float) -> float | None:
     """Device-seconds of a fraction that stack samples showed; None if there are too few of them."""
     if not 0 < fraction < 1:
-        return fraction * run.steady.device_s
+        return fraction * run.steady_device_s
     error = math.sqrt((1 - fraction) / (fraction * run.stacks.samples))
-    return fraction * run.steady.device_s if error <= common_threshold("max_sampling_error") else None
+    return fraction * run.steady_device_s if error <= common_threshold("max_sampling_error") else None
 
 
 def make_stack_finding(
@@ -212,7 +221,7 @@ def make_stack_finding(
     fraction = min(fraction, max_fraction)
     lost_s, basis = sampled_device_s(run, fraction), "the fraction of the main thread's stack samples"
     if place_s and (lost_s is None or lost_s / 2 <= place_s):
-        lost_s, basis = min(place_s, run.steady.device_s), "the samples of the place"
+        lost_s, basis = min(place_s, run.steady_device_s), "the samples of the place"
     evidence = [stack_evidence(run, description, *kinds), *extra_evidence]
     return make_finding(run, cause, fraction, evidence, lost_s=lost_s, estimate_basis=basis, **options)
 

@@ -31,7 +31,6 @@ from stoker.diagnosis.causes.shared import (
     percent,
     phase_evidence,
     process_cpu_evidence,
-    sample_evidence,
     samples_contradict,
     stack_evidence,
 )
@@ -179,7 +178,7 @@ def _computes_in_places(run: RunRecords) -> bool:
     """Whether lines of the job's own code take enough of it: a framework's loop has Python of its own in each step."""
     total = merge_places(place for place in list_places(run) if place.role == "training" and place.kind in _PYTHON)
     minimum = PYTHON_BOUND.warning_threshold or 0.0
-    return total is not None and total.low_s >= minimum * run.place_totals[total.role, total.rank]
+    return total is not None and total.low_s >= minimum * run.observed_s(total)
 
 
 def _recurs(run: RunRecords, phases: tuple[str, ...]) -> bool:
@@ -298,7 +297,7 @@ def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
         HOST_DEVICE_SYNCS,
         idle_fraction,
         [cpu_evidence, phase_evidence(run, "compute"), stack_evidence(run, "a wait", "sync", "idle")],
-        lost_s=idle_fraction * run.steady.device_s,
+        lost_s=idle_fraction * run.steady_device_s,
         estimate_basis="the time in steps in which no core worked",
     )
 
@@ -364,7 +363,7 @@ def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
         grown = describe_growth(run)
         kept = make_evidence(f"memory grows meanwhile, as each compiled graph is kept: {grown[0]}") if grown else None
         evidence = [phase_evidence(run, "compile"), named, stack_evidence(run, "compiling", "compile"), kept]
-        return make_finding(run, cause, fraction, evidence, lost_s=max(compile_s, run.recompiled_s))
+        return make_finding(run, cause, fraction, evidence, lost_s=run.num_ranks * max(compile_s, run.recompiled_s))
     if run.stacks.compile_windows < cause.threshold("min_stack_windows"):
         return None
     if run.stacks.fraction("compile") < cause.threshold("min_stack_fraction"):
@@ -405,14 +404,14 @@ def host_bound_steps(run: RunRecords, cause: Cause) -> Finding | None:
     if utilization is None or compute_fraction is None:
         return None
     text = f"the driver saw kernels {100 * utilization:.0f} % of the time"
-    driver_evidence = sample_evidence(text, utilization, "gpus.utilization")
     idle_fraction = compute_fraction - utilization
+    driver_evidence = make_evidence(text, idle_fraction, "devices.jsonl: gpus.utilization")
     return make_finding(
         run,
         cause,
         idle_fraction,
-        [phase_evidence(run, "compute"), driver_evidence, _host_bound_evidence(run)],
-        lost_s=idle_fraction * run.steady.device_s,
+        [driver_evidence, phase_evidence(run, "compute"), _host_bound_evidence(run)],
+        lost_s=idle_fraction * run.steady_device_s,
         estimate_basis="the driver's utilization is a coarse sample",
     )
 
@@ -470,7 +469,7 @@ def batch_too_small(run: RunRecords, cause: Cause) -> Finding | None:
     worked_fraction = fraction_of_phase(run, "compute", "host", "unattributed")
     if not worked_fraction or not steady.steps:
         return None
-    step_s = worked_fraction * steady.device_s / steady.steps / run.num_devices
+    step_s = worked_fraction * steady.wall_s / steady.steps
     is_own = run.is_native_run  # a detector, whose operations are known
     overhead_s = cause.threshold("overhead_on_cpu_s" if is_own and run.on_cpu else "overhead_s")
     overhead_fraction = min(1.0, overhead_s / step_s) if step_s > 0 else None
@@ -489,9 +488,10 @@ def gpu_oversized(run: RunRecords, cause: Cause) -> Finding | None:
     evidence: list[Evidence | None] = []
     if sm_severity is not None and sm_idle is not None:
         text = "at most {} of the multiprocessors had work while the GPU was busy"
-        evidence.append(sample_evidence(text, 1 - sm_idle, "gpus.sm_active"))
-    if memory_severity is not None:
-        evidence.append(sample_evidence("at most {} of the memory was in use", used, "gpus.memory_used_bytes"))
+        evidence.append(make_evidence(text.format(percent(1 - sm_idle)), sm_idle, "devices.jsonl: gpus.sm_active"))
+    if is_unused and used is not None:
+        text = f"at most {percent(used)} of the memory was in use"
+        evidence.append(make_evidence(text, 1 - used, "devices.jsonl: gpus.memory_used_bytes"))
     severity = worst([sm_severity, memory_severity])
     if severity is None:
         return None
@@ -654,7 +654,10 @@ def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
     if run.phase_seconds("comm") > 0:
         finding = make_phase_finding(run, cause, "comm", min_measured=min_measured, fix=fix)
     elif run.traces.wall_s <= 0 or run.traces.comm_s <= 0:
-        finding = make_stack_finding(run, cause, "a collective", "comm", min_measured=min_measured, fix=fix)
+        place_s = 0.0 if own is None else own.seconds
+        finding = make_stack_finding(
+            run, cause, "a collective", "comm", place_s=place_s, min_measured=min_measured, fix=fix
+        )
     else:
         return make_traced_finding(run, cause, "collectives", "comm_s")
     cores = run.host.cores

@@ -219,7 +219,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     for caller in _join_callees(run, parts, decoders + beside, besides_step):
         if all(place.seconds < MOST * caller.seconds for place in merged if _thread(place) == _thread(caller)):
             merged.append(caller)
-    heavy = [place for place in merged if place.low_s >= min_fraction * run.place_totals[place.role, place.rank]]
+    heavy = [place for place in merged if place.low_s >= min_fraction * run.observed_s(place)]
     return sorted(heavy, key=lambda place: -place.seconds)
 
 
@@ -295,7 +295,7 @@ def _join_callees(
             groups.setdefault(key, {})[number] = part
     sums: dict[_Line, PlaceTotal] = {}
     for key, group in groups.items():
-        least_s = MIN_SHARE * max(run.place_totals[part.role, part.rank] for part in group.values())
+        least_s = MIN_SHARE * max(map(run.observed_s, group.values()))
         if sum(part.seconds for part in group.values()) >= least_s:
             total = merge_places(group.values())
             if total is not None and (key in besides_step or in_steps[key] < MIN_STEPS * total.samples):
