@@ -99,8 +99,12 @@ class Device:
         """Page-locks memory that is not torch's, for copies without a host sync. Returns why it failed, or None."""
         if self.kind != "cuda":
             return None
-        code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[no-untyped-call]
-        return None if int(code) == 0 else str(torch.cuda.CudaError(int(code)))
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+        if code == 0:
+            return None
+        with contextlib.suppress(RuntimeError):  # the next launch of a kernel reports the error, and clears it
+            torch.ones(1, device=self.torch_device)
+        return str(torch.cuda.CudaError(code))
 
     def unpin(self, address: int) -> None:
         """Undoes `pin`. The result is ignored: after an error of the device, the memory goes with the process."""
@@ -340,7 +344,7 @@ class ReadyEvent:
         return self._event is None or bool(self._event.query())
 
     def synchronize(self) -> None:
-        """Makes the host wait. Not for the training thread."""
+        """Makes the host wait: the training thread only where it waits anyway, or for an earlier step."""
         if self._event is not None:
             self._event.synchronize()
 

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
-MAX_TEMPORARY_NAME_BYTES = 200
+MAX_TEMPORARY_NAME_BYTES = 150
 """A longer name is hashed in the name of its temporary file: file systems allow 255 bytes."""
 MIN_STALE_AGE_S = 60.0
 """A younger temporary folder may not be locked yet."""
@@ -44,7 +45,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     The block does any fsync. A link in place of either is replaced, and its target is not written."""
     name = os.fsencode(path.name)
     shown = path.name if len(name) <= MAX_TEMPORARY_NAME_BYTES else blake2b(name, digest_size=8).hexdigest()
-    temporary = path.with_name(f".{shown}.{os.getpid()}.tmp")
+    # two containers may share a folder and have equal process ids
+    temporary = path.with_name(f".{shown}.{platform.node()}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a kill, or a link that someone else put there
         yield temporary

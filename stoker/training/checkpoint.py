@@ -224,7 +224,8 @@ def _serialize_weights(snapshot: HostSnapshot) -> bytes:
 
 def _serialize_state(snapshot: HostSnapshot) -> bytes:
     buffer = io.BytesIO()
-    torch.save(snapshot.state, buffer)
+    # clones, as `save` refuses tensors of several types that are parts of one piece of memory, and writes all of it
+    torch.save(map_tensors(snapshot.state, Tensor.clone), buffer)
     # not getbuffer(), of which garbage collection can crash Python 3.12 (github.com/python/cpython/issues/111049)
     return buffer.getvalue()
 

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch
 from torch import nn
 
 from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
-from stoker.hardware.device import HostArenas, ReadyEvent
+from stoker.hardware.device import HostArenas, ReadyEvent, is_out_of_memory
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.trace import Tracer
 from stoker.report.terminal import Screen
@@ -133,9 +132,9 @@ class One(PlainStep):
             return
         try:
             self.rehearse(make_batch())
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:  # noqa: BLE001 (compilers raise anything; the run can do without)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
             self.log_event("warning", f"compiling failed, training without: {describe_error(error)}")
             self.loss_fn = make_loss_fn(self.setup.model, compile=False)
 

@@ -20,7 +20,7 @@ import torch
 
 from stoker.data.index_digest import describe_changes
 from stoker.errors import CheckpointError, DivergedError
-from stoker.hardware.device import Device
+from stoker.hardware.device import Device, is_out_of_memory
 from stoker.runs.records import QUARANTINE, STEPS, read_lines
 from stoker.runs.schemas import Quarantined, StepWindow
 from stoker.storage.uri import display_path
@@ -194,11 +194,10 @@ class Recovery:
             try:
                 self._restore(parts, loaded)
                 return
-            except torch.OutOfMemoryError:
-                raise
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                if loaded is None:
+                if loaded is None or is_out_of_memory(error):
                     raise
+                self._setup.device.synchronize()  # raises if the device has failed, and not the checkpoint
                 rejected[loaded.step] = f"its state cannot be restored: {type(error).__name__}: {str(error)[:200]}"
                 loaded = checkpoint.load_newest(self._setup.folder.path, self._log_event, rejected=rejected)
 

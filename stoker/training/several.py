@@ -8,7 +8,7 @@ buckets; `ddp.Periodic`, `fsdp.Fsdp` and `stages.Pipeline` with the norm of the 
 
 What a step decides on the device (skip it, the streak of skipped steps) follows from the means and is the same
 everywhere. The host acts on the numbers of a step LAG steps later, when their copy has long arrived: all ranks at the
-same step, and none waits for its device.
+same step, and none waits for more than the device's step LAG steps before.
 """
 
 import contextlib
@@ -119,7 +119,8 @@ class Several(One):
 
     def agree(self, own: Signals) -> Signals:
         if self._means is not None:
-            tensors = [self._means, self.setup.loss_accumulator.skipped_streak()[1]]
+            # a clone, as the next step writes to it while it is copied
+            tensors = [self._means, self.setup.loss_accumulator.skipped_streak()[1].clone()]
             self._issued.append(self._stream.to_host(tensors))
             self._means = None
         self._read(self._lag)

@@ -1,6 +1,7 @@
 """Writers replace a link that someone put in place of their file, and never write through it."""
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def victim(tmp_path: Path) -> Path:
 
 def test_a_link_in_place_of_the_file_or_its_temporary(tmp_path: Path, victim: Path) -> None:
     out = tmp_path / "out.jpg"
-    temporary = tmp_path / f".out.jpg.{os.getpid()}.tmp"
+    temporary = tmp_path / f".out.jpg.{platform.node()}.{os.getpid()}.tmp"
     for write in (
         lambda: write_atomic(out, b"new"),
         lambda: write_atomic(out, b"new", durable=False),

@@ -1,6 +1,7 @@
 """Which batch is chosen: the one that fits, and with --auto-batch the fastest; by real steps on a CPU, and by a device
 whose memory and time are what a test says."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,14 @@ Cost = Callable[[int], float]
 def fake_costs(monkeypatch: pytest.MonkeyPatch, *, gib: Cost, seconds: Cost = lambda _: 1.0) -> list[int]:
     """Steps of n images take `gib(n)` GiB at their peak and `seconds(n)` of time. Returns what is tried."""
     tried: list[int] = []
+    errors = itertools.cycle(
+        (torch.OutOfMemoryError("out of memory"), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    )  # torch's allocator, and what does not use it
 
     def peak(_: DryRun, count: int) -> int:
         tried.append(count)
         if gib(count) > 10:
-            raise torch.OutOfMemoryError("out of memory")
+            raise next(errors)
         return int(gib(count) * GIB)
 
     monkeypatch.setattr(DryRun, "measure_peak_bytes", peak)

@@ -68,7 +68,10 @@ def test_snapshots_of_an_accelerator_pin_no_memory_after_the_start(tmp_path: Pat
     monkeypatch.setattr(stream, "_device", device)
     monkeypatch.setattr(stream, "_stream", QueueStream())
     weights = {f"w{n}": torch.full((n + 1,), 0.0) for n in range(100)}
-    state = {"moments": [torch.zeros(n + 1) for n in range(200)], "skipped_streak": (0, -1)}
+    state = {
+        "moments": [torch.zeros(n + 1) for n in range(200)],
+        "skipped_streak": (torch.zeros(()), torch.tensor(-1)),  # of two types, in one piece of memory
+    }
     arenas = reserve_arenas(device, weights, state)
     waiting = snapshot(stream, step=0, metadata={}, weights=weights, state={}, arenas=arenas)
     assert len(device.allocated) == 1

@@ -15,6 +15,7 @@ import torch
 
 from stoker.config.settings import Config, from_fields
 from stoker.errors import CheckpointError, StokerError
+from stoker.hardware.device import Device
 from stoker.runs.records import CONFIG, EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.training.checkpoint import list_checkpoints
@@ -206,3 +207,19 @@ def _resume_as_nobody(run: str) -> int:
             sys.stdout.flush()
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_device_that_fails_during_a_restore_leaves_the_checkpoints(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error stays: every later call fails too, with any checkpoint."""
+    failure = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(OptimizerStep, "load_state_dict", fail)
+    monkeypatch.setattr(Device, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        resume(case)
+    assert [path.name for path in list_checkpoints(case / "run")] == ["step-00000006", "step-00000003"]

@@ -6,7 +6,6 @@ counted, and the whole batch is tried first, then its halves, thirds and so on, 
 the tensors alive at the same time are counted, in the forward pass of one image.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -27,7 +26,7 @@ from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import Index
 from stoker.data.loading.loader import compute_max_boxes
 from stoker.errors import ConfigError, OutOfMemoryError
-from stoker.hardware.device import Device, end_step
+from stoker.hardware.device import Device, end_step, is_out_of_memory
 from stoker.models import build
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.optim import OptimizerStep
@@ -152,11 +151,14 @@ def try_sizes(dry_run: DryRun, sizes: Iterable[int]) -> tuple[list[BatchTrial], 
         if trial_start_s - start_s + 2 * duration_s > MAX_TRIALS_S:
             return trials, f"trials end after {MAX_TRIALS_S:.0f} s"
         peak_bytes = _extrapolate_peak_bytes(trials, count)
-        with contextlib.suppress(torch.OutOfMemoryError):
+        try:
             if peak_bytes <= dry_run.budget_bytes:
                 peak_bytes = dry_run.measure_peak_bytes(count)
             if peak_bytes <= dry_run.budget_bytes:
                 trials.append(BatchTrial(count, int(peak_bytes), dry_run.measure_step_s(count) / count))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
         if not trials or trials[-1].micro_batch_size != count:
             return trials, f"{count} do not fit"
         duration_s = time.perf_counter() - trial_start_s
@@ -363,7 +365,9 @@ def _max_size_on_device(dry_run: DryRun, min_size: int, target_size: int) -> tup
     for count in (*(part for part in parts if part > min_size), min_size):
         try:
             used_bytes = dry_run.measure_peak_bytes(count)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             continue
         if used_bytes <= limit_bytes:
             images = f"{count} {'image' if count == 1 else 'images'}"
