@@ -252,9 +252,13 @@ def _takes_step(function: ast.AST) -> bool:
 _GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})
 
 
+@functools.lru_cache(maxsize=64)
 def find_growing_line(file: str, name: str) -> int:
     """The first line that adds to a container, by the last part of its name (`cache` of `self.cache`); 0: not known."""
-    source, wanted = _read_source(file), _last_name(ast.parse(name, mode="eval").body)
+    try:
+        source, wanted = _read_source(file), _last_name(ast.parse(name, mode="eval").body)
+    except SyntaxError:  # the attribute has a name that only `setattr` can give
+        return 0
     lines: list[int] = []
     for node in ast.walk(source.tree) if source is not None else ():
         holders: list[ast.expr] = []

@@ -373,6 +373,8 @@ class HookReader:
         self._devices = devices
         self._ranks: dict[int, RankTimeBreakdown] = {}
         self._states: dict[str, HookState] = {}
+        self._gone: set[str] = set()
+        """States of processes that have ended. They do not change, also if another process has the PID later."""
         self._input_fractions: dict[int, list[float]] = {}
         self._idle_times: dict[str, IdleTime] = {}
         self._window_start_s = now_s
@@ -385,27 +387,15 @@ class HookReader:
         ended: dict[int, list[HookState]] = {}
         now_s = time.monotonic()
         self._read_traces()
+        begins_s: dict[int, float] = {}
         for path in sorted(self._list(".state")):
-            state = read_hook_state(path)
-            if state is None:
-                continue
-            fractions = self._input_fractions.get(state.pid, [])
-            # in the first trace, steps take batches that were prefetched while the graph was built
-            fraction = statistics.fmean(fractions[1:] or fractions) if fractions else None
-            life, cpu_s = read_life(state.pid), None
-            idle_time = self._idle_times.setdefault(state.name, IdleTime())
-            if life is not None:
-                cpu_s = life.cpu_s
-                idle_time.update(state, cpu_s, now_s, is_asleep=life.is_asleep)
-            elif state.name in self._states:
-                cpu_s = self._states[state.name].process_cpu_s
-            idle_s = dict(idle_time.seconds)
-            state = dataclasses.replace(state, process_cpu_s=cpu_s, idle=idle_s, input_fraction=fraction)
-            self._states[state.name] = state
-            if life is not None and not state.values["ended"]:
-                living.setdefault(state.rank, []).append(state)
-            else:
-                ended.setdefault(state.rank, []).append(state)
+            if path.name not in self._gone and (state := read_hook_state(path)) is not None:
+                self._update(state, now_s)
+                begins_s[state.pid] = max(begins_s.get(state.pid, 0.0), state.values["begin"])
+        for state in self._states.values():
+            if state.values["begin"] < begins_s.get(state.pid, 0.0):  # it has replaced itself by another program (exec)
+                self._gone.add(state.name)
+            (ended if state.name in self._gone else living).setdefault(state.rank, []).append(state)
         self.training_ranks = {
             state.pid: rank for rank, states in living.items() for state in states if state.values["steps"]
         }
@@ -413,6 +403,23 @@ class HookReader:
             self._ranks[rank] = RankTimeBreakdown(self._window_start_s)
         for rank, breakdown in self._ranks.items():
             breakdown.update(living.get(rank, []), ended.get(rank, []), now_s)
+
+    def _update(self, state: HookState, now_s: float) -> None:
+        """Keeps a state, with what the watcher itself sees of its process."""
+        fractions = self._input_fractions.get(state.pid, [])
+        # in the first trace, steps take batches that were prefetched while the graph was built
+        fraction = statistics.fmean(fractions[1:] or fractions) if fractions else None
+        life, cpu_s = read_life(state.pid), None
+        idle_time = self._idle_times.setdefault(state.name, IdleTime())
+        if life is not None:
+            cpu_s = life.cpu_s
+            idle_time.update(state, cpu_s, now_s, is_asleep=life.is_asleep)
+        elif state.name in self._states:
+            cpu_s = self._states[state.name].process_cpu_s
+        idle_s = dict(idle_time.seconds)
+        self._states[state.name] = dataclasses.replace(state, process_cpu_s=cpu_s, idle=idle_s, input_fraction=fraction)
+        if life is None or state.values["ended"]:
+            self._gone.add(state.name)
 
     def _read_traces(self) -> None:
         """Traces of TensorFlow's profiler: a text line with the seconds of the traced steps, then the trace."""
@@ -495,7 +502,7 @@ class HookReader:
         self._window_start_s = now_s
         for window in windows.values():
             window.ranks = max(1, len(training))
-        return {rank: windows[rank] for rank in training or list(windows)[:1]}
+        return {rank: windows[rank] for rank in training or sorted(windows)[:1]}
 
     def status(self) -> str:
         """The status of this data source as text; begins with `not` if nothing was recorded."""

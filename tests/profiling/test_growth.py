@@ -192,6 +192,7 @@ def test_a_trace_function_switches_looks_off() -> None:
         ("a = []\nprint(a)\n", "a", 0),
         ("a = []\na += [1]\n", "a", 2),
         ("a['k'].extend(x)\n", "a['k']", 1),
+        ("a.append(1)\n", "history.train loss", 0),  # of SimpleNamespace(**{"train loss": []})
     ],
 )
 def test_the_line_that_adds_is_found_by_the_last_name(text: str, name: str, line: int, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,8 @@ def test_when_it_fails_there_is_one_warning_and_it_ends(tmp_path: Path, monkeypa
 
 def test_a_gpu_that_is_lost_is_a_warning_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Losing:
-        def __init__(self, *, pid: int | None) -> None:
-            assert pid is None
+        def __init__(self, env: Mapping[str, str], *, pid: int | None) -> None:
+            assert (env, pid) == (os.environ, None)
             self.reason: str | None = None
             self.gpus: list[Gpu] = []
 
@@ -105,6 +105,13 @@ def test_a_gpu_that_is_lost_is_a_warning_once(tmp_path: Path, monkeypatch: pytes
     texts = [event.text for event in read_lines(tmp_path, EVENTS, Event)]
     assert texts == ["telemetry: GPU 0 does not answer any more"]
     assert next(read_lines(tmp_path, DEVICES, DeviceSample)).gpus == [GpuSample(index=0)]
+
+
+def test_the_gpus_of_a_watched_job_are_those_that_it_may_use() -> None:
+    with subprocess.Popen(["sleep", "60"], env={"CUDA_VISIBLE_DEVICES": "3"}) as job:
+        assert sampler._variables_of(job.pid) == {"CUDA_VISIBLE_DEVICES": "3"}
+        job.kill()
+    assert sampler._variables_of(job.pid) is sampler._variables_of(None) is os.environ
 
 
 # --- a driver that reports errors, hangs, and loses its GPU

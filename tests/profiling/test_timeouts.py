@@ -1,5 +1,6 @@
 """Questions that may never be answered."""
 
+import signal
 import threading
 
 import pytest
@@ -53,3 +54,12 @@ def test_what_it_raises_travels() -> None:
     with pytest.raises(ZeroDivisionError, match="no driver"):
         worker.call(60)
     assert worker.stop(60)
+
+
+def test_a_query_that_hangs_takes_no_signals() -> None:
+    """They are for the main thread, which sends them on to the job; the default action would end the process."""
+    worker = TimeoutWorker(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), name="test")
+    blocked = worker.call(60)
+    assert blocked is not None
+    assert {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1} <= blocked
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -448,3 +448,23 @@ for _ in range(12):
     ran([sys.executable, "-c", job], tmp_path)
     state = read_state(tmp_path)
     assert (state.values["steps"], state.values["steps_without_gradients"]) == (12, without)
+
+
+def test_loader_workers_have_no_state_file_also_of_spawn(tmp_path: Path) -> None:
+    """A worker of spawn or forkserver imports the job's modules before multiprocessing says what it is."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    (tmp_path / "job.py").write_text(
+        "import multiprocessing, sys, torch\n"
+        "def work():\n"
+        "    import torch\n"
+        "if __name__ == '__main__':\n"
+        "    workers = [multiprocessing.get_context(sys.argv[1]).Process(target=work) for _ in range(2)]\n"
+        "    [worker.start() for worker in workers]\n"
+        "    [worker.join() for worker in workers]\n"
+    )
+    for method in ("fork", "spawn", "forkserver"):
+        folder = tmp_path / method
+        folder.mkdir()
+        ran([sys.executable, str(tmp_path / "job.py"), method], folder)
+        assert len(list((folder / "state").glob("*.state"))) == 1, method

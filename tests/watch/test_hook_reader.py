@@ -17,6 +17,7 @@ from stoker.profiling.hook.stoker_hook import clock as hook
 from stoker.profiling.hook.stoker_hook import growth
 from stoker.runs.records import PHASES
 from stoker.storage.local_files import temporary_folder
+from stoker.watch import hook_reader
 from stoker.watch.hook_reader import (
     SLOT_PHASES,
     HookReader,
@@ -401,3 +402,44 @@ def test_a_trace_is_read_without_numpy() -> None:
         "assert 'google.protobuf' in sys.modules and 'numpy' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_process_that_replaces_itself_by_another_program_is_followed(tmp_path: Path) -> None:
+    """exec keeps the PID and runs no exit handler: the first file stays as it was."""
+    begin_s = time.monotonic()
+    reader = HookReader(tmp_path, devices=1, now_s=begin_s)
+    write_state(tmp_path, make_state("1-a.state", begin_s=begin_s, compute=5.0, steps=10.0), pid=os.getpid())
+    reader.poll()
+    assert reader.next_windows(begin_s + 5, 5.0)[0].step == 10
+    write_state(tmp_path, make_state("1-b.state", begin_s=begin_s + 6, compute=2.0, steps=3.0), pid=os.getpid())
+    reader.poll()
+    after = reader.next_windows(begin_s + 10, 5.0)[0]
+    assert (after.step, after.window_steps) == (13, 3)
+
+
+def test_the_steps_of_an_ended_process_are_not_counted_again_when_another_has_its_pid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_s = time.monotonic()
+    reader = HookReader(tmp_path, devices=1, now_s=begin_s)
+    write_state(tmp_path, make_state(begin_s=begin_s, compute=5.0, steps=100.0), pid=os.getpid())
+    lives = hook_reader.read_life
+    steps = []
+    for second, life in enumerate((lives, lambda _: None, lives, lives), start=5):
+        monkeypatch.setattr(hook_reader, "read_life", life)
+        reader.poll()
+        steps.append(reader.next_windows(begin_s + second, 1.0)[0].step)
+    assert steps == [100] * 4
+    assert reader.training_ranks == {}
+
+
+def test_the_file_of_an_ended_process_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that starts thousands of short trainings leaves as many."""
+    begin_s = time.monotonic()
+    reader = HookReader(tmp_path, devices=1, now_s=begin_s)
+    for number in range(5):
+        ended = make_state(f"{number}.state", begin_s=begin_s, compute=1.0, steps=1.0)
+        write_state(tmp_path, dataclasses.replace(ended, values={**ended.values, "ended": 1.0}), pid=os.getpid())
+    reader.poll()
+    monkeypatch.setattr(hook_reader, "read_hook_state", lambda path: pytest.fail(f"{path.name} is read again"))
+    reader.poll()

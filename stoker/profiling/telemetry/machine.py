@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -207,6 +208,8 @@ class TimeoutWorker(Generic[Answer]):
         answer: concurrent.futures.Future[Answer] = concurrent.futures.Future()
 
         def ask() -> None:
+            # a signal for this process must not reach the one thread of it that is stuck in a driver
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
                 answer.set_result(self._query())
             except Exception as error:  # noqa: BLE001 (raised in the calling thread)

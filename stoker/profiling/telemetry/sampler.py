@@ -6,11 +6,13 @@ only the GPU values: it is queried in its own thread (`TimeoutWorker`), and anot
 """
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import psutil
 import pynvml
 
 from stoker.profiling.telemetry.gpu import Gpu, GpuSampler, handle_pointer
@@ -31,6 +33,14 @@ POLL_TIMEOUT_MS = 200
 
 MAX_XIDS_PER_SAMPLE = 16
 """Maximum numbers of a GPU in one line of devices.jsonl."""
+
+
+def _variables_of(pid: int | None) -> Mapping[str, str]:
+    """The environment of a watched job, which names its GPUs; of this process if there is none, or it may not be
+    read."""
+    with contextlib.suppress(psutil.Error):
+        return os.environ if pid is None else psutil.Process(pid).environ()
+    return os.environ
 
 
 class TelemetrySampler:
@@ -131,7 +141,7 @@ class DriverSampler:
     def _query(self) -> tuple[list[GpuSample], str | None]:
         """The first query opens the driver, which may hang too."""
         if self._gpus is None:
-            gpus = GpuSampler(pid=self._pid)
+            gpus = GpuSampler(_variables_of(self._pid), pid=self._pid)
             with self._lock:
                 if not self._closed:
                     self._xid_listener = XidListener(gpus.gpus, self._run)

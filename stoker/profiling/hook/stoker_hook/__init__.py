@@ -45,7 +45,10 @@ class PatchingFinder:
 def _publish_clock() -> None:
     """Publishes the clock. Children of multiprocessing, mostly loader workers, publish it only when they train."""
     process = sys.modules.get("multiprocessing.process")
-    if process is None or process.parent_process() is None:
+    if process is None or not (
+        # spawn and forkserver import a job's modules while `parent_process` is not set yet
+        process.parent_process() is not None or getattr(process.current_process(), "_inheriting", False)
+    ):
         try:
             from .clock import clock
 

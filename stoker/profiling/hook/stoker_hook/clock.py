@@ -360,12 +360,11 @@ class PhaseClock:
             self.disable("trains", error)
 
     def count_backward(self, module: "Any") -> None:
-        """An outermost backward pass has ended. Of a job without an optimizer, each is a step, after MAX_BACKWARDS."""
-        if not self.has_optimizer and get_ident() == self.thread_id:
-            self._num_backwards += 1
-            if self._num_backwards > MAX_BACKWARDS:
-                self.count_optimizer_step(module, None)
-                self.has_optimizer = False
+        """An outermost backward pass of a job without an optimizer has ended: a step itself, after MAX_BACKWARDS."""
+        self._num_backwards += 1
+        if self._num_backwards > MAX_BACKWARDS:
+            self.count_optimizer_step(module, None)
+            self.has_optimizer = False
 
     def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1, *, has_gradients: bool = True) -> None:
         """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step."""

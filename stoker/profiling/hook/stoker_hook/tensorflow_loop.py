@@ -350,9 +350,10 @@ def run_graph_step(owner: "Any", call: "Any", steps: int = 1) -> "Any":
         result = call()
     finally:
         clock.leave()
-        sampler.after_step(monotonic() - start_s)
+        duration_s = monotonic() - start_s
     clock.values[BATCHES] += steps
     clock.count_optimizer_step(owner, None, steps)
+    sampler.after_step(duration_s)  # its own time is not that of the step
     _look_for_aids(owner)
     return result
 

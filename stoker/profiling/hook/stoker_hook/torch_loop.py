@@ -3,6 +3,7 @@
 One function per module of torch, called after the import of that module. Steps need torch 2.0 or newer.
 """
 
+import os
 from _thread import get_ident
 from collections import deque
 from functools import partial, wraps
@@ -236,7 +237,6 @@ def patch_pretrained(module: "Any") -> None:
 
 def patch_serialization(module: "Any") -> None:
     """torch.serialization, and what saves without it: a pickled state, files that are brought to the disk."""
-    import os
     import pickle
 
     patch_timed(module, "checkpoint", "save")
@@ -276,7 +276,7 @@ def patch_collectives(module: "Any") -> None:
     def init_process_group(*args: "Any", **kwargs: "Any") -> "Any":
         result = original(*args, **kwargs)
         try:
-            if clock.values[RANK] < 0:  # else the rank within this machine is known already
+            if clock.values[RANK] < 0 or _is_one_of_a_task(module.get_world_size()):
                 clock.values[RANK] = float(module.get_rank())
             if module.get_world_size() > 1 and not patches:
                 patches.extend(time_collectives(lambda: clock.begin(COMM), clock.is_outside_phases, _begin_exchange))
@@ -285,6 +285,16 @@ def patch_collectives(module: "Any") -> None:
         return result
 
     module.init_process_group = init_process_group
+
+
+def _is_one_of_a_task(world_size: int) -> bool:
+    """Whether a task of Slurm or MPI has started several ranks itself: all of them have its number."""
+    if "LOCAL_RANK" in os.environ:
+        return False
+    counts = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    # a batch script of Slurm has a number, and is no task
+    alone = 1 if "SLURM_LOCALID" in os.environ else world_size
+    return world_size > next((int(count) for count in counts if count.isdigit()), alone)
 
 
 def _begin_exchange() -> "Any":
@@ -303,29 +313,32 @@ def make_device_events(phase_clock: "Any") -> "Any":
         return None
     phase_clock.values[DEVICE] = 1.0
     _count_syncs(torch)
-    return DeviceEvents(lambda: cuda.Event(enable_timing=True))
+    return DeviceEvents(lambda: cuda.Event(enable_timing=True), cuda.is_current_stream_capturing)
 
 
 class DeviceEvents:
     """The time in which the device worked, by two events on the training stream from a batch to its step, read later by
     `query()`; the job never waits for one. Untested on a GPU (docs/gpu-status.md).
 
-    new_event: creates an event with record(), query(), elapsed_time(other) in milliseconds.
+    new_event: creates an event with record(), query(), elapsed_time(other) in milliseconds. is_capturing: whether the
+    stream records a CUDA graph, in which an event is a part of it, and a query ends it with an error.
     """
 
-    def __init__(self, new_event: "Any") -> None:
-        self._new_event = new_event
+    def __init__(self, new_event: "Any", is_capturing: "Any" = bool) -> None:
+        self._new_event, self._is_capturing = new_event, is_capturing
         self._free_events: list[Any] = []
         self._starts: dict[int, Any] = {}
         self._pending: deque[Any] = deque()
 
     def begin(self, slot: int) -> None:
         """Work of the device begins: on a batch that has arrived (BUSY), or to communicate (DEVICE_COMM)."""
-        if slot not in self._starts:
+        if slot not in self._starts and not self._is_capturing():
             self._starts[slot] = self._record()
 
     def end(self, slot: int) -> None:
         """This work has been issued."""
+        if self._is_capturing():
+            return
         if slot in self._starts:
             self._pending.append((slot, self._starts.pop(slot), self._record()))
         while slot == BUSY and self._pending and self._pending[0][2].query():
