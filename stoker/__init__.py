@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stoker.evaluation.metrics import Metrics
     from stoker.inference.model import Model, load
     from stoker.inference.prediction import Prediction
+    from stoker.monitor.options import MonitoringOptions
     from stoker.profiling.measure import measure
     from stoker.training.local_ranks import Result
 
@@ -37,6 +38,7 @@ set_spin_count()  # before torch loads OpenMP
 _HOME = {
     "Metrics": "stoker.evaluation.metrics",
     "Model": "stoker.inference.model",
+    "MonitoringOptions": "stoker.monitor.options",
     "Prediction": "stoker.inference.prediction",
     "Result": "stoker.training.local_ranks",
     "Settings": "stoker.config.keywords",
@@ -48,7 +50,8 @@ _HOME = {
     "train": "stoker.api",
 }
 __all__ = [
-    "Metrics", "Model", "Prediction", "Result", "Settings", "StokerError", "check", "load", "measure", "plan", "train",
+    "Metrics", "Model", "MonitoringOptions", "Prediction", "Result", "Settings", "StokerError", "check", "load",
+    "measure", "plan", "train",
 ]  # fmt: skip
 
 

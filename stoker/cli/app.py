@@ -37,9 +37,9 @@ app = App(
     name="stoker",
     help="Trains object detectors on cloud GPUs at full utilization, and shows where every GPU-second went.",
     version_flags=["--version"],
-    help_epilogue="Start with `stoker train demo`, then `stoker train FOLDER`. Exit codes: 0 done, 2 usage, 3 "
-    "pre-flight failed, 4 data, 5 out of memory, 6 diverged, 7 hung, 75 preempted (state saved, run the same command "
-    "again).",
+    help_epilogue="Start with `stoker train demo`, then `stoker train FOLDER`. Exit codes: 0 done, 1 another "
+    "error, 2 usage, 3 pre-flight failed, 4 data, 5 out of memory, 6 diverged, 7 hung, 75 preempted (state saved, run "
+    "the same command again).",
     default_parameter=PARAMETER,
     help_format="plaintext",  # markdown would cost a tenth of a second at every start
     suppress_keyboard_interrupt=False,  # `main` prints it

@@ -55,7 +55,9 @@ def predict(
     """Detects objects; writes the images and videos with boxes drawn, and predictions.json."""
     with quick_imports():
         from stoker.inference.model import load
+        from stoker.inference.predict import find_inputs
 
+    find_inputs(images, out)  # before weights are downloaded
     model = load(run, device=device)
     if conf is None:
         print_text(f"{model.weights}: minimum score {model.conf:g} ({model.conf_origin}); --conf changes it")

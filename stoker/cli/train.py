@@ -105,6 +105,7 @@ def train(
     if dry_run:
         from stoker.training.run import print_plan
 
+        monitor.validate()
         print_plan(user_config, run_dir=run_dir, resume=resume, verbose=verbose, num_devices=devices or 1)
         return
     options: dict[str, Any] = {

@@ -95,7 +95,7 @@ def translate(
     own = None if is_plain or {"--help", "-h"} & set(arguments) else flags_of(arguments)
     if own is None:
         return arguments, notes
-    flags, rest = _Flags(arguments[0], own), arguments[1:]
+    flags, rest = _Flags(arguments, own), arguments[1:]
     while rest:
         flags.take(rest)
     return flags.finish(), notes + flags.notes
@@ -123,8 +123,9 @@ def _find_command(arguments: list[str]) -> tuple[list[str], list[str]]:
 class _Flags:
     """The arguments of one command while they are translated."""
 
-    def __init__(self, command: str, own: Mapping[str, bool]) -> None:
-        table = _table().flags
+    def __init__(self, arguments: Sequence[str], own: Mapping[str, bool]) -> None:
+        table, command = _table().flags, arguments[0]
+        self._shown = " ".join(arguments[:2]) if command == "data" else command
         rows = table.get("train" if command in _LIKE_TRAIN else command, ()) + table.get(f"only {command}", ())
         self.command, self.own, self.meanings = command, own, {name: row for row in rows for name in row.names}
         self.notes: list[str] = []
@@ -158,7 +159,7 @@ class _Flags:
             names = [name for names in self._problems.values() for name in names]
             fixes = [f"{', '.join(found)}: {fix}" for fix, found in self._problems.items()]
             fix = next(iter(self._problems)) if len(fixes) == 1 else "\n          ".join(fixes)
-            raise ConfigError(f"`stoker {self.command}` has no {', '.join(names)}.", fix=fix)
+            raise ConfigError(f"`stoker {self._shown}` has no {', '.join(names)}.", fix=fix)
         for flag, parts in self._folder.items():
             path = f"{parts.get('project', 'runs')}/{parts.get('name', self.command)}"
             self._out += [f"--{flag}", path]
@@ -207,7 +208,7 @@ class _Flags:
         if name not in self.own:
             others = [other for other, row in self.meanings.items() if row.flag in self.own]
             near, all_ = nearest(name, [*self.own, *others]), "-all" if self.command == "train" else ""
-            known = f"`stoker {self.command} --help{all_}` lists the flags"
+            known = f"`stoker {self._shown} --help{all_}` lists the flags"
             self._problems.setdefault(f"did you mean `--{near}`?" if near else known, []).append(typed)
         elif value is None:
             self._out.append(f"--{name}")

@@ -189,7 +189,7 @@ class RunSettings:
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
     """Precision of convolutions and matrix products; weights stay fp32."""
     device: str = AUTO
-    """cpu, cuda, mps, xpu …; default: the accelerator that torch finds, else the CPU."""
+    """cpu, cuda, mps, xpu …; default: an NVIDIA GPU, else the CPU."""
     workers: int | Literal["auto"] = AUTO
     """Threads that read and decode images; auto tunes their number while training."""
     worker_processes: int | Literal["auto"] = AUTO

@@ -244,7 +244,7 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
     .tflite, .pt2) that stoker saved, local or in a bucket (gs://, s3://); or the name of a model with COCO weights, as
     retinanet_resnet50_fpn.
 
-    device: cpu, cuda …; default: the accelerator that torch finds, else the CPU. An exported file runs on the CPU.
+    device: cpu, cuda …; default: an NVIDIA GPU, else the CPU. An exported file runs on the CPU.
 
     Raises UsageError if there is no such run, WeightsError for a file that stoker did not save.
     """

@@ -174,6 +174,11 @@ def _merge_windows(
     )
 
 
+def find_inputs(inputs: Sequence[str | Path], out: Path) -> list[Path]:
+    """Images and videos, without those in `out`. Raises UsageError for inputs without any."""
+    return find_images(inputs, exclude_dir=out, suffixes=(*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
+
+
 def predict_to_dir(
     detect: Detect, inputs: Sequence[str | Path], out: Path, *, save_txt: bool = False, save_crop: bool = False
 ) -> Iterator[str]:
@@ -185,7 +190,7 @@ def predict_to_dir(
     Raises UsageError for inputs without images and for an `out` with other files; DataError at the end if some images
     could not be read.
     """
-    paths = find_images(inputs, exclude_dir=out, suffixes=(*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
+    paths = find_inputs(inputs, out)
     if any(map(is_video, paths)):
         import_av()
     _require_output_dir(out)

@@ -97,7 +97,7 @@ def check_image_size(config: Config) -> None:
     if any(side % divisor for side in image_size):
         raise ConfigError(
             f"--image-size {image_size[0]} {image_size[1]}: both sides must be multiples of {divisor} for {model}.",
-            choices=[f"{max(1, round(side / divisor)) * divisor}" for side in image_size],
+            choices=[" ".join(f"{max(1, round(side / divisor)) * divisor}" for side in image_size)],
         )
 
 

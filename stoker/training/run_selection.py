@@ -36,11 +36,17 @@ def choose_run(
     resume: --resume; local folders, for a run in a bucket its working copy. The lock is held in `stack`. Raises
     RunFinished if the named run is finished, UsageError if it has other settings or is trained by another process."""
     if resume is not None:
-        if user_config.set_fields().keys() - PER_ATTEMPT or name is not None:
-            flags = ", ".join(f"--{flag_of(field)}" for field in sorted(PER_ATTEMPT))
-            fix = f"leave out flags other than {flags}; or start a new run from its weights: --weights {resume}"
-            raise UsageError("--resume takes its settings from the run.", fix=fix)
         path = records.open_run(resume)
+        if user_config.set_fields().keys() - PER_ATTEMPT or name is not None:
+            given = sorted(user_config.set_fields().keys() - PER_ATTEMPT)
+            told = ["DATA" if field == "data" else f"--{flag_of(field)}" for field in given]
+            flags = ", ".join(f"--{flag_of(field)}" for field in sorted(PER_ATTEMPT))
+            raise UsageError(
+                "--resume takes its settings from the run.",
+                cause=f"given as well: {', '.join([*told, *(['--run-dir'] if name is not None else [])])}",
+                fix=f"stoker train --resume {resume}, which may have {flags}; or start a new run from its weights: "
+                f"--weights {resume}",
+            )
         refuse_finished(path, None, display_path(path))
         started = _read_user_config(path).replace(**{"stages": None, **user_config.of_attempt()})
         return path, started, _lock_run(path, stack)

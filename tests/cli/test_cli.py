@@ -13,6 +13,8 @@ from stoker.cli.app import main
 from stoker.runs.records import RunFolder
 from tests.drawn import draw, run_stoker
 
+PHOTO = Path(__file__).parents[2] / "docs/images/demo.jpg"
+
 TRAIN = [
     "--model",
     "retinanet_tiny_fpn",
@@ -87,7 +89,8 @@ def test_help_and_why_import_no_torch(tmp_path: Path):
         (["report", "nowhere"], 2, ["'nowhere' is not a run"]),
         (["report", "nowhere", "--json", "--out", "x.html"], 2, ["--json prints", "> FILE"]),
         (["eval", "nowhere"], 3, ["nowhere"]),
-        (["predict", "nowhere", "x.jpg"], 3, ["nowhere"]),
+        (["predict", "nowhere", str(PHOTO)], 3, ["nowhere"]),
+        (["predict", "dfine_x", "x.jpg"], 2, ["no images", "x.jpg"]),  # before weights are downloaded
     ],
 )
 def test_errors_say_what_to_do(tmp_path: Path, stoker: Run, arguments: list[str], code: int, words: list[str]):

@@ -155,6 +155,13 @@ def test_a_habit_is_accepted_or_answered(typed: str) -> None:
         ("--batch -1", "--auto-batch"),
         ("workers=0", "--workers 1"),
         ("--weights RetinaNet_ResNet50_FPN_Weights.DEFAULT", "--weights coco"),
+        ("--weights FCOS_ResNet50_FPN_Weights.COCO_V1", "--weights coco"),
+        ("--weights ResNet50_Weights.IMAGENET1K_V2", "--weights imagenet"),
+        ("--weights coco-mine.safetensors", "--weights coco-mine.safetensors"),
+        ("--weights cocorun/best.safetensors", "--weights cocorun/best.safetensors"),
+        ("--model rfdetr-small", "--model rf_detr_s"),
+        ("--model rf-detr-nano.pth", "--model rf_detr_n"),
+        ("deterministic=True", ""),
         ("val=False", "--eval-every 0"),
         ("resume=False", ""),
         ("multi_scale=False plots=True exist_ok=True name=n", "--run-dir runs/n"),
@@ -188,6 +195,7 @@ def test_what_it_becomes(typed: str, expected: str) -> None:
         ("--data", "it needs a value"),
         ("--use_tpu=true", "--device tpu"),
         ("--bach 4", "did you mean `--batch`?"),
+        ("--weights rf-detr-small.pth", "rf_detr_s"),
     ],
 )
 def test_what_stoker_does_not_have_is_answered(typed: str, words: str) -> None:

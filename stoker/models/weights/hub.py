@@ -74,7 +74,7 @@ def fetch_weights(url: str) -> tuple[Path, str]:
             cause=next(iter(str(cause).splitlines()), type(cause).__name__),
             fix=f"download it elsewhere and put it into {path.parent} (or a folder in {WEIGHTS_DIR_VARIABLE})"
             + (f" as {path.name}" if not url.endswith(path.name) else "")
-            + "; or --weights FILE; or --weights none, which starts from random weights",
+            + "; a training may start from --weights FILE instead, or with --weights none from random ones",
         ) from error
     return target, f"downloaded to {target.parent}"
 
