@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from stoker.profiling.hook.stoker_hook import clock as hook
-from stoker.profiling.hook.stoker_hook import jax_loop
+from stoker.profiling.hook.stoker_hook import jax_loop, torch_loop
 from stoker.profiling.hook.stoker_hook.clock import BatchSource
 from stoker.watch.hook_reader import read_hook_state
 from tests.fixtures.watch_clock import Optimizer, Timed
@@ -320,3 +320,20 @@ def test_functions_that_jax_compiles_again_are_counted_and_timed(timed: Timed, m
             listeners[0]("/jax/core/compile/jaxpr_trace_duration", 9.0, fun_name=name)
     assert timed.seconds() == {"startup": 7.0, "compile": 10.0}
     assert (timed.count(hook.RECOMPILES), timed.count(hook.RECOMPILED_S)) == (4, 4.0)
+
+
+def test_an_optimizer_that_steps_each_group_by_itself_counts_once(timed: Timed) -> None:
+    """DeepSpeed's ZeRO: stage_1_and_2.py, `_optimizer_step`. Loading a state replaces the groups meanwhile."""
+    decayed, others = object(), object()
+    optimizer = Optimizer()
+    timed.batch(BatchSource())
+    for _ in range(5):
+        timed.clock.confirm_training()
+        for groups in ([{"params": [decayed]}], [{"params": [others]}]):
+            optimizer.param_groups = groups
+            timed.clock.count_optimizer_step(optimizer, 0.1, group=torch_loop._first_parameter(optimizer.param_groups))
+    assert timed.count(hook.STEPS) == 5
+    for _ in range(102):  # the first group is frozen from here on
+        timed.clock.count_optimizer_step(optimizer, 0.1, group=torch_loop._first_parameter([{"params": [others]}]))
+    assert timed.count(hook.STEPS) > 5
+    assert torch_loop._first_parameter("no groups") == 0

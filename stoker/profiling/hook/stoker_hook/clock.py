@@ -107,6 +107,7 @@ class PhaseClock:
         """Set while a framework fetches batches of which it says that they are for training."""
         self._eval_source: BatchSource | None = None
         self._optimizer: Any = None
+        self._group = 0
         self._other_steps = 0
         self._num_backwards, self.has_optimizer = 0, False
         self.device_events: Any = None
@@ -366,8 +367,11 @@ class PhaseClock:
             self.count_optimizer_step(module, None)
             self.has_optimizer = False
 
-    def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1, *, has_gradients: bool = True) -> None:
-        """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step."""
+    def count_optimizer_step(
+        self, optimizer: "Any", lr: "Any", steps: int = 1, *, has_gradients: bool = True, group: int = 0
+    ) -> None:
+        """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step. group: of
+        its parameters, as DeepSpeed's ZeRO steps each by itself; they are like several optimizers."""
         try:
             if not self.enabled:
                 return
@@ -380,11 +384,12 @@ class PhaseClock:
             self.update()
             first = None if self._optimizer is None else self._optimizer()
             if first is None or self._other_steps > 100 or not self.has_optimizer:
-                self._optimizer, first = ref(optimizer), optimizer
-            self._other_steps = 0 if first is optimizer else self._other_steps + 1
+                self._optimizer, self._group, first = ref(optimizer), group, optimizer
+            is_first = first is optimizer and group == self._group
+            self._other_steps = 0 if is_first else self._other_steps + 1
             self.has_optimizer = True
             values = self.values
-            if first is optimizer:
+            if is_first:
                 values[STEPS] += steps
                 values[STEPS_WITHOUT_GRADIENTS] += 0 if has_gradients else steps
                 if isinstance(lr, (int, float)):

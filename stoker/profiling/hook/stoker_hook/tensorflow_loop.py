@@ -63,6 +63,8 @@ class LoopState:
         """A trace has begun the phase `compile`, which ends with the call."""
         self.in_fit = False
         """Keras runs the loop."""
+        self.steps_per_call = 1
+        """Steps of a training function of Keras 2, by its `steps_per_execution`."""
         self.traced_code: set[Any] = set()
 
 
@@ -103,7 +105,7 @@ def patch_functions(module: "Any") -> None:
             return _call(original, self, args, kwargs)
         trains = TRAINS_ATTR in self.__dict__
         if trains and any(type(arg).__name__.endswith("Iterator") for arg in args):
-            return run_graph_step(self, lambda: _call(original, self, args, kwargs))
+            return run_graph_step(self, lambda: _call(original, self, args, kwargs), state.steps_per_call)
         is_entered = False
         if trains:
             clock.confirm_training()
@@ -207,7 +209,26 @@ def patch_old_keras_model(module: "Any") -> None:
     """engine.training of Keras 2, also as the package tf_keras. Its steps are those of any `tf.function`."""
     patch_timed(module, "eval", "Model.evaluate", "Model.predict", "Model.predict_on_batch")
     patch_timed(module, "checkpoint", "Model.save", "Model.save_weights")
+    original = module.Model.fit
+
+    @wraps(original)
+    def fit(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+        before, state.steps_per_call = state.steps_per_call, _steps_per_execution(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            state.steps_per_call = before
+
+    module.Model.fit = fit
     clock.publish("Keras 2")
+
+
+def _steps_per_execution(model: "Any") -> int:
+    """Of a model of Keras 2, which keeps it in a variable."""
+    try:
+        return max(1, int(model._steps_per_execution.numpy()))
+    except Exception:  # noqa: BLE001 (another version, or not compiled: `fit` says so itself)
+        return 1
 
 
 def patch_apply(module: "Any", class_name: str, name: str) -> None:

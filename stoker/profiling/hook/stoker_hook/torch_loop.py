@@ -107,7 +107,9 @@ def patch_optimizers(module: "Any") -> None:
 
     def after_step(optimizer: "Any", *_: "Any") -> None:
         groups = optimizer.param_groups
-        clock.count_optimizer_step(optimizer, _highest_lr(groups), has_gradients=_have_gradients(groups))
+        clock.count_optimizer_step(
+            optimizer, _highest_lr(groups), has_gradients=_have_gradients(groups), group=_first_parameter(groups)
+        )
         clock.observe(clock.mistakes.after_step, optimizer, groups, is_trained)
 
     def before_step(optimizer: "Any", *_: "Any") -> None:
@@ -132,6 +134,14 @@ def patch_optimizers(module: "Any") -> None:
     module.register_optimizer_step_post_hook(after_step)
     clock.make_device_events = make_device_events
     _report_torch_version()
+
+
+def _first_parameter(groups: "Any") -> int:
+    """Tells groups of parameters from each other; loading a state replaces the groups, and not the parameters."""
+    try:
+        return id(groups[0]["params"][0])
+    except Exception:  # noqa: BLE001 (an optimizer whose groups are others than torch's)
+        return 0
 
 
 def _have_gradients(groups: "Any") -> bool:
@@ -197,12 +207,15 @@ def patch_modules(module: "Any") -> None:
             cls.train = original_train
 
     def begin_evaluation(self: "Any") -> None:
+        nonlocal original_train
         clock.observe(clock.mistakes.note_evaluated, self)
         try:
             if clock.may_evaluate() and clock.is_of_training(self.parameters()):
                 clock.set_evaluating(True)
                 evaluated[:] = [ref(self)]
-                cls.train = train
+                if cls.train is not train:
+                    original_train = cls.train  # which the job may have replaced
+                    cls.train = train
         except Exception as error:  # noqa: BLE001
             clock.disable("eval", error)
 
