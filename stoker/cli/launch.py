@@ -158,12 +158,13 @@ def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f
 def cancel(run: Run, /) -> None:
     """Asks the newest job of a run to save and end, for good, and waits until it has. The run can be continued."""
     from stoker.launching.jobs import cancel as cancel_job
-    from stoker.launching.jobs import last_job
+    from stoker.launching.jobs import last_job, newest_jobs, read_jobs
     from stoker.secrets import mask_secrets
 
-    job = last_job(run)
-    state = cancel_job(job)
-    print_text(f"{job.place} job {job.id}: {state.state}: {mask_secrets(state.text)}", newlines=True)
+    last_job(run)
+    for job in newest_jobs(read_jobs(run)):
+        state = cancel_job(job)
+        print_text(f"{job.place} job {job.id}: {state.state}: {mask_secrets(state.text)}", newlines=True)
     print_text(f"`stoker launch WHERE --resume {run}` continues the run")
 
 

@@ -43,7 +43,7 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001  # the process that started this one prints it
         _report(error)
         return 1
-    if os.environ["RANK"] == "0":
+    if os.environ["LOCAL_RANK"] == "0":  # the first one of each machine, for the process that started it
         result.write(Path(os.environ[REPORTS_VARIABLE]))
     return 0
 

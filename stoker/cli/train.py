@@ -1,6 +1,5 @@
 """`stoker train`, its help on one screen, and `stoker import`, which makes its settings of those of another tool."""
 
-import os
 import re
 import shutil
 import sys
@@ -121,8 +120,11 @@ def train(
         except CaptureFailed:
             replace_process("a CUDA graph could not be captured")
             raise
-        if os.environ.get("RANK", "0") != "0":
-            return  # of the ranks that torchrun or srun started, the first one prints
+    from stoker.training.cluster import find_place
+
+    place = find_place()
+    if place is not None and place.rank:
+        return  # of ranks or machines that train together, the first one prints
     if log_format == "json":
         return  # its last line is the event `finished`
 

@@ -32,7 +32,7 @@ _JOBS = msgspec.json.Decoder(list[Job])
 def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
     """Submits what was checked (`check_launch`). Raises UsageError if the run has a job already."""
     jobs = read_jobs(spec.run_dir)
-    for newest in jobs[-1:]:
+    for newest in newest_jobs(jobs):
         state = open_place(newest.place).status(newest)
         if state.is_live:
             what = f"The run has a job already: {newest.place} job {newest.id} is {state.state}."
@@ -53,6 +53,11 @@ def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
     )
     remember(job)
     return job
+
+
+def newest_jobs(jobs: list[Job]) -> list[Job]:
+    """Of the jobs of a run, those of the newest launch: a search has one for each worker at a place without arrays."""
+    return [job for job in jobs if job.t == jobs[-1].t]
 
 
 def cancel(job: Job) -> JobStatus:

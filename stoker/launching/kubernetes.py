@@ -32,7 +32,7 @@ from stoker.launching.spec import (
     fill,
     read_template,
 )
-from stoker.planning.machines import Machine, listed_machines
+from stoker.planning.machines import GPUS, Machine, find_machine
 
 KINDS = {"job": ("batch", "v1", "jobs", "Job"), "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet")}
 """Group, version, plural, kind of the API."""
@@ -158,7 +158,7 @@ def _check_mig_slice(name: str, accelerator: str | None) -> None:
 
 
 def _machine(spec: LaunchSpec) -> Machine | None:
-    return listed_machines().get(spec.machine_type or "")
+    return find_machine(spec.machine_type or "", spec.gpu)
 
 
 def _is_gke(spec: LaunchSpec) -> bool:
@@ -251,8 +251,9 @@ def _values(spec: LaunchSpec, *, is_job: bool) -> dict[str, Any]:
     volumes += [_volume(mount, number) for number, mount in enumerate(spec.mounts)]
     paths = ["/dev/shm", *(mount.path for mount in spec.mounts)]
     # The user of the image may write to a new disk, which belongs to root.
-    has_disk = any("persistentVolumeClaim" in volume for volume in volumes)
     has_bucket = any("csi" in volume for volume in volumes)
+    # the user of the image is in this group; the driver of buckets takes it from the pod, too
+    is_shared = has_bucket or any("persistentVolumeClaim" in volume for volume in volumes)
     port = {"name": "rendezvous", "containerPort": PORT, "protocol": "TCP"}
     return {
         **_placement(spec),
@@ -267,7 +268,7 @@ def _values(spec: LaunchSpec, *, is_job: bool) -> dict[str, Any]:
         "volume_mounts": [{"name": v["name"], "mountPath": path} for v, path in zip(volumes, paths, strict=True)],
         "container_ports": [port] if several else None,
         "service_account": spec.options.service_account,
-        "security_context": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"} if has_disk else None,
+        "security_context": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"} if is_shared else None,
         "subdomain": job_name if several and is_job else None,
         "selector": {LABEL: job_name},
         "service_ports": [{"name": "rendezvous", "port": PORT}],
@@ -308,7 +309,9 @@ def _gpu_resource(spec: LaunchSpec) -> str:
 def _placement(spec: LaunchSpec) -> dict[str, Any]:
     """On which nodes a pod may run."""
     is_gke = _is_gke(spec)
-    gpu = None if spec.mig_slice else spec.gpu
+    gpu, machine = None if spec.mig_slice else spec.gpu, _machine(spec)
+    if gpu is None and machine is not None and "+" in machine.name:  # an n1, of which nodes have other GPUs as well
+        gpu = GPUS[machine.accelerator].google.lower().replace("_", "-")
     selector = {
         "node.kubernetes.io/instance-type": spec.machine_type and spec.machine_type.partition("+")[0],
         "cloud.google.com/gke-gpu-partition-size": spec.mig_slice if is_gke else None,

@@ -24,7 +24,7 @@ from stoker.hardware.tpu import TpuSlice, find_slice
 from stoker.knowledge import read_toml
 from stoker.launching.elastic import read_batch
 from stoker.launching.spec import LOG, PLACES, LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions, open_place
-from stoker.planning.machines import Machine, choose_machines, listed_machines
+from stoker.planning.machines import Machine, choose_machines, find_machine, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.runs.records import EVENTS, is_finished, open_run, read_lines, runs_named
 from stoker.runs.schemas import Event
@@ -69,7 +69,7 @@ def make_spec(
     if request.resume is not None and place.reach != "containers" and not is_uri(run_dir):
         open_run(run_dir)
     min_nodes, max_nodes = parse_nodes(request.nodes)
-    machine = machine_of(request.machine_type, place, on_cpu=on_cpu)
+    machine = machine_of(request.machine_type, place, gpu=request.gpu, on_cpu=on_cpu)
     tpu = None if request.tpu is None else _find_tpu(request, place, on_cpu=on_cpu)
     if tpu is not None:
         settings, on_cpu = (*settings, "--device", "tpu"), True
@@ -186,7 +186,7 @@ def _slug(text: str) -> str:
 
 def _parse_mount(text: str) -> Mount:
     source, colon, path = text.rpartition(":")
-    if not path.startswith("/"):
+    if not path.startswith("/") or path.startswith("//"):  # `//BUCKET` of gs://BUCKET
         choices = ["/data", "CLAIM:/data", "server:/export:/data"]
         raise UsageError(f"--mount {text!r} is not an absolute path.", choices=choices)
     return Mount(path=path.rstrip("/") or "/", source=source if colon else None)
@@ -218,7 +218,9 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
     _check_batch(spec)
     _check_reach(spec, place)
     unused = [] if spec.tpu is None or spec.tpu.chips == 1 else [_UNUSED_CHIPS.format(spec.tpu)]
-    warnings = unused + _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0))
+    warnings = unused + _check_resources(
+        spec, machine_of(spec.machine_type, place, gpu=spec.gpu, on_cpu=spec.gpus == 0)
+    )
     return warnings + _check_grace(spec, place) + place.check(spec)
 
 
@@ -237,17 +239,17 @@ def _find_tpu(request: LaunchRequest, place: Place, *, on_cpu: bool) -> TpuSlice
     return find_slice(request.tpu or "")
 
 
-def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machine | None:
+def machine_of(machine_type: str | None, place: Place, *, gpu: str | None, on_cpu: bool) -> Machine | None:
     """The row of the machine type in the table of `stoker plan`; None: no type is named, or any name is valid there.
-    Raises UsageError for a type that the cloud of the place does not have."""
+    gpu: `--gpu`. Raises UsageError for a type that the cloud of the place does not have."""
     if machine_type is None:
         return None
     if place.cloud is None:
-        return listed_machines().get(machine_type)
+        return find_machine(machine_type, gpu)
     machines = {name: machine for name, machine in listed_machines().items() if machine.cloud == place.cloud}
     base_types = {name.partition("+")[0] for name in machines}
     if machine_type in base_types - set(machines):  # an n1 without its GPU, which --gpu names
-        return None
+        return find_machine(machine_type, gpu)
     if re.fullmatch(r"(?:n1|n2d?|e2|c2d?|c3d?|n4|c4)-[a-z]+-\d+", machine_type) and on_cpu:
         return None  # machines without GPUs are not in the table
     return choose_machines([machine_type], machines=machines)[0]

@@ -114,7 +114,9 @@ class Slurm(Place):
             answer = _run(["scontrol", "--oneliner", "show", "job", job.id])
         except _UnknownJob:
             return recorded_end(job)
-        fields = dict(re.findall(r"(\w+)=(\S*)", answer))
+        tasks = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in answer.splitlines() if line.strip()]
+        live = [task for task in tasks if state_of("slurm", task.get("JobState", "")) in ("queued", "running")]
+        fields = next(iter(live or tasks), {})  # of an array, a task that is not over
         state, reason = fields.get("JobState", ""), fields.get("Reason", "None")
         code, _, number = fields.get("ExitCode", "0:0").partition(":")
         return JobStatus(

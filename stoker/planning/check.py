@@ -96,7 +96,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     is_cpu: bool
     image_side: int
     images_per_s: float
-    """Measured, except on a CPU."""
+    """Of all devices; measured on one, except on a CPU."""
     checkpoint_bytes: int
     decode_core_s: float | None = None
     """Core-seconds to decode and resize an image; None: could not be measured."""
@@ -178,7 +178,7 @@ def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:
     if opened:
 
         def check_memory() -> list[Finding]:
-            answer = ask_memory_fit(config, prober.left_s(36.0) - 1)
+            answer = ask_memory_fit(config, prober.left_s(36.0) - 1, request.devices)
             fits.extend(filter(None, [answer.fit]))
             return [answer.finding]
 
@@ -261,14 +261,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     fit: MemoryFit | None = None
 
 
-def ask_memory_fit(config: Config, timeout_s: float) -> Answer:
-    """Runs the program."""
+def ask_memory_fit(config: Config, timeout_s: float, devices: int = 1) -> Answer:
+    """Runs the program. devices: how many train together."""
     title = "whether the batch fits the memory"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(to_toml(config, {}))
         try:
-            ended = run_program([sys.executable, "-m", "stoker.planning.check", str(path)], timeout_s)
+            ended = run_program([sys.executable, "-m", "stoker.planning.check", str(path), str(devices)], timeout_s)
         except subprocess.TimeoutExpired:
             evidence = f"the trial did not end within {timeout_s:.0f} s"
             return Answer(finding=unknown("memory_fit", title, evidence, "--deep waits longer"))
@@ -286,28 +286,32 @@ def _refused(id: str, error: StokerError) -> Finding:
     return make_finding(id, "blocker", title, evidence, error.fix or "", error.location or "")
 
 
-def try_batch(user_config: Config) -> Answer:
-    """Derives the settings, which tries the batch, and measures it. Raises StokerError where training would."""
+def try_batch(user_config: Config, num_devices: int = 1) -> Answer:
+    """Derives the settings of so many devices, which tries the batch of one, and measures it. Raises StokerError where
+    training would."""
     from stoker.hardware.device import select_device
     from stoker.models import get_architecture
     from stoker.planning.predict import loader_demand
+    from stoker.training.cluster import Devices
     from stoker.training.defaults.derive import derive
     from stoker.training.defaults.dry_run import DryRun, try_sizes
     from stoker.training.defaults.model_choice import estimate_images_per_second
 
     device = select_device(user_config.run.device)
     index = open_index_of(user_config.data)
-    config, reasons = derive(user_config.replace(jpeg_decoder="cpu", compile=False), index, device)
+    asked = user_config.replace(jpeg_decoder="cpu", compile=False)
+    config, reasons = derive(asked, index, device, Devices(num_devices, num_devices))
     dry_run = DryRun(config, index, device)
     model, (height, width) = config.model.model, config.data.image_size
     batch_size, micro_batches = config.run.batch_size, config.optim.grad_accum_steps
     images_per_s = estimate_images_per_second(get_architecture(model), config.data.image_size)
+    parts = 1 if config.run.num_stages > 1 else num_devices  # of a batch, one on each device
     used, tried, speed, about = "", "counted", "", " about"
     if not device.is_cpu:
-        trials, end = try_sizes(dry_run, [batch_size // micro_batches])
+        trials, end = try_sizes(dry_run, [batch_size // parts // micro_batches])
         if not trials:
             raise StokerError("The batch that fitted at first does not fit again.", cause=end)
-        images_per_s = 1 / trials[0].seconds_per_image
+        images_per_s = parts / trials[0].seconds_per_image
         used, about = f": {fmt.memory(trials[0].peak_bytes, dry_run.budget_bytes)}", ""
         tried, speed = "tried on the device", f"; {images_per_s:,.0f} img/s"
     parameters = sum(parameter.numel() for parameter in dry_run.optimizer.model.parameters())
@@ -315,16 +319,17 @@ def try_batch(user_config: Config) -> Answer:
         decode_core_s = loader_demand(config, index).decode_core_s
     except StokerError:  # no image can be decoded: another probe reports that
         decode_core_s = None
+    name = device.name if num_devices == 1 else f"{num_devices} × {device.name}"
     micro = "" if micro_batches == 1 else f" in {micro_batches} micro-batches"
     reason = reasons.get("batch_size") or reasons.get("grad_accum_steps") or ""
     finding = make_finding(
         "memory_fit",
         "ok",
-        f"a batch of {batch_size}{micro} fits the memory of {device.name}{used}",
+        f"a batch of {batch_size}{micro} fits the memory of {name}{used}",
         f"{model}, {width}x{height}, {config.run.precision}, worst case {tried}; {reason}{speed}",
     )
     fit = MemoryFit(
-        text=f"{model} on {device.name} takes{about}",
+        text=f"{model} on {name} takes{about}",
         is_cpu=device.is_cpu,
         image_side=max(height, width),
         images_per_s=images_per_s,
@@ -334,10 +339,10 @@ def try_batch(user_config: Config) -> Answer:
     return Answer(finding=finding, fit=fit)
 
 
-def main(config_toml: Path) -> None:
+def main(config_toml: Path, num_devices: int) -> None:
     """The program."""
     try:
-        answer = try_batch(from_toml(config_toml)[0])
+        answer = try_batch(from_toml(config_toml)[0], num_devices)
     except StokerError as error:
         id = "memory_fit" if isinstance(error, OutOfMemoryError) else "settings"
         answer = Answer(finding=_refused(id, error))
@@ -345,4 +350,4 @@ def main(config_toml: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

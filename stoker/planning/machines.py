@@ -249,6 +249,17 @@ def listed_machines() -> dict[str, Machine]:
     return {name: _listed(name, dict(zip(columns, row, strict=True)), table) for name, row in table["machines"].items()}
 
 
+def find_machine(machine_type: str, gpu: str | None = None) -> Machine | None:
+    """The row of a machine type; of an `n1-…` without its GPU, the one with this GPU, by our name or that of a cloud
+    (t4, nvidia-tesla-t4). None: it is not in the table."""
+    machines = listed_machines()
+    if machine_type in machines or gpu is None:
+        return machines.get(machine_type)
+    key = re.sub(r"^nvidia-(tesla-)?", "", gpu.lower())
+    rows = (machine for machine in machines.values() if machine.name.partition("+")[0] == machine_type)
+    return next((machine for machine in rows if machine.accelerator == key), None)
+
+
 def _listed(name: str, row: dict[str, Any], table: Mapping[str, Any]) -> Machine:
     base, _, added = name.partition("+")
     gpu = re.sub(r"^\d+x", "", added).upper() or None

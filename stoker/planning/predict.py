@@ -339,13 +339,15 @@ def _calibrate(job: _Job, traces: Traces) -> tuple[Efficiency, str]:
 
 
 def _choose_parts(job: _Job, traces: Traces) -> int:
-    """The number of micro-batches that fit, by a line through the smallest batch and the whole one, which does not. The
-    peak of a batch between them is at most on their line, so what is chosen fits; if none does, it is an image each."""
+    """The number of micro-batches that fit, by a line through the smallest batch and the whole one, which does not, and
+    with what `_predict` adds for several. The peak of a batch between them is at most on their line, so what is chosen
+    fits; if none does, it is an image each."""
     small, whole = traces.get(job.step(min(job.unit, job.batch_size))), traces.get(job.step())
     image_bytes = (whole.peak_bytes - small.peak_bytes) / max(1, whole.batch_size - small.batch_size)
     for count in range(2, job.batch_size):
         size, rest = divmod(job.batch_size, count)
-        if not rest and job.fits(small.peak_bytes + image_bytes * (size - small.batch_size)):
+        kept_bytes = (count - 1) * size * whole.image_bytes + whole.gradient_bytes
+        if not rest and job.fits(small.peak_bytes + image_bytes * (size - small.batch_size) + kept_bytes):
             return count
     return job.batch_size
 

@@ -317,7 +317,8 @@ class Runner:
             values = _summarize(found.pairs, found.steps, found.phases)
             if values["kept"] and lever.tolerance is None:
                 pair_s = 1 / values["before_img_per_s"] + 1 / values["after_img_per_s"]
-                values |= self._measure_ap(before, after, pair_s)
+                stack.close()  # the candidate: its memory is for the trainings
+                return values | self._measure_ap(before, after, pair_s)
             if values["kept"]:
                 stack.pop_all()  # it goes on
                 self._replace_base(candidate)

@@ -139,7 +139,7 @@ def test_a_batch_that_does_not_fit(
     severity: str,
 ):
     def stand_in(command: list[str], _limit_s: float) -> object:
-        assert command[-2] == "stoker.planning.check"
+        assert (command[-3], command[-1]) == ("stoker.planning.check", "1")
         if isinstance(answer, Exception):
             raise answer
         is_answer = isinstance(answer, Answer)
