@@ -128,7 +128,8 @@ def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -
             machine,
             tests("tests", 180, "-n", "0" if tiny else "6", "--dist", "worksteal", *together),
             tests("tests, alone", 40, "-n", "0", *ALONE),
-            *training("demo", 60, "demo", *(("--steps", "4") if tiny else ())),
+            *training("demo", 60, "demo", "--model", "retinanet_tiny_fpn", "--weights", "none", "--steps",
+                      "4" if tiny else "300"),
             *training("bccd", 140, str(bccd), "--model", "ember_s", "--weights", "none",
                       *(("--steps", "2", "--batch-size", "4", "--image-size", "128", "128") if tiny
                         else ("--max-time", "1min"))),

@@ -30,6 +30,7 @@ from stoker.models.layers.postprocess import Candidates, best_of_queries
 from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.layers.set_criterion import Truth, box_terms, make_truth, match, matched
 from stoker.models.layers.transformer import MLP, FiniteLayerNorm, SelfAttention
+from stoker.models.layers.weight_casts import IN_FP32
 
 PATCH = 16
 WIDTH, HEADS, DEPTH = 384, 6, 12
@@ -285,6 +286,8 @@ class RFDETR(Detector):
         self.enc_out_class_embed = nn.ModuleList(make_class_layer(CHANNELS, num_classes) for _ in range(GROUPS))
         self.enc_out_bbox_embed = nn.ModuleList(_box_head() for _ in range(GROUPS))
         self.class_embed, self.bbox_embed = make_class_layer(CHANNELS, num_classes), _box_head()
+        for head in (self.enc_out_class_embed, self.enc_out_bbox_embed, self.class_embed, self.bbox_embed):
+            setattr(head, IN_FP32, True)  # of `in_fp32`
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> RFDETROutputs:
         """image_size: multiples of WINDOWS · PATCH."""

@@ -179,7 +179,7 @@ class Tracer:
         kind = None if self._device.is_cpu else self._device.kind
         try:
             with self._ledger.phase("idle"):
-                profiler = profile(use_device=kind, acc_events=False)
+                profiler = make_profiler(kind)
                 profiler.__enter__()  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001  # a driver or profiler may raise anything: training goes on
             self._disable(f"the profiler did not start: {error}")
@@ -259,6 +259,12 @@ class Tracer:
             old.unlink(missing_ok=True)
         first = step - window.steps + 1
         self._log_event("info", f"{TRACE_FILES}/{path.name}: steps {first:,} to {step:,}, for ui.perfetto.dev")
+
+
+def make_profiler(kind: str | None) -> profile:
+    """torch's profiler of the host and, by CUPTI, of a device of this kind; without kineto it would pair CUDA events
+    around operators instead, and see no kernel."""
+    return profile(use_device=kind, use_kineto=True, acc_events=False)
 
 
 def read_events(profiler: profile, base_ns: int) -> list[TraceEvent]:

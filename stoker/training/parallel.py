@@ -35,6 +35,8 @@ class One(PlainStep):
     """Whether a CUDA graph can replay its step: nothing in it depends on what the host does in each step."""
     can_be_compiled = True
     """Whether its step can be compiled: a run that was started on one device may ask for it."""
+    casts_together = True
+    """Whether all weights are cast at once: their gradients are then all ready together, at the end of the pass."""
     takes_part_in_saves = True
     """Whether this process has something to do when a checkpoint is saved."""
 
@@ -44,7 +46,8 @@ class One(PlainStep):
         self.compiles = run.compile and self.can_be_compiled
         """Whether `warm_up` compiles the step."""
         is_whole = setup.optimizer.sharding is None
-        loss_fn = make_loss_fn(setup.model, compile=self.compiles, cast_together=is_whole)
+        self._cast_together = is_whole and self.casts_together
+        loss_fn = make_loss_fn(setup.model, compile=self.compiles, cast_together=self._cast_together)
         super().__init__(loss_fn, setup.optimizer, setup.loss_accumulator, setup.device.autocast(run.precision))
         self.agreed = Signals()
         """What all know, of the newest step."""
@@ -136,7 +139,7 @@ class One(PlainStep):
             if is_out_of_memory(error):
                 raise
             self.log_event("warning", f"compiling failed, training without: {describe_error(error)}")
-            self.loss_fn = make_loss_fn(self.setup.model, compile=False)
+            self.loss_fn = make_loss_fn(self.setup.model, compile=False, cast_together=self._cast_together)
 
     def timing_waits(self, ledger: Ledger) -> contextlib.AbstractContextManager[object]:
         """In the block, the time that this process waits for others is `comm` in the ledger."""

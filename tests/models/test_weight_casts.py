@@ -21,6 +21,10 @@ CASES = {
     "folded norms and frozen stages": settings_of("retinanet_resnet18_fpn", trainable_backbone_layers=3),
     "norms of shared heads": settings_of("retinanet_mobilenet_v2_fpnlite"),
     "fcos": settings_of("fcos_resnet18_fpn"),
+    "two stages": settings_of("faster_rcnn_resnet18_fpn"),
+    "ssd": settings_of("ssdlite320_mobilenet_v3_large"),
+    "transformer": settings_of("dfine_n"),
+    "transformer with heads in fp32": settings_of("rf_detr_n"),
 }
 
 
@@ -28,6 +32,7 @@ def two_micro_batches(model: Detector) -> dict[str, torch.Tensor]:
     """Losses, gradients and state after two micro-batches in bf16. The last one has a norm with a single value."""
     results = {}
     compute = make_loss_fn(model, compile=False)
+    torch.manual_seed(1)  # of the noise of queries, and of samples
     for n, batch in enumerate((make_batch((3, 1), (64, 64), 3), make_batch((2,), (32, 32), 3, seed=1))):
         with torch.autocast("cpu", torch.bfloat16):
             losses = compute(batch)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd.profiler import profile
 
 from stoker.hardware.device import Device
 from stoker.profiling import trace
@@ -26,6 +25,7 @@ from stoker.profiling.trace import (
     MAX_CHROME_TRACES,
     WINDOW_STEPS,
     Tracer,
+    make_profiler,
     read_events,
 )
 from stoker.runs.records import TRACE_FILES, TRACES, RunFolder, read_lines
@@ -75,8 +75,8 @@ class Cupti:
     run: Run | None = None
     broken = ""
 
-    def __init__(self, *, use_device: str, acc_events: bool) -> None:
-        assert (use_device, acc_events) == ("cuda", False)
+    def __init__(self, kind: str) -> None:
+        assert kind == "cuda"
         Cupti.created += 1
         if self.broken == "start":
             raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
@@ -113,7 +113,7 @@ def event(device: str, name: str, start_ns: int, took_ns: int, correlation: int,
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.setattr(trace, "profile", Cupti)
+    monkeypatch.setattr(trace, "make_profiler", Cupti)
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)  # real seconds would count against a budget of simulated ones
     for name in ("STOKER_NVTX", "NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -243,9 +243,19 @@ def test_chrome_traces_are_bounded(tmp_path: Path) -> None:
 def test_what_torch_records_can_be_read() -> None:
     """The part of torch that is not promised: where it changes, this fails, and runs say a warning."""
     base_ns = time.time_ns()
-    with profile(acc_events=False) as profiler:
+    with make_profiler(None) as profiler:
         work()
     found = read_events(profiler, base_ns)
     assert {"aten::conv2d", "aten::convolution_backward"} <= {moment.name for moment in found}
     assert {moment.kind for moment in found} == {"op"}
     assert all(0 <= moment.start_s < 60 for moment in found), "Unix time"
+
+
+def test_on_cuda_it_collects_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch chooses when the profiler is made; it is not started, as there is no device."""
+    kinds = {torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.autograd.profiler, "_supported_activities", lambda: kinds)
+    profiler = make_profiler("cuda")
+    assert profiler.profiler_kind == torch.autograd.profiler.ProfilerState.KINETO
+    assert profiler.kineto_activities == kinds

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from stoker.models.layers.convolutions import FoldedConv2d
 from stoker.models.layers.norms import installed
 
+IN_FP32 = "runs_without_autocast"
+
 
 class _CastAll(torch.autograd.Function):
     """(dtype, tensors …) → copies with this dtype, in the same memory format. All gradients are cast back at once."""
@@ -45,10 +47,13 @@ class _CastAll(torch.autograd.Function):
 
 
 class WeightCasts:
-    """The casts of the convolutions and linear layers of `model`; all of them run under autocast."""
+    """The casts of the convolutions and linear layers of `model` that run under autocast: all but those in modules
+    with an attribute IN_FP32."""
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+        without = {part for module in model.modules() if hasattr(module, IN_FP32) for part in module.modules()}
+        parts = (module for module in model.modules() if module not in without)
+        layers = [module for module in parts if isinstance(module, nn.Conv2d | nn.Linear)]
         self._folded = [layer for layer in layers if isinstance(layer, FoldedConv2d)]
         self._plain = [layer for layer in layers if not isinstance(layer, FoldedConv2d)]
 
