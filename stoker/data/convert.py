@@ -73,14 +73,14 @@ def convert(
         raise make_error(UsageError, "wrong-number-of-shards", choices=["1 or more, with --to tfrecord"], shards=shards)
     if hardlink and image_source.path_to_uri(index.root) is not None:
         raise UsageError("--hardlink needs local images.", location=index.source, fix="leave it out to copy the images")
-    partial = _create_partial_dir(out)
+    target, partial = _create_partial_dir(out)
     fix = "free disk space, or name a writable folder; --hardlink needs no space for images"
     try:
         with writing("The new data set cannot be written.", partial, fix=fix):
             result = _write(index, partial, out, to, shards, hardlink, progress)
             (partial / PARTIAL_MARKER).unlink()
-            partial.rename(out)
-            fsync_folder(out.parent)
+            partial.rename(target)
+            fsync_folder(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return result
@@ -101,7 +101,7 @@ def convert_via_datumaro(source: Path, out: Path, format: str | None) -> list[st
         raise make_error(UsageError, "no-uv", str(source), requirement=DATUMARO)
     if not source.exists():
         raise make_error(DataError, "source-not-found", source.absolute(), value=str(source))
-    partial = _create_partial_dir(out)
+    target, partial = _create_partial_dir(out)
     try:
         script = Path(__file__).with_name("datumaro_to_coco.py")
         command = [uv, "tool", "run", "--from", DATUMARO, "python", "-I", str(script), str(source), str(partial)]
@@ -114,7 +114,7 @@ def convert_via_datumaro(source: Path, out: Path, format: str | None) -> list[st
         if not read.get("boxes"):
             raise make_error(DataError, "datumaro-without-boxes", str(source), images=read.get("images", 0))
         (partial / PARTIAL_MARKER).unlink()
-        partial.rename(out)
+        partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     index = open_index(out)
@@ -125,8 +125,14 @@ def convert_via_datumaro(source: Path, out: Path, format: str | None) -> list[st
     return [*lines, f"written as COCO and read by stoker: images {len(index):,}, boxes {len(index.boxes):,}: {out}"]
 
 
-def _create_partial_dir(out: Path) -> Path:
-    """Creates the folder to write into; deletes an old one."""
+def _create_partial_dir(out: Path) -> tuple[Path, Path]:
+    """(the folder that a link is to, else `out`; the new folder beside it to write into, in place of an old one)."""
+    out = out.resolve()
+    if os.path.ismount(out):
+        fix = f"name a folder in it: {out / 'NAME'}"
+        raise UsageError(
+            "The output folder is where a volume is mounted, and cannot be replaced.", location=out, fix=fix
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise make_error(UsageError, "output-exists", out.absolute(), out=str(out))
     partial = out.with_name(f"{out.name}.partial")
@@ -136,7 +142,7 @@ def _create_partial_dir(out: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / PARTIAL_MARKER).touch()
-    return partial
+    return out, partial
 
 
 def _write(

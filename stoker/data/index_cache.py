@@ -21,7 +21,7 @@ from stoker.data.validation.problems import Problem
 from stoker.errors import DataError, PreflightError, make_error
 from stoker.storage.local_files import cache_folder, write_atomic
 
-VERSION = 12
+VERSION = 13
 """Of the file and its content: raise it when reading, cleaning or splitting changes."""
 
 BOX_FIELDS = (
@@ -238,7 +238,11 @@ def _is_unchanged(record_batch: pa.RecordBatch, folder_index: NDArray[np.int32],
 
 
 def _folder_mtimes_ns(root: Path, folders: Sequence[str]) -> tuple[int, ...]:
-    return tuple(_size_and_mtime_ns(root / folder)[1] for folder in folders)
+    """Of the image folders and those around them below the root, in which another one may appear."""
+    paths = [Path(folder) for folder in folders]
+    below = [path for path in paths if not path.is_absolute() and ".." not in path.parts]
+    around = sorted({parent for path in below for parent in path.parents if parent.parts} - set(paths))
+    return tuple(_size_and_mtime_ns(root / path)[1] for path in (*paths, *around))
 
 
 def _sample_indices(num_images: int) -> list[int]:

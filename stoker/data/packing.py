@@ -219,7 +219,7 @@ def open_destination(text: str) -> Destination:
     """Raises UsageError for what cannot be written."""
     location = expand_variables(text)
     if not is_uri(location):
-        return _Folder(Path(location).absolute())
+        return _Folder(Path(location).resolve())
     uri = parse_uri(location)
     if uri.scheme not in WRITABLE_SCHEMES:
         choices = ["a folder", "gs://…", "s3://…"]

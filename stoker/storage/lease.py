@@ -169,7 +169,7 @@ def acquire(
         except (Conflict, ObjectMissing):  # another process was faster
             continue
         except StorageError as error:
-            if caused_by(error) != "other":
+            if caused_by(error) not in ("other", "unsupported"):
                 raise
             store.write(uri.key, data)  # raises the real failure, unless the condition was the problem
             store.delete(uri.key)

@@ -107,6 +107,10 @@ OTHER_TASKS = ("captions", "keypoints", "panoptic", "stuff", "image_info")
 SPLIT_ALIASES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 
 
+MAX_FILES = 256
+"""JSON files of a folder up to which each is looked at; a tool that writes one for each image writes many."""
+
+
 def recognize(path: Path) -> DatasetLayout | None:
     """The COCO data set of a file, or of a folder (not of its subfolders); None if there is none. Raises DataError if a
     split has two files."""
@@ -124,7 +128,10 @@ def recognize(path: Path) -> DatasetLayout | None:
     if parts:
         return _make_layout("COCO JSON per split folder", path, parts, folders.check_unannotated_splits(path, parts))
     for directory in (*folders.named_subdirs(path, folders.ANNOTATION_DIRS), path):
-        if files := sorted(file for file in directory.glob("*.json") if _looks_like_coco(file)):
+        candidates = folders.list_files(directory, ".json")
+        if len(candidates) > MAX_FILES and not any(map(_looks_like_coco, candidates[: folders.MAX_PROBES])):
+            continue  # a file for each image
+        if files := [file for file in candidates if _looks_like_coco(file)]:
             description = "COCO JSON" if directory == path else f"COCO JSON in {directory.name}/"
             chosen, notes = _choose_per_split(directory, files)
             return _make_layout(description, path, [_make_part(split, file, path) for split, file in chosen], notes)
@@ -189,7 +196,8 @@ def _have_different_images(files: Iterable[Path]) -> bool:
     seen: set[str] = set()
     for path in files:
         try:
-            entries = msgspec.json.decode(regular_files.read_bytes(path), type=_ImageNames).images
+            data = regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES)
+            entries = msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"), type=_ImageNames).images
         except _UNREADABLE:
             return False
         names = {entry.file_name for entry in entries}
@@ -462,6 +470,8 @@ def _read_file(source: SplitFiles, location: str, problems: ProblemCollector, *,
     if not entries.images:
         raise DataError("The annotation file lists no images.", location=path, fix="export the split again")
     images = _drop_ambiguous(path, _drop_unusable_names(entries.images, location, problems), location, problems)
+    if not images:
+        raise DataError("No image of the annotation file has a usable name.", location=path, cause=problems.describe())
     image_id = np.fromiter([image.id for image in images], np.int64, len(images))
     categories = _unique_categories(path, entries.categories, location, problems)
     if entries.annotations and not categories:

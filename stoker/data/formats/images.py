@@ -548,7 +548,7 @@ def name_classes(boxes: Sequence[Box]) -> list[str]:
 def read_json(path: Path, type: type[Content], *, what: str, fix: str = "export it again") -> Content:
     """The content of a JSON file, numbers also if they are text. Raises OSError, and DataError for a file that is not
     JSON or has another content. what: says so in the error: "The file is not an export of Label Studio."."""
-    data = regular_files.read_bytes(path).removeprefix(b"\xef\xbb\xbf")
+    data = regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES).removeprefix(b"\xef\xbb\xbf")
     try:
         return msgspec.json.decode(data, type=type, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

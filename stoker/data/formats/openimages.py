@@ -10,7 +10,6 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from stoker import regular_files
@@ -108,8 +107,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 def _find_images(layout: DatasetLayout) -> dict[str, tuple[Path, str]]:
     """ImageID → folder and name, of all images below the root."""
     images: dict[str, tuple[Path, str]] = {}
-    for path, _, names in islice(os.walk(layout.root), folders.MAX_SEARCHED_DIRS):
-        for name in names:
+    for path, dirs, names in os.walk(layout.root):
+        dirs.sort()  # which copy of an image is taken must not depend on the file system
+        for name in sorted(names):
             if folders.is_image_name(name):
                 images.setdefault(_strip_suffix(name), (Path(path), name))
     return images

@@ -141,7 +141,8 @@ def _iter_samples(members: Iterator[Member]) -> Iterator[tuple[str, list[Member]
 
     def iter_undamaged() -> Iterator[Member]:
         try:
-            yield from members
+            # not those that macOS adds: `./._0.png` before `./0.png`
+            yield from (member for member in members if not member.name.rpartition("/")[2].startswith("."))
         except DamagedArchive as error:
             damage.append(error)
 

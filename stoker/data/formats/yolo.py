@@ -135,7 +135,10 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
         root=base_dirs[0],
         parts=tuple(parts),
         notes=tuple(notes),
-        metadata_files=(file, *(() if class_names else _find_names_files(file.parent, parts))),
+        metadata_files=(
+            file,
+            *(_names_files(file, definition.names) if class_names else _find_names_files(file.parent, parts)),
+        ),
     )
 
 
@@ -417,10 +420,8 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
     if isinstance(written, str):
         if not written:
             return None
-        relative_path = written.replace("\\", "/")
-        for candidate in (file.parent / relative_path, file.parent / relative_path.rpartition("/")[2]):
-            if candidate.is_file():
-                return _read_names(candidate)
+        if found := _names_files(file, written):
+            return _read_names(found[0])
         cause = f"names is {written!r}, neither a list nor an existing file"
         raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
     names = dict(enumerate(written)) if isinstance(written, list) else written
@@ -429,6 +430,15 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
         cause = f"names has {len(names)} classes up to number {max(names)}, but none with the number {gap}"
         raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
     return tuple(names[number].strip() for number in range(len(names))) or None
+
+
+def _names_files(file: Path, written: str | list[str] | dict[int, str]) -> list[Path]:
+    """The file of class names that a description names, if it does."""
+    if not isinstance(written, str) or not written:
+        return []
+    path = written.replace("\\", "/")
+    candidates = file.parent / path, file.parent / path.rpartition("/")[2]
+    return [candidate for candidate in candidates if candidate.is_file()][:1]
 
 
 def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ...]:

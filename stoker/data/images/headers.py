@@ -136,7 +136,7 @@ def _parse_header(head: bytes, read: ReadAt, total: int, path: Path | str) -> He
         else:
             image_format, parse = _detect_format(head[:32], read, path)
             height, width, orientation = parse(read, path)
-    except (struct.error, IndexError) as error:  # a read beyond the end returned fewer bytes
+    except (struct.error, IndexError, OverflowError) as error:  # a read beyond the end returned fewer bytes
         raise decode_error(path, f"it is truncated or damaged: {total:,} bytes end within its header") from error
     if height <= 0 or width <= 0:
         raise decode_error(path, f"its header says {width} × {height} pixels")

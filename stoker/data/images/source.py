@@ -27,7 +27,7 @@ FETCHED = ".fetched"
 """The folder of a mirror with an image from a web server, in full (`remote.download_image`)."""
 COPIED_SUFFIXES = (
     ".json", ".jsonl", ".ndjson", ".manifest", ".xml", ".txt", ".csv", ".tsv", ".yaml",
-    ".yml", ".data", ".names", ".pbtxt", ".md",
+    ".yml", ".data", ".names", ".labels", ".pbtxt", ".md",
 )  # fmt: skip
 """Suffixes of the files that a mirror contains in full: annotations and their descriptions."""
 SHARD_INDEX = "stoker-index.arrow"

@@ -10,7 +10,7 @@ names, classes and seed only. Not here: reading (`formats/`), writing the index 
 
 import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker import regular_files
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable
 from stoker.data.validation.problems import ProblemCollector, count_of_all
 from stoker.errors import DataError, UsageError, make_error, nearest
@@ -180,7 +181,7 @@ def drop_missing_images(
 def draws_split(table: AnnotationTable) -> bool:
     """Whether stoker draws the validation split itself: the source has none, and images to draw from."""
     present_splits = set(table.split.tolist())
-    return UNASSIGNED in present_splits or (TRAIN in present_splits and VAL not in present_splits)
+    return VAL not in present_splits and not present_splits.isdisjoint((TRAIN, UNASSIGNED))
 
 
 def _report_boxes(
@@ -222,8 +223,9 @@ def _describe_box(table: AnnotationTable, box: int) -> str:
 
 
 def assign_splits(table: AnnotationTable, options: SplitOptions) -> AnnotationTable:
-    """Assigns every image to a split. Splits of the source stay. Without a validation split, a part of the training
-    images becomes it: stratified by class, or by a hash of the name (it stays when others are added)."""
+    """Assigns every image to a split. Splits of the source stay; images without one train. Without a validation split,
+    a part of the training images becomes it: stratified by class, or by a hash of the name (it stays when others are
+    added)."""
     notes = list(table.notes)
     split = table.split.copy()
     present_splits = set(split.tolist())
@@ -240,6 +242,11 @@ def assign_splits(table: AnnotationTable, options: SplitOptions) -> AnnotationTa
             )
         else:
             notes.append("no validation split, and a single image cannot be split")
+    elif UNASSIGNED in present_splits:
+        is_train = split == UNASSIGNED
+        split[is_train] = TRAIN
+        count = count_of_all(int(np.count_nonzero(is_train)), len(split), "images")
+        notes.append(f"{count} are in no split: they are used for training")
     elif TRAIN not in present_splits:
         notes.append(
             f"no training split: the data set has only {' and '.join(SPLITS[k] for k in sorted(present_splits))}"
@@ -288,20 +295,25 @@ def assign_listed_splits(
 ) -> AnnotationTable:
     """Assigns the images to the splits whose lists (train.txt, val.txt, test.txt) name them, by their paths relative to
     the root; the others are left out. Raises DataError if the lists name none of the images."""
+    names = [os.path.relpath(root / table.image_path(i), root) for i in range(len(table.file_names))]
+    known = set(names)
     split_by_name: dict[str, int] = {}
     num_listed = 0
     for split_index, name in enumerate(SPLITS):
         file = folder / f"{name}.txt"
         if not file.is_file():
             continue
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        entries = [os.path.normpath(line) for line in lines if line and not line.startswith("#")]
+        text = regular_files.read_text(file, encoding="utf-8-sig", errors="surrogateescape")
+        lines = [line.strip() for line in text.splitlines()]
+        entries = [_as_listed(line, known) for line in lines if line and not line.startswith("#")]
         num_listed += len(entries)
+        if entries and name != "test" and known.isdisjoint(entries):
+            cause = f"its first line is {entries[0]!r}; the images are called {', '.join(names[:2])}, …"
+            raise make_error(DataError, "lists-name-no-image", file, cause=cause, root=root)
         for entry in entries:
             if split_by_name.setdefault(entry, split_index) != split_index:
                 other = SPLITS[split_by_name[entry]]
                 raise make_error(DataError, "image-in-two-lists", f"{file}: {entry}", other=other, name=name)
-    names = [os.path.relpath(root / table.image_path(i), root) for i in range(len(table.file_names))]
     split = np.array([split_by_name.get(name, UNASSIGNED) for name in names], np.int8)
     seen: set[str] = set()
     for image_index, name in enumerate(names):
@@ -319,6 +331,12 @@ def assign_listed_splits(
     if num_absent:
         notes.append(f"{count_of_all(num_absent, num_listed, 'lines')} of the lists in {folder} name no image")
     return replace(drop_images(table, split == UNASSIGNED), split=split[split != UNASSIGNED], notes=notes)
+
+
+def _as_listed(line: str, known: Container[str]) -> str:
+    """The path of a line, also of a list from Windows."""
+    path = os.path.normpath(line)
+    return path if path in known or "\\" not in line else os.path.normpath(line.replace("\\", "/"))
 
 
 def check_splits_and_classes(table: AnnotationTable, problems: ProblemCollector, *, allow_empty: bool = False) -> None:
