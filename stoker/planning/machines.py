@@ -255,9 +255,9 @@ def find_machine(machine_type: str, gpu: str | None = None) -> Machine | None:
     machines = listed_machines()
     if machine_type in machines or gpu is None:
         return machines.get(machine_type)
-    key = re.sub(r"^nvidia-(tesla-)?", "", gpu.lower())
-    rows = (machine for machine in machines.values() if machine.name.partition("+")[0] == machine_type)
-    return next((machine for machine in rows if machine.accelerator == key), None)
+    key = re.escape(re.sub(r"^nvidia-(tesla-)?", "", gpu.lower()))
+    names = (name for name in machines if re.fullmatch(rf"{re.escape(machine_type)}\+(\d+x)?{key}", name))
+    return next((machines[name] for name in names), None)
 
 
 def _listed(name: str, row: dict[str, Any], table: Mapping[str, Any]) -> Machine:

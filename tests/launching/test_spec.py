@@ -18,11 +18,12 @@ from stoker.cli.app import main
 from stoker.config.durations import parse_time_s
 from stoker.config.settings import Config, to_toml
 from stoker.errors import ConfigError, StokerError
-from stoker.launching import ray_cluster
+from stoker.launching import jobs, ray_cluster
 from stoker.launching.elastic import choose_nodes
 from stoker.launching.jobs import last_job, read_jobs, remember, submit
 from stoker.launching.request import check_launch, make_spec, parse_nodes
 from stoker.launching.spec import PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
+from stoker.planning.machines import find_machine
 from stoker.runs.records import LAUNCH, RunFolder
 from stoker.runs.schemas import Event
 
@@ -462,3 +463,44 @@ def test_a_preempted_training_on_ray_is_started_again(
     )  # fmt: skip
     assert ray_cluster.drive(training) == ended
     assert next(attempts, None) is None
+
+
+@pytest.mark.parametrize(
+    ("machine_type", "gpu", "found"),
+    [
+        ("n1-standard-8", "nvidia-tesla-t4", "n1-standard-8+t4"),
+        ("n1-standard-16", "t4", "n1-standard-16+2xt4"),
+        ("n1-standard-8", "v100", "n1-standard-8+v100"),
+        ("n1-standard-8", None, None),
+        ("n1-standard-64", "t4", None),
+        ("g2-standard-8", None, "g2-standard-8"),
+        ("g2-standard-8", "l4", "g2-standard-8"),
+    ],
+)
+def test_a_machine_without_its_gpu_in_the_name(machine_type: str, gpu: str | None, found: str | None) -> None:
+    machine = find_machine(machine_type, gpu)
+    assert (None if machine is None else machine.name) == found
+
+
+def test_resources_of_an_n1_are_those_of_the_machine() -> None:
+    spec, _ = decide(machine_type="n1-standard-16", gpu="t4")
+    assert (spec.devices, spec.cpus) == (2, 16)
+    with pytest.raises(StokerError, match="a n1-standard-4 has 4"):
+        decide(machine_type="n1-standard-4", gpu="t4", cpus=8)
+
+
+def test_a_bucket_without_a_path_is_no_mount() -> None:
+    with pytest.raises(StokerError, match="is not an absolute path"):
+        decide(mount=("gs://bucket",), place=open_place("k8s"))
+
+
+def test_all_jobs_of_one_launch_are_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stoker: Command) -> None:
+    """A search at a place without arrays has a job for each worker."""
+    run = tmp_path / "study"
+    for id, t in (("old", 1.0), ("a", 2.0), ("b", 2.0)):
+        remember(Job(place="ray", id=id, name="n", run=str(run), t=t))
+    cancelled: list[str] = []
+    monkeypatch.setattr(jobs, "cancel", lambda job: cancelled.append(job.id) or JobStatus(state="cancelled", text=""))
+    code, output = stoker("cancel", str(run))
+    assert (code, cancelled) == (0, ["a", "b"])
+    assert output.count("ray job") == 2
