@@ -171,11 +171,12 @@ def binomial_tail(successes: int, count: int, fraction: float) -> float:
         return 1.0
     if fraction <= 0:
         return 0.0
+    mean, reach = count * fraction, 40 * math.sqrt(count * fraction * (1 - fraction)) + 1  # nothing is beyond it
     chosen = math.lgamma(count + 1)  # by logarithms: the coefficients of a thousand samples are beyond a float
     return min(1.0, sum(
         math.exp(chosen - math.lgamma(n + 1) - math.lgamma(count - n + 1)
                  + n * math.log(fraction) + (count - n) * math.log1p(-fraction))
-        for n in range(successes, count + 1)
+        for n in range(max(successes, int(mean - reach)), min(count, max(successes, int(mean + reach))) + 1)
     ))  # fmt: skip
 
 
