@@ -28,8 +28,6 @@ class CgroupMemory:
 
     limit: int
     used: int
-    """Inactive page cache counts as free."""
-    committed: int
     """What the kernel cannot take back: all but cached files, which are not those of memory file systems."""
     swap: int | None
 
@@ -138,7 +136,7 @@ def nearest_memory_limit() -> HostLimit:
     machine = psutil.virtual_memory()
     limits = [HostLimit("the machine", machine.total, machine.total - machine.available)]
     if (cgroup := Cgroup().memory_state()) is not None:
-        limits.append(HostLimit("the cgroup", cgroup.limit, cgroup.committed))
+        limits.append(HostLimit("the cgroup", cgroup.limit, cgroup.used))
     if (virtual := _virtual_memory_limit()) is not None:
         limits.append(virtual)
     return min(limits, key=lambda limit: limit.limit_bytes - limit.used_bytes)
@@ -200,8 +198,7 @@ def _read_memory(folder: Path) -> CgroupMemory | None:
             page_cache = max(0, file_bytes - stat.get(prefix + "shmem", 0))
             return CgroupMemory(
                 limit=limit,
-                used=max(0, used - stat.get(prefix + "inactive_file", 0)),
-                committed=max(0, used - page_cache),
+                used=max(0, used - page_cache),
                 swap=_read_int(folder / "memory.swap.current") if version == 2 else stat.get("total_swap"),
             )
     return None

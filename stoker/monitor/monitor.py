@@ -203,7 +203,7 @@ def tracker_metrics(line: RecordLine) -> dict[str, float]:
             if value is not None
         }  # fmt: skip
     scores = line.data.get("metrics", {}) if isinstance(line, Event) and line.kind == "evaluated" else {}
-    return {f"score/{name}": float(value) for name, value in scores.items() if isinstance(value, int | float)}
+    return {f"score/{name}": value for name, value in scores.items() if isinstance(value, float)}  # others count boxes
 
 
 class Follower:

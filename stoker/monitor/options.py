@@ -53,6 +53,8 @@ class MonitoringOptions:
         webhook = self.webhook_url()
         if rules and webhook is not None and not webhook.startswith(("http://", "https://")):
             raise ConfigError("The address of the webhook is not an HTTP URL.", choices=["https://…", "http://…"])
+        if self.metrics_port is None and self.metrics_host != "127.0.0.1":
+            raise ConfigError("--metrics-host has no effect without --metrics-port.", fix="--metrics-port 0")
         if self.metrics_port is not None and not 0 <= self.metrics_port < 65536:
             raise ConfigError(
                 f"--metrics-port {self.metrics_port} is not a valid port.", choices=["0 (a free port) … 65535"]

@@ -46,8 +46,8 @@ class Exporter(Collector):
                 self._events[line.kind] = self._events.get(line.kind, 0) + 1
                 scores = line.data.get("metrics") if line.kind == "evaluated" else None
                 for name, value in (scores or {}).items():
-                    if isinstance(value, int | float):
-                        self._scores[name] = float(value)
+                    if isinstance(value, float):  # whole numbers count images and boxes
+                        self._scores[name] = value
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:

@@ -364,7 +364,8 @@ class _Model:
                 free_disk_bytes=int(max(machine.ssd_gb, BOOT_DISK_GB) * 1e9 / 2),
                 network_file_system=None,
             )
-        return choose_cache(inputs)[0]
+        kind = choose_cache(inputs)[0]
+        return "none" if kind == "ram" and machine.gpus > 1 else kind  # processes do not share it
 
     def limited_by(self, expected: _Case) -> str:
         """What most of the expected time of the training steps is spent on or waiting for."""

@@ -124,7 +124,7 @@ def _block_speeds(run: Path, lines: Iterable[StepWindow], unit: str) -> list[flo
     for line in lines:
         started_s = sum(line.phases.get(name, 0.0) for name in ("startup", "compile", "recovery")) / line.devices
         seconds += max(0.0, line.wall_s - started_s)
-        done = line.num_images if unit == "images" else line.window_steps
+        done = line.num_images * line.ranks if unit == "images" else line.window_steps
         if done and seconds:  # the time of a window without any, as of an evaluation, goes to the next
             rows.append((seconds, done))
             seconds = 0.0

@@ -375,7 +375,7 @@ def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -
     if holder is not None:
         return "running", f"running: {holder} holds the lease, renewed {holder.age_s():.0f} s ago"
     has_settings = (path / records.CONFIG).exists()
-    resume = f"; `stoker train --resume {display_path(path)}` continues it" if has_settings else ""
+    resume = f"; `stoker train --resume {shlex.quote(display_path(path))}` continues it" if has_settings else ""
     if events.end is not None:
         saved = f"stopped by a signal, state saved{resume}"
         message = saved if events.end.kind == "preempted" else events.end.text.partition("\n")[0]
@@ -385,7 +385,7 @@ def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -
     if is_external:
         text = "killed: `stoker watch` was killed or the machine went down; how the job ended is not known"
         return "killed", text
-    last_t = "never" if last_record_t is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_record_t))
+    last_t = "never" if last_record_t is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last_record_t))
     return "killed", f"killed: the process ended without a final event; last record: {last_t}{resume}"
 
 

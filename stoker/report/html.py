@@ -26,7 +26,7 @@ from stoker.report.run_report import RunReport, collect, sum_error_types
 from stoker.report.runs_summary import RunsSummary, make_tables, summary_rows
 from stoker.report.sizing import flatten, gpu_names
 from stoker.report.terminal import COCO_TITLES
-from stoker.runs.records import PHASES, REPORT, WARNING_KINDS
+from stoker.runs.records import PHASES, REPORT
 from stoker.secrets import mask_argv
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
@@ -85,7 +85,7 @@ def render(report: RunReport) -> str:
         run_name=report.run.rstrip("/").rpartition("/")[2],
         gpu_names=gpu_names(report.environment),
         gpus=draw.gpus(report),
-        warnings=[event.text for event in report.events if event.kind in WARNING_KINDS],
+        warnings=report.warnings,
         argv=shlex.join(mask_argv(map(str, argv))) if isinstance(argv, list) else "",
         started_at=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.start_t or 0.0)),
     )

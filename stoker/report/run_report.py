@@ -5,6 +5,7 @@
 the run ended, the findings, the error types of the model, and the size of the machine. The page is made by `html.py`.
 """
 
+import shlex
 import time
 from collections import Counter
 from importlib import metadata
@@ -59,7 +60,7 @@ class Restart(msgspec.Struct, kw_only=True):
     after_s: float
     """Seconds since the start of the run."""
     previous_end: str
-    """How the previous attempt ended: preempted, failed, or killed."""
+    """How the previous attempt ended: preempted, failed, finished, or killed."""
 
 
 class RunReport(msgspec.Struct, kw_only=True):
@@ -91,6 +92,8 @@ class RunReport(msgspec.Struct, kw_only=True):
     environment: dict[str, Any]
     events: list[Event]
     events_omitted: int
+    warnings: list[str]
+    """All of them, also of events that are left out."""
     quarantined: list[Quarantined]
     quarantined_omitted: int
 
@@ -130,6 +133,7 @@ def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunR
     kept_events, events_omitted = _cut_middle([event for event in events if event.kind != "evaluated"], MAX_EVENTS)
     kept_quarantined, quarantined_omitted = _cut_middle(quarantined, MAX_QUARANTINED)
     return RunReport(
+        warnings=[event.text for event in events if event.kind in records.WARNING_KINDS],
         stoker_version=metadata.version("stoker"),
         generated_t=time.time(),
         run=display_path(path),
@@ -203,7 +207,7 @@ def _restarts(events: list[Event], start_t: float) -> list[Restart]:
             previous_end = "killed"
         elif event.kind == "checkpoint_saved" and event.step is not None:
             last_saved_step = event.step
-        elif event.kind in ("preempted", "failed"):
+        elif event.kind in ("preempted", "failed", "finished"):
             previous_end = event.kind
     return restarts
 
@@ -246,20 +250,20 @@ def advise(explanation: RunExplanation, evaluation: Evaluation | None, events: l
 
 def _termination_advice(explanation: RunExplanation, events: list[Event]) -> list[Finding]:
     """For a run that did not finish."""
-    resume = f"stoker train --resume {explanation.run}"
+    has_settings = records.CONFIG in explanation.evidence_paths  # of a run of stoker's own
+    resume = f"stoker train --resume {shlex.quote(explanation.run)}" if has_settings else None
     if explanation.state == "failed":
         message = next((event.text for event in reversed(events) if event.kind == "failed"), "")
         first_line, _, rest = message.partition("\n")
         lines = [line.strip() for line in rest.splitlines()]
         fix = next((line.removeprefix("fix:").strip() for line in lines if line.startswith("fix:")), "")
         reason = " · ".join(" ".join(line.split()) for line in lines if not line.startswith("fix:"))
-        fix = fix or "fix the reported problem, then resume the run"
+        fix = fix or f"fix the reported problem, then {'resume the run' if has_settings else 'start it again'}"
         return [_advice("run_failed", "critical", f"The run failed: {first_line}", reason, fix, resume)]
     if explanation.state == "killed":
         is_saved = records.CHECKPOINTS in explanation.evidence_paths
         fix = "resume it from its last checkpoint" if is_saved else "start it again"
-        command = resume if records.CONFIG in explanation.evidence_paths else None
-        return [_advice("run_killed", "critical", "The run was killed", explanation.state_text, fix, command)]
+        return [_advice("run_killed", "critical", "The run was killed", explanation.state_text, fix, resume)]
     if explanation.state == "preempted":
         fix = "resume it exactly where it stopped"
         title = "The run was stopped by a signal"

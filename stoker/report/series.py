@@ -180,7 +180,7 @@ class RunCurves(Observer):
         values: dict[str, float | None] = {f"loss/{name}": value for name, value in window.losses.items()}
         values |= {"lr": window.lr, "grad_norm": window.grad_norm, "memory_peak_bytes": window.memory_peak_bytes}
         if window.wall_s > 0 and window.num_images:  # 0 for an external job that does not report them
-            values["img_per_s"] = window.num_images / window.wall_s
+            values["img_per_s"] = window.num_images * window.ranks / window.wall_s
         _add_values(self._steps, window.step, values)
 
     def sample(self, sample: DeviceSample) -> None:

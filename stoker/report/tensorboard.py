@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from stoker.errors import DataError, PreflightError, needs_package
+from stoker.errors import DataError, PreflightError, StorageError, needs_package
 from stoker.evaluation.draw import ImageWithBoxes, draw_comparison
 from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
 from stoker.runs.schemas import StepWindow
@@ -69,7 +69,7 @@ class Board:
             for n, image in enumerate(images):
                 try:
                     drawn = draw_comparison(image, class_names, MAX_IMAGE_SIDE)
-                except (OSError, DataError) as error:  # concerns this image only
+                except (OSError, DataError, StorageError) as error:  # concerns this image only
                     self._on_error(f"TensorBoard: {image.path} cannot be drawn: {error}")
                 else:
                     writer.add_image(t, step, f"images/{n}", drawn)

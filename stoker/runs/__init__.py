@@ -1,1 +1,1 @@
-"""The run folder: its files and lines (`schemas`), writers and readers (`folder`), and sums over them (`totals`)."""
+"""The run folder: its files and lines (`schemas`), writers and readers (`records`), and sums over them (`totals`)."""

@@ -361,8 +361,8 @@ class Scores:
     def __init__(self, setting: Setting, net: SuperNet) -> None:
         self._setting, self._net, self._path = setting, net, setting.folder / COSTS
         self._device = f"{net.device.name}, torch {torch.__version__}"
-        known = json.loads(self._path.read_text()) if self._path.exists() else {}
-        self._costs: dict[str, dict[str, float]] = known.get(self._device, {})
+        self._known = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._costs: dict[str, dict[str, float]] = self._known.setdefault(self._device, {})
         with setting.batches() as batches:
             self._batches = list(itertools.islice(batches, CALIBRATION_BATCHES))
             self._batches = [Batch(*(tensor.clone() for tensor in batch)) for batch in self._batches]
@@ -379,7 +379,7 @@ class Scores:
         key = f"{network.name()} {image_size[0]}x{image_size[1]}"
         if key not in self._costs:
             self._costs[key] = measure_costs(network, image_size, self._net)
-            write_atomic(self._path, msgspec.json.format(msgspec.json.encode({self._device: self._costs})))
+            write_atomic(self._path, msgspec.json.format(msgspec.json.encode(self._known)))
         return self._costs[key]
 
     def _ap(self, model: Detector, image_size: tuple[int, int]) -> float:

@@ -120,6 +120,8 @@ def default_space(config: Config) -> Space:
         derived = config.set_fields().get(name)
         if derived is None or (name == "mosaic" and config.run.batch_size % 4):
             continue  # the model does not have it; a mosaic needs a batch that is a multiple of four
+        if name == "backbone_lr_mult" and config.model.weights == "none":
+            continue  # it is for a pretrained backbone
         if "times" in row:
             if not derived:
                 continue  # a multiple of 0 is 0

@@ -123,7 +123,13 @@ def make_study(request: SearchRequest) -> tuple[StudySpec, Config]:
         raise ConfigError(
             f"The space has only {space.size():.0f} points.", location=request.space, fix=f"--trials {space.size():.0f}"
         )
-    config, evaluations = _evaluations(config, resolved.config, len(resolved.index.image_indices("train")), pruner)
+    num_images, complete = len(resolved.index.image_indices("train")), resolved.config
+    length = parse_duration(complete.run.max_duration)
+    if "max_duration" not in config.set_fields() and length.unit == "steps":
+        # in epochs: every trial sees the same images, whatever batch or weights it has
+        epochs = f"{length.value * complete.run.batch_size / num_images:.6g}ep"
+        config, complete = config.replace(max_duration=epochs), complete.replace(max_duration=epochs)
+    config, evaluations = _evaluations(config, complete, num_images, pruner)
     return StudySpec(
         data=str(config.data.data),
         digest=digest_data(resolved.index),

@@ -121,6 +121,8 @@ def _with_companions(setting: str, value: Any, settings: Mapping[str, Any], fact
             if length.unit == "steps" and length.value:
                 changes[name] = str(max(1, round(length.value / ratio)))
         changes["warmup_steps"] = max(1, round(settings["warmup_steps"] / ratio))
+        if decay := settings.get("ema_decay"):  # over the same images, at least ten steps
+            changes["ema_decay"] = float(f"{max(0.9, 1 - ratio * (1 - decay)):.5g}")
     if setting == "model":
         changes |= facts.smaller_models[value]
     return changes

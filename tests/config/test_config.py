@@ -159,3 +159,20 @@ def test_rows_say_who_chose():
 def test_replace_keeps_the_rest():
     config = Config().replace(batch_size=3).replace(lr=0.1)
     assert config.set_fields() == {"batch_size": 3, "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "length"), [(12, "12ep"), (0.5, "0.5ep"), ("12", "12ep"), ("x", None), ([1], None), (True, None)]
+)
+def test_epochs_are_a_number_or_its_text(epochs: object, length: str | None) -> None:
+    if length is None:
+        with pytest.raises(ConfigError):
+            from_fields({"epochs": epochs})
+    else:
+        assert from_fields({"epochs": epochs}).run.max_duration == length
+
+
+@pytest.mark.parametrize("queries", [0, -5])
+def test_a_number_of_queries_is_positive(queries: int) -> None:
+    with pytest.raises(ConfigError, match="queries"):
+        check(from_fields({"queries": queries, "model": "dfine_n"}))

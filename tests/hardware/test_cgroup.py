@@ -39,7 +39,7 @@ def test_version_2_lowest_limit_counts(tmp_path: Path) -> None:
             "job/step/cpu.max": "max 100000\n",
             "job/memory.max": f"{8 * GIB}\n",
             "job/memory.current": f"{6 * GIB}\n",
-            "job/memory.stat": f"anon 1\ninactive_file {2 * GIB}\n",
+            "job/memory.stat": f"anon 1\nfile {2 * GIB}\nactive_file {2 * GIB}\ninactive_file 0\nshmem 0\n",
             "job/step/memory.max": f"{64 * GIB}\n",
             "job/step/memory.current": f"{1 * GIB}\n",
             "job/step/memory.stat": "inactive_file 0\n",
@@ -62,7 +62,7 @@ def test_version_1_inside_a_container_that_sees_its_own_cgroup_as_the_root(tmp_p
             "cpu/cpu.stat": "nr_periods 7\nnr_throttled 3\nthrottled_time 4000000000\n",
             "memory/memory.limit_in_bytes": f"{4 * GIB}\n",
             "memory/memory.usage_in_bytes": f"{3 * GIB}\n",
-            "memory/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
+            "memory/memory.stat": f"cache 5\ntotal_cache {GIB}\n",
         },
     )
     assert found.cpu_limit_cores() == 1.5
@@ -79,7 +79,7 @@ def test_version_1_on_the_host_is_found_below_the_mount(tmp_path: Path) -> None:
             "memory/memory.usage_in_bytes": "5\n",
             "memory/slurm/job_1/memory.limit_in_bytes": f"{GIB}\n",
             "memory/slurm/job_1/memory.usage_in_bytes": "1000\n",
-            "memory/slurm/job_1/memory.stat": "total_inactive_file 2000\n",
+            "memory/slurm/job_1/memory.stat": "total_cache 2000\n",
         },
     )
     assert limit_and_used(found) == (GIB, 0), "never negative"
@@ -137,12 +137,12 @@ def test_processes_killed_for_memory_are_counted(membership: str, files: dict[st
                 "job/memory.stat": "anon 1\nfile 3000\ninactive_file 2000\nshmem 1000\n",
                 "job/memory.swap.current": "700\n",
             },
-            CgroupMemory(limit=GIB, used=3000, committed=3000, swap=700),
+            CgroupMemory(limit=GIB, used=3000, swap=700),
         ),
         (
             "0::/job\n",
             {"cgroup.controllers": "memory\n", "job/memory.max": f"{GIB}\n", "job/memory.current": "5000\n"},
-            CgroupMemory(limit=GIB, used=5000, committed=5000, swap=None),
+            CgroupMemory(limit=GIB, used=5000, swap=None),
         ),
         (
             "4:memory:/job\n",
@@ -151,7 +151,7 @@ def test_processes_killed_for_memory_are_counted(membership: str, files: dict[st
                 "memory/job/memory.stat": "cache 1\ntotal_cache 3000\ntotal_inactive_file 2000\ntotal_shmem 1000\n"
                 "total_swap 700\n",
             },
-            CgroupMemory(limit=GIB, used=3000, committed=3000, swap=700),
+            CgroupMemory(limit=GIB, used=3000, swap=700),
         ),
     ],
     ids=["version 2", "version 2 without swap", "version 1"],

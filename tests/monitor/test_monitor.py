@@ -15,13 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stoker.errors import ConfigError
+from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
 from stoker.monitor import delivery, monitor
 from stoker.monitor.alerts import MEASURED
-from stoker.monitor.monitor import Follower, monitoring
+from stoker.monitor.monitor import Follower, monitoring, tracker_metrics
 from stoker.monitor.options import MonitoringOptions
 from stoker.runs.records import DEVICES, EVENTS, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
@@ -210,7 +212,9 @@ def test_prometheus_scrapes_the_metrics(folder: RunFolder) -> None:
         folder.append(STEPS, window(2.0))
         gpu = GpuSample(index=3, utilization=0.5, temperature_c=60)
         folder.append(DEVICES, DeviceSample(t=2.5, attempt=2, gpus=[gpu], cpu_core_utilization=[0.2, 0.4]))
-        folder.event("evaluated", metrics={"ap": 0.25, "classes": ["a"]})
+        scores = {name: 0.25 for name in COCO_SUMMARY}
+        metrics = Metrics(**scores, per_class=[], num_images=5000, boxes=36335, detections=500_000)
+        folder.event("evaluated", metrics=msgspec.to_builtins(metrics))
         address = f"http://127.0.0.1:{event.data['port']}/metrics"
         while "stoker_score" not in (page := urllib.request.urlopen(address, timeout=10).read().decode()):
             pass
@@ -223,6 +227,7 @@ def test_prometheus_scrapes_the_metrics(folder: RunFolder) -> None:
     assert values["stoker_images_per_second",] == 16
     assert values["stoker_gpu_utilization_ratio", "3"] == 0.5
     assert values["stoker_host_cpu_utilization_ratio",] == pytest.approx(0.3)
+    assert {name for family, *name in values if family == "stoker_score" for name in name} == set(COCO_SUMMARY)
     assert values["stoker_score", "ap"] == 0.25
     assert values["stoker_alert_firing", "img_per_s < 5"] == 0
     assert not [name for name, *_ in values if name == "stoker_gpu_power_watts"]
@@ -379,3 +384,14 @@ def test_an_alert_ends_an_external_job(tmp_path: Path) -> None:
     recorded = [(event.kind, event.text) for event in read_lines(tmp_path / "run", EVENTS, Event)]
     assert ("failed", "job ended by signal 15") in recorded
     assert ("warning", "the command of an alert ended with 3: ") in recorded
+
+
+def test_trackers_get_scores_and_no_counts() -> None:
+    metrics = {"ap": 0.25, "ap50": 0.0, "boxes": 36335, "missing": 0, "per_class": []}
+    line = Event(t=1.0, attempt=1, kind="evaluated", data={"metrics": metrics})
+    assert tracker_metrics(line) == {"score/ap": 0.25, "score/ap50": 0.0}
+
+
+def test_an_address_without_a_port_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--metrics-port"):
+        MonitoringOptions(metrics_host="0.0.0.0").validate()

@@ -702,3 +702,61 @@ def test_the_page_names_every_finding():
     page = PAGE.read_text()
     assert {name for name in names if f"`{name}`" not in page} == set()
     assert {name for name in re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)} == names
+
+
+BASE = "FROM nvidia/cuda:12.4.1-cudnn-runtime-ubuntu22.04\nRUN apt-get update && apt-get install -y python3-pip\n"
+CPU_WHEEL = "https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.parametrize(
+    ("command", "blocker"),
+    [
+        (f"pip install torch==2.3.1 --index-url {CPU_WHEEL}", "cpu_only_build"),
+        (f'if [ "$DEVICE" = cpu ]; then pip install torch==2.3.1 --index-url {CPU_WHEEL}; else '
+         "pip install torch==2.3.1; fi", None),
+        ('if [ -n "$CPU_ONLY" ]; then pip install torch==1.13.1+cpu; fi', None),
+        (f"python3 -m uv pip install --system torch==2.3.1 --index-url {CPU_WHEEL}", "cpu_only_build"),
+        ("conda run -n env pip install torch==2.3.1", None),
+        ("conda run --no-capture-output -n env pip install torch==2.3.1+cpu", "cpu_only_build"),
+        ("conda install -y pytorch==2.1.0", None),
+        ("conda config --add channels pytorch && conda install -y pytorch==2.1.0", None),
+    ],
+)  # fmt: skip
+def test_what_installs_torch(command: str, blocker: str | None, tmp_path: Path) -> None:
+    found = check_files(tmp_path, {"Dockerfile": f"{BASE}RUN {command}\n"})
+    blockers = [finding.id for finding in found if finding.severity == "blocker"]
+    picks_cpu = command == "conda install -y pytorch==2.1.0"
+    assert blockers == (["conda_picks_cpu"] if picks_cpu else [blocker] if blocker else [])
+
+
+@pytest.mark.parametrize("loss", ["F.nll_loss(output, target)", "nn.CrossEntropyLoss()(output, target)"])
+@pytest.mark.parametrize("model", ["model", "self.model"])
+def test_waits_of_common_loops_are_seen(model: str, loss: str, tmp_path: Path) -> None:
+    """As in PyTorch's MNIST example, and in a class that trains."""
+    text = TRAINING.partition("for batch")[0] + (
+        "import torch.nn.functional as F\nfrom torch import nn\ntotal = 0.0\n"
+        "for data, target in DataLoader(data, num_workers=2, pin_memory=True):\n"
+        "    data, target = data.to('cuda'), target.to('cuda')\n    optimizer.zero_grad()\n"
+        f"    output = {model}(data)\n    loss = {loss}\n    loss.backward()\n    optimizer.step()\n"
+        "    total += loss.item()\n"
+    )
+    found = check_files(tmp_path, {"train.py": text})
+    (wait,) = [finding for finding in found if finding.id == "host_sync_each_step"]
+    assert text.splitlines()[int(wait.place.rpartition(":")[2]) - 1].strip() == "total += loss.item()"
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "image_dataset_from_directory('a', subset='training', seed=1).cache().shuffle(1000).prefetch(1)",
+        "Dataset.list_files('a', shuffle=False).shuffle(9, reshuffle_each_iteration=False).map(f).cache().shuffle(9)",
+    ],
+)
+def test_a_cache_after_an_order_that_does_not_change(steps: str, tmp_path: Path) -> None:
+    """TensorFlow's tutorials "Image classification" and "Load and preprocess images"."""
+    text = (
+        "import tensorflow as tf\nfrom tensorflow.data import Dataset\n"
+        "from tensorflow.keras.utils import image_dataset_from_directory\ndef f(x):\n    return x\n"
+        f"data = {steps}\nmodel = tf.keras.Sequential()\nmodel.fit(data, epochs=3)\n"
+    )
+    assert "cache_freezes_randomness" not in ids(check_files(tmp_path, {"train.py": text}))

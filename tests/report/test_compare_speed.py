@@ -12,7 +12,9 @@ from stoker.runs.records import STEPS, RunFolder
 from stoker.runs.schemas import StepWindow
 
 
-def write_run(path: Path, img_per_s: float, windows: int = 48, noise: float = 0.03, counts: str = "images") -> Path:
+def write_run(
+    path: Path, img_per_s: float, windows: int = 48, noise: float = 0.03, counts: str = "images", ranks: int = 1
+) -> Path:
     """counts: what the windows have, `images`, `steps` of a tenth of them, or nothing."""
     path.mkdir()
     generator, folder = random.Random(str(path.name)), RunFolder(path, 1)
@@ -24,7 +26,7 @@ def write_run(path: Path, img_per_s: float, windows: int = 48, noise: float = 0.
             STEPS,
             StepWindow(t=float(k), attempt=1, step=k, window_steps=steps,
                        num_images=images if counts == "images" else 0, wall_s=sum(phases.values()), devices=1,
-                       phases=phases),
+                       phases=phases, ranks=ranks),
         )  # fmt: skip
     folder.close()
     return path
@@ -66,3 +68,8 @@ def test_jobs_whose_images_are_not_counted_are_compared_by_their_steps(tmp_path:
     with pytest.raises(UsageError, match="no speed to compare") as caught:
         check_speed(base, write_run(tmp_path / "uncounted", 1000, counts="nothing"), 0.05)
     assert "stoker.measure" in str(caught.value.fix)
+
+
+def test_the_images_of_all_ranks_count(tmp_path: Path) -> None:
+    found = check_speed(write_run(tmp_path / "one", 1000), write_run(tmp_path / "four", 1000, ranks=4), 0.05)
+    assert found.ratio == pytest.approx(4, rel=0.05)

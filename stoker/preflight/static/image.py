@@ -46,6 +46,8 @@ _QUOTES = re.compile(r"""'([^']*)'?|"((?:\\.|[^"\\])*)"?|\\(.)""", re.DOTALL)
 _UBUNTU_TAG = re.compile(r"ubuntu[:-]?(\d\d\.\d\d|" + "|".join(row.name for row in UBUNTU.values()) + r")")
 _INDEX_OPTIONS = ("-i", "--index-url", "--default-index", "--extra-index-url", "-f", "--find-links", "--index")
 """The first three ask no other index."""
+_INSTALLERS = re.compile(r"(?:\S*/)?(?:pip|python|uv|conda|mamba)[\d.]*")
+"""What `conda run` may run that installs."""
 _CONDA_VERBS = ("install", "create", "update", "env")
 
 
@@ -373,6 +375,8 @@ class _Reader:
         self.stage = stages[-1]
         self.given = given
         self.image = Image(self.stage.image, f"{path}:{self.stage.line}", str(path), environment=self.stage.environment)
+        self.channels: set[str] = set()
+        """Of conda's configuration."""
 
     def read(self) -> Image:
         image = self.image
@@ -385,8 +389,11 @@ class _Reader:
             image.packages += carried.packages
             image.findings += carried.findings
             image.without_cuda = image.without_cuda and not carried.cudas
+        depth = 0
         for command in self.stage.commands:
-            self.command(command)
+            depth += (command[0].text in ("if", "case")) - (command[0].text in ("fi", "esac"))
+            if not depth:  # what happens under a condition is not known
+                self.command(command)
         words = [text for origin, sources, _ in self.stage.copies for text in (origin or "", *sources)]
         words += [word.text for command in self.stage.commands if command[0].text != "rm" for word in command]
         mentioned = " ".join(words).lower().replace("and-cuda", "")
@@ -417,9 +424,12 @@ class _Reader:
             program, words = texts[2], words[2:]
         if program in ("apt-get", "apt", "aptitude", "yum", "dnf", "microdnf") and "install" in texts:
             self.apt(words[texts.index("install") + 1 :])
+        elif program in ("conda", "mamba", "micromamba") and texts[1:2] == ["run"]:
+            runs = (n for n, text in enumerate(texts[2:], 2) if _INSTALLERS.fullmatch(text))
+            self.command(words[next(runs, len(words)) :])
         elif program in ("conda", "mamba", "micromamba"):
             self.conda(words[1:])
-        elif program == "uv" and texts[1:2] == ["pip"]:
+        elif program == "uv" and len(words) > 1 and words[1].text == "pip":
             self.pip(words[2:])
         elif re.fullmatch(r"pip[\d.]*", program):
             self.pip(words[1:])
@@ -448,10 +458,13 @@ class _Reader:
                 image.python = image.python or ubuntu.python
 
     def conda(self, words: tuple[Word, ...]) -> None:
+        texts = [word.text for word in words]
+        if texts[:1] == ["config"] and texts[2:3] == ["channels"] and texts[1] in ("--add", "--append", "--prepend"):
+            self.channels.update(texts[3:])
         if not any(word.text in _CONDA_VERBS for word in words):
             return
         arguments = list(_arguments(words, PACKAGES.conda_values))
-        channels = {value.text for option, value in arguments if option in ("-c", "--channel")}
+        channels = self.channels | {value.text for option, value in arguments if option in ("-c", "--channel")}
         for option, word in arguments:
             if option in ("-f", "--file") and word.text:
                 self.requirements_file(word, Options())

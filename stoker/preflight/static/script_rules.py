@@ -371,7 +371,9 @@ def _check_pipeline(source: Source, steps: list[Step]) -> Iterator[Finding]:
                 yield describe("shuffle_ineffective/buffer", place, size=size)
             elif step.call and batched is not None and not is_shuffled and step.follows_always(batched):
                 yield describe("shuffle_ineffective/batches", place)
-            is_shuffled, random = True, random or (step, "shuffle")
+            is_shuffled = True
+            if step.call and not is_constant(keyword(step.call, "reshuffle_each_iteration"), False):
+                random = random or (step, "shuffle")
         elif step.method == "take":
             random = None  # a few elements that are cached are meant to be the same ones
         elif step.method == "cache" and random and step.follows_always(random[0]):
@@ -508,6 +510,7 @@ def _results(source: Source, loop: ast.AST, backwards: list[ast.Call]) -> set[st
     for node in assigned:
         if _names(node.value) & inputs and not any(map(_calls_model, ast.walk(node.value))):
             inputs |= _targets(node)
+    inputs -= {name for call in backwards for name in _names(call)}  # a loss by `F.nll_loss(output, target)`
     modules = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     others = inputs | modules | source.aliases.keys() | {"scaler", "accelerator"}
     losses = {name for call in backwards for name in _names(call)} - others

@@ -193,7 +193,8 @@ MAX_DEVICES = 8
 
 def gpus(report: RunReport) -> list[str]:
     """Prefixes of the curves of GPUs: `gpu 0` and so on."""
-    return sorted({name.partition("/")[0] for name in report.machine if name.startswith("gpu ")})
+    names = {name.partition("/")[0] for name in report.machine if name.startswith("gpu ")}
+    return sorted(names, key=lambda name: int(name.removeprefix("gpu ")))
 
 
 def machine(charts: Charts, report: RunReport) -> list[Markup]:

@@ -1,7 +1,7 @@
 """The samples of stacks as icicle charts: inline SVG, without a script.
 
 A row of a chart is a level of the tree (line of the job, its call, innermost frame), the width of a box its fraction of
-the time. A tooltip has the numbers of a box; a table has those of all. `diagnosis/places.py` makes the tree.
+the time. A tooltip has the numbers of a box; a table has those of all. `diagnosis/places/trees.py` makes the tree.
 """
 
 from collections.abc import Iterator
