@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from stoker.config.flag_names import translate_keywords
 from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
+from stoker.errors import UsageError
 from stoker.monitor.options import MonitoringOptions
 from stoker.training import run as training_run
 from stoker.training.local_ranks import RankRequest, Result, choose_devices, must_start_ranks, run_ranks
@@ -72,7 +73,7 @@ def check(
     data: str | os.PathLike[str] | None = None,
     *,
     run_dir: str | os.PathLike[str] | None = None,
-    devices: int = 1,
+    devices: int | None = None,
     deep: bool = False,
     dockerfile: str | os.PathLike[str] | None = None,
     requirements: str | os.PathLike[str] | None = None,
@@ -89,12 +90,14 @@ def check(
     from stoker.planning.check import check as run_checks
     from stoker.training.run_selection import with_absolute_paths
 
-    config = from_fields(translate_keywords("check", settings, data=data))
+    fields = translate_keywords("check", settings, data=data, run_dir=run_dir, devices=devices)
+    run_dir, devices = (fields.pop(name, None) for name in ("run_dir", "devices"))
+    config = from_fields(fields)
     check_settings(config)
     request = CheckRequest(
         config=with_absolute_paths(config),
         run_dir=None if run_dir is None else os.fspath(run_dir),
-        devices=devices,
+        devices=devices or 1,
         deep=deep,
         dockerfile=None if dockerfile is None else Path(dockerfile),
         requirements=None if requirements is None else Path(requirements),
@@ -124,8 +127,11 @@ def plan(
     from stoker.planning.plan import make_plan
     from stoker.planning.recommend import Limits
 
+    fields = translate_keywords("plan", settings, data=data)
+    if "devices" in fields:
+        raise UsageError("A plan has no number of devices.", fix="gpus=[1, 8]: numbers of GPUs of a machine")
     return make_plan(
-        from_fields(translate_keywords("plan", settings, data=data)),
+        from_fields(fields),
         on=on,
         gpus=gpus,
         spot=spot,

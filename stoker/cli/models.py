@@ -57,7 +57,7 @@ def predict(
         from stoker.inference.model import load
         from stoker.inference.predict import find_inputs
 
-    find_inputs(images, out)  # before weights are downloaded
+    images = list(map(str, find_inputs(images, out)))  # before weights are downloaded
     model = load(run, device=device)
     if conf is None:
         print_text(f"{model.weights}: minimum score {model.conf:g} ({model.conf_origin}); --conf changes it")

@@ -26,6 +26,7 @@ ORPHAN_GRACE_S = 60.0
 def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # until the training handles them
         signal.signal(signum, lambda *_: os._exit(Preempted.exit_code))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankRequest)
     threading.Thread(target=_end_with_starter, args=(sys.stdin.buffer,), name="starter", daemon=True).start()
     with quick_imports():

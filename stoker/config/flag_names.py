@@ -245,7 +245,7 @@ def translate_keywords(command: str, settings: Mapping[str, Any], **own: Any) ->
     for name, texts in found.items():
         value = texts[0] if len(texts) == 1 else texts or True
         with contextlib.suppress(msgspec.ValidationError):  # the check of the settings says what is wrong with it
-            value = msgspec.convert(value, kinds[name], strict=False)
+            value = msgspec.convert(value, kinds.get(name, str), strict=False)
         if texts or name != "data":
             fields[name] = value
     return fields

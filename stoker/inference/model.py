@@ -50,7 +50,7 @@ Image_ = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image | Tensor
 ImageInput = Image_ | Iterable[Image_]
 """A file, folder, pattern, URI or URL; pixels as uint8 [h, w, 3], [h, w, 4] (alpha is dropped), [h, w, 1] or [h, w]
 (gray), RGB, or a batch of them [b, h, w, c]; a tensor [c, h, w] or [b, c, h, w] of uint8, or of floats 0 … 1; a Pillow
-image; or several of these. With `stream=True` also a video or a camera (its number, or /dev/video0)."""
+image; or several of these. With `stream=True` also a video or a camera ("0", or /dev/video0)."""
 DEFAULT_CONF = 0.3
 """Default minimum score of a detection, of weights that were never evaluated."""
 
@@ -170,7 +170,10 @@ class Model:
             score_threshold=conf,
             iou_threshold=iou,
             precision=self._precision,
-            batch_size=max(1, min(batch_size, len(sources) if isinstance(sources, Sequence) else batch_size)),
+            # no more than there are images, unless these are cut into tiles
+            batch_size=max(1, min(batch_size, len(sources)))
+            if isinstance(sources, Sequence) and tiling is None
+            else batch_size,
             tiling=tiling,
             max_detections=PRE_NMS_TOP_N if is_choosing else None,  # enough to choose from
             class_names=self.class_names,
@@ -240,9 +243,9 @@ class Model:
 
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
-    """A trained detector from a run folder (its best weights), a .safetensors file or an exported file (.onnx, .xml,
-    .tflite, .pt2) that stoker saved, local or in a bucket (gs://, s3://); or the name of a model with COCO weights, as
-    retinanet_resnet50_fpn.
+    """A trained detector from a run folder (its best weights), a .safetensors file or an exported file (.onnx,
+    .tflite, .pt2) that stoker saved, local or in a bucket (gs://, s3://), or a local .xml; or the name of a model with
+    COCO weights, as retinanet_resnet50_fpn.
 
     device: cpu, cuda …; default: an NVIDIA GPU, else the CPU. An exported file runs on the CPU.
 
@@ -278,6 +281,9 @@ def _iter_sources(images: object, *, bgr: bool, stream: bool) -> Iterator[ImageS
                 fix = "for prediction in model.predict(…, stream=True), which does not keep all frames in memory"
                 raise UsageError("A video needs stream=True.", location=display_path(path), fix=fix)
             yield from read_frames(path) if is_video(path) else [path]
+    elif isinstance(images, Image.Image) and images.mode in ("I", "F"):
+        what = f"A Pillow image of mode {images.mode!r} has no known range of values."
+        raise UsageError(what, choices=["RGB", "L", "I;16"], fix="read the file by its path, or convert it first")
     elif isinstance(images, Image.Image):
         yield decode.pillow_to_rgb(ImageOps.exif_transpose(images))
     elif isinstance(images, np.ndarray | Tensor):

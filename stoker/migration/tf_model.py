@@ -82,6 +82,10 @@ def _read_image_size(account: FieldAccount, resizer: Message) -> None:
         account.carry(shape, name, "exact" if is_exact else "substitute", settings, note)
 
 
+LOWEST_LEVEL = 3
+"""Of the pyramid of RetinaNet: a stride of 8."""
+
+
 def _read_multiscale_anchors(account: FieldAccount, grid: Message) -> None:
     low, high = int(grid.number("min_level", 3)), int(grid.number("max_level", 7))
     base, octave = grid.number("anchor_scale", 4.0), max(1, int(grid.number("scales_per_octave", 2)))
@@ -91,9 +95,13 @@ def _read_multiscale_anchors(account: FieldAccount, grid: Message) -> None:
     note = "anchor_scale times the stride of each level; the first anchor is at the corner of the image"
     if not fits:
         note = f"{account.model.name} has {len(_own_sizes(account))} levels; its own sizes and scales are used"
+    is_shifted = fits and low != LOWEST_LEVEL
+    if is_shifted:
+        last = LOWEST_LEVEL + high - low
+        note = f"the sizes are the API's, on the levels {LOWEST_LEVEL} to {last} of {account.model.name}"
     for name in ("min_level", "max_level", "anchor_scale", "scales_per_octave"):
         settings = {"anchor_sizes": sizes, "anchor_scales": scales} if fits else {}
-        account.carry(grid, name, "exact" if fits else "substitute", settings, note)
+        account.carry(grid, name, "exact" if fits and not is_shifted else "substitute", settings, note)
     _read_aspect_ratios(account, grid, grid.numbers("aspect_ratios") or (1.0,))
 
 

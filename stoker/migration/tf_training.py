@@ -180,6 +180,10 @@ def _read_weight_decay(account: FieldAccount, train: Message, model: Message) ->
     if not train.flag("add_regularization_loss", True):
         account.settings["weight_decay"] = 0.0
         of_backbone = []
+    if not found:
+        account.carry(
+            train, "add_regularization_loss", "exact", {"weight_decay": 0.0}, "the model has no L2 regularizer"
+        )
     for owner, value in zip(found, values, strict=True):
         if not of_backbone:
             account.carry(owner, "weight", "exact", {}, "not used: add_regularization_loss is false")
@@ -200,7 +204,8 @@ def _read_augmentation(account: FieldAccount, train: Message) -> None:
                     settings = {}
                     for setting, (center, limit, fields) in knowledge().colors[name].items():
                         distance = max(abs(step.number(field, value) - center) for field, value in fields.items())
-                        settings[setting] = float(f"{min(limit, distance):.4g}")
+                        more = account.settings.get(setting, 0.0)  # of a step before
+                        settings[setting] = max(more, float(f"{min(limit, distance):.4g}"))
                     account.whole(step, settings, "stoker changes colors once, in a fixed order, by factors around 1")
                 elif (scales := _scale_settings(name, step)) is not None:
                     note = "one scale per image, with its aspect ratio kept, instead of a window of random shape"

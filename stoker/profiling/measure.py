@@ -156,6 +156,7 @@ class Measure:
 
     def count_steps(self, steps: int = 1, *, num_images: int | None = None) -> None:
         """Counts optimizer steps: after `micro_step`, for loops that have no block around a whole step."""
+        self._check_inside_block("m.count_steps()")
         self.step_count += steps
         self.image_count += self._pending_images if num_images is None else num_images
         self._pending_images = 0
@@ -196,6 +197,9 @@ class Measure:
 
     def count_batch(self, batch: Any) -> None:
         """Counts the images of a batch; those of another phase than training do not count."""
+        if self.closed:  # an iterator of `data` may be used later
+            return
+        self._check_inside_block("m.count_batch()")
         if self._phase_depth or not self._recording:
             return
         if self._num_images is None:
@@ -255,8 +259,12 @@ class Measure:
         self._check_inside_block("m.step()")
         if self._recording:
             self._torch_hooks.poll()
-            with self._ledger.compute(is_redo=self.step_count < self._writer.redo_until_step):
-                yield
+            try:
+                with self._ledger.compute(is_redo=self.step_count < self._writer.redo_until_step):
+                    yield
+            except BaseException:
+                self._pending_images = 0  # a step that raised is not counted, nor are its images
+                raise
             self._torch_hooks.flush()
         else:
             yield

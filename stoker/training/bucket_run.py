@@ -100,6 +100,8 @@ class BackgroundUploader:
         self._uploaded_states: dict[str, tuple[int, ...]] = {}
         """Name → state of the file that is in the bucket."""
         self._next_upload_s: dict[str, float] = {}
+        self._had_ended = False
+        """The run had ended when the present pass began."""
         self._retry_at_s = 0.0
         self._failure: str | None = None
         self._error: BaseException | None = None
@@ -187,6 +189,7 @@ class BackgroundUploader:
 
     def _upload_changes(self, *, upload_all: bool) -> None:
         """Uploads what has changed. upload_all: also records whose interval is not over."""
+        self._had_ended = is_finished(self._run_dir)
         for name in REPLACED_FILES:
             self._upload_file(name)
         for checkpoint_dir in list_checkpoints(self._run_dir):
@@ -195,7 +198,8 @@ class BackgroundUploader:
         patterns = ("*.jsonl", "tensorboard/**/*", f"{records.TRACE_FILES}/*.json.gz")
         files = [path for pattern in patterns for path in self._run_dir.glob(pattern)]
         names = {str(path.relative_to(self._run_dir)) for path in files if path.is_file()}
-        # The events come last: an end in the bucket's events means that the rest is complete.
+        # The events come last, and not if the run has ended meanwhile: an end in the bucket's events means that the
+        # rest is complete.
         for name in [*sorted(names - {EVENTS}), EVENTS]:
             if upload_all or self._is_due(name):
                 self._upload_file(name)
@@ -212,7 +216,10 @@ class BackgroundUploader:
             if self._uploaded_states.get(name) == state:
                 return
             is_streamed = path.suffix == ".safetensors" or (stat.st_size > MIN_STREAMED_BYTES and name != EVENTS)
-            self._write(name, path if is_streamed else path.read_bytes())
+            data = path if is_streamed else path.read_bytes()
+            if name == EVENTS and not self._had_ended and is_finished(self._run_dir):
+                return  # the next pass
+            self._write(name, data)
         except FileNotFoundError:
             return
         self._uploaded_states[name] = state
@@ -287,8 +294,6 @@ class BucketRun:
         """Uploads while the block trains; after a signal until the state is there. If another process takes the run,
         `stop_request` ends the training."""
         self._uploader = self._make_uploader(log_event, stop_request.fail)
-        if self._lease is not None:
-            self._lease.start_renewing(stop_request.fail)
         self._uploader.start()
         try:
             yield
@@ -399,6 +404,7 @@ def join_bucket_run(
     lease = acquire(uri.child(LEASE_FILE), on_message=note, check_interrupted=stop_request.check)
     if lease is not None:
         stack.callback(lease.release)
+        lease.start_renewing(stop_request.fail)  # now: downloads, the index and a trial of batches take longer than it
     run = BucketRun(uri, local_dir, [f"{uri} is uploaded from the working copy {local_dir}"], store, lease)
     with writing("The run's working copy cannot be written.", local_dir, fix="make room, or set STOKER_CACHE_DIR"):
         local_dir.mkdir(parents=True, exist_ok=True)

@@ -133,7 +133,9 @@ class CheckpointWriter:
         self.saved_step = -1
         """Step of the newest checkpoint that this writer has completed. Valid after `wait`, like `failure`."""
         self.failure: str | None = None
-        """Why the last write failed; None if it did not."""
+        """Why the last write failed; None if it did not, and nothing waits to be written again."""
+        self._unwritten: dict[str, HostSnapshot] = {}
+        """File of weights → its content, which could not be written: tried again at each later write."""
         self.write_s: float | None = None
         """Seconds of the last complete write of a checkpoint, with the wait for the copies; None before one."""
         self.longest_write_s = 0.0
@@ -163,13 +165,20 @@ class CheckpointWriter:
             pending.result()
 
     def _write_weights(self, snapshot: HostSnapshot, name: str) -> None:
-        try:
-            snapshot.ready.synchronize()
-            write_atomic(self._run / name, _serialize_weights(snapshot))
-        except OSError as error:
-            self._report_failure(error, snapshot.step)
-        else:
-            self.failure = None
+        self._unwritten[name] = snapshot
+        del snapshot
+        self._write_unwritten()
+
+    def _write_unwritten(self) -> None:
+        for name, snapshot in list(self._unwritten.items()):
+            try:
+                snapshot.ready.synchronize()
+                write_atomic(self._run / name, _serialize_weights(snapshot))
+            except OSError as error:
+                self._report_failure(error, snapshot.step)
+                return
+            del self._unwritten[name]
+        self.failure = None
 
     def _write_checkpoint(self, snapshot: HostSnapshot) -> None:
         final_dir = self._run / CHECKPOINTS / f"step-{snapshot.step:08d}"
@@ -192,15 +201,18 @@ class CheckpointWriter:
                 files=files,
             )
             write_atomic(temp_dir / MANIFEST, msgspec.json.encode(manifest))
-            if final_dir.exists():  # from an earlier attempt, whose state training did not continue from
-                shutil.rmtree(final_dir)
+            replaced = final_dir.with_name(f".{final_dir.name}-replaced")
+            if final_dir.exists():  # from an earlier attempt: it stays until the new one can take its place
+                final_dir.rename(replaced)
             temp_dir.rename(final_dir)
             fsync_folder(final_dir.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             shutil.rmtree(temp_dir, ignore_errors=True)
             self._report_failure(error, snapshot.step)
         else:
-            self.saved_step, self.failure = snapshot.step, None
+            self.saved_step = snapshot.step
+            self._write_unwritten()
             self.write_s = time.perf_counter() - start_s
             self.longest_write_s = max(self.longest_write_s, self.write_s)
             folders = list_checkpoints(self._run)

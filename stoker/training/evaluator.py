@@ -15,18 +15,22 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 
 from stoker.config.durations import parse_duration
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
+from stoker.errors import WeightsError
 from stoker.evaluation.error_analysis import build_evaluation
 from stoker.evaluation.evaluate import compute_coco_result, detect, ground_truth, sample_images
 from stoker.evaluation.metrics import Detections, Metrics
 from stoker.hardware.device import ReadyEvent
+from stoker.models.weights.model_file import METADATA_KEY, read_metadata
 from stoker.runs.records import BEST, EVALUATION
 from stoker.training import checkpoint
 from stoker.training.out_of_memory import retry_in_smaller_batches
@@ -73,6 +77,17 @@ class _EvalTask:
         self.metrics: Future[Metrics | None] = Future()
 
 
+def _read_ap(file: Path) -> float:
+    """The AP in the header of a file of weights; −1 if there is none."""
+    try:
+        with safe_open(file, "pt") as opened:
+            header = opened.metadata() or {}
+        ap = read_metadata(header[METADATA_KEY], file).ap
+    except (OSError, SafetensorError, KeyError, WeightsError):
+        return -1.0
+    return -1.0 if ap is None else ap
+
+
 class Evaluator:
     """The evaluations of a training. Called by the training thread only."""
 
@@ -86,6 +101,8 @@ class Evaluator:
         self._ground_truth = ground_truth(setup.index, setup.val_indices)
         self._task: _EvalTask | None = None
         self.best_ap, self.evals_since_best, self.evaluated_step = -1.0, 0, -1
+        self._written_ap = -1.0
+        """Of best.safetensors, which an earlier attempt may have written after its last checkpoint."""
         self._pending: PendingEvaluation | None = None
         """The last evaluation, if its metrics were not known when the state was saved."""
         self._metrics: Metrics | None = None
@@ -104,13 +121,17 @@ class Evaluator:
         saved = resumed.saved
         self.best_ap, self.evals_since_best, self.evaluated_step = resumed.best_ap, 0, -1
         self._pending = self._metrics = None
+        self._written_ap = -1.0 if resumed.is_changed else _read_ap(self._setup.folder.path / BEST)
         if saved is None:
+            return
+        if resumed.is_changed:  # scores before and after cannot be compared
+            self.best_ap, self.evaluated_step = -1.0, saved["evaluated_step"]
             return
         self.best_ap, self.evaluated_step = max(resumed.best_ap, saved["best_ap"]), saved["evaluated_step"]
         if resumed.is_after_rollback:  # patience counts again, and the evaluation that was pending has its metrics
             return
         self.evals_since_best = saved["evals_since_best"]
-        if saved["pending_eval"] is not None and not resumed.is_changed:
+        if saved["pending_eval"] is not None:
             self._pending = PendingEvaluation.from_state(saved["pending_eval"])
 
     @property
@@ -213,7 +234,7 @@ class Evaluator:
     def start(self, pending: PendingEvaluation) -> None:
         """Starts computing metrics; those of the evaluation before have been collected."""
         assert self._task is None
-        task = self._task = _EvalTask(pending, self.best_ap)
+        task = self._task = _EvalTask(pending, max(self.best_ap, self._written_ap))
 
         def run() -> None:
             try:

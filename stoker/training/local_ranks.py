@@ -112,6 +112,8 @@ class _Starter:
         self._request, self._reports = request, reports
         self._processes: list[subprocess.Popen[bytes]] = []
         self._places = make_places(devices)
+        self._signals: list[int] = []
+        """That were forwarded."""
 
     def start(self) -> None:
         data = msgspec.json.encode(self._request) + b"\n"
@@ -126,12 +128,15 @@ class _Starter:
                     start_new_session=True,  # Ctrl-C reaches this process only, which forwards it once
                 )
             self._processes.append(process)
+            for signum in self._signals:
+                process.send_signal(signum)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended already
                 process.stdin.write(data)
                 process.stdin.flush()  # left open: its end tells the rank that this process has gone
 
     def forward(self, signum: int, _: FrameType | None) -> None:
+        self._signals.append(signum)
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signum)
@@ -143,19 +148,23 @@ class _Starter:
             codes = [process.poll() for process in self._processes]
             if None not in codes:
                 return
-            if failed_s is None and any(code not in (None, 0, Preempted.exit_code) for code in codes):
+            if failed_s is None and any(map(self._is_failure, codes)):
                 failed_s = time.monotonic()
                 self._report_death(codes)
             if failed_s is not None and time.monotonic() - failed_s > END_GRACE_S:
                 self.kill()
             time.sleep(_POLL_S)
 
+    def _is_failure(self, code: int | None) -> bool:
+        """Not the end by a signal that it was sent while it started, before it handled any."""
+        return code not in (None, 0, Preempted.exit_code, *(-signum for signum in self._signals))
+
     def _report_death(self, codes: list[int | None]) -> None:
         """Reports a rank that ended without a word, in its name: the others, which only lose the connection, wait for
         the reason."""
         reported = {failure.rank for failure in read_reports(self._reports)}
         for place, code in zip(self._places, codes, strict=True):
-            if code not in (None, 0, Preempted.exit_code) and place.rank not in reported:
+            if code is not None and self._is_failure(code) and place.rank not in reported:
                 write_report(Failure.of(place.rank, self._make_killed_error(place.rank, code)), str(self._reports))
 
     def kill(self) -> None:
@@ -173,6 +182,8 @@ class _Starter:
     def read_result(self) -> Result:
         """What rank 0 left. Raises the error of the rank that ended first."""
         codes, path = [process.returncode for process in self._processes], self._reports / RESULT
+        if 130 in codes:
+            raise KeyboardInterrupt("a second time; earlier checkpoints are in the run")
         if not any(codes) and path.exists():
             return msgspec.json.decode(path.read_bytes(), type=Result, dec_hook=lambda kind, text: kind(text))
         if (failure := first_failure(read_reports(self._reports))) is not None:

@@ -1,7 +1,9 @@
 """Checkpoints: whole or absent, whatever happens while they are written; damaged ones are found and passed over."""
 
 import contextlib
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from safetensors import safe_open
 
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Device, SideStream
+from stoker.training import checkpoint
 from stoker.training.checkpoint import (
     CheckpointWriter,
     reserve_arenas,
@@ -205,3 +208,52 @@ def test_an_error_in_the_writer_is_raised_by_wait(tmp_path: Path):
     with pytest.raises(Exception, match="str"):
         writer.wait()
     writer.wait()
+
+
+def test_weights_that_a_full_disk_refused_are_written_as_soon_as_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """best.safetensors: no later evaluation writes it again unless it is better."""
+    is_full, write = True, checkpoint.write_atomic
+
+    def refuse(path: Path, data: bytes) -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "no space")
+        write(path, data)
+
+    monkeypatch.setattr(checkpoint, "write_atomic", refuse)
+    writer = CheckpointWriter(tmp_path, ignore)
+    writer.save_weights(make_snapshot(1), "best.safetensors")
+    writer.save_weights(make_snapshot(2), "final.safetensors")
+    writer.wait()
+    assert writer.failure is not None
+    is_full = False
+    writer.save(make_snapshot(3))
+    writer.wait()
+    assert writer.failure is None
+    for name, step in (("best", 1), ("final", 2)):
+        with safe_open(tmp_path / f"{name}.safetensors", "pt") as file:
+            assert file.get_tensor("w")[0] == step
+
+
+def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_other_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that resumed at its last step and is stopped again: a kill must not leave it without both."""
+    save(tmp_path, 6)
+    kept: list[bool] = []
+    rename = Path.rename
+
+    def watched(path: Path, target: Path) -> Path:
+        kept.append(any((folder / "manifest.json").exists() for folder in (tmp_path / "checkpoints").iterdir()))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    save(tmp_path, 6)
+    assert kept
+    assert all(kept)
+    monkeypatch.undo()
+    save(tmp_path, 9)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000006", "step-00000009"]

@@ -250,3 +250,24 @@ def test_flush_returns_at_once_if_the_store_refuses(run: Run, place: tuple[Serve
     place[1].conditions = Conditions(plan=lambda _n, method, _path: "400" if method == "PUT" else None)
     run.uploads.start()
     assert "cannot be written" in str(run.uploads.flush(LIMIT_S))
+
+
+def test_an_end_is_uploaded_after_the_final_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine takes an end in the bucket's events for a complete run: the training may end during a pass."""
+    delete = run.uploads._delete_dropped_checkpoints
+
+    def end_meanwhile() -> None:
+        delete()
+        if not (run.folder / "final.safetensors").exists():
+            (run.folder / "final.safetensors").write_bytes(b"f")
+            run.records.event("finished")
+
+    monkeypatch.setattr(run.uploads, "_delete_dropped_checkpoints", end_meanwhile)
+    run.uploads._upload_changes(upload_all=True)
+    there = run.there()
+    assert "final.safetensors" not in there
+    assert b"finished" not in there.get(EVENTS, b"")
+    run.uploads._upload_changes(upload_all=True)
+    there = run.there()
+    assert there["final.safetensors"] == b"f"
+    assert b"finished" in there[EVENTS]

@@ -148,7 +148,7 @@ def local_path(run: str | os.PathLike[str]) -> Path:
     if not is_uri(location):
         return Path(location)
     uri = parse_uri(location)
-    if uri.name.endswith((".safetensors", ".onnx")):
+    if uri.name.endswith((".safetensors", ".onnx", ".tflite", ".pt2")):
         return hub.local_path(location)
     return fetch_run(uri, weights=True)
 

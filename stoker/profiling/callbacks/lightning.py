@@ -51,6 +51,8 @@ class StokerCallback(load_class("Callback", "lightning.pytorch", "pytorch_lightn
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if getattr(loss, "numel", lambda: 0)() != 1:  # with manual optimization a step may return anything
             loss = None
+        elif loss is not None:  # Lightning has divided it, for the gradients
+            loss = loss * trainer.accumulate_grad_batches
         lr = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
         measure.log(loss=loss, lr=lr)
         if trainer.global_step > measure.step_count:  # else the gradient is accumulated
