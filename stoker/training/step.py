@@ -42,10 +42,10 @@ def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) 
 
         def compute_losses_on_any_device(batch: Batch) -> dict[str, Tensor]:
             if not is_on_accelerator(batch.images):
-                return compute_losses(batch)
+                return model.loss(model(batch.images), batch)
             casts = weight_casts.apply(batch.images.device.type) if cast_together else contextlib.nullcontext()
             with casts, batch_counts.defer():
-                return compute_losses(batch)
+                return model.loss(model(batch.images), batch)
 
         return compute_losses_on_any_device
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
