@@ -160,13 +160,14 @@ def test_archives_of_macos_are_read(tmp_path: Path) -> None:
     assert (len(index), len(index.boxes), index.problems) == (3, 3, ())
 
 
-def test_coco_between_many_other_files(tmp_path: Path) -> None:
-    """Fewer than MAX_FILES are all looked at; a folder with a file for each image is recognized by its first ones."""
-    for number in range(40):
+@pytest.mark.parametrize(("count", "name"), [(40, "zzz"), (300, "instances_all")])
+def test_coco_between_many_other_files(count: int, name: str, tmp_path: Path) -> None:
+    """Up to MAX_FILES are all looked at; of more the first ones, and those with usual names."""
+    for number in range(count):
         (tmp_path / f"{number}.json").write_text("{}")
     Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
     images = [{"id": 1, "file_name": "a.png", "width": 9, "height": 9}]
     boxes = [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 4, 4]}]
     content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cat"}]}
-    (tmp_path / "zzz.json").write_text(json.dumps(content))
+    (tmp_path / f"{name}.json").write_text(json.dumps(content))
     assert open_index(tmp_path).format == "coco"

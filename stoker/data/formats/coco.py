@@ -107,6 +107,7 @@ OTHER_TASKS = ("captions", "keypoints", "panoptic", "stuff", "image_info")
 SPLIT_ALIASES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 
 
+_USUAL_NAME = re.compile(r"(?i)coco|instances|annotation|train|val|test")
 MAX_FILES = 256
 """JSON files of a folder up to which each is looked at; a tool that writes one for each image writes many."""
 
@@ -129,8 +130,10 @@ def recognize(path: Path) -> DatasetLayout | None:
         return _make_layout("COCO JSON per split folder", path, parts, folders.check_unannotated_splits(path, parts))
     for directory in (*folders.named_subdirs(path, folders.ANNOTATION_DIRS), path):
         candidates = folders.list_files(directory, ".json")
-        if len(candidates) > MAX_FILES and not any(map(_looks_like_coco, candidates[: folders.MAX_PROBES])):
-            continue  # a file for each image
+        if len(candidates) > MAX_FILES:  # one for each image, unless the first ones or the usual names say otherwise
+            usual = [file for file in candidates[folders.MAX_PROBES :] if _USUAL_NAME.search(file.stem)]
+            if not any(map(_looks_like_coco, candidates[: folders.MAX_PROBES] + usual[: folders.MAX_PROBES])):
+                continue
         if files := [file for file in candidates if _looks_like_coco(file)]:
             description = "COCO JSON" if directory == path else f"COCO JSON in {directory.name}/"
             chosen, notes = _choose_per_split(directory, files)
