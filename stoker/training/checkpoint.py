@@ -167,18 +167,21 @@ class CheckpointWriter:
     def _write_weights(self, snapshot: HostSnapshot, name: str) -> None:
         self._unwritten[name] = snapshot
         del snapshot
-        self._write_unwritten()
+        if (error := self._write_unwritten()) is not None:
+            self._report_failure(*error)
 
-    def _write_unwritten(self) -> None:
+    def _write_unwritten(self) -> tuple[OSError, int] | None:
+        """Writes what waits. Returns an error, of which `failure` has the text, and its step."""
         for name, snapshot in list(self._unwritten.items()):
             try:
                 snapshot.ready.synchronize()
                 write_atomic(self._run / name, _serialize_weights(snapshot))
             except OSError as error:
-                self._report_failure(error, snapshot.step)
-                return
+                self.failure = str(error)
+                return error, snapshot.step
             del self._unwritten[name]
         self.failure = None
+        return None
 
     def _write_checkpoint(self, snapshot: HostSnapshot) -> None:
         final_dir = self._run / CHECKPOINTS / f"step-{snapshot.step:08d}"
@@ -212,7 +215,7 @@ class CheckpointWriter:
             self._report_failure(error, snapshot.step)
         else:
             self.saved_step = snapshot.step
-            self._write_unwritten()
+            self._write_unwritten()  # whose failure was reported before
             self.write_s = time.perf_counter() - start_s
             self.longest_write_s = max(self.longest_write_s, self.write_s)
             folders = list_checkpoints(self._run)
