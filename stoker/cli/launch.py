@@ -156,13 +156,13 @@ def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f
 
 @launch_app.command(sort_key=3)
 def cancel(run: Run, /) -> None:
-    """Asks the newest job of a run to save and end, for good, and waits until it has. The run can be continued."""
+    """Asks the newest job of a run, or all of a search, to save and end, for good, and waits until that is done. The
+    run can be continued."""
     from stoker.launching.jobs import cancel as cancel_job
-    from stoker.launching.jobs import last_job, newest_jobs, read_jobs
+    from stoker.launching.jobs import launched_jobs, newest_jobs
     from stoker.secrets import mask_secrets
 
-    last_job(run)
-    for job in newest_jobs(read_jobs(run)):
+    for job in newest_jobs(launched_jobs(run)):
         state = cancel_job(job)
         print_text(f"{job.place} job {job.id}: {state.state}: {mask_secrets(state.text)}", newlines=True)
     print_text(f"`stoker launch WHERE --resume {run}` continues the run")

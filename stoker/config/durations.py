@@ -54,8 +54,8 @@ def join_length(fields: dict[str, Any]) -> dict[str, Any]:
         if parse_duration(text, "max-time").unit != "minutes":
             raise ConfigError(f"--max-time {value!r} is not a time.", choices=("30min", "2h"))
     else:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        text = (f"{value:g}ep" if is_number else f"{value}ep") if name == "epochs" else str(value)
+        number = f"{value:g}" if type(value) in (int, float) else str(value)
+        text = f"{number}ep" if name == "epochs" else str(value)
         parse_duration(text, name)
     return rest | {"max_duration": text}
 

@@ -126,7 +126,7 @@ def convert_via_datumaro(source: Path, out: Path, format: str | None) -> list[st
 
 
 def _create_partial_dir(out: Path) -> tuple[Path, Path]:
-    """(the folder that a link is to, else `out`; the new folder beside it to write into, in place of an old one)."""
+    """(the folder that a link is to, else `out`; a new folder next to it to write into, in place of an old one)."""
     out = out.resolve()
     if os.path.ismount(out):
         fix = f"name a folder in it: {out / 'NAME'}"

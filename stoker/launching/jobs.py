@@ -103,13 +103,18 @@ def _checked(job: Job, run: str) -> Job:
     return msgspec.structs.replace(job, run=run, log=job.log if is_uri(run) or not job.log else f"{run}/{LOG}")
 
 
-def last_job(run: str) -> Job:
-    """The newest job of a run. Raises UsageError if none was launched."""
+def launched_jobs(run: str) -> list[Job]:
+    """The jobs of a run, oldest first. Raises UsageError if none was launched."""
     jobs = read_jobs(run)
     if not jobs:
         fix = "name the run folder that `stoker launch` printed"
         raise UsageError("No job was launched for this run.", location=run, cause=f"there is no {LAUNCH}", fix=fix)
-    return jobs[-1]
+    return jobs
+
+
+def last_job(run: str) -> Job:
+    """The newest of `launched_jobs`."""
+    return launched_jobs(run)[-1]
 
 
 def remember(job: Job) -> None:

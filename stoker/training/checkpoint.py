@@ -238,9 +238,11 @@ def _serialize_weights(snapshot: HostSnapshot) -> bytes:
 
 
 def _serialize_state(snapshot: HostSnapshot) -> bytes:
-    buffer = io.BytesIO()
-    # clones, as `save` refuses tensors of several types that are parts of one piece of memory, and writes all of it
-    torch.save(map_tensors(snapshot.state, Tensor.clone), buffer)
+    buffer, state = io.BytesIO(), snapshot.state
+    if snapshot.lease is not None:
+        # they share memory, of which `save` would write all; and it refuses parts of one that have several types
+        state = map_tensors(state, Tensor.clone)
+    torch.save(state, buffer)
     # not getbuffer(), of which garbage collection can crash Python 3.12 (github.com/python/cpython/issues/111049)
     return buffer.getvalue()
 

@@ -230,7 +230,7 @@ class _Replicas(Several):
 class Ddp(_Replicas):
     """Ranks whose gradients are averaged in each step."""
 
-    casts_together = False  # they are exchanged bucket by bucket, as they become ready
+    exchanges_in_backward = True
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger, sync: SyncMethod) -> None:
         self._hook = GradientHook(sync, setup.ranks) if sync.kind in ("bf16", "powersgd") else None

@@ -35,8 +35,9 @@ class One(PlainStep):
     """Whether a CUDA graph can replay its step: nothing in it depends on what the host does in each step."""
     can_be_compiled = True
     """Whether its step can be compiled: a run that was started on one device may ask for it."""
-    casts_together = True
-    """Whether all weights are cast at once: their gradients are then all ready together, at the end of the pass."""
+    exchanges_in_backward = False
+    """Whether gradients are exchanged during the backward pass, as they become ready. Weights that are cast all at once
+    have theirs only at its end."""
     takes_part_in_saves = True
     """Whether this process has something to do when a checkpoint is saved."""
 
@@ -46,7 +47,7 @@ class One(PlainStep):
         self.compiles = run.compile and self.can_be_compiled
         """Whether `warm_up` compiles the step."""
         is_whole = setup.optimizer.sharding is None
-        self._cast_together = is_whole and self.casts_together
+        self._cast_together = is_whole and not self.exchanges_in_backward
         loss_fn = make_loss_fn(setup.model, compile=self.compiles, cast_together=self._cast_together)
         super().__init__(loss_fn, setup.optimizer, setup.loss_accumulator, setup.device.autocast(run.precision))
         self.agreed = Signals()

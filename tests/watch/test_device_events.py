@@ -58,4 +58,4 @@ def test_ranks_that_one_task_of_slurm_has_started_have_their_own_numbers(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert torch_loop._is_one_of_a_task(world_size) is is_one
+    assert torch_loop._task_has_several_ranks(world_size) is is_one

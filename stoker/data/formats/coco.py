@@ -108,6 +108,7 @@ SPLIT_ALIASES = {"train": ("train",), "val": ("val", "valid", "validation"), "te
 
 
 _USUAL_NAME = re.compile(r"(?i)coco|instances|annotation|train|val|test")
+"""In names of COCO files."""
 MAX_FILES = 256
 """JSON files of a folder up to which each is looked at; a tool that writes one for each image writes many."""
 

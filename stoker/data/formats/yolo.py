@@ -137,7 +137,7 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
         notes=tuple(notes),
         metadata_files=(
             file,
-            *(_names_files(file, definition.names) if class_names else _find_names_files(file.parent, parts)),
+            *(_named_file(file, definition.names) if class_names else _find_names_files(file.parent, parts)),
         ),
     )
 
@@ -420,7 +420,7 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
     if isinstance(written, str):
         if not written:
             return None
-        if found := _names_files(file, written):
+        if found := _named_file(file, written):
             return _read_names(found[0])
         cause = f"names is {written!r}, neither a list nor an existing file"
         raise make_error(DataError, "yolo-unusable-description", file, cause=cause)
@@ -432,7 +432,7 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
     return tuple(names[number].strip() for number in range(len(names))) or None
 
 
-def _names_files(file: Path, written: str | list[str] | dict[int, str]) -> list[Path]:
+def _named_file(file: Path, written: str | list[str] | dict[int, str]) -> list[Path]:
     """The file of class names that a description names, if it does."""
     if not isinstance(written, str) or not written:
         return []

@@ -16,6 +16,7 @@ from stoker.models.layers.convolutions import FoldedConv2d
 from stoker.models.layers.norms import installed
 
 IN_FP32 = "runs_without_autocast"
+"""Attribute of modules that compute in fp32 within a model in mixed precision."""
 
 
 class _CastAll(torch.autograd.Function):

@@ -289,7 +289,7 @@ def patch_collectives(module: "Any") -> None:
     def init_process_group(*args: "Any", **kwargs: "Any") -> "Any":
         result = original(*args, **kwargs)
         try:
-            if clock.values[RANK] < 0 or _is_one_of_a_task(module.get_world_size()):
+            if clock.values[RANK] < 0 or _task_has_several_ranks(module.get_world_size()):
                 clock.values[RANK] = float(module.get_rank())
             if module.get_world_size() > 1 and not patches:
                 patches.extend(time_collectives(lambda: clock.begin(COMM), clock.is_outside_phases, _begin_exchange))
@@ -300,7 +300,7 @@ def patch_collectives(module: "Any") -> None:
     module.init_process_group = init_process_group
 
 
-def _is_one_of_a_task(world_size: int) -> bool:
+def _task_has_several_ranks(world_size: int) -> bool:
     """Whether a task of Slurm or MPI has started several ranks itself: all of them have its number."""
     if "LOCAL_RANK" in os.environ:
         return False
