@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from stoker.data.batch import Batch
 from stoker.data.images.decode import thumbnail
 from stoker.data.index import Index
+from stoker.data.loading.device_decoder import JpegDecoder
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.data.loading.processes import WorkerProcesses
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
@@ -70,6 +71,7 @@ def evaluation_loader(
     rank: int = 0,
     world_size: int = 1,
     processes: WorkerProcesses | None = None,
+    jpeg_decoder: JpegDecoder = "cpu",
     on_quarantine: Callable[[QuarantinedImage], None] | None = None,
 ) -> Loader:
     """One pass over some rows of an index, or over a rank's fraction of them; close it. See `Loader`."""
@@ -86,6 +88,7 @@ def evaluation_loader(
         max_bad_fraction=max_bad_fraction,
         rank=rank,
         world_size=world_size,
+        jpeg_decoder=jpeg_decoder,
     )
     return Loader(index, image_indices, spec, processes=processes, on_quarantine=on_quarantine)
 

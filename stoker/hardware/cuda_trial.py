@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,11 @@ class TorchDevice(msgspec.Struct, frozen=True, kw_only=True):
     tflops: float | None = None
     """Of bf16 (fp16 where there is none) matrix products."""
 
+    @property
+    def arch(self) -> str:
+        """sm_90: as torch names what it was built for."""
+        return "sm_{}{}".format(*self.capability)
+
 
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What torch says of itself and its GPUs."""
@@ -132,6 +137,28 @@ class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the package that torch requires: 9.10.2.21."""
     libraries: list[str] = []
     """Loaded libcuda and libcudnn files."""
+
+
+def runs_on(arch_list: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether code for these architectures runs on a GPU: code for the same major and at most its minor version, or PTX
+    of at most its version. sm_90a runs on exactly one (CUDA C++ programming guide, "Compute capability")."""
+    for arch in arch_list:
+        if match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch):
+            kind, built = match[1], (int(match[2]), int(match[3]))
+            runs = built <= capability and (kind == "compute" or built[0] == capability[0])
+            if (kind == "sm" and built == capability) if match[4] == "a" else runs:
+                return True
+    return not arch_list  # not known
+
+
+TURING = (7, 5)
+"""The oldest GPUs of CUDA 13, and of torch's builds with CUDA 12.8 and later."""
+
+
+def build_with(capability: tuple[int, int]) -> str:
+    """Which build of torch has kernels for a GPU that another one lacks (pytorch's RELEASE.md, "PyTorch CUDA Support
+    Matrix" for 2.11; issue 190385: no build for CUDA 12.6 after 2.14)."""
+    return "2.11 to 2.14 for CUDA 12.6 (cu126)" if capability < TURING else "a newer one, for the newest CUDA"
 
 
 def describe_torch() -> dict[str, Any]:

@@ -12,6 +12,7 @@ import dataclasses
 import importlib.util
 import os
 import platform
+import re
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from stoker.errors import OutOfMemoryError, PreflightError, make_error
 from stoker.hardware.cgroup import host_memory
+from stoker.hardware.cuda_trial import TorchDevice, build_with, present_device, runs_on
 
 CPU_BLOCK_SIZE = 2**19
 """Elements that a loss or a matcher processes at once on a CPU: a core's cache has room for them and their temporaries
@@ -280,7 +282,10 @@ class SideStream:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Operations in the block go to this stream, and tensors made in it use memory of this stream."""
+        """Operations in the block go to this stream, and tensors made in it use memory of this stream. Its device
+        becomes that of the thread: CUDA would make a context on GPU 0, a new thread's, when the block ends."""
+        if self._stream is not None:
+            torch.accelerator.set_device_index(self._stream.device_index)
         with contextlib.nullcontext() if self._stream is None else self._stream:
             yield
 
@@ -497,6 +502,8 @@ def select_device(name: str | None = None) -> Device:
         device = torch_xla.device(device.index)
     elif device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
+    if device.type == "cuda" and torch.version.hip is None:
+        require_kernels(present_device(device), torch.cuda.get_arch_list())
     try:
         probe = torch.ones(8, device=device)
         works = float((probe @ probe).item()) == 8.0
@@ -505,6 +512,16 @@ def select_device(name: str | None = None) -> Device:
     if not works:
         raise PreflightError(f"The device {str(device)!r} computes wrong results: the sum of 8 ones is not 8.")
     return Device(device)
+
+
+def require_kernels(gpu: TorchDevice, arch_list: Sequence[str]) -> None:
+    """Raises PreflightError if a torch that was built for `arch_list` has no kernels for this GPU."""
+    if not runs_on(arch_list, gpu.capability):
+        raise make_error(
+            PreflightError, "gpu-without-kernels",
+            name=gpu.name, arch=gpu.arch, torch=torch.__version__, arches=" ".join(arch_list),
+            build=build_with(gpu.capability),
+        )  # fmt: skip
 
 
 def available_devices() -> list[str]:
@@ -562,20 +579,28 @@ def _xla_client() -> str:
     return str(runtime.device_type())
 
 
-OUT_OF_MEMORY_TEXTS = (
-    "can't allocate memory",  # torch's allocator of a CPU
-    "CUDA error: out of memory",  # the driver itself, not torch's allocator
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
-"""What a RuntimeError that is not torch.OutOfMemoryError says if memory is exhausted."""
+_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC(ATION)?_FAILED")
+"""What a RuntimeError that is not torch.OutOfMemoryError says if memory is exhausted: those of the driver, of Triton and
+of NCCL; torch's allocator of a CPU; cuBLAS and cuDNN."""
+_NO_CONVOLUTION = "unable to find an engine to execute this computation"
+"""What torch says where every convolution of cuDNN failed, also if each was only short of memory for its workspace
+(aten/src/ATen/native/cudnn/Conv_v8.cpp)."""
+LITTLE_MEMORY_FRACTION = 1 / 16
+"""Of a device's memory: the smallest workspace of a convolution is below it. torch has given its cached blocks back to
+the driver when an allocation fails."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the memory of the device or of the host is exhausted."""
+    """Whether the memory of the device or of the host is exhausted. Ask while the error is handled, which keeps alive
+    what it allocated."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+    if not isinstance(error, RuntimeError):
+        return False
+    if _NO_CONVOLUTION in str(error) and torch.accelerator.is_available():
+        free_bytes, total_bytes = torch.accelerator.get_memory_info()
+        return free_bytes < LITTLE_MEMORY_FRACTION * total_bytes
+    return _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 @contextlib.contextmanager

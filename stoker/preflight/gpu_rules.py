@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from stoker.diagnosis.causes.gpu import PCIE_DEGRADED, find_xid
 from stoker.findings.finding import Finding, Severity
-from stoker.hardware.cuda_trial import TorchFacts, kernel_driver
+from stoker.hardware.cuda_trial import TorchFacts, build_with, kernel_driver, runs_on
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.tables import DRIVERS_BY_MAJOR
 from stoker.profiling.telemetry.gpu import EXCLUSIVE, PROHIBITED, DriverState, GpuState
@@ -80,11 +80,11 @@ def version_findings(facts: GpuFacts) -> Iterator[Finding]:
         yield describe("driver", version=version, cuda=found.cuda, used=used, torch=found.torch)
     for device in found.devices:
         place, arches = f"cuda:{device.index}", " ".join(found.arch_list)
-        arch = f"sm_{device.capability[0]}{device.capability[1]}"
         if runs_on(found.arch_list, device.capability):
-            yield describe("architecture", place, arch=arch, arches=arches)
+            yield describe("architecture", place, arch=device.arch, arches=arches)
         elif device.capability != (0, 0):
-            yield describe("arch_missing", place, torch=found.torch, name=device.name, arch=arch, arches=arches)
+            texts = {"name": device.name, "arch": device.arch, "build": build_with(device.capability)}
+            yield describe("arch_missing", place, torch=found.torch, arches=arches, **texts)
     yield from _cudnn(found)
 
 
@@ -101,18 +101,6 @@ def driver_fix(found: TorchFacts) -> str:
     older = [major for major in DRIVERS_BY_MAJOR if major < cuda]
     instead = f", or torch built for CUDA {older[-1]} (pytorch.org/get-started/locally)" if older else ""
     return f"install driver {DRIVERS_BY_MAJOR.get(cuda, DRIVERS_BY_MAJOR[13])} or newer{instead}"
-
-
-def runs_on(arch_list: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Whether code for these architectures runs on a GPU: code for the same major and at most its minor version, or PTX
-    of at most its version. sm_90a runs on exactly one (CUDA C++ programming guide, "Compute capability")."""
-    for arch in arch_list:
-        if match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch):
-            kind, built = match[1], (int(match[2]), int(match[3]))
-            runs = built <= capability and (kind == "compute" or built[0] == capability[0])
-            if (kind == "sm" and built == capability) if match[4] == "a" else runs:
-                return True
-    return not arch_list  # not known
 
 
 def _cudnn(found: TorchFacts) -> Iterator[Finding]:

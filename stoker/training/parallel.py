@@ -24,7 +24,7 @@ from stoker.report.terminal import Screen
 from stoker.training import checkpoint
 from stoker.training.resume import Resumed
 from stoker.training.state import EventLogger, Signals, TrainSetup, TrainState
-from stoker.training.step import PlainStep, describe_error, make_loss_fn
+from stoker.training.step import PlainStep, describe_compilation, describe_error, make_loss_fn
 from stoker.training.watchdog import HangDetector
 
 
@@ -131,11 +131,16 @@ class One(PlainStep):
             self._newest_copy = None
 
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
-        """Compiles the step, without a change of the training. make_batch: a micro-batch of the shapes of training."""
+        """Compiles the step, without a change of the training, and logs what of it is compiled. make_batch: a
+        micro-batch of the shapes of training."""
         if not self.compiles:
             return
+        from torch._dynamo.utils import counters  # torch.compile has imported it
+
+        counters.clear()
         try:
             self.rehearse(make_batch())
+            self.log_event(*describe_compilation(counters))
         except Exception as error:
             if is_out_of_memory(error):
                 raise

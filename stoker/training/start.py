@@ -382,6 +382,7 @@ def make_validation_loader(setup: TrainSetup) -> Loader:
         rank=setup.ranks.rank,
         world_size=setup.ranks.world_size,
         processes=setup.processes,
+        jpeg_decoder=run.jpeg_decoder,
         on_quarantine=setup.quarantine,
     )
 

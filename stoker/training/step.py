@@ -7,7 +7,7 @@ result is cached for later runs. `--compile` and `--no-compile` decide; the defa
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -137,6 +137,17 @@ def train_step(parallel: PlainStep, batch: Batch) -> None:
             losses, clipped.grad_norm, clipped.found_inf, optimizer.completed_steps, clipped.tensor_norms
         )
     end_step(batch.images.device)
+
+
+def describe_compilation(counters: Mapping[str, Mapping[str, int]]) -> tuple[str, str]:
+    """(kind of event, text): what torch.compile has made of the functions since its `counters` were cleared. A compiler
+    may skip a function, as Inductor does where the GPU has no bf16 and a tensor is bf16; that is no error of torch's."""
+    graphs, functions, breaks = counters["stats"]["unique_graphs"], counters["frames"]["total"], counters["graph_break"]
+    if graphs == functions and not breaks:
+        return "info", f"compiled: {graphs} whole graphs" if graphs > 1 else "compiled: one whole graph"
+    reason = "".join(f"; {text.partition(chr(10))[0]}" for text in list(breaks)[:1])
+    text = f"{graphs} graphs of {functions} functions, {sum(breaks.values())} graph breaks{reason}"
+    return "warning", f"compiled in part: {text}; the rest of the step runs operator by operator"
 
 
 def describe_error(error: Exception) -> str:

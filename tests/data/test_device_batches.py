@@ -14,10 +14,16 @@ from stoker.data.batch import PAD_COLOR, Batch
 from stoker.data.images.headers import parse_header
 from stoker.data.loading import device_decoder
 from stoker.data.loading.device_decoder import is_device_decodable
+from stoker.data.loading.samples import BatchTask
+from stoker.data.loading.stats import Counters
 from stoker.errors import DataError, PreflightError
 from stoker.hardware.device import Device, ReadyEvent, SideStream
+from stoker.training.defaults import checks
+from stoker.training.run import train
 from tests.data.loading import InMemoryIndex, assert_same, image_indices_of, make, take, wait_until_full
+from tests.drawn import draw
 from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex, smooth_image
+from tests.fixtures.training_run import settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
@@ -404,3 +410,21 @@ def test_images_are_rotated_as_in_the_header(tmp_path: Path) -> None:
         image = device_decoder.EncodedImage(data, header, (2, 1, width, height - 3), (height - 4, width - 2))
         assert not device_decoder.decode_into_batch(images, {0: image}, Device(torch.device("cpu")).make_stream())
         assert np.array_equal(images[0, : height - 4, : width - 2].numpy(), expected[1 : height - 3, 2:width])
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_a_training_decodes_where_the_training_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[bool] = []
+    decode = device_decoder.DeviceBatchDecoder.decode
+
+    def recording(self: device_decoder.DeviceBatchDecoder, batch_task: BatchTask, counters: Counters) -> None:
+        if batch_task.encoded:
+            decoded.append(self._samples.train)
+        decode(self, batch_task, counters)
+
+    monkeypatch.setattr(device_decoder.DeviceBatchDecoder, "decode", recording)
+    monkeypatch.setattr(checks, "refuse_conflicts", lambda *_: None)  # nvJPEG needs a GPU
+    train(settings(draw(tmp_path / "shapes"), max_duration="2", jpeg_decoder="nvjpeg"), run_dir=str(tmp_path / "run"))
+    assert {*decoded} == {True, False}

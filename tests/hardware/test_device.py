@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -94,6 +95,36 @@ class LateEvent:
         assert self.query(), "CUDA raises where one is not reached"
         assert later.query(), "CUDA raises where one is not reached"
         return (later.at_s - self.at_s) * 1e3
+
+
+def test_a_thread_that_uses_a_stream_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread has GPU 0. What leaves a stream's block sets the device from before: on GPU 0 that makes a context."""
+    current, history = threading.local(), list[int]()
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device_index = device.index
+
+        def __enter__(self) -> None:
+            self.before = getattr(current, "index", 0)
+            current.index = self.device_index
+
+        def __exit__(self, *_: object) -> None:
+            current.index = self.before
+            history.append(self.before)
+
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(current, "index", index))
+    stream = Device(torch.device("cuda", 1)).make_stream()
+
+    def use() -> None:
+        with stream.activate():
+            assert current.index == 1
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert history == [1]
 
 
 def test_thousands_of_steps_need_few_events_and_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:

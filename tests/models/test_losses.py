@@ -10,7 +10,7 @@ from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
 from stoker.models.layers.boxes import decode
-from stoker.models.layers.losses import box_loss, focal_loss
+from stoker.models.layers.losses import box_loss, focal_loss, soft_binary_cross_entropy
 from stoker.models.layers.matching import BACKGROUND, IGNORED
 from stoker.models.layers.norms import FrozenBatchNorm2d
 
@@ -84,9 +84,11 @@ def test_focal_loss_of_background_in_fp32_has_the_digits_of_fp64() -> None:
     torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=0)
 
 
-def test_focal_loss_keeps_nothing_but_one_derivative_per_logit() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_focal_loss_keeps_nothing_but_one_derivative_per_logit(dtype: torch.dtype) -> None:
+    """In the type of the logits: Inductor compiles no graph that returns bf16 where a GPU has fp16 only."""
     kept: list[Tensor] = []
-    logits = torch.randn(2, 100, 8, dtype=torch.bfloat16, requires_grad=True)
+    logits = torch.randn(2, 100, 8, dtype=dtype, requires_grad=True)
     target = torch.full((2, 100), BACKGROUND)
 
     def keep(tensor: Tensor) -> Tensor:
@@ -95,7 +97,24 @@ def test_focal_loss_keeps_nothing_but_one_derivative_per_logit() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         focal_loss(logits, target, alpha=0.25, gamma=2.0)
-    assert sorted((str(t.dtype), t.numel()) for t in kept) == [("torch.bfloat16", 1600)]
+    assert [(t.dtype, t.numel()) for t in kept] == [(dtype, 1600)]
+
+
+@pytest.mark.parametrize("kind", ["focal", "soft"])
+def test_small_gradients_of_fp16_logits_do_not_underflow_before_the_loss_scale(kind: str) -> None:
+    logits = torch.linspace(-9, 9, 401).half()[:, None, None]
+    background, no_quality = torch.full((401, 1), BACKGROUND), torch.zeros(401, 1)
+    gradients = []
+    for dtype in (torch.float64, torch.float16):
+        x = logits.to(dtype).requires_grad_()
+        if kind == "focal":
+            loss = focal_loss(x, background, alpha=0.25, gamma=2.0)
+        else:
+            loss = soft_binary_cross_entropy(x, torch.zeros(401, 1, dtype=torch.int64), no_quality)
+        (gradient,) = torch.autograd.grad(2.0**14 * loss.sum() / 100, x)
+        gradients.append(gradient.double())
+    # the smallest is 3e-12 before the scale, a number of fp16 has 11 bits, and two roundings
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=2.0**-10, atol=6e-8)
 
 
 @pytest.mark.parametrize("kind", ["l1", "giou"])

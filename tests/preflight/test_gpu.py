@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import psutil
 import pytest
 import torch
 
+from stoker.errors import PreflightError
 from stoker.findings.finding import Finding
 from stoker.hardware import cuda_trial
-from stoker.hardware.cuda_trial import TorchDevice, TorchFacts, gpu_evidence
+from stoker.hardware.cuda_trial import TorchDevice, TorchFacts, gpu_evidence, runs_on
+from stoker.hardware.device import select_device
 from stoker.preflight.gpu import check_gpu, check_tensorflow, silent_cpu
-from stoker.preflight.gpu_rules import GpuFacts, Trial, runs_on, version_findings, xid_findings
+from stoker.preflight.gpu_rules import GpuFacts, Trial, version_findings, xid_findings
 from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, GpuState
 from stoker.profiling.telemetry.machine import KernelLine
 from stoker.runs.schemas import GpuSample
@@ -239,6 +242,26 @@ def test_architectures(tmp_path: Path, arches: list[str], capability: tuple[int,
     assert runs_on(arches, capability) is runs
     torch = msgspec.structs.replace(with_device(capability=capability), arch_list=arches)
     assert ("arch_missing" in versions(tmp_path, torch)) is not runs
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "fix"),
+    [("Tesla V100-SXM2-16GB", (7, 0), "CUDA 12.6"), ("NVIDIA Next", (13, 0), "newest CUDA")],
+)
+def test_a_training_on_a_gpu_without_kernels_is_refused_before_it_computes(
+    name: str, capability: tuple[int, int], fix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    properties = types.SimpleNamespace(name=name, major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
+    with pytest.raises(PreflightError, match=name) as caught:
+        select_device("cuda")
+    assert "sm_75 sm_80" in (caught.value.cause or "")
+    found = msgspec.structs.replace(with_device(capability=capability), arch_list=["sm_80"])
+    for said in (caught.value.fix, versions(tmp_path, found)["arch_missing"].fix):
+        assert fix in (said or "")
 
 
 def test_cudnn_old_loaded_twice_or_not_the_one_it_was_built_for(tmp_path: Path):

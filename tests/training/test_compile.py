@@ -1,19 +1,21 @@
 """Training by a compiled program: the same numbers as operator by operator, and its time in the ledger."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.backends.common import aot_autograd
 
-from stoker.hardware.device import select_device
+from stoker.hardware.device import DTYPES, select_device
 from stoker.models import build
 from stoker.runs.records import FINAL, STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training import recorder, step
 from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
-from stoker.training.step import PlainStep, make_loss_fn
+from stoker.training.step import PlainStep, describe_compilation, make_loss_fn
 from tests.drawn import draw
 from tests.fixtures.models_no_waits import make_stepper
 from tests.fixtures.training_run import settings
@@ -45,9 +47,59 @@ def test_a_compiled_training_equals_the_eager_one(data: Path, tmp_path: Path, mo
         runs[compiled] = load_file(run / FINAL)
         compile_s = sum(window.phases.get("compile", 0.0) for window in read_lines(run, STEPS, StepWindow))
         assert (compile_s > 0) == compiled
+        texts = [event.text for event in events_of(run, "info")]
+        assert ("compiled: one whole graph" in texts) == compiled
     assert runs[True].keys() == runs[False].keys()
     for name, tensor in runs[True].items():
         torch.testing.assert_close(runs[False][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def skip_bf16(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """Compiles nothing, and skips a graph that takes or returns bf16, as Inductor does on a GPU that emulates it
+    (`_check_triton_bf16_support` in torch/_inductor/compile_fx.py)."""
+    (outputs,) = graph.graph.find_nodes(op="output")
+    returned = [node.meta["val"] for node in outputs.args[0] if node is not None]
+    if any(getattr(value, "dtype", None) == torch.bfloat16 for value in (*inputs, *returned)):
+        raise torch._dynamo.exc.SkipFrame("BF16 is not supported")
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "expected"),
+    [
+        ("retinanet_tiny_fpn", "fp16", ("info", "compiled: one whole graph")),
+        ("retinanet_tiny_fpn", "bf16", ("warning", "compiled in part: ")),
+        pytest.param("ember_n", "fp16", ("info", "compiled: one whole graph"), marks=pytest.mark.slow),
+        pytest.param("dfine_n", "fp16", ("info", "compiled: one whole graph"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_in_fp16_is_compiled_where_bf16_is_emulated(
+    name: str, precision: str, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(step, "COMPILE_BACKEND", aot_autograd(fw_compiler=skip_bf16))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build(settings_of(name), 3).train()
+    parallel = PlainStep(
+        make_loss_fn(model, compile=True), make_stepper(model, "sgd"), None, torch.autocast("cpu", DTYPES[precision])
+    )
+    parallel.rehearse(make_batch((3, 1), (64, 64), 3))
+    kind, text = describe_compilation(torch._dynamo.utils.counters)
+    assert (kind, text[: len(expected[1])]) == expected
+
+
+def test_what_torch_did_not_compile_is_said():
+    def break_graph(x: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2
+        torch._dynamo.graph_break()
+        return doubled + 1
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.compile(break_graph, backend="eager", dynamic=False)(torch.ones(3))
+    kind, text = describe_compilation(torch._dynamo.utils.counters)
+    assert kind == "warning"
+    assert text.startswith("compiled in part: 2 graphs of 2 functions, 1 graph breaks; Call to `torch._dynamo.graph_br")
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """Out of memory while training: the run goes on in smaller micro-batches, as if it had begun with them."""
 
+import importlib.util
+import mmap
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +177,8 @@ def test_halving_ends_at_the_smallest_micro_batch(batch_size: int, max_size: int
         (torch.OutOfMemoryError("CUDA out of memory."), True),
         (MemoryError(), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), False),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("out of memory"), False),
@@ -181,3 +186,48 @@ def test_halving_ends_at_the_smallest_micro_batch(batch_size: int, max_size: int
 )
 def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
+
+
+def texts_in(package: str, files: str, pattern: bytes) -> list[str]:
+    """The texts of a pattern in the installed files of a package: what it can print, not what we remember of it."""
+    if (spec := importlib.util.find_spec(package)) is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    found: set[str] = set()
+    for path in sorted(Path(next(iter(spec.submodule_search_locations))).glob(files)):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found.update(text.decode() for text in re.findall(pattern, content))
+    if not found:
+        pytest.skip(f"a build of {package} without {files}")
+    return sorted(found)
+
+
+def test_what_cudnn_says_without_memory():
+    statuses = texts_in("nvidia", "*/lib/libcudnn_graph.so*", rb"CUDNN_STATUS_\w*ALLOC\w*FAILED")
+    assert any("DEVICE" in status for status in statuses)
+    assert all(is_out_of_memory(RuntimeError(f"cuDNN error: {status}")) for status in statuses)
+
+
+def test_what_triton_says_without_memory():
+    """Its launcher writes a prefix, then CUDA's description of the error."""
+    prefixes = texts_in("triton", "backends/nvidia/driver.c", rb'prefix = "(Triton Error[^"]*)"')
+    (description,) = texts_in("nvidia", "*/lib/libcudart.so.*", rb"\0(out of memory)\0")
+    for prefix in prefixes:
+        assert is_out_of_memory(RuntimeError(prefix + description))
+        assert not is_out_of_memory(RuntimeError(prefix + "invalid argument"))
+
+
+@pytest.mark.parametrize(("free_gib", "expected"), [(0.5, True), (40, False)])
+def test_no_convolution_fits_the_memory_that_is_left(
+    free_gib: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch swallows what each convolution lacked, and says the same where a GPU is too old for all of them."""
+    # cuDNN's forward and backward plans: the rest of the file has other engines
+    texts = texts_in("torch", "lib/libtorch_cuda.so", rb"(?:GET|FIND) was unable to find an engine[ \w]+")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    sizes = int(free_gib * 2**30), 80 * 2**30
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: sizes)
+    assert [is_out_of_memory(RuntimeError(text)) for text in texts] == [expected] * 2
+
+
+def test_no_convolution_without_a_device() -> None:
+    assert not is_out_of_memory(RuntimeError("GET was unable to find an engine to execute this computation"))

@@ -2,7 +2,7 @@
 
 The focal loss has its own backward pass because it determines the peak memory of a step: [B, A, C] logits of a batch
 of 32 at 800 × 800 with 80 classes are 1.1 GiB in fp32, and autograd would keep several such tensors. This one keeps one
-derivative per logit, in the logits' dtype (bf16 stays bf16), and computes in blocks of images.
+derivative per logit, in the logits' dtype, and computes in blocks of images.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,11 @@ from torch.nn import functional
 from stoker.hardware.device import block_size
 from stoker.models.layers.boxes import decode, encode, giou
 from stoker.models.layers.matching import IGNORED
+
+FP16_DERIVATIVE_SCALE = 2.0**12
+"""Factor of derivatives that are kept in fp16, which is undone in the backward pass: small ones would underflow before
+the loss scale is applied. The largest are about 1, fp16 ends at 65504. (Not in bf16: where fp16 is used, bf16 is
+emulated, and Inductor does not compile a graph that returns it.)"""
 
 
 def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float, block: int | None = None) -> Tensor:
@@ -37,7 +42,7 @@ class _FocalLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, alpha: float, gamma: float, block: int) -> Tensor:
-        derivatives = _empty_derivatives(logits)
+        derivatives = torch.empty_like(logits)
         sums = []
         for image_slice in _image_blocks(logits, block):
             labels, positive = target[image_slice], target[image_slice] >= 0
@@ -54,9 +59,8 @@ class _FocalLoss(torch.autograd.Function):
             neg_derivative.scatter_(
                 2, channel, torch.where(positive, -alpha * pos_derivative, (1 - alpha) * neg_derivative_at_label)
             )
-            derivatives[image_slice] = neg_derivative.masked_fill_(ignored, 0.0)
+            _keep(neg_derivative.masked_fill_(ignored, 0.0), derivatives[image_slice])
         ctx.save_for_backward(derivatives)
-        ctx.dtype = logits.dtype
         return torch.cat(sums)
 
     @staticmethod
@@ -79,16 +83,15 @@ class _SoftBinaryCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, quality: Tensor, block: int) -> Tensor:
-        derivatives = _empty_derivatives(logits)
+        derivatives = torch.empty_like(logits)
         sums = []
         for image_slice in _image_blocks(logits, block):
             x, channel = at_least_fp32(logits[image_slice]), label[image_slice][..., None]
             target = quality[image_slice][..., None].to(x.dtype)
             loss_without_target = _minus_log_one_minus_sigmoid(x).sum((1, 2))
             sums.append(loss_without_target - (target * x.gather(2, channel)).sum((1, 2)))
-            derivatives[image_slice] = x.sigmoid().scatter_add_(2, channel, -target)
+            _keep(x.sigmoid().scatter_add_(2, channel, -target), derivatives[image_slice])
         ctx.save_for_backward(derivatives)
-        ctx.dtype = logits.dtype
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     @staticmethod
@@ -96,17 +99,16 @@ class _SoftBinaryCrossEntropy(torch.autograd.Function):
         return _multiply_derivatives(ctx, grads[0]), None, None, None
 
 
-def _empty_derivatives(logits: Tensor) -> Tensor:
-    """A tensor for the derivatives, in the logits' dtype; bf16 for fp16, where small derivatives would underflow before
-    the loss scale is applied."""
-    return torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
+def _keep(values: Tensor, derivatives: Tensor) -> None:
+    """Writes the derivatives of a block. Changes `values`."""
+    derivatives.copy_(values.mul_(FP16_DERIVATIVE_SCALE) if derivatives.dtype == torch.float16 else values)
 
 
 def _multiply_derivatives(ctx: Any, grad: Tensor) -> Tensor:
     """Gradient of the logits [B, A, C] from that of each image's sum [B]. `out=` rounds once and needs no fp32 copy."""
     (derivatives,) = ctx.saved_tensors
-    result = torch.empty_like(derivatives, dtype=ctx.dtype)
-    return torch.mul(derivatives, grad[:, None, None], out=result)
+    grad = grad / FP16_DERIVATIVE_SCALE if derivatives.dtype == torch.float16 else grad
+    return torch.mul(derivatives, grad[:, None, None], out=torch.empty_like(derivatives))
 
 
 def _image_blocks(logits: Tensor, block: int) -> Iterator[slice]:
