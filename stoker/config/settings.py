@@ -197,7 +197,7 @@ class RunSettings:
     cache: Literal["none", "ram", "disk"] = AUTO
     """Keep decoded training images, at up to 1.5 times the input size: in memory (ram) or on the local disk."""
     jpeg_decoder: Literal["cpu", "nvjpeg"] = AUTO
-    """Where JPEGs are decoded, also of evaluations: on the CPU or the GPU (nvjpeg; without a cache). Chosen by measuring."""
+    """Where JPEGs are decoded: on the CPU or on the GPU (nvjpeg; without a cache). Chosen by measuring."""
     seed: int = AUTO
     """Decides initial weights, order and augmentation; the same seed gives the same run."""
     shuffle_buffer: int = AUTO

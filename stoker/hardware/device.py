@@ -580,8 +580,8 @@ def _xla_client() -> str:
 
 
 _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC(ATION)?_FAILED")
-"""What a RuntimeError that is not torch.OutOfMemoryError says if memory is exhausted: those of the driver, of Triton and
-of NCCL; torch's allocator of a CPU; cuBLAS and cuDNN."""
+"""What a RuntimeError that is not torch.OutOfMemoryError says if memory is exhausted: the driver, Triton and NCCL;
+torch's allocator of a CPU; cuBLAS and cuDNN."""
 _NO_CONVOLUTION = "unable to find an engine to execute this computation"
 """What torch says where every convolution of cuDNN failed, also if each was only short of memory for its workspace
 (aten/src/ATen/native/cudnn/Conv_v8.cpp)."""

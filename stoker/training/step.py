@@ -141,7 +141,7 @@ def train_step(parallel: PlainStep, batch: Batch) -> None:
 
 def describe_compilation(counters: Mapping[str, Mapping[str, int]]) -> tuple[str, str]:
     """(kind of event, text): what torch.compile has made of the functions since its `counters` were cleared. A compiler
-    may skip a function, as Inductor does where the GPU has no bf16 and a tensor is bf16; that is no error of torch's."""
+    may skip a function, as Inductor does with bf16 on a GPU that emulates it; for torch that is no error."""
     graphs, functions, breaks = counters["stats"]["unique_graphs"], counters["frames"]["total"], counters["graph_break"]
     if graphs == functions and not breaks:
         return "info", f"compiled: {graphs} whole graphs" if graphs > 1 else "compiled: one whole graph"

@@ -98,7 +98,7 @@ class LateEvent:
 
 
 def test_a_thread_that_uses_a_stream_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread has GPU 0. What leaves a stream's block sets the device from before: on GPU 0 that makes a context."""
+    """A new thread has GPU 0. Leaving a stream's block sets the device from before: on GPU 0 that makes a context."""
     current, history = threading.local(), list[int]()
 
     class Stream:
