@@ -157,21 +157,6 @@ def test_a_packed_index_with_compressed_buffers_is_refused(stoker: Command, tmp_
     assert index.name in output
 
 
-def test_an_mds_index_with_one_shard_many_times_ends(stoker: Command, tmp_path: Path) -> None:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    shard = {
-        "column_encodings": ["bytes"], "column_names": ["image"], "column_sizes": [None], "compression": None,
-        "format": "mds", "hashes": [], "raw_data": {"basename": "shard.00000.mds", "bytes": 16, "hashes": {}},
-        "samples": 1, "size_limit": 67108864, "version": 2, "zip_data": None,
-    }  # fmt: skip
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard] * 200_000}))
-    (folder / "shard.00000.mds").write_bytes((1).to_bytes(4, "little") + bytes(12))
-    code, output = stoker("data", "check", folder)
-    assert code == 4, output
-    assert "index.json" in output or "shard.00000.mds" in output
-
-
 @pytest.mark.parametrize(
     "header", [{"size": "1e9"}, {"size": "-5"}, {"mtime": "nan"}, {"uid": "x"}, {"size": "9" * 5000}]
 )

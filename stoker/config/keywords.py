@@ -11,7 +11,7 @@ from typing import Literal, TypedDict
 class Settings(TypedDict, total=False):
     """What `stoker.train` takes, by the names of its flags; a setting that is not given is derived."""
 
-    format: Literal["coco", "voc", "kitti", "yolo", "tfrecord", "openimages", "via", "csv", "cvat", "labelme", "label-studio", "createml", "jsonl", "webdataset", "mds", "parquet"]
+    format: Literal["coco", "voc", "kitti", "yolo", "tfrecord", "openimages", "via", "csv", "cvat", "labelme", "label-studio", "createml", "jsonl", "webdataset", "parquet"]
     classes: tuple[str, ...]
     train: str
     val: str

@@ -91,6 +91,14 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
         "MOT",
         {"train/MOT17-02/img1/000001.jpg": None, "train/MOT17-02/gt/gt.txt": "1,1,10,20,50,30,1,1,0.9\n"},
     ),
+    "mds": (
+        "MDS",
+        {
+            # as streaming/base/format/mds/writer.py of mosaicml/streaming writes it
+            "train/index.json": {"shards": [{"column_names": ["image"], "format": "mds"}], "version": 2},
+            "train/shard.00000.mds": "",
+        },
+    ),
     "dota": ("DOTA", {"train/images/a.jpg": None, "train/labelTxt/a.txt": "imagesource:x\n1 2 3 2 3 4 1 4 car 0\n"}),
     "yolov4-pytorch": (
         "YOLOv4 PyTorch",

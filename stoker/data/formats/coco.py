@@ -28,7 +28,6 @@ from stoker import regular_files
 from stoker.data.formats import folders
 from stoker.data.formats.images import is_usable_name, resolve_names
 from stoker.data.formats.labelme import is_labelme
-from stoker.data.formats.mds import is_mds_head
 from stoker.data.formats.tables import (
     AnnotatedImage,
     AnnotationTable,
@@ -154,7 +153,7 @@ def _looks_like_coco(path: Path) -> bool:
 
 def _has_another_format(path: Path, head: bytes) -> bool:
     """Whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
-    is_other = head.startswith(b"[") or is_labelme(head) or is_via(head) or is_mds_head(path, head)
+    is_other = head.startswith(b"[") or is_labelme(head) or is_via(head)
     return is_other or folders.recognize_file(path, head) is not None
 
 

@@ -23,7 +23,6 @@ from stoker.data.formats import (
     kitti,
     label_studio,
     labelme,
-    mds,
     openimages,
     parquet,
     tfrecord,
@@ -71,7 +70,6 @@ FORMATS = {
     "createml": Format(createml.recognize, createml.read, (".json",)),
     "jsonl": Format(jsonl.recognize, jsonl.read, jsonl.SUFFIXES),
     "webdataset": Format(webdataset.recognize, webdataset.read, webdataset.SUFFIXES),
-    "mds": Format(mds.recognize, mds.read, (".json",)),
     "parquet": Format(parquet.recognize, parquet.read, parquet.SUFFIXES),
 }
 """In order of preference."""

@@ -2,7 +2,7 @@
 
 A shard is a file on the disk, or an object of a bucket, of which the mirror has only a stub. Annotations lie between
 the images; a shard in a bucket is read in blocks around what is needed, and images between are skipped. Not here: how
-an image is annotated in a shard (`objects.py`), finding the samples (`webdataset.py`, `mds.py`, `parquet.py`).
+an image is annotated in a shard (`objects.py`), finding the samples (`webdataset.py`, `parquet.py`).
 """
 
 import contextlib
