@@ -36,6 +36,23 @@ def test_the_parts_of_the_startup_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_compiled_step_has_the_arithmetic_of_an_eager_one_and_moves_less(tmp_path: Path) -> None:
+    content = run_quick("roofline", tmp_path / "result.json", "--only", "separate", "--tflops", "2", "1")
+    rows = {row["what"]: row for row in content["rows"]}
+    eager, compiled = (rows[f"{mode}, separate kernels: all"] for mode in ("eager", "compiled"))
+    assert compiled["convolutions TFLOP"] == pytest.approx(eager["convolutions TFLOP"])
+    assert compiled["others GB"] < eager["others GB"]
+    for mode in ("eager", "compiled"):
+        *parts, whole = [row for what, row in rows.items() if what.startswith(mode)]
+        for column in ("operators", "convolutions GB", "others GB", "least ms"):
+            assert whole[column] == pytest.approx(sum(part[column] for part in parts))
+        # So slow that every convolution takes its FLOPs: of four images, at 1 and at 2 TFLOP/s.
+        for word, tflops, tbps in (("least", 1, 3.6), ("most", 2, 4.0)):
+            seconds = whole["convolutions TFLOP"] / tflops + whole["others GB"] / tbps / 1e3
+            assert whole[f"{word} img/s"] == pytest.approx(4 / seconds)
+
+
+@pytest.mark.slow
 def test_loaders_use_the_same_images_and_missing_ones_are_listed(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere" / "python")
     content = run_quick("loader", tmp_path / "result.json", STOKER_PEERS_PYTHON=missing)

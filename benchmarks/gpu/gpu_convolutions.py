@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,23 +70,31 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: Counter[tuple[Convolution, int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.convolution.default:
-            x, weight, _, *shape, _transposed, _output_padding, groups = args
-            self.calls[_make(x, weight, shape, groups), 0] += 1
-        elif func is torch.ops.stoker.conv_relu.default:
-            x, weight, _, _, *shape, groups = args
-            self.calls[_make(x, weight, shape, groups), 0] += 1
-        elif func is aten.convolution_backward.default:
-            _, x, weight, _, *shape, _transposed, _output_padding, groups, wanted = args
-            for direction in (1, 2):
-                self.calls[_make(x, weight, shape, groups), direction] += wanted[direction - 1]
+        one = read_call(func, args)
+        if one is not None:
+            key = replace(one, calls=(0, 0, 0))
+            for direction, calls in enumerate(one.calls):
+                self.calls[key, direction] += calls
         return func(*args, **(kwargs or {}))
 
 
-def _make(x: Tensor, weight: Tensor, shape: list[list[int]], groups: int) -> Convolution:
-    return Convolution(
-        tuple(x.shape), tuple(weight.shape), *map(tuple, shape), groups, str(x.dtype).removeprefix("torch.")
-    )
+def read_call(func: Any, args: Any) -> Convolution | None:
+    """The convolution that a call of an operator computes, with what it computes of it; None for other operators."""
+    if func is aten.convolution.default:
+        x, weight, _, *shape, _transposed, _output_padding, groups = args
+        return _make(x, weight, shape, groups, (1, 0, 0))
+    if func is torch.ops.stoker.conv_relu.default:
+        x, weight, _, _, *shape, groups = args
+        return _make(x, weight, shape, groups, (1, 0, 0))
+    if func is aten.convolution_backward.default:
+        _, x, weight, _, *shape, _transposed, _output_padding, groups, wanted = args
+        return _make(x, weight, shape, groups, (0, int(wanted[0]), int(wanted[1])))
+    return None
+
+
+def _make(x: Tensor, weight: Tensor, shape: list[list[int]], groups: int, calls: tuple[int, int, int]) -> Convolution:
+    dtype = str(x.dtype).removeprefix("torch.")
+    return Convolution(tuple(x.shape), tuple(weight.shape), *map(tuple, shape), groups, dtype, calls)
 
 
 def largest(step: Callable[[], None]) -> list[Convolution]:
@@ -94,7 +102,7 @@ def largest(step: Callable[[], None]) -> list[Convolution]:
     with _Recorder() as recorder:
         step()
     found = [
-        Convolution(**{**vars(key), "calls": tuple(recorder.calls[key, direction] for direction in range(3))})
+        replace(key, calls=tuple(recorder.calls[key, direction] for direction in range(3)))
         for key in dict.fromkeys(key for key, _ in recorder.calls)
     ]
     return sorted(found, key=lambda one: one.flop * sum(one.calls), reverse=True)
