@@ -301,6 +301,86 @@ def test_the_kernels_that_a_training_chooses_count(gpu_results: ModuleType, tmp_
     assert "not measured, so separate operators count" in text
 
 
+def test_what_all_engines_of_cudnn_gain_is_said(gpu_results: ModuleType, tmp_path: Path) -> None:
+    model, how, case = "retinanet_resnet50_fpn", "compiled all engines", {"case": {"batch": 32, "goal": 500}}
+    some = {"what": model, "how": "compiled", "img/s": 400.0, **case}
+    every = {"what": model, "how": how, "img/s": 431.0, "first_s": 97.0, **case}
+    results = gpu_results.read([write(tmp_path / "A.jsonl", some, every)])
+    text = gpu_results.goals(results)
+    assert "all of cuDNN's engines tried, the compiled step reaches 431 img/s, with at most 10 of them 400" in text
+    assert "takes 97 s" in text
+    rows, bars = gpu_results.rows(results)
+    assert rows[0]["compiled all engines img/s"] == 431.0
+    assert [bar.value for bar in bars] == [400.0]  # no training computes so
+
+
+@pytest.mark.usefixtures("lines")
+@pytest.mark.parametrize(("how", "limit"), [("compiled all engines", 0), ("compiled fused", 10)])
+def test_a_step_with_all_engines_sets_no_limit_to_them(
+    how: str, limit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu, gpu_case = (importlib.import_module(f"benchmarks.gpu.{name}") for name in ("gpu", "gpu_case"))
+    found: list[tuple[str, int]] = []
+
+    class Work:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def use_kernels(self, suffix: str) -> None:
+            found.append((suffix, torch.backends.cudnn.benchmark_limit))
+
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark_limit", 10)
+    monkeypatch.setattr(importlib.import_module("stoker.training.step"), "COMPILE_BACKEND", "inductor")
+    monkeypatch.setattr(gpu_case, "Work", Work)
+    monkeypatch.setitem(gpu_case.MEASURES, "compiled", lambda _: found.append(("measured", 0)))
+    (part,) = [
+        part
+        for part in gpu.plan("A", "cpu", tiny=True, work=tmp_path, bccd=tmp_path)
+        if part.name == f"retinanet_resnet50_fpn, {how}"
+    ]
+    gpu_case.main(json.loads(part.command[1]))
+    assert found == [(how.removeprefix("compiled").removesuffix(" all engines"), limit), ("measured", 0)]
+
+
+STEP_AND_LOOP = """
+import dataclasses, json, tempfile
+from pathlib import Path
+import torch
+graphs, compile = [], torch.compile
+def keep(graph, inputs):
+    graphs.append((graph.code, [(tuple(one.shape), one.stride(), one.dtype, one.requires_grad) for one in inputs]))
+    return graph
+torch.compile = lambda call, backend, **options: compile(call, backend=keep, **options)
+from benchmarks.gpu.gpu_case import Case, Work
+from benchmarks.steps import end_to_end
+from stoker.hardware.device import Device
+training = end_to_end.Training("retinanet_resnet18_fpn", 128, 8, 1, 1, 1)
+work = Work(Case(training.model, 80, training.batch, (training.side, training.side)), Device(torch.device("cpu")))
+work.train(work.eagerly, work.batch)
+for _ in range(2):
+    work.step(work.compiled)
+with tempfile.TemporaryDirectory() as temporary:
+    folder = Path(temporary) / "drawn"
+    folder.mkdir()
+    end_to_end.draw(folder, 16, 480, 640, 42)
+    options = [*end_to_end.train_options(training), "--device", "cpu", "--workers", "1", "--compile"]
+    options += ["--precision", "bf16"]
+    command = {"training": dataclasses.asdict(training), "options": options}
+    (folder / "command.json").write_text(json.dumps(command))
+    end_to_end.train(folder, training.first, training.lead, training.steps, 1)
+step, loop = graphs
+assert step == loop
+assert any(shape == (8, 96, 4) for shape, *_ in step[1])
+print("the same program")
+"""
+
+
+@pytest.mark.slow
+def test_the_loader_in_the_loop_trains_with_the_program_of_the_step(tmp_path: Path) -> None:
+    found = run_part(tmp_path, STEP_AND_LOOP, limit_s=280)
+    assert found["exit"] == 0, found
+    assert found["output"][-1] == "the same program"
+
+
 def test_kernels_of_a_compiler_are_not_taken_for_convolutions() -> None:
     gpu_case = importlib.import_module("benchmarks.gpu.gpu_case")
     names = ["triton_poi_fused_add_convolution_relu_3", "cudnn_infer_ampere_conv_relu", "_focal_sums_kernel", "Memset"]

@@ -77,7 +77,7 @@ def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -
     def predicted(models: Sequence[str], limit_s: float) -> Part:
         cases = [{"model": model, **CASES[model]} for model in models]
         request = {"how": "predicted", "device": "cpu", "tiny": tiny, "cases": cases}
-        return Part("predicted memory", limit_s, ("benchmarks/gpu/gpu_case.py", json.dumps(request)))
+        return Part("predicted memory", limit_s, ("benchmarks/gpu/gpu_case.py", json.dumps(request)), rest=True)
 
     def loop(model: str, limit_s: float) -> Part:
         more = ("--device", device, "--only", model, "--compile", *(("--quick",) if tiny else ()))
@@ -96,16 +96,17 @@ def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -
         ]
 
     request = json.dumps({"how": "machine", "device": device, "tiny": tiny})
-    machine = Part("machine", 30, ("benchmarks/gpu/gpu_case.py", request))
+    machine = Part("machine", 60, ("benchmarks/gpu/gpu_case.py", request))
     headline = [
         case(HEADLINE, "convolutions", 65),
         case(HEADLINE, "compiled", 150),
         case(HEADLINE, "compiled fused", 120),
-        case(HEADLINE, "choice", 45),
-        case(HEADLINE, "profile", 80),
-        *(case(HEADLINE, how, 45, rest=True) for how in ("eager", "eager fused")),
-        *(case(HEADLINE, how, 70, rest=True) for how in ("graph", "graph fused")),
-        *(case(HEADLINE, f"compiled fused {which}", 70, rest=True) for which in ("convs", "loss")),
+        case(HEADLINE, "choice", 90),
+        case(HEADLINE, "profile", 80, rest=True),
+        *(case(HEADLINE, how, 60, rest=True) for how in ("eager", "eager fused")),
+        *(case(HEADLINE, how, 90, rest=True) for how in ("graph", "graph fused")),
+        *(case(HEADLINE, f"compiled fused {which}", 90, rest=True) for which in ("convs", "loss")),
+        case(HEADLINE, f"compiled{gpu_results.ALL_ENGINES}", 200, rest=True),
     ]
     together = sorted(
         str(path.relative_to(ROOT))
@@ -116,13 +117,13 @@ def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -
         "A": [machine, *headline],
         "B": [
             machine,
-            loop(HEADLINE, 180),
-            loop("ember_n", 100),
-            *(case(model, "eager", 40) for model in OTHERS[:3]),
+            loop(HEADLINE, 200),
+            loop("ember_n", 200),
+            *(case(model, "eager", 60, rest=True) for model in OTHERS[:3]),
+            *(case(model, "compiled", 150, rest=True) for model in OTHERS[:3]),
+            *(case(RX50, how, 120, rest=True) for how in ("compiled fused", "choice")),
+            *(case(model, "eager", 60, rest=True) for model in OTHERS[3:5]),
             predicted([HEADLINE, *OTHERS[:5]], 45),
-            *(case(model, "compiled", 120, rest=True) for model in OTHERS[:3]),
-            *(case(RX50, how, 100, rest=True) for how in ("compiled fused", "choice")),
-            *(case(model, "eager", 40, rest=True) for model in OTHERS[3:5]),
         ],
         "C": [
             machine,
@@ -130,7 +131,7 @@ def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -
             tests("tests, alone", 40, "-n", "0", *ALONE),
             *training("demo", 60, "demo", "--model", "retinanet_tiny_fpn", "--weights", "none", "--steps",
                       "4" if tiny else "300"),
-            *training("bccd", 140, str(bccd), "--model", "ember_s", "--weights", "none",
+            *training("bccd", 120, str(bccd), "--model", "ember_s", "--weights", "none",
                       *(("--steps", "2", "--batch-size", "4", "--image-size", "128", "128") if tiny
                         else ("--max-time", "1min"))),
         ],

@@ -75,7 +75,7 @@ class Case:
     image_size: tuple[int, int]
     optimizer: str = "sgd"
     precision: str = "bf16"
-    slots: int = 100
+    slots: int = 96  # of a training on COCO, whose images have up to 93 boxes (`samples.compute_max_boxes`)
     goal: float | None = None
 
     def trial(self) -> fakes.Trial:
@@ -100,6 +100,7 @@ class Work:
         self.case, self.device, self.tiny = case, device, tiny
         self.windows, self.steps = (2, 1) if tiny else (WINDOWS, STEPS)
         self.model = calibrated_model(case, device)
+        device.prepare_for_fixed_shapes()  # as training does it; the images before had other shapes
         optim = OptimSettings(
             optimizer=case.optimizer,
             backbone_lr_mult=1.0,
@@ -388,7 +389,10 @@ def measure_compiled(work: Work) -> None:
 
 
 def compile_now(work: Work) -> None:
-    work.train(work.eagerly, work.batch)  # makes what the model keeps: anchors
+    began = time.perf_counter()
+    work.train(work.eagerly, work.batch)  # makes what the model keeps: anchors; cuDNN tries its engines
+    work.device.synchronize()
+    say(first_s=time.perf_counter() - began)
     began = time.perf_counter()
     work.train(work.compiled, work.batch)
     work.device.synchronize()
@@ -460,15 +464,19 @@ class NoCapture(CudaCapture):
 
 
 def measure_convolutions(work: Work) -> None:
-    """The largest convolutions of the step with separate operators, with the algorithms that cuDNN's heuristics choose
-    and with the fastest: in this process those with cudnn.benchmark, in another one those without, since a process
-    keeps its first choice."""
+    """The largest convolutions of the step with separate operators, with the fastest algorithms and with those that
+    cuDNN's heuristics choose: in this process with cudnn.benchmark, in another one without, since a process keeps its
+    first choice for a shape. So which convolutions there are, a step of few images says, without trying algorithms."""
     from benchmarks.gpu import gpu_convolutions
 
     say(**gpu_convolutions.ceilings(work.device, tiny=work.tiny))
-    largest = gpu_convolutions.largest(lambda: work.train(work.eagerly, work.batch))
+    few = random_batch(replace(work.case, batch=2), work.device)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False):
+        found = gpu_convolutions.largest(lambda: work.train(work.eagerly, few))
+    largest = [replace(one, x=(work.case.batch, *one.x[1:])) for one in found]
     say(**{"TFLOP of the step": gpu_convolutions.total_tflop(largest), "number": len(largest)})
     chosen = largest[: gpu_convolutions.LARGEST]
+    gpu_convolutions.measure(chosen, work.device, say, benchmark=True)
     request = {
         "how": "heuristics",
         "device": str(work.device.torch_device),
@@ -477,7 +485,6 @@ def measure_convolutions(work: Work) -> None:
     }
     request["convolutions"] = [asdict(convolution) for convolution in chosen]
     subprocess.run([sys.executable, __file__, json.dumps(request)], timeout=60, check=False)
-    gpu_convolutions.measure(chosen, work.device, say, benchmark=True)
 
 
 def measure_heuristics(given: dict[str, Any], device: Device) -> None:
@@ -522,7 +529,6 @@ def main(given: dict[str, Any]) -> None:
     how, tiny = given["how"], given["tiny"]
     about.update(what=given["case"]["model"] if "case" in given else how, how=how)
     device = select_device(given["device"])
-    device.prepare_for_fixed_shapes()  # as training does it
     if device.is_cpu:
         step.COMPILE_BACKEND = "eager"  # a rehearsal: no program of the model is made, which takes a minute
     if how in WITHOUT_MODEL:
@@ -531,7 +537,9 @@ def main(given: dict[str, Any]) -> None:
     case = case_of(given["case"], device, tiny=tiny)
     say(case=asdict(case), tiny=tiny, device=device.name)
     work = Work(case, device, tiny=tiny)
-    base, fused, which = how.partition(" fused")
+    if gpu_results.ALL_ENGINES in how:
+        torch.backends.cudnn.benchmark_limit = 0
+    base, fused, which = how.removesuffix(gpu_results.ALL_ENGINES).partition(" fused")
     work.use_kernels(fused + which)
     MEASURES[base](work)
 

@@ -23,6 +23,8 @@ CONVOLUTIONS_MS = (51, 71)
 KERNELS = {(False, False): "", (True, True): " fused", (True, False): " fused convs", (False, True): " fused loss"}
 """What follows the name of a way to compute, by the switches of `stoker/training/make_step.py`: fused
 convolutions, and Triton kernels for matching and loss (RetinaNet only)."""
+ALL_ENGINES = " all engines"
+"""What follows the name of a way to compute where cuDNN tries all engines for each convolution, not at most 10."""
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -61,7 +63,10 @@ GOALS = (
     Goal("ember_n", ("compiled", "eager"), "`ember_n`, 640×640, batch 64", 2500),
     Goal("faster_rcnn_resnet50_fpn", ("compiled", "eager"), "Faster R-CNN-R50, 800×1344, batch 16", 262),
 )  # fmt: skip
-HOWS = tuple(base + suffix for base in ("eager", "compiled", "graph", "eager graph") for suffix in KERNELS.values())
+HOWS = (
+    *(base + suffix for base in ("eager", "compiled", "graph", "eager graph") for suffix in KERNELS.values()),
+    f"compiled{ALL_ENGINES}",
+)
 
 
 @dataclass
@@ -193,7 +198,7 @@ def chosen_kernels(results: Results, what: str) -> str:
 
 
 def counts(results: Results, what: str, how: str) -> bool:
-    return how == counting(results, what, how.partition(" fused")[0])
+    return ALL_ENGINES not in how and how == counting(results, what, how.partition(" fused")[0])
 
 
 def loader_ratio(results: Results, model: str) -> float | None:
@@ -315,8 +320,16 @@ def kernel_lines(results: Results) -> list[str]:
 
 
 def convolution_lines(results: Results) -> list[str]:
-    """How long the largest convolutions of the headline step take, and whether its goal is possible with them."""
+    """How long the largest convolutions of the headline step take, whether its goal is possible with them, and whether
+    more of cuDNN's engines make the step faster."""
     lines = []
+    some, every = (results.median(HEADLINE, f"compiled{suffix}") for suffix in ("", ALL_ENGINES))
+    if some and every:
+        first_s = results.get(HEADLINE, f"compiled{ALL_ENGINES}", "first_s")
+        lines.append(
+            f"With all of cuDNN's engines tried, the compiled step reaches {every:,.0f} img/s, with at most 10 of them "
+            f"{some:,.0f}; the first step then takes {first_s:.0f} s."
+        )
     tflop = results.get(HEADLINE, "convolutions", "TFLOP of the step")
     case = results.get(HEADLINE, "convolutions", "case")
     goal = next(goal.goal for goal in GOALS if goal.what == HEADLINE and goal.goal)

@@ -4,8 +4,9 @@ The real command with only a clock added: after the first steps it trains in tur
 batch, and each window of steps is timed, without its first steps, whose batches were loaded before. On an accelerator
 the step is compiled. Images are generated, 640 × 480 and about 95 KB, and decoded every time (no cache). On a CPU
 loading and computing share the cores, so the throughput with the loader is lower by the cost of loading, and there is
-no bar. The fractions are from the run's own ledger. Weights are random, so the norms of the backbone are trained: a
-step takes longer than gpu.py's. The results file is written after each model.
+no bar. The fractions are from the run's own ledger. The step is gpu.py's, so that one compiled program serves both:
+classes and boxes as in COCO, and where norms are frozen, random weights with the statistics of random images. The
+results file is written after each model.
 """
 
 import argparse
@@ -46,6 +47,10 @@ ON_DEVICE = [
 ]
 """The reference model; the model for GPUs that needs most images per second; the one with the highest throughput."""
 FILES_ON_CPU, FILES_ON_DEVICE = 128, 512
+
+
+CLASSES, MOST_BOXES, FEW_BOXES, EACH = 80, 96, 7, 4
+"""As in COCO, whose images have 7 boxes on average, one of train2017 has 93. EACH: one image of so many has most."""
 
 
 class StepsDone(BaseException):
@@ -133,10 +138,43 @@ def train(folder: Path, first: int, lead: int, steps: int, windows: int) -> dict
     if "cpu" in command["options"]:
         training_step.COMPILE_BACKEND = "eager"  # not for its speed: to run the same path
     try:
-        app(["train", str(folder), *command["options"], "--run-dir", tempfile.mkdtemp(dir=folder.parent) + "/run"])
+        run_folder = tempfile.mkdtemp(dir=folder.parent) + "/run"
+        app(["train", str(folder), *command["options"], "--weights", initial_weights(folder), "--run-dir", run_folder])
     except StepsDone:
         return {"measured": measured}
     raise RuntimeError("the training ended before its steps were done")
+
+
+def initial_weights(folder: Path) -> str:
+    """For `--weights`: a file next to the folder, if the model's norms are frozen, which need statistics."""
+    import torch
+
+    from benchmarks.gpu.gpu_case import Case, calibrated_model
+    from stoker.hardware.device import Device
+    from stoker.models import MODELS
+
+    chosen = Training(**json.loads((folder / "command.json").read_text())["training"])
+    if MODELS[chosen.model].defaults["backbone_norm"] != "frozen_bn":
+        return "none"
+    case = Case(chosen.model, CLASSES, 2, (chosen.side, chosen.side))
+    path = folder.parent / f"{chosen.model}.pth"
+    torch.save(calibrated_model(case, Device(torch.device("cpu"))).state_dict(), path)
+    return str(path)
+
+
+def draw(folder: Path, files: int, height: int, width: int, roll_percent: int) -> None:
+    """Images of `loader.draw`, with other boxes."""
+    loader.draw(folder, files, height, width, roll_percent, 1)
+    content = json.loads((folder / "all.json").read_text())
+    content["categories"] = [{"id": 1 + k, "name": f"thing {k}"} for k in range(CLASSES)]
+    places = [
+        (image["id"], k) for image in content["images"] for k in range(FEW_BOXES if image["id"] % EACH else MOST_BOXES)
+    ]
+    content["annotations"] = [
+        {"id": i, "image_id": image, "category_id": 1 + i % CLASSES, "bbox": [50 * (k % 12), 50 * (k // 12), 40, 40]}
+        for i, (image, k) in enumerate(places)
+    ]
+    (folder / "all.json").write_text(json.dumps(content))
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -158,7 +196,7 @@ def run(arguments: argparse.Namespace) -> Report:
         folder, cache = Path(temporary) / "drawn", Path(temporary) / "cache"
         folder.mkdir()
         kind = loader.KINDS[0]
-        run_child("draw", folder, cache, files, *kind.size, round(100 * kind.roll), 1)
+        run_child("draw", folder, cache, files, *kind.size, round(100 * kind.roll))
         for training in trainings:
             options = [
                 *train_options(training),
@@ -181,7 +219,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
 def train_options(training: Training) -> list[str]:
     side = str(training.side)
-    return ["--model", training.model, "--weights", "none", "--image-size", side, side,
+    return ["--model", training.model, "--image-size", side, side,
             "--batch-size", str(training.batch), "--steps", "1000000",
             "--eval-every", "0", "--cache", "none"]  # fmt: skip
 
@@ -219,5 +257,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    serve_child({"draw": loader.draw, "train": train})
+    serve_child({"draw": draw, "train": train})
     publish(run, parser())
