@@ -22,6 +22,7 @@ import tarfile
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,13 @@ def draw(folder: Path, files: int, height: int, width: int, roll_percent: int, s
 
     (folder / "images").mkdir()
     (folder / "shards").mkdir()
-    for number in range(files):
+
+    def draw_one(number: int) -> None:
         pixels = natural(np.random.default_rng(number), height, width, roll_percent / 100)
         cv2.imwrite(str(folder / "images" / f"{number:06d}.jpg"), pixels, [cv2.IMWRITE_JPEG_QUALITY, 91])
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(draw_one, range(files)))
     each = min(SHARD, -(-files // shards))
     for first in range(0, files, each):
         with tarfile.open(folder / "shards" / f"{first:06d}.tar", "w") as tar:

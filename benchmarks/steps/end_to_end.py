@@ -88,10 +88,12 @@ def train(folder: Path, first: int, lead: int, steps: int, windows: int) -> dict
     loaders: list[Any] = []
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     command = json.loads((folder / "command.json").read_text())
-    chosen = command["training"]
+    chosen, began = command["training"], time.perf_counter()
 
     def timed_step(training: Any) -> None:
         done = training.state.step - first
+        if done == -first:  # where a run that is cut spent its time
+            record(what=chosen["model"], how="start", s=time.perf_counter() - began)
         window, place = divmod(done, lead + steps)
         if done == 0:
             loaders[:] = training.setup.loader, OneBatch(training.setup.loader)
