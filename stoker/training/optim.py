@@ -201,10 +201,15 @@ class OptimizerStep:
         with torch.no_grad():  # else autograd would keep the history of all steps
             if not isinstance(self._ema_weight, Tensor) and self._ema_params:
                 torch._foreach_lerp_(self._ema_params, self._trainable_params, self._ema_weight)
-            elif self._ema_params:
-                difference = torch._foreach_sub(self._trainable_params, self._ema_params)
-                torch._foreach_mul_(difference, self._ema_weight)
-                torch._foreach_add_(self._ema_params, difference)
+            elif self._optimizer.defaults["fused"] and self._ema_params:
+                # A step of SGD against the weights as gradients, decayed by 1, is the same in one pass.
+                torch._fused_sgd_(
+                    self._ema_params, self._trainable_params, [], weight_decay=1.0, momentum=0.0, lr=self._ema_weight,
+                    dampening=0.0, nesterov=False, maximize=True, is_first_step=False,
+                )  # fmt: skip
+            else:
+                for average, weight in zip(self._ema_params, self._trainable_params, strict=True):
+                    average += (weight - average) * self._ema_weight
         self._ema_norm_stats.copy_(self.norm_stats)
         _copy_stats(self.ema_model, self._ema_norm_stats, into_model=True)
 

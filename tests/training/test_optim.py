@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from stoker.hardware.device import Device
 from stoker.models import Detector, build
+from stoker.training import optim
 from stoker.training.optim import LossAccumulator, OptimizerStep, lr_at
+from tests.fixtures.training_cuda_graph import ACCELERATOR
 from tests.fixtures.training_optim import make_images, make_model, settings
-from tests.host_sync import ForbidHostSync
+from tests.host_sync import ForbidHostSync, RecordOperators
 from tests.models.samples import make_batch, settings_of
 
 CPU = Device(torch.device("cpu"))
@@ -234,6 +236,31 @@ def test_the_ema_keeps_no_autograd_history():
         ours.backward(ours.model(make_images(step, bad=False)).square().mean())
         ours.step(0.05, step)
     assert not [name for name, average in ours.ema_model.named_parameters() if average.requires_grad or average.grad_fn]
+
+
+@pytest.mark.parametrize("is_xla", [False, True])
+def test_the_ema_of_an_accelerator_is_moved_in_one_pass(is_xla: bool, monkeypatch: pytest.MonkeyPatch):
+    """By one operator for all weights, which it only reads, in their memory formats; on XLA by operators that it has.
+    The weight of a step is a tensor: 9/10, 9/11, 9/12 while the decay warms up."""
+    monkeypatch.setattr(optim, "XLA_KINDS", frozenset({"cpu"} if is_xla else ()))
+    model = make_model().to(memory_format=torch.channels_last)
+    stepper = OptimizerStep(model, settings(ema_decay=0.9), ACCELERATOR, precision="fp32")
+    expected = {name: average.double() for name, average in stepper.ema_model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    before = copy.deepcopy(list(model.parameters()))
+    for step in range(3):
+        stepper.set_scalars(0.1, step)
+        with RecordOperators() as record, ForbidHostSync():
+            stepper.update_ema()
+        passes = [name for name, _ in record.operators if name != "aten::copy_"]  # of the running statistics
+        assert (passes == ["aten::_fused_sgd_.tensor_lr"]) != is_xla
+        for name, parameter in model.named_parameters():
+            expected[name] += 9 / (10 + step) * (parameter.double() - expected[name])
+    for name, average in stepper.ema_model.named_parameters():
+        torch.testing.assert_close(average.double(), expected[name], rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
