@@ -116,6 +116,16 @@ class Device:
     def make_stream(self) -> "SideStream":
         return SideStream(self)
 
+    def record_issued(self) -> "ReadyEvent":
+        """An event that is done when all work issued to the current stream so far is done, for the host to wait for.
+        The waiting thread sleeps: else it would keep a core busy, which decoding needs."""
+        if not self.has_streams:
+            return ReadyEvent(None)
+        blocking: Any = torch.cuda.Event  # torch.Event has no blocking ones
+        event = blocking(blocking=True) if self.kind == "cuda" else torch.Event(self.torch_device)
+        event.record()
+        return ReadyEvent(event)
+
     def make_clock(self) -> "DeviceClock":
         return DeviceClock(self)
 
@@ -294,16 +304,10 @@ class SideStream:
         return ReadyEvent(None if self._stream is None else self._stream.record_event())
 
     def synchronize(self) -> None:
-        """Makes the host wait for all work issued to this stream so far. Not for the training thread. The thread
-        sleeps: synchronizing a CUDA stream keeps a core busy, which decoding needs."""
-        if self._stream is not None and self._device.kind == "cuda":
-            # torch.Event has no blocking ones.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            with self._stream:
-                event.record()
-            event.synchronize()
-        elif self._stream is not None:
-            self._stream.synchronize()
+        """Makes the host wait for all work issued to this stream so far. Not for the training thread."""
+        with self.activate():
+            issued = self._device.record_issued()
+        issued.synchronize()
 
     def join(self, tensor: Tensor, source_ready: "ReadyEvent", updates: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Makes this stream wait for `tensor`, which another stream makes, and then copies `updates` into it, each

@@ -156,6 +156,7 @@ class Training:
             self.parallel.wait_for_snapshot()
             state.lr = self.recovery.lr()
             self.train(batch, self.own_signals())
+            self.parallel.limit_steps_ahead()
         state.step += 1
         duration_s = time.perf_counter() - start_s
         self.trained_s += duration_s

@@ -8,6 +8,7 @@ never ask which it is. All processes call each method at the same step.
 
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
-from stoker.hardware.device import HostArenas, ReadyEvent, is_out_of_memory
+from stoker.hardware.device import HostArenas, ReadyEvent, allow_host_sync, is_out_of_memory
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.trace import Tracer
 from stoker.report.terminal import Screen
@@ -26,6 +27,10 @@ from stoker.training.resume import Resumed
 from stoker.training.state import EventLogger, Signals, TrainSetup, TrainState
 from stoker.training.step import PlainStep, describe_compilation, describe_error, make_loss_fn
 from stoker.training.watchdog import HangDetector
+
+MAX_STEPS_AHEAD = 2
+"""Issued steps that an accelerator has not ended, at most. While it takes the first of them, the host has the time of
+two steps to issue the next one. More would hold their batches in its memory, and a signal would be heeded later."""
 
 
 class One(PlainStep):
@@ -52,6 +57,7 @@ class One(PlainStep):
         super().__init__(loss_fn, setup.optimizer, setup.loss_accumulator, setup.device.autocast(run.precision))
         self.agreed = Signals()
         """What all know, of the newest step."""
+        self._issued_steps: deque[ReadyEvent] = deque()
         self._copy_stream = setup.device.make_stream()
         self._arenas: HostArenas | None = None
         self._newest_copy: ReadyEvent | None = None
@@ -65,6 +71,14 @@ class One(PlainStep):
 
     def send_with_step(self, signals: Signals) -> None:
         """What others are to know of this process, with the next step."""
+
+    def limit_steps_ahead(self) -> None:
+        """After a step is issued: makes the host wait until the device has ended all but MAX_STEPS_AHEAD. A fast loader
+        and a CUDA graph, which is one call a step, would let it issue dozens of them."""
+        self._issued_steps.append(self.setup.device.record_issued())
+        if len(self._issued_steps) > MAX_STEPS_AHEAD:
+            with allow_host_sync("steps ahead"):
+                self._issued_steps.popleft().synchronize()
 
     def agree(self, own: Signals) -> Signals:
         """What all know after a step. own: what this process knows after it."""

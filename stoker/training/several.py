@@ -7,8 +7,8 @@ accumulation and loss scaling treat it like any other. `ddp.Ddp` exchanges it wi
 buckets; `ddp.Periodic`, `fsdp.Fsdp` and `stages.Pipeline` with the norm of the gradients, in an exchange of its own.
 
 What a step decides on the device (skip it, the streak of skipped steps) follows from the means and is the same
-everywhere. The host acts on the numbers of a step LAG steps later, when their copy has long arrived: all ranks at the
-same step, and none waits for more than the device's step LAG steps before.
+everywhere. The host acts on the numbers of a step MAX_STEPS_AHEAD steps later, when their copy has long arrived, in all
+ranks at the same step; so a signal is heeded after three steps.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from stoker.hardware.device import ReadyEvent
 from stoker.models.layers.rank_mean import counting_over_ranks
 from stoker.profiling.hook.stoker_hook.instruments import patch_collectives
 from stoker.profiling.ledger import Ledger
-from stoker.training.parallel import One
+from stoker.training.parallel import MAX_STEPS_AHEAD, One
 from stoker.training.resume import Resumed
 from stoker.training.state import EventLogger, Signals, TrainSetup
 from stoker.training.step import split_batch
@@ -34,9 +34,6 @@ MAX_LOSSES = 16
 STOP, EVALUATE, SAVE, TRAINED_S = range(MAX_LOSSES, MAX_LOSSES + 4)
 """Places of what the ranks agree on."""
 NUM_SIGNALS = MAX_LOSSES + 4
-ACCELERATOR_LAG = 2
-"""Steps on an accelerator after which the host acts on the numbers of a step; 0 on a CPU, where they are there at
-once. Two are enough that the device never runs out of work, and a signal is heeded after three steps."""
 
 
 class Several(One):
@@ -58,7 +55,7 @@ class Several(One):
         self._own = torch.zeros(NUM_SIGNALS)
         self._means: Tensor | None = None
         self._stream = setup.device.make_stream()
-        self._lag = 0 if setup.device.is_cpu else ACCELERATOR_LAG
+        self._lag = 0 if setup.device.is_cpu else MAX_STEPS_AHEAD
         self._issued: deque[tuple[list[Tensor], ReadyEvent]] = deque()
 
     def send_with_step(self, signals: Signals) -> None:
