@@ -69,12 +69,18 @@ def augment_batch(batch: Batch, settings: DataSettings, progress: float, at_once
     progress: fraction of the training that is done, 0 … 1; at_once: default `default_at_once`. Raises ConfigError for
     a mosaic with a batch size that is not a multiple of 4.
     """
+    return apply_augmentations(batch, settings, *strong_augmentations(settings, progress), at_once)
+
+
+def apply_augmentations(
+    batch: Batch, settings: DataSettings, mixes: bool, makes: bool, at_once: AtOnce | None = None
+) -> Batch:
+    """`augment_batch` without numbers that change from step to step: mixes, makes: as `strong_augmentations` has it."""
     if settings.hflip > 0:
         batch = horizontal_flip(batch, settings.hflip)
     strengths = settings.brightness, settings.contrast, settings.saturation, settings.hue
     if max(strengths) > 0:
         batch = color_jitter(batch, *strengths, at_once=at_once)
-    mixes, makes = strong_augmentations(settings, progress)
     if mixes:
         batch = mixup(batch, settings.mixup)
     if makes:

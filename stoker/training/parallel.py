@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 from torch import nn
 
-from stoker.data.augment import augment_batch
+from stoker.data.augment import MIXUP_END_FRACTION, MOSAIC_END_FRACTION
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
 from stoker.hardware.device import HostArenas, ReadyEvent, allow_host_sync, is_out_of_memory
@@ -25,7 +26,7 @@ from stoker.report.terminal import Screen
 from stoker.training import checkpoint
 from stoker.training.resume import Resumed
 from stoker.training.state import EventLogger, Signals, TrainSetup, TrainState
-from stoker.training.step import PlainStep, describe_compilation, describe_error, make_loss_fn
+from stoker.training.step import PlainStep, describe_compilation, describe_error, make_augment_fn, make_loss_fn
 from stoker.training.watchdog import HangDetector
 
 MAX_STEPS_AHEAD = 2
@@ -55,6 +56,8 @@ class One(PlainStep):
         self._cast_together = is_whole and not self.exchanges_in_backward
         loss_fn = make_loss_fn(setup.model, compile=self.compiles, cast_together=self._cast_together)
         super().__init__(loss_fn, setup.optimizer, setup.loss_accumulator, setup.device.autocast(run.precision))
+        # On a CPU, which takes a few images at a time, the compiled program would be as long as the batch is large.
+        self.augment_fn = make_augment_fn(setup.config.data, compile=self.compiles and not setup.device.is_cpu)
         self.agreed = Signals()
         """What all know, of the newest step."""
         self._issued_steps: deque[ReadyEvent] = deque()
@@ -67,7 +70,7 @@ class One(PlainStep):
         return next(loader)
 
     def augment(self, batch: Batch) -> Batch:
-        return augment_batch(batch, self.setup.config.data, self.setup.progress)
+        return self.augment_fn(batch, self.setup.progress)
 
     def send_with_step(self, signals: Signals) -> None:
         """What others are to know of this process, with the next step."""
@@ -144,22 +147,29 @@ class One(PlainStep):
             self._newest_copy.block_main_stream()
             self._newest_copy = None
 
+    def rehearse(self, batch: Batch) -> None:
+        """The same; and compiles what augments whole batches, with and without mixup and mosaics."""
+        if self.compiles:
+            whole = Batch(*(torch.cat([tensor] * self.micro_batches) for tensor in batch))
+            for progress in (0.0, MIXUP_END_FRACTION, MOSAIC_END_FRACTION):
+                self.augment_fn(whole, progress)
+            torch._dynamo.utils.counters.clear()  # to count in the model's step alone
+        super().rehearse(batch)
+
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
         """Compiles the step, without a change of the training, and logs what of it is compiled. make_batch: a
         micro-batch of the shapes of training."""
         if not self.compiles:
             return
-        from torch._dynamo.utils import counters  # torch.compile has imported it
-
-        counters.clear()
         try:
             self.rehearse(make_batch())
-            self.log_event(*describe_compilation(counters))
+            self.log_event(*describe_compilation(torch._dynamo.utils.counters))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             self.log_event("warning", f"compiling failed, training without: {describe_error(error)}")
             self.loss_fn = make_loss_fn(self.setup.model, compile=False, cast_together=self._cast_together)
+            self.augment_fn = make_augment_fn(self.setup.config.data, compile=False)
 
     def timing_waits(self, ledger: Ledger) -> contextlib.AbstractContextManager[object]:
         """In the block, the time that this process waits for others is `comm` in the ledger."""

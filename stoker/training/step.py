@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.config.settings import DataSettings
+from stoker.data.augment import apply_augmentations, augment_batch, strong_augmentations
 from stoker.data.batch import Batch
 from stoker.hardware.device import end_step
 from stoker.models import Detector
@@ -26,7 +28,16 @@ COMPILE_BACKEND = "inductor"
 
 LossFn = Callable[[Batch], dict[str, Tensor]]
 """The losses of a batch, scalars by name. Called under autocast."""
+AugmentFn = Callable[[Batch, float], Batch]
+"""The augmentation of a batch at a progress of the training."""
 Autocast = contextlib.AbstractContextManager[Any]
+
+
+def compile_for_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled at its first call for the shapes of that call."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    compiled: Callable[..., Any] = torch.compile(function, backend=COMPILE_BACKEND, dynamic=False)
+    return compiled
 
 
 def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) -> LossFn:
@@ -37,20 +48,28 @@ def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) 
         # The outputs get no name here, so that only what the backward pass needs of them stays alive.
         return model.loss(model(batch.images), batch)
 
+    if compile:
+        return compile_for_shapes(compute_losses)
+    weight_casts, batch_counts = WeightCasts(model), BatchCounts(model)
+
+    def compute_losses_on_any_device(batch: Batch) -> dict[str, Tensor]:
+        if not is_on_accelerator(batch.images):
+            return compute_losses(batch)
+        casts = weight_casts.apply(batch.images.device.type) if cast_together else contextlib.nullcontext()
+        with casts, batch_counts.defer():
+            return compute_losses(batch)
+
+    return compute_losses_on_any_device
+
+
+def make_augment_fn(settings: DataSettings, *, compile: bool) -> AugmentFn:
+    """`augment_batch` with these settings. compile: compiled for the shapes of a call, at the first one of each stage
+    of `strong_augmentations`: a pass over the images instead of one for each operator."""
     if not compile:
-        weight_casts, batch_counts = WeightCasts(model), BatchCounts(model)
-
-        def compute_losses_on_any_device(batch: Batch) -> dict[str, Tensor]:
-            if not is_on_accelerator(batch.images):
-                return model.loss(model(batch.images), batch)
-            casts = weight_casts.apply(batch.images.device.type) if cast_together else contextlib.nullcontext()
-            with casts, batch_counts.defer():
-                return model.loss(model(batch.images), batch)
-
-        return compute_losses_on_any_device
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
-    compiled: LossFn = torch.compile(compute_losses, backend=COMPILE_BACKEND, dynamic=False)
-    return compiled
+        return lambda batch, progress: augment_batch(batch, settings, progress)
+    # As a tuple: torch 2.11 loses fields of a named tuple that leaves a compiled function.
+    apply = compile_for_shapes(lambda *args: tuple(apply_augmentations(*args)))
+    return lambda batch, progress: Batch(*apply(batch, settings, *strong_augmentations(settings, progress)))
 
 
 def split_batch(batch: Batch, micro_batches: int) -> Iterator[Batch]:

@@ -1,8 +1,10 @@
 """Steps of `training.parallel` without a run: the setup of a model, its optimizer and these ranks."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+from stoker.config.settings import DataSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device
 from stoker.models import Detector
@@ -11,6 +13,9 @@ from stoker.training.parallel import One
 from stoker.training.ranks import Ranks
 from stoker.training.state import Signals, TrainState
 from stoker.training.step import train_step
+
+PLAIN = DataSettings(hflip=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0, mosaic=0.0, mixup=0.0)
+"""Without augmentation."""
 
 
 def make_setup(
@@ -32,7 +37,7 @@ def make_setup(
         state=TrainState(),
         micro_batches=micro_batches,
         config=SimpleNamespace(
-            run=SimpleNamespace(precision="fp32", compile=False), data=SimpleNamespace(image_size=image_size)
+            run=SimpleNamespace(precision="fp32", compile=False), data=dataclasses.replace(PLAIN, image_size=image_size)
         ),
     )
 

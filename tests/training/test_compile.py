@@ -1,5 +1,6 @@
 """Training by a compiled program: the same numbers as operator by operator, and its time in the ledger."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,21 +8,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
 
+from stoker.data.augment import augment_batch
+from stoker.data.batch import Batch
 from stoker.hardware.device import DTYPES, select_device
 from stoker.models import build
 from stoker.runs.records import FINAL, STEPS, read_lines
 from stoker.runs.schemas import StepWindow
-from stoker.training import recorder, step
+from stoker.training import parallel, recorder, step
 from stoker.training.optim import OptimizerStep
+from stoker.training.ranks import Ranks
 from stoker.training.run import train
-from stoker.training.step import PlainStep, describe_compilation, make_loss_fn
+from stoker.training.step import PlainStep, describe_compilation, make_augment_fn, make_loss_fn
+from tests import fakes
 from tests.drawn import draw
 from tests.fixtures.models_no_waits import make_stepper
 from tests.fixtures.training_run import settings
 from tests.fixtures.training_stability import RATE, events_of, make_gradients_nan
 from tests.fixtures.training_stability import settings as unstable
 from tests.models.samples import make_batch, settings_of
+from tests.training.parallels import ignore, make_setup
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +40,43 @@ def without_pointwise(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw(tmp_path_factory.mktemp("drawn") / "shapes")
+
+
+def compile_augmentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: a run that compiles makes a program of its augmentation too, until compiling has failed."""
+    first = iter([True])
+    monkeypatch.setattr(
+        parallel, "make_augment_fn", lambda data, *, compile: make_augment_fn(data, compile=next(first, compile))
+    )
+
+
+def apart(batch: Batch) -> Batch:
+    """Its tensors share no memory, as the loader's do."""
+    return Batch(*(tensor.clone() for tensor in batch))
+
+
+def test_the_augmentation_is_compiled_before_the_first_image(monkeypatch: pytest.MonkeyPatch):
+    """For whole batches, which a step has in parts, and for all stages: with mixup, with mosaics alone, without."""
+    graphs = CompileCounter()
+    monkeypatch.setattr(step, "COMPILE_BACKEND", graphs)
+    monkeypatch.setattr(parallel, "make_loss_fn", lambda model, **_: make_loss_fn(model, compile=False))
+    compile_augmentation(monkeypatch)
+    torch._dynamo.reset()
+    model = build(settings_of("retinanet_tiny_fpn"), 3).train()
+    setup = make_setup(model, make_stepper(model, "sgd"), Ranks(), select_device("cpu"), micro_batches=2)
+    setup.config.run.compile, setup.config.data = True, dataclasses.replace(fakes.AUGMENTATIONS, mixup=0.5)
+    one = parallel.One(setup, ignore)
+    one.micro_batches = 2
+    one.warm_up(lambda: apart(make_batch((3, 1, 0, 2), (64, 64), 3)))
+    assert graphs.frame_count == 3
+    kinds = set()
+    for setup.progress in (0.0, 0.3, 0.499, 0.5, 0.7, 0.9, 1.0):
+        batch = apart(make_batch((1, 2, 0, 3, 3, 1, 1, 2), (64, 64), 3, seed=int(100 * setup.progress)))
+        found, expected = one.augment(batch), augment_batch(batch, setup.config.data, setup.progress)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        kinds.add((found.images.stride(), found.images.dtype))
+    assert graphs.frame_count == 3
+    assert kinds == {(batch.images.stride(), torch.uint8)}
 
 
 @pytest.mark.slow
@@ -111,6 +155,8 @@ def test_a_run_whose_compiler_fails_trains_without(data: Path, tmp_path: Path, m
     weights = []
     for compiled in (False, True):
         torch._dynamo.reset()
+        if compiled:
+            compile_augmentation(monkeypatch)
         changes = {"max_duration": "3", "compile": compiled, "backbone_norm": "bn"}
         run = train(settings(data, **changes), run_dir=str(tmp_path / str(compiled))).run
         weights.append(load_file(run / FINAL))

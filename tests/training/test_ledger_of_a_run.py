@@ -138,7 +138,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
     """Also those of a profiler, and of steps that a crash lost and that are done again."""
     data = draw(tmp_path / "data")
     spent: dict[str, float] = {}
-    step, augment = loop.Training.step, parallel.augment_batch
+    step, augment = loop.Training.step, parallel.One.augment
 
     def dying(self: loop.Training) -> None:
         if self.state.step == 17:
@@ -180,7 +180,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
         """Measures the seven steps that the crash lost, and what they waited for images."""
         with pytest.MonkeyPatch.context() as patch:
             if self.state.step < 17:
-                patch.setattr(parallel, "augment_batch", slow_augment)
+                patch.setattr(parallel.One, "augment", slow_augment)
                 patch.setattr(Loader, "__next__", timed("input_wait", next_batch))
                 timed("step", step)(self)
             else:

@@ -18,7 +18,7 @@ from stoker.errors import OutOfMemoryError, Preempted
 from stoker.hardware.device import is_out_of_memory
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.training import evaluator, loop, make_step, parallel
+from stoker.training import evaluator, loop, make_step, step
 from stoker.training.optim import OptimizerStep
 from stoker.training.out_of_memory import halve
 from stoker.training.parallel import One
@@ -60,7 +60,7 @@ def memory_events(run: Path) -> list[Event]:
 
 
 POINTS = {
-    "augmentation": (parallel, "augment_batch", False),
+    "augmentation": (step, "augment_batch", False),
     "backward": (OptimizerStep, "backward", True),
     "norm of the gradient": (torch, "_foreach_norm", False),
 }
