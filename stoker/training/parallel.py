@@ -148,22 +148,24 @@ class One(PlainStep):
             self._newest_copy = None
 
     def rehearse(self, batch: Batch) -> None:
-        """The same; and compiles what augments whole batches, with and without mixup and mosaics."""
-        if self.compiles:
+        """The same; compiles what augments whole batches too, with and without mixup and mosaics; and logs what of the
+        model's step is compiled."""
+        if not self.compiles:
+            super().rehearse(batch)
+        else:
             whole = Batch(*(torch.cat([tensor] * self.micro_batches) for tensor in batch))
             for progress in (0.0, MIXUP_END_FRACTION, MOSAIC_END_FRACTION):
                 self.augment_fn(whole, progress)
-            torch._dynamo.utils.counters.clear()  # to count in the model's step alone
-        super().rehearse(batch)
+            torch._dynamo.utils.counters.clear()
+            super().rehearse(batch)
+            self.log_event(*describe_compilation(torch._dynamo.utils.counters))
 
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
-        """Compiles the step, without a change of the training, and logs what of it is compiled. make_batch: a
-        micro-batch of the shapes of training."""
+        """Compiles the step, without a change of the training. make_batch: a micro-batch of the shapes of training."""
         if not self.compiles:
             return
         try:
             self.rehearse(make_batch())
-            self.log_event(*describe_compilation(torch._dynamo.utils.counters))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
