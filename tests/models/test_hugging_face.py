@@ -208,7 +208,7 @@ def test_published_names_are_converted_and_other_classes_replaced(
     monkeypatch.setitem(MODELS, name, msgspec.structs.replace(MODELS[name], urls={"coco": URL}))
     monkeypatch.setenv("STOKER_WEIGHTS_DIR", str(tmp_path))
     (tmp_path / file_name(URL)).write_bytes(save({key: tensor.contiguous() for key, tensor in published.items()}))
-    wanted = ("dog", "person") if classes == "coco" else ("dog", "screw")
+    wanted = ("dog", "person") if classes == "coco" else ("nut", "screw")
     model = build(settings, len(wanted))
     sentences = load_weights(model, settings_of(name, weights="coco"), class_names=wanted)
     head = "head.classification_head.cls_logits.weight"
@@ -217,7 +217,7 @@ def test_published_names_are_converted_and_other_classes_replaced(
         assert torch.equal(model.state_dict()[head], published[f"their.{head}"][[16, 0]])
         assert "kept, 80 -> 2 channels" in sentences[1]
     else:
-        assert sentences[1] == "class head replaced: 80 -> 2 channels, random; not among the file's classes: screw"
+        assert sentences[1] == "class head replaced: 80 -> 2 channels, random; not among the file's classes: nut, screw"
 
 
 def test_a_file_of_weights_by_name_needs_a_model_that_has_them() -> None:
@@ -236,7 +236,7 @@ def test_published_transformers_are_loaded_by_name(name: str, tmp_path: Path, mo
     settings = settings_of(name, weights="coco")
     replaced = build(settings, 2)
     before = {key: tensor.clone() for key, tensor in replaced.state_dict().items()}
-    sentences = load_weights(replaced, settings, class_names=("dog", "screw"))
+    sentences = load_weights(replaced, settings, class_names=("nut", "screw"))
     assert sentences[1].startswith("class head replaced: 80 -> 2 channels")
     unchanged = {key for key, tensor in replaced.state_dict().items() if torch.equal(tensor, before[key])}
     # Means are zeros in both.

@@ -166,7 +166,7 @@ def _freeze_norms(module: nn.Module) -> None:
 
 
 @pytest.mark.slow
-def test_other_classes_get_a_new_head(tmp_path: Path, coco_state: dict[str, Tensor]) -> None:
+def test_a_class_of_the_file_keeps_its_channels_and_another_one_gets_new_ones(tmp_path: Path, coco_state: dict[str, Tensor]) -> None:
     path = tmp_path / "detector.pth"
     torch.save(coco_state, path)
     assert detect_architecture(path) == RESNET50
@@ -174,8 +174,11 @@ def test_other_classes_get_a_new_head(tmp_path: Path, coco_state: dict[str, Tens
     model = build(settings, 2)
     before = model.state_dict()[CLASS_HEAD[0]].clone()
     _, head = load_weights(model, settings, class_names=("person", "platelet"))
-    assert head == "class head replaced: 91 -> 2 channels, random; not among the file's classes: platelet"
-    assert torch.equal(model.state_dict()[CLASS_HEAD[0]], before)
+    assert head == "class head kept, 91 -> 2 channels; 1 of 2 classes matched by name, random: platelet"
+    theirs = coco_state[CLASS_HEAD[0]].view(9, 91, 256, 3, 3)
+    ours, random = (weight.view(9, 2, 256, 3, 3) for weight in (model.state_dict()[CLASS_HEAD[0]], before))
+    assert torch.equal(ours[:, 0], theirs[:, 1])  # a person has id 1
+    assert torch.equal(ours[:, 1], random[:, 1])
     tower = "head.classification_head.conv.{}.weight"
     assert torch.equal(model.state_dict()[tower.format("3.0")], coco_state[tower.format("6")])
 

@@ -5,7 +5,7 @@ classifiers with the same backbones, of other publishers' detectors whose family
 stoker's own files, as .pth/.pt (bare or under "model") or .safetensors. A file is recognized by the names and shapes of
 its tensors. `hub.py` finds files; `model_file.py` loads a whole model that stoker saved.
 
-The class head of a file is converted to the user's classes: matched by name if possible, else left random.
+The class head of a file is converted to the user's classes: those of a name that it has, the others stay random.
 `detector.ClassHeadSpec` describes the channels of such a layer. Files by stoker have one channel per class, after a
 background channel if the model has one. Files by torchvision always have a background channel; in its RetinaNet and
 FCOS, which have sigmoids, it is unused. Others have a channel per class: those from COCO 80, or 91 by category id.
@@ -117,7 +117,7 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
         first = tensors.get(f"{model.class_heads()[0].name}.weight")
         if choice in arch.urls and choice.endswith("coco") and first is not None and len(first) == len(COCO_CLASSES):
             file_classes = COCO_CLASSES
-        tensors, sentence = fit_class_head(tensors, model.class_heads(), file_classes, class_names)
+        tensors, sentence = fit_class_head(tensors, model, file_classes, class_names)
         sentences = [f"backbone, neck and heads from {origin}", sentence]
     else:
         sentences = [f"backbone from {origin}", "neck and heads are random"]
@@ -303,59 +303,60 @@ def class_tensors(class_heads: Iterable[ClassHeadSpec]) -> dict[str, ClassHeadSp
 
 
 def fit_class_head(
-    tensors: Mapping[str, Tensor],
-    class_heads: Sequence[ClassHeadSpec],
-    file_classes: Sequence[str] | None,
-    class_names: Sequence[str],
+    tensors: Mapping[str, Tensor], model: Detector, file_classes: Sequence[str] | None, class_names: Sequence[str]
 ) -> tuple[dict[str, Tensor], str]:
     """(`tensors` with class heads for `class_names`, or without them; a sentence about the result).
 
-    class_heads: the model's; file_classes: class names in the file, None if it has none: with 91 channels then COCO's.
-    The heads are kept if every class is one of the file's, or if the file has no names and as many classes.
+    file_classes: class names in the file, None if it has none: with 91 channels then COCO's. A class that is one of the
+    file's keeps its channels, the others keep the random ones of `model`; all are kept if the file has no names and as
+    many classes.
     """
-    first = class_heads[0]
-    head_by_tensor = class_tensors(class_heads)
+    head_by_tensor, own = class_tensors(model.class_heads()), model.state_dict()
+    first = model.class_heads()[0]
     sizes = {name: (*tensors[name].shape, 0)[0] if name in tensors else 0 for name in head_by_tensor}
     channels = sizes[f"{first.name}.weight"] // (first.num_anchors * first.outputs_per_class)
-    channel_indices, reason = _match_channels(channels, file_classes, class_names, has_background=first.has_background)
+    matched, reason = _match_channels(channels, file_classes, class_names, has_background=first.has_background)
     if any(
         sizes[name] != head.num_anchors * channels * head.outputs_per_class for name, head in head_by_tensor.items()
     ):
-        channel_indices, reason = None, "its layers have other numbers of channels than those of the model"
+        matched, reason = {}, "its layers have other numbers of channels than those of the model"
     fitted = {name: tensor for name, tensor in tensors.items() if name not in head_by_tensor}
     num_channels = len(class_names) + first.has_background
-    if channel_indices is None:
+    if not matched:
         return fitted, f"class head replaced: {channels} -> {num_channels} channels, random; {reason}"
     for name, head in head_by_tensor.items():
-        by_class = tensors[name].unflatten(0, (head.num_anchors, channels, head.outputs_per_class))
-        fitted[name] = by_class[:, channel_indices].flatten(0, 2)
+        theirs, ours = (
+            of_all.unflatten(0, (head.num_anchors, -1, head.outputs_per_class)) for of_all in (tensors[name], own[name])
+        )
+        fitted[name] = ours.index_copy(1, torch.tensor([*matched]), theirs[:, [*matched.values()]]).flatten(0, 2)
     return fitted, f"class head kept, {channels} -> {num_channels} channels; {reason}"
 
 
 def _match_channels(
     channels: int, file_classes: Sequence[str] | None, class_names: Sequence[str], *, has_background: bool
-) -> tuple[list[int] | None, str]:
-    """(the file's channel for each channel of the model, or None; the reason)."""
-    first = [0] if has_background else []
+) -> tuple[dict[int, int], str]:
+    """(channel of the model → channel of the file that it is, for all that the file has; the reason)."""
     if file_classes is None and channels == len(COCO_CHANNELS):
         file_classes = COCO_CHANNELS
     elif file_classes is not None and has_background:
         file_classes = ["", *file_classes]  # a file by stoker has no name for the background
+    background = {0: 0} if has_background else {}
     if file_classes is None:
         if channels in (len(class_names) + 1, len(class_names) + has_background):
-            return [*first, *range(channels - len(class_names), channels)], (
-                "the file has as many classes, without names"
-            )
-        return None, "the file has no class names and another number of classes"
+            skipped = channels - len(class_names)
+            matched = {number + has_background: number + skipped for number in range(len(class_names))}
+            return background | matched, "the file has as many classes, without names"
+        return {}, "the file has no class names and another number of classes"
     channel_by_name = {name.casefold(): channel for channel, name in enumerate(file_classes)}
-    missing = [name for name in class_names if name.casefold() not in channel_by_name]
+    found = [channel_by_name.get(name.casefold()) for name in class_names]
+    matched = {number: channel for number, channel in enumerate(found, has_background) if channel is not None}
+    missing = [name for name, channel in zip(class_names, found, strict=True) if channel is None]
+    listed = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+    if not matched:
+        return {}, f"not among the file's classes: {listed}"
     if missing:
-        listed = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
-        return None, f"not among the file's classes: {listed}"
-    return [
-        *first,
-        *(channel_by_name[name.casefold()] for name in class_names),
-    ], "every class is one of the file's, matched by name"
+        return background | matched, f"{len(matched)} of {len(found)} classes matched by name, random: {listed}"
+    return background | matched, "every class is one of the file's, matched by name"
 
 
 class _NoValues(TorchFunctionMode):
