@@ -99,7 +99,7 @@ def make_architecture(
     """The architecture of a row. groups: tables of defaults by name; tuning: by family. Raises msgspec.ValidationError
     for a row of another form."""
     fields = dict(row)
-    defaults, files = _inherit(fields.pop("defaults", {}), groups), fields.pop("weights", {})
+    defaults, files = inherit(fields.pop("defaults", {}), groups), fields.pop("weights", {})
     fields |= {
         "defaults": {
             name: tuple(value) if isinstance(value := default["value"], list) else value
@@ -112,11 +112,11 @@ def make_architecture(
     return msgspec.convert(fields, Architecture)
 
 
-def _inherit(table: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of a table and of the groups that it inherits; its own and those of later groups win."""
+def inherit(table: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any]:
+    """The values of a table and of the groups that it inherits; its own and those of later groups win."""
     merged: dict[str, Any] = {}
     for group in table.get("inherits", ()):
-        merged |= _inherit(groups[group], groups)
+        merged |= inherit(groups[group], groups)
     return merged | {name: default for name, default in table.items() if name != "inherits"}
 
 

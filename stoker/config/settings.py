@@ -23,6 +23,7 @@ import tomli_w
 from cyclopts import Parameter
 
 from stoker import regular_files
+from stoker.config.architectures import inherit
 from stoker.config.durations import join_length, parse_duration
 from stoker.config.sync_method import parse_sync
 from stoker.errors import ConfigError, did_you_mean, make_error, nearest
@@ -396,7 +397,8 @@ def setting_rows() -> dict[str, SettingRow]:
 def read_recipes() -> dict[str, Config]:
     """Name in knowledge/recipes.toml → the settings that models of a kind are trained with, a partial config. The row
     of a model names its recipe; `training/defaults/derive.py` records it as the reason of each value."""
-    return {name: from_fields(fields) for name, fields in read_toml("recipes.toml").items()}
+    rows = read_toml("recipes.toml")
+    return {name: from_fields(inherit(fields, rows)) for name, fields in rows.items()}
 
 
 def from_run(path: Path) -> tuple[Config, dict[str, str]]:

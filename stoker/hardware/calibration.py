@@ -26,9 +26,9 @@ MAX_LINE_BYTES = 16 * 1024
 STEP_FIELDS = frozenset(
     {"model", "backbone_norm", "trainable_backbone_layers", "anchor_sizes", "anchor_scales", "aspect_ratios",
      "fg_iou_thresh", "bg_iou_thresh", "focal_alpha", "focal_gamma", "box_loss", "reduced_tail", "nms_free",
-     "depthwise", "activation_checkpointing", "image_size", "hflip", "brightness", "contrast", "saturation", "hue",
-     "mosaic", "optimizer", "backbone_lr_mult", "momentum", "weight_decay", "clip_grad_norm", "ema_decay",
-     "precision"}
+     "depthwise", "queries", "class_loss", "activation_checkpointing", "image_size", "hflip", "brightness", "contrast",
+     "saturation", "hue", "mosaic", "optimizer", "backbone_lr_mult", "momentum", "weight_decay", "clip_grad_norm",
+     "ema_decay", "precision"}
 )  # fmt: skip
 """Settings that decide which operators a step consists of."""
 

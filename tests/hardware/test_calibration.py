@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from stoker.hardware import calibration
 from stoker.hardware.calibration import MAX_FILE_BYTES, MeasuredStep, PredictedStep
+from stoker.models import MODELS
 
 
 def measured(**changes: Any) -> MeasuredStep:
@@ -128,3 +129,8 @@ def test_the_file_stays_small_and_keeps_the_newest() -> None:
     steps = [line.steps for line in calibration.read() if isinstance(line, MeasuredStep)]
     assert steps == list(range(steps[0], 300))
     assert len(steps) > 50
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_described_by_all_settings_of_its_model(name: str):
+    assert set(MODELS[name].defaults) <= calibration.STEP_FIELDS

@@ -166,7 +166,9 @@ def _freeze_norms(module: nn.Module) -> None:
 
 
 @pytest.mark.slow
-def test_a_class_of_the_file_keeps_its_channels_and_another_one_gets_new_ones(tmp_path: Path, coco_state: dict[str, Tensor]) -> None:
+def test_a_class_of_the_file_keeps_its_channels_and_another_one_gets_new_ones(
+    tmp_path: Path, coco_state: dict[str, Tensor]
+) -> None:
     path = tmp_path / "detector.pth"
     torch.save(coco_state, path)
     assert detect_architecture(path) == RESNET50

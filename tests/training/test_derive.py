@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 import types
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from stoker.training.defaults.derive import (
     derive_compile,
     derive_data,
     derive_for_plan,
+    derive_lr,
     missing_for_compile,
     total_steps,
 )
@@ -399,6 +401,38 @@ def test_a_frozen_pretrained_backbone_of_ember_has_a_lower_lr(index: Index, mode
     assert config.optim.backbone_lr_mult == lr_mult
     config, _ = derive_for_plan(from_fields({"model": model, "weights": weights, "backbone_norm": "bn"}), index, CPU)
     assert config.optim.backbone_lr_mult == 1.0
+
+
+# Peterande/D-FINE at 4a1f73a, configs/dfine/custom/dfine_hgnetv2_n_custom.yml and custom/objects365/*_obj2custom.yml:
+# images of a batch, lr, that of the backbone, weight decay.
+DFINE_FINE_TUNING = {
+    "dfine_n": (128, 0.0008, 0.0004, 0.0001),
+    "dfine_s": (32, 0.00025, 0.000125, 0.000125),
+    "dfine_m": (32, 0.00025, 0.000025, 0.000125),
+    "dfine_l": (32, 0.00025, 0.0000125, 0.000125),
+    "dfine_x": (32, 0.00025, 0.0000025, 0.000125),
+}
+
+
+@pytest.mark.parametrize("model", DFINE_FINE_TUNING)
+def test_d_fine_is_fine_tuned_at_the_learning_rates_of_its_authors(index: Index, model: str):
+    batch_size, lr, backbone_lr, weight_decay = DFINE_FINE_TUNING[model]
+    asked = from_fields({"model": model, "batch_size": batch_size})
+    config, _ = derive_for_plan(asked, index, CPU)
+    optim = derive_lr(Known(config, index, CPU))[0], config.optim.backbone_lr_mult, config.optim.weight_decay
+    assert optim == (pytest.approx(lr), pytest.approx(backbone_lr / lr), weight_decay)
+    assert config.model.weights == "coco"
+    random, _ = derive_for_plan(asked.replace(weights="none"), index, CPU)
+    assert random.optim.backbone_lr_mult == 1.0  # nothing of a random backbone is to be kept
+
+
+def test_rf_detr_is_fine_tuned_at_the_mean_learning_rate_of_its_authors(index: Index):
+    """roboflow/rf-detr at 35ac6ab: 1e-4 at 16 images; lr_encoder 1.5e-4, lr_component_decay 0.7, squared,
+    lr_vit_layer_decay 0.8 for each of the 12 layers, the last of which has it twice."""
+    config, _ = derive_for_plan(from_fields({"model": "rf_detr_n", "batch_size": 16}), index, CPU)
+    assert derive_lr(Known(config, index, CPU))[0] == pytest.approx(1e-4, rel=0.01)
+    of_layers = [1.5 * 0.7**2 * 0.8**power for power in range(2, 14)]
+    assert config.optim.backbone_lr_mult == pytest.approx(statistics.geometric_mean(of_layers), rel=0.02)
 
 
 @pytest.mark.parametrize("weights", ["coco", pytest.param("imagenet", marks=pytest.mark.slow)])

@@ -157,7 +157,7 @@ def warn_few_queries(settings: ModelSettings, index: Index) -> str | None:
 def warn_random_weights(settings: ModelSettings, reasons: Mapping[str, str]) -> str | None:
     """A warning if the run starts from random weights and there is an alternative, else None. reasons: of `derive`."""
     arch, reason = get_architecture(settings.model), reasons.get("model", "")
-    if reason.startswith(NOT_DOWNLOADED):
+    if NOT_DOWNLOADED in reason:
         return f"model: {FROM_SCRATCH}: {reason}"
     if settings.weights != "none" or not (arch.urls or arch.tuning):
         return None

@@ -149,9 +149,11 @@ class Known:
 
     @property
     def recipe_settings(self) -> dict[str, Any]:
-        """What the recipe sets as it is: its learning rate is for its batch size, its optimizer for whole kernels."""
+        """What the recipe sets as it is: its learning rates are for its batch size and for pretrained weights, its
+        optimizer for whole kernels."""
         settings = {} if self.config.model.model is None else self.recipe.set_fields()
-        return {name: value for name, value in settings.items() if name not in ("batch_size", "lr", "optimizer")}
+        derived = ("batch_size", "lr", "backbone_lr_mult", "optimizer")
+        return {name: value for name, value in settings.items() if name not in derived}
 
     @functools.cached_property
     def options_of_weights(self) -> Mapping[str, bool]:
@@ -346,10 +348,14 @@ def _check_batch(known: Known) -> None:
 
 
 def derive_backbone_lr_mult(known: Known) -> Choice:
-    """1.0: one learning rate for all weights, as in torchvision's and Detectron2's recipes; 0.3 for ember on a
-    pretrained backbone with frozen norms."""
-    arch, model = known.arch, known.config.model
-    if arch.tuning is not None and arch.urls and model.weights != "none" and model.backbone_norm == "frozen_bn":
+    """The recipe's for pretrained weights (D-FINE, DEIMv2, RF-DETR); 0.3 for ember on a pretrained backbone with frozen
+    norms; else 1.0, one learning rate for all weights, as in torchvision's and Detectron2's recipes."""
+    arch, model, of_recipe = known.arch, known.config.model, known.recipe.optim.backbone_lr_mult
+    if model.weights == "none":
+        return 1.0, "all weights are random"
+    if of_recipe is not None:
+        return of_recipe, f"recipe {arch.recipe}"
+    if arch.tuning is not None and arch.urls and model.backbone_norm == "frozen_bn":
         reason = "its norms are frozen, and its features must not outgrow those of the neck"
         return arch.tuning.frozen_backbone_lr_mult, reason
     return 1.0, "one learning rate for all weights, as in torchvision's and Detectron2's recipes"
