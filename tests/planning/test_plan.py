@@ -77,8 +77,8 @@ def by_label(result: Plan) -> dict[str, Any]:
 def test_named_machines(data: Path) -> None:
     result = plan(data, on=["a2-highgpu-1g", "g2-standard-8"])
     assert [row.machine for row in result.rows] == ["a2-highgpu-1g", "g2-standard-8"]
-    assert (result.model, result.num_images, result.batch_size) == ("retinanet_resnet50_fpn", 40, 16)
-    assert result.steps * 16 == pytest.approx(40_000, abs=16)
+    assert (result.model, result.num_images, result.batch_size) == ("dfine_s", 40, 8)
+    assert result.steps * 8 == pytest.approx(40_000, abs=8)
     assert result.rows[0].img_per_s.expected > result.rows[1].img_per_s.expected
     assert result.recommendation.choice is not None
     assert result.command == f"stoker train {data} --epochs 1000"
@@ -102,7 +102,7 @@ def test_gpus_and_batches(data: Path) -> None:
         "g2-standard-96/1", "g2-standard-96/2", "g2-standard-96/8", "g2-standard-8/1", "2 × g2-standard-8/2",
         "8 × g2-standard-8/8",
     }  # fmt: skip
-    assert {row.batch_size for row in rows.values()} == {16}, "the total stays"
+    assert {row.batch_size for row in rows.values()} == {8}, "the total stays"
     assert rows["g2-standard-96/8"].device_img_per_s.expected > 4 * rows["g2-standard-96/1"].device_img_per_s.expected
     assert rows["8 × g2-standard-8/8"].step_s.expected > rows["g2-standard-96/8"].step_s.expected
     result = plan(data, on=["g2-standard-96"], gpus=[8])
