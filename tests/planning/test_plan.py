@@ -97,12 +97,12 @@ def test_without_names_all_and_this(data: Path) -> None:
 
 
 def test_gpus_and_batches(data: Path) -> None:
-    rows = by_label(plan(data, on=["g2-standard-96", "g2-standard-8"], gpus=[1, 2, 8]))
+    rows = by_label(plan(data, {"batch_size": 16}, on=["g2-standard-96", "g2-standard-8"], gpus=[1, 2, 8]))
     assert set(rows) == {
         "g2-standard-96/1", "g2-standard-96/2", "g2-standard-96/8", "g2-standard-8/1", "2 × g2-standard-8/2",
         "8 × g2-standard-8/8",
     }  # fmt: skip
-    assert {row.batch_size for row in rows.values()} == {8}, "the total stays"
+    assert {row.batch_size for row in rows.values()} == {16}, "the total stays"
     assert rows["g2-standard-96/8"].device_img_per_s.expected > 4 * rows["g2-standard-96/1"].device_img_per_s.expected
     assert rows["8 × g2-standard-8/8"].step_s.expected > rows["g2-standard-96/8"].step_s.expected
     result = plan(data, on=["g2-standard-96"], gpus=[8])
