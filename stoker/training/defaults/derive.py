@@ -351,11 +351,9 @@ def derive_backbone_lr_mult(known: Known) -> Choice:
     """The recipe's for pretrained weights (D-FINE, DEIMv2, RF-DETR); 0.3 for ember on a pretrained backbone with frozen
     norms; else 1.0, one learning rate for all weights, as in torchvision's and Detectron2's recipes."""
     arch, model, of_recipe = known.arch, known.config.model, known.recipe.optim.backbone_lr_mult
-    if model.weights == "none":
-        return 1.0, "all weights are random"
-    if of_recipe is not None:
+    if model.weights != "none" and of_recipe is not None:
         return of_recipe, f"recipe {arch.recipe}"
-    if arch.tuning is not None and arch.urls and model.backbone_norm == "frozen_bn":
+    if arch.tuning is not None and arch.urls and model.weights != "none" and model.backbone_norm == "frozen_bn":
         reason = "its norms are frozen, and its features must not outgrow those of the neck"
         return arch.tuning.frozen_backbone_lr_mult, reason
     return 1.0, "one learning rate for all weights, as in torchvision's and Detectron2's recipes"

@@ -23,8 +23,8 @@ SMALL_IMAGE_SIDE = 160
 PRETRAINED, FROM_SCRATCH = "ember_mobilenet_v2", "ember_n"
 """With ImageNet weights, for a CPU; with random ones, for all devices, as no other model was measured with them."""
 ON_GPU, CROWDED = "dfine_s", "fcos_resnet50_fpn"
-"""For a GPU; for images with more boxes than ON_GPU has queries. Not `dfine_n`: it saves 1.6 GiB of 4.1 (640², 8 images),
-of 15 and more that rented GPUs have, and has no map of stride 8, which small images need."""
+"""For a GPU; for images with more boxes than ON_GPU has queries. Not `dfine_n`: it saves 1.6 GiB of 4.1 (640², 8
+images), where rented GPUs have 15 and more, and has no map of stride 8, which small images need."""
 WHY_ON_GPU = (
     "D-FINE-S has 60.3 AP fine-tuned on the hundred data sets of RF100-VL, by Roboflow's table of RF-DETR (RF-DETR-S "
     "60.2 with three times the parameters, YOLO11-S 56.2); not measured on a GPU here"
