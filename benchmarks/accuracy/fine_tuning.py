@@ -1,6 +1,6 @@
 """What weights in the form of published ones are worth: D-FINE fine-tuned from 80 classes with COCO's names.
 
-    python -m benchmarks fine_tuning [--before 800] [--steps 120] [--seeds 2] [--weights FILE] [--json FILE]
+    python -m benchmarks fine_tuning [--before 800] [--steps 80] [--seeds 2] [--weights FILE] [--json FILE]
 
 Published weights cannot be had here, so some are made: `dfine_n` is trained from random weights for --before steps on
 BCCD (blood cells, 292 images), with a head of 80 classes that have COCO's names; three of them stand for the cells.
@@ -78,7 +78,7 @@ class Bench:
     def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
         self.asked, self.folder = asked, folder
         self.rows = json.loads(asked.json.read_text())["rows"] if asked.json and asked.json.exists() else []
-        self.weights: Path = asked.weights or folder / "coco_names.safetensors"
+        self.weights = (asked.weights or folder / "coco_names.safetensors").resolve()
         self.cells = folder / "cells"
         write_yolo(asked.shared / "blood_png", self.cells, {0: 0, 1: 1}, asked.most)
 
@@ -190,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default="dfine_n")
     made.add_argument("--before", type=int, default=800, help="steps that make the weights")
     made.add_argument("--lr", type=float, default=4e-4, help="learning rate of these steps")
-    made.add_argument("--steps", type=int, default=120)
+    made.add_argument("--steps", type=int, default=80)
     made.add_argument("--side", type=int, default=192, help="of the model input, pixels")
     made.add_argument("--seeds", type=int, default=2)
     made.add_argument("--most", type=int, help="images of a split; default: all")
