@@ -22,6 +22,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "ember": TRAINING,
     "end_to_end": (*LOADING, *TRAINING),
     "evaluate": ("stoker/evaluation",),
+    "fine_tuning": TRAINING,
     "gil": LOADING,
     "index": (
         "stoker/data/index.py", "stoker/data/index_cache.py", "stoker/data/formats/coco.py",
