@@ -16,7 +16,7 @@ from stoker import regular_files
 from stoker.errors import ConfigError, nearest
 from stoker.knowledge import read_toml
 
-PRETRAINED_NAMES = ("coco", "objects365+coco", "objects365", "imagenet")
+PRETRAINED_NAMES = ("objects365+coco", "coco", "objects365", "imagenet")
 """Names that `--weights` accepts, besides `none` and files; the default is the first that a model has.
 `objects365+coco`: trained on Objects365, then on COCO; `imagenet`: weights of a classifier, for the backbone."""
 HUB_FILE = "https://huggingface.co/{}/resolve/main/model.safetensors"
@@ -75,7 +75,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Values of the ModelSettings fields that the architecture uses; it has no others."""
     reasons: Mapping[str, str]
     urls: Mapping[str, str]
-    """A name of PRETRAINED_NAMES → URL of pretrained weights; empty if there are none."""
+    """A name of PRETRAINED_NAMES, in their order → URL of pretrained weights; empty if there are none."""
     pretrained_norm_eps: float | None = None
     """Epsilon of the norms of the pretrained classifier, if it differs from the detector's."""
     tuning: Tuning | None = None

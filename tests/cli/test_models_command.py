@@ -85,7 +85,7 @@ the maps, embeds the boxes in every layer and has ReLU in the heads
 LICENSES = """\
 ## Pretrained weights and their licenses
 
-`--weights NAME` takes `coco`, `objects365+coco` (trained on Objects365, then on COCO), `objects365`, `imagenet` (the backbone
+`--weights NAME` takes `objects365+coco` (trained on Objects365, then on COCO), `coco`, `objects365`, `imagenet` (the backbone
 only), `none`, a file, or a run (its best weights); without it, the first of these that the model has. A class that the
 weights have too, by name, keeps its part of the class head; the others start with random values, and the output says which. Files of Hugging Face are safetensors, no pickle; `huggingface_hub` downloads them into its cache, so what you set
 for it applies: `HF_HOME`, `HF_ENDPOINT` (a mirror), `HF_HUB_OFFLINE`, tokens. Where a download fails, the message names the file,
@@ -97,7 +97,7 @@ stoker distributes no weights: they come from their publishers under these terms
 | weights | publisher | license of the weights | where that is stated |
 |---|---|---|---|
 | torchvision's, `coco` and `imagenet` | download.pytorch.org | not stated for each file; the code has BSD-3-Clause | torchvision's README, "Pre-trained Model License": they may have terms of their own, derived from the data set |
-| D-FINE: `coco` N 15.3 MB, S 41.5 MB, M 78.7 MB, L 126 MB, X 252 MB; `objects365`, `objects365+coco` S to X | `ustc-community` on Hugging Face | Apache-2.0 | the page of each repository; D-FINE's authors state it for the files of COCO alone, and list those with Objects365 apart ([D-FINE, issue 357](https://github.com/Peterande/D-FINE/issues/357)), whose site names academic use: so `coco` is the default |
+| D-FINE: `coco` N 15.3 MB, S 41.5 MB, M 78.7 MB, L 126 MB, X 252 MB; `objects365`, `objects365+coco` S to X | `ustc-community` on Hugging Face | Apache-2.0 | the page of each repository; D-FINE's authors state it for the files of COCO alone, and list those with Objects365 apart ([D-FINE, issue 357](https://github.com/Peterande/D-FINE/issues/357)), whose site names academic use: where that matters, `--weights coco` |
 | DEIMv2 with HGNetv2: `coco`, Pico 6.3 MB | `Intellindust` on Hugging Face | not stated: only the license of the code is, Apache-2.0 | `Intellindust-AI-Lab/DEIMv2` on GitHub, LICENSE |
 | RF-DETR N to L: `coco` | `Roboflow` on Hugging Face | Apache-2.0 | documentation of `rfdetr`, table of the models |
 

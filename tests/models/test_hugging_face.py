@@ -186,7 +186,7 @@ def test_rows_name_repositories() -> None:
     urls = make_architecture(row, {}, url="https://a.example/models").urls
     assert urls == {"coco": URL, "imagenet": "https://a.example/models/some-12345678.pth"}
     for name, architecture in MODELS.items():
-        assert set(architecture.urls) <= set(PRETRAINED_NAMES), name
+        assert list(architecture.urls) == [choice for choice in PRETRAINED_NAMES if choice in architecture.urls], name
         on_hub = [url for url in architecture.urls.values() if HUB_URL.fullmatch(url)]
         assert all(url.endswith(".safetensors") for url in on_hub), name
 

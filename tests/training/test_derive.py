@@ -421,7 +421,7 @@ def test_d_fine_is_fine_tuned_at_the_learning_rates_of_its_authors(index: Index,
     config, _ = derive_for_plan(asked, index, CPU)
     optim = derive_lr(Known(config, index, CPU))[0], config.optim.backbone_lr_mult, config.optim.weight_decay
     assert optim == (pytest.approx(lr), pytest.approx(backbone_lr / lr), weight_decay)
-    assert config.model.weights == "coco"
+    assert config.model.weights == ("coco" if model == "dfine_n" else "objects365+coco")  # of N there are no others
     random, _ = derive_for_plan(asked.replace(weights="none"), index, CPU)
     assert random.optim.backbone_lr_mult == 1.0  # nothing of a random backbone is to be kept
 

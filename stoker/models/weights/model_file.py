@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from stoker import models
-from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.config.settings import ModelSettings
 from stoker.errors import StokerError, WeightsError
 from stoker.models.table import MODELS
@@ -100,9 +99,8 @@ def load_pretrained(name: str | os.PathLike[str]) -> tuple["models.Detector", Mo
     if "coco" not in architecture.urls:
         fix = f"stoker train DATA --model {name}"
         raise WeightsError(f"There are no COCO weights for {name}.", choices=PRETRAINED, fix=fix)
-    weights = next(choice for choice in PRETRAINED_NAMES if choice in architecture.urls and choice.endswith("coco"))
-    options = {**architecture.defaults, **architecture.pretrained_options.get(weights, {})}
-    settings = ModelSettings(**options, model=str(name), weights=weights)
+    options = {**architecture.defaults, **architecture.pretrained_options.get("coco", {})}
+    settings = ModelSettings(**options, model=str(name), weights="coco")
     side = architecture.default_image_size
     # As they were trained: torchvision's detectors keep the aspect ratio, its SSDs and the transformers do not.
     resize = "letterbox" if architecture.family in ("retinanet", "fcos", "faster_rcnn") else "squash"

@@ -207,9 +207,10 @@ def derive_model(known: Known) -> Choice:
 
 
 def derive_weights(known: Known) -> Choice:
-    """The first of coco, objects365+coco, objects365, imagenet that the model has; else none."""
-    choice = next((name for name in PRETRAINED_NAMES if name in known.arch.urls), "none")
+    """The first of objects365+coco, coco, objects365, imagenet that the model has; else none."""
+    choice = next(iter(known.arch.urls), "none")
     reasons = {
+        "objects365+coco": "of the larger data, as its authors advise for fine-tuning; license: docs/models.md",
         "imagenet": "the backbone's; there are none for the whole detector",
         "none": "there are no pretrained weights for this model",
     }
