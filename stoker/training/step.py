@@ -48,16 +48,15 @@ def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) 
         # The outputs get no name here, so that only what the backward pass needs of them stays alive.
         return model.loss(model(batch.images), batch)
 
-    if compile:
-        return compile_for_shapes(compute_losses)
+    compute = compile_for_shapes(compute_losses) if compile else compute_losses
     weight_casts, batch_counts = WeightCasts(model), BatchCounts(model)
 
     def compute_losses_on_any_device(batch: Batch) -> dict[str, Tensor]:
         if not is_on_accelerator(batch.images):
-            return compute_losses(batch)
+            return compute(batch)
         casts = weight_casts.apply(batch.images.device.type) if cast_together else contextlib.nullcontext()
-        with casts, batch_counts.defer():
-            return compute_losses(batch)
+        with casts, contextlib.nullcontext() if compile else batch_counts.defer():  # a compiler counts by itself
+            return compute(batch)
 
     return compute_losses_on_any_device
 

@@ -1,10 +1,16 @@
 """One cast for all weights and one increment for all norms' counts change no loss, no gradient and no state."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from stoker.data.batch import Batch
 from stoker.models import Detector, build
 from stoker.models.layers.norms import BatchCounts
 from stoker.models.layers.weight_casts import WeightCasts
@@ -54,6 +60,42 @@ def test_losses_gradients_and_state_are_the_same(name: str, monkeypatch: pytest.
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     layouts = [(n, w.grad.stride()) for n, w in other.named_parameters() if w.grad is not None]
     assert layouts == [(n, w.grad.stride()) for n, w in one.named_parameters() if w.grad is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["folded norms and frozen stages", "norms of shared heads", "transformer"])
+def test_a_compiled_program_takes_the_cast_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph without casts of weights or gradients, for all steps; the numbers of eager mode."""
+    weights = {tuple(weight.shape) for weight in build(CASES[name], 3).parameters() if weight.dim() > 1}
+    casts: list[tuple[int, ...]] = []
+
+    def compiler(graph: fx.GraphModule, _: object) -> Callable[..., object]:
+        calls = [node for node in graph.graph.nodes if "_to_copy" in str(node.target)]
+        casts.extend(shape for node in calls if (shape := tuple(node.meta["val"].shape)) in weights)
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(step, "is_on_accelerator", lambda _: True)
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = build(CASES[name], 3).train()
+        graphs = CompileCounterWithBackend(aot_autograd(fw_compiler=compiler))
+        monkeypatch.setattr(step, "COMPILE_BACKEND", graphs)
+        torch._dynamo.reset()
+        compute = make_loss_fn(model, compile=is_compiled)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(make_batch((3, 1), (64, 64), 3).images)  # makes the anchors
+        results: dict[str, torch.Tensor] = {}
+        for n in range(3):
+            batch = Batch(*(tensor.clone() for tensor in make_batch((3, 1), (64, 64), 3, seed=n)))
+            with torch.autocast("cpu", torch.bfloat16):
+                losses = compute(batch)
+            results |= {f"{name} {n}": loss.detach() for name, loss in losses.items()}
+            torch.stack(list(losses.values())).sum().backward()
+        found.append(results | {n: w.grad for n, w in model.named_parameters() if w.grad is not None})
+        assert graphs.frame_count == is_compiled
+    assert not casts
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_an_error_inside_leaves_the_model_as_it_was() -> None:
