@@ -5,7 +5,9 @@ whole process: test_triton_kernels.py starts `python -m tests.models.interpreted
 import json
 import os
 import types
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -27,13 +29,19 @@ def random_boxes(draw: torch.Generator, *shape: int, whole: bool) -> Tensor:
     return (boxes / 4).round() if whole else boxes
 
 
-def matches(num_boxes: int, num_anchors: int, thresholds: tuple[float, float], *, fill: float, whole: bool) -> bool:
-    """Whether all matches are equal. fill: fraction of the slots that are valid; what the others hold is NaN."""
+def matches(
+    num_boxes: int, num_anchors: int, thresholds: tuple[float, float], *, fill: float | Sequence[int], whole: bool
+) -> bool:
+    """Whether all matches are equal. fill: fraction of the slots that are valid, or which; what the others hold is
+    NaN."""
     draw = torch.Generator().manual_seed(num_boxes)
     boxes = random_boxes(draw, 3, num_boxes, whole=whole)
     anchors = random_boxes(draw, num_anchors, whole=whole)
     anchors[:, 2:] = torch.maximum(anchors[:, 2:], anchors[:, :2] + 1)  # an anchor has an area
-    valid = torch.rand(3, num_boxes, generator=draw) < fill
+    if isinstance(fill, float):
+        valid = torch.rand(3, num_boxes, generator=draw) < fill
+    else:
+        valid = torch.isin(torch.arange(num_boxes), torch.tensor(fill, dtype=torch.int64)).expand(3, -1).clone()
     boxes[0, :2, 2:] = boxes[0, :2, :2]  # boxes without an area
     boxes[2, -1] = torch.tensor([100.0, 100, 110, 110])  # overlaps no anchor
     if num_boxes > 20:  # boxes twice, in two tiles of the kernel
@@ -42,6 +50,23 @@ def matches(num_boxes: int, num_anchors: int, thresholds: tuple[float, float], *
     options = {"fg_iou_thresh": thresholds[0], "bg_iou_thresh": thresholds[1]}
     expected = matching.match_anchors(boxes, valid, anchors, **options)
     return torch.equal(triton_kernels.match_anchors(boxes, valid, anchors, **options), expected)
+
+
+def tiles_of_ious(counts: tuple[int, ...], num_slots: int, num_anchors: int) -> int:
+    """How many tiles of IoUs matching computes for images with these numbers of boxes."""
+    valid = torch.arange(num_slots) < torch.tensor(counts)[:, None]
+    draw = torch.Generator().manual_seed(0)
+    boxes, anchors = (random_boxes(draw, *shape, whole=False) for shape in ((len(counts), num_slots), (num_anchors,)))
+    overlaps, calls = triton_kernels._overlaps, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return overlaps(*args)
+
+    with mock.patch.object(triton_kernels, "_overlaps", counted):
+        triton_kernels.match_anchors(boxes, valid, anchors, fg_iou_thresh=0.5, bg_iou_thresh=0.4)
+    return calls
 
 
 def focal(
@@ -122,12 +147,18 @@ if __name__ == "__main__":
         "matches": {
             "some slots": matches(20, 300, usual, fill=0.6, whole=False),
             "ties": matches(37, 300, usual, fill=0.6, whole=True),
-            "all slots full": matches(16, 129, usual, fill=1.0, whole=True),
+            "all slots full": matches(16, 257, usual, fill=1.0, whole=True),
             "no box": matches(5, 40, usual, fill=0.0, whole=False),
             "one slot, one anchor": matches(3, 1, usual, fill=1.0, whole=False),
             "background below 0": matches(20, 200, (0.2, 0.0), fill=0.6, whole=True),
             "nothing ignored": matches(20, 200, (0.5, 0.5), fill=0.6, whole=True),
+            "one box": matches(40, 300, usual, fill=[0], whole=True),
+            "a tile of boxes": matches(40, 256, usual, fill=range(8), whole=True),
+            "a tile of boxes and one": matches(40, 300, usual, fill=range(9), whole=True),
+            "only the last slot": matches(40, 300, usual, fill=[39], whole=True),
+            "tiles without a box between others": matches(40, 300, usual, fill=[3, 7, 17, 39], whole=True),
         },
+        "tiles": tiles_of_ious((0, 1, 8, 9, 40), 40, 300),
         "focal": {
             "float32, 80 classes": focal(fp32, 80, 2.0),
             "float32, 1 class": focal(fp32, 1, 2.0),

@@ -149,9 +149,9 @@ def test_the_kernel_equals_scipy_in_the_interpreter() -> None:
 def test_the_kernel_compiles_for_an_h200_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton comes with the CUDA build of torch")
     from stoker.models.layers import hungarian_kernel
-    from tests.models.test_triton_kernels import compile_for_h200
+    from tests.models.test_triton_kernels import compile_for
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"cost": "*fp32", "valid": "*i1", "assigned": "*i64"}
-    _, usage = compile_for_h200(hungarian_kernel.assign_kernel, types, {"BLOCK": 1024, "num_warps": 4}, tmp_path)
+    _, usage = compile_for(90, hungarian_kernel.assign_kernel, types, {"BLOCK": 1024, "num_warps": 4}, tmp_path)
     assert (usage["STACK"], usage["LOCAL"]) == (0, 0)

@@ -1,5 +1,5 @@
 """The Triton kernels of RetinaNet's loss: in Triton's interpreter they equal the separate operators, and they compile
-for an H200 (sm_90) on a machine without a GPU. On a GPU: tests/gpu/test_kernels.py."""
+for a T4 (sm_75), an A100 (sm_80) and an H200 (sm_90) where there is no GPU. On a GPU: tests/gpu/test_kernels.py."""
 
 import json
 import os
@@ -41,6 +41,11 @@ def test_matches_are_those_of_the_separate_operators(interpreted: dict[str, Any]
     assert interpreted["matches"] == dict.fromkeys(interpreted["matches"], True)
 
 
+def test_no_ious_are_computed_for_tiles_without_a_box(interpreted: dict[str, Any]) -> None:
+    """Images with 0, 1, 8, 9 and 40 boxes in 40 slots, and 300 anchors: tiles of 8 boxes and 256 anchors, twice."""
+    assert interpreted["tiles"] == (0 + 1 + 1 + 2 + 5) * 2 * 2
+
+
 def test_focal_losses_and_gradients_are_those_of_the_separate_operators(interpreted: dict[str, Any]) -> None:
     for name, difference in interpreted["focal"].items():
         assert difference["any"] > 0, name
@@ -68,8 +73,8 @@ TYPES = {
 }  # fmt: skip
 
 
-def compile_for_h200(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], folder: Path
+def compile_for(
+    capability: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], folder: Path
 ) -> tuple[str, dict[str, int]]:
     """The PTX of a kernel, and the resources that it uses. constants: with compiler options; types: of the parameters
     that are not int32."""
@@ -86,7 +91,7 @@ def compile_for_h200(
         constexprs={(kernel.arg_names.index(parameter),): value for parameter, value in values.items()},
     )
     options = {option: value for option, value in constants.items() if option in ("num_warps", "enable_fp_fusion")}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     (folder / "cubin").write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage = subprocess.run(
@@ -97,20 +102,21 @@ def compile_for_h200(
     }
 
 
+@pytest.mark.parametrize("capability", [75, 80, 90])
 @pytest.mark.parametrize(
     "name", ["_largest_ious_kernel", "_match_kernel", "_focal_sums_kernel", "_focal_gradient_kernel"]
 )
-def test_a_kernel_compiles_for_an_h200_without_spills(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_kernel_compiles_without_spills(
+    name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from stoker.models.layers import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     is_focal = "focal" in name
     constants = triton_kernels.focal_constants(2.0) | {"CLASSES": 80} if is_focal else triton_kernels.MATCH_CONSTANTS
-    ptx, found = compile_for_h200(getattr(triton_kernels, name), TYPES, constants, tmp_path)
+    ptx, found = compile_for(capability, getattr(triton_kernels, name), TYPES, constants, tmp_path)
     with capsys.disabled():
-        print(f"\n{name}: {found}")
+        print(f"\n{name}, sm_{capability}: {found}")
     assert (found["STACK"], found["LOCAL"]) == (0, 0)  # spilled registers would be there
     if not is_focal:  # IoUs are rounded as those of separate operators
         assert "fma" not in ptx

@@ -1,9 +1,9 @@
 """Matching and focal loss of RetinaNet as Triton kernels: the losses of a step read what they need once.
 
-`match_anchors` equals `matching.match_anchors`; no IoU is stored, both passes compute all of them. `focal_loss` equals
-`losses.focal_loss`, reads the logits of each pyramid level where the convolution left them, and keeps nothing but these
-for the backward pass. Imported only where Triton is installed (the CUDA build of torch on Linux);
-`training/make_step.py` decides whether they are used. TRITON_INTERPRET=1 runs them on CPU tensors.
+`match_anchors` equals `matching.match_anchors`; no IoU is stored, both passes compute those of the slots with boxes.
+`focal_loss` equals `losses.focal_loss`, reads the logits of each pyramid level where the convolution left them, and
+keeps nothing but these for the backward pass. Imported only where Triton is installed (the CUDA build of torch on
+Linux); `training/make_step.py` decides whether they are used. TRITON_INTERPRET=1 runs them on CPU tensors.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from stoker.models.layers.matching import BACKGROUND, IGNORED
 
-BOX_TILE, ANCHOR_TILE = 16, 128
-"""Boxes and anchors whose IoUs a program computes at once: 16 for each thread of 4 warps."""
+BOX_TILE, ANCHOR_TILE = 8, 256
+"""Boxes and anchors whose IoUs a program computes at once: 16 for each thread of 4 warps. Few boxes, as an image of
+COCO has 7 on average; (4, 256), (8, 128) and (16, 128) need more instructions for an IoU (counted, sm_90)."""
 FOCAL_BLOCK = 2048
 """Logits of a program: 8 for each thread of 8 warps."""
 MATCH_CONSTANTS: dict[str, Any] = {
@@ -60,15 +61,16 @@ def focal_loss(levels: list[Tensor], target: Tensor, *, alpha: float, gamma: flo
 
 
 @triton.jit
-def _overlaps(
-    boxes, valid, anchors, image, first_box, first_anchor, num_boxes, num_anchors,
-    BOXES: tl.constexpr, ANCHORS: tl.constexpr,
-):  # fmt: skip
-    """IoUs [BOXES, ANCHORS], in the order of operations of `boxes.iou`; -1 where there is no valid box or anchor."""
+def _boxes_of_image(valid, first_box, num_boxes, BOXES: tl.constexpr):
+    """(a tile of the slots of this program's image, as indices of [B · M]; which of them have a box)."""
     m = first_box + tl.arange(0, BOXES)
-    a = first_anchor + tl.arange(0, ANCHORS)
-    box, anchor = boxes + (image * num_boxes + m) * 4, anchors + a * 4
-    is_box, is_anchor = m < num_boxes, a < num_anchors
+    slot = tl.program_id(1) * num_boxes + m
+    return slot, tl.load(valid + slot, mask=m < num_boxes, other=0) != 0
+
+
+@triton.jit
+def _overlaps(box, is_box, anchor, is_anchor):
+    """IoUs [BOXES, ANCHORS] at these pointers, in the order of operations of `boxes.iou`; -1 where there is none."""
     box_x1 = tl.load(box, mask=is_box, other=0.0)[:, None]
     box_y1 = tl.load(box + 1, mask=is_box, other=0.0)[:, None]
     box_x2 = tl.load(box + 2, mask=is_box, other=0.0)[:, None]
@@ -81,8 +83,7 @@ def _overlaps(
     height = tl.maximum(tl.minimum(box_y2, y2) - tl.maximum(box_y1, y1), 0.0)
     intersection = width * height
     union = ((box_x2 - box_x1) * (box_y2 - box_y1) + (x2 - x1) * (y2 - y1)) - intersection
-    is_valid = is_box & (tl.load(valid + image * num_boxes + m, mask=is_box, other=0) != 0)
-    return tl.where(is_valid[:, None] & is_anchor[None, :], tl.div_rn(intersection, union), -1.0)
+    return tl.where(is_box[:, None] & is_anchor[None, :], tl.div_rn(intersection, union), -1.0)
 
 
 @triton.jit
@@ -91,14 +92,12 @@ def _largest_ious_kernel(
 ):
     """Raises `largest`, int32 [B, M], to the bits of each box's largest IoU with the anchors of this program. The bits
     of positive floats have their order, and a maximum does not depend on the order of the programs."""
-    image = tl.program_id(1)
+    a = tl.program_id(0) * ANCHORS + tl.arange(0, ANCHORS)
     for first_box in range(0, num_boxes, BOXES):
-        iou = _overlaps(
-            boxes, valid, anchors, image, first_box, tl.program_id(0) * ANCHORS, num_boxes, num_anchors, BOXES, ANCHORS
-        )
-        best = tl.max(iou, axis=1)
-        m = first_box + tl.arange(0, BOXES)
-        tl.atomic_max(largest + image * num_boxes + m, best.to(tl.int32, bitcast=True), mask=best > 0.0)
+        slot, is_box = _boxes_of_image(valid, first_box, num_boxes, BOXES)
+        if tl.max(is_box.to(tl.int32)) > 0:  # few images have as many boxes as slots
+            best = tl.max(_overlaps(boxes + slot * 4, is_box, anchors + a * 4, a < num_anchors), axis=1)
+            tl.atomic_max(largest + slot, best.to(tl.int32, bitcast=True), mask=best > 0.0)
 
 
 @triton.jit
@@ -107,26 +106,27 @@ def _match_kernel(
     BOXES: tl.constexpr, ANCHORS: tl.constexpr,
 ):  # fmt: skip
     """The match of each anchor of this program."""
-    image, first_anchor = tl.program_id(1), tl.program_id(0) * ANCHORS
+    a = tl.program_id(0) * ANCHORS + tl.arange(0, ANCHORS)
     best_iou = tl.full((ANCHORS,), -1.0, tl.float32)
     best_box = tl.zeros((ANCHORS,), tl.int32)
     is_best_for_box = tl.zeros((ANCHORS,), tl.int32)
     for first_box in range(0, num_boxes, BOXES):
-        iou = _overlaps(boxes, valid, anchors, image, first_box, first_anchor, num_boxes, num_anchors, BOXES, ANCHORS)
-        m = first_box + tl.arange(0, BOXES)
-        bits = tl.load(largest + image * num_boxes + m, mask=m < num_boxes, other=0)
-        largest_iou = tl.where(bits > 0, bits.to(tl.float32, bitcast=True), 2.0)  # 2: no anchor overlaps this box
-        is_best_for_box |= tl.max((iou == largest_iou[:, None]).to(tl.int32), axis=0)
-        tile_iou = tl.max(iou, axis=0)
-        first_of_equals = tl.min(tl.where(iou == tile_iou[None, :], m[:, None], num_boxes), axis=0)
-        is_better = tile_iou > best_iou  # strictly, so that the first of equal boxes keeps the anchor
-        best_box = tl.where(is_better, first_of_equals, best_box)
-        best_iou = tl.where(is_better, tile_iou, best_iou)
+        slot, is_box = _boxes_of_image(valid, first_box, num_boxes, BOXES)
+        if tl.max(is_box.to(tl.int32)) > 0:
+            iou = _overlaps(boxes + slot * 4, is_box, anchors + a * 4, a < num_anchors)
+            bits = tl.load(largest + slot, mask=is_box, other=0)
+            largest_iou = tl.where(bits > 0, bits.to(tl.float32, bitcast=True), 2.0)  # 2: no anchor overlaps this box
+            is_best_for_box |= tl.max((iou == largest_iou[:, None]).to(tl.int32), axis=0)
+            tile_iou = tl.max(iou, axis=0)
+            m = first_box + tl.arange(0, BOXES)
+            first_of_equals = tl.min(tl.where(iou == tile_iou[None, :], m[:, None], num_boxes), axis=0)
+            is_better = tile_iou > best_iou  # strictly, so that the first of equal boxes keeps the anchor
+            best_box = tl.where(is_better, first_of_equals, best_box)
+            best_iou = tl.where(is_better, tile_iou, best_iou)
     by_threshold = tl.where(best_iou < fg_iou_thresh, _IGNORED, best_box)
     by_threshold = tl.where(best_iou < bg_iou_thresh, _BACKGROUND, by_threshold)
     result = tl.where(is_best_for_box > 0, best_box, by_threshold)
-    a = first_anchor + tl.arange(0, ANCHORS)
-    tl.store(matched + image.to(tl.int64) * num_anchors + a, result.to(tl.int64), mask=a < num_anchors)
+    tl.store(matched + tl.program_id(1).to(tl.int64) * num_anchors + a, result.to(tl.int64), mask=a < num_anchors)
 
 
 def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, bg_iou_thresh: float) -> Tensor:
