@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional
 from torchvision.models import resnet18, resnet50
 from torchvision.models.detection import FCOS, FCOS_ResNet50_FPN_Weights, fcos_resnet50_fpn
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
@@ -19,7 +21,7 @@ from stoker.data.batch import Batch
 from stoker.errors import WeightsError
 from stoker.export import graph, parity
 from stoker.inference.runtime import OnnxModel
-from stoker.models import MODELS, Detector, build, detect_architecture, load_weights
+from stoker.models import MODELS, Detector, build, detect_architecture, fcos, load_weights
 from stoker.models.fcos import assign_points, grid_points
 from stoker.models.weights import model_file
 from tests import fakes
@@ -256,6 +258,40 @@ def test_mixed_precision_steps_on_a_fake_accelerator_and_their_peak() -> None:
     assert "torch.float16" in of_light.by_type
     assert of_large.by_type["torch.float32"] < 0.2 * of_large.peak, "the norms of the towers stay in bf16"
     assert of_large.peak / 2**30 < 5.4  # 5.16 when this was written; about 7.7 with norms in fp32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 4e-3)]
+)
+def test_a_compiled_norm_is_that_of_torch(
+    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator; values and gradients. In bf16, only the result and its gradient are rounded, once each."""
+    monkeypatch.setattr(fcos, "is_on_accelerator", lambda _: True)
+    operators: set[str] = set()
+
+    def keep(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> object:
+        operators.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    draw = torch.Generator().manual_seed(0)
+    norm = fcos.LowPrecisionGroupNorm(32, 64).to(torch.promote_types(dtype, torch.float32))
+    for parameter in norm.parameters():
+        parameter.data = torch.randn(64, generator=draw).to(parameter.dtype)
+    x, grad = ((3 + torch.randn(2, 64, 5, 7, generator=draw)).to(dtype) for _ in range(2))
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        found = torch.compile(norm, fullgraph=True, backend=aot_autograd(fw_compiler=keep), dynamic=False)(x)
+    assert found.dtype == dtype
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    inputs = (x, norm.weight, norm.bias)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = functional.group_norm(exact[0], 32, *exact[1:], norm.eps)
+    gradients = torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, exact, grad.double())
+    for ours, theirs in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
+        assert relative(ours.double(), theirs) < tolerance
+    assert "aten.var.correction" in operators
+    assert not any("group_norm" in name for name in operators)
 
 
 def test_the_table_says_what_torchvision_has() -> None:
