@@ -33,6 +33,7 @@ from stoker.errors import StokerError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, block_size_for_memory
 from stoker.models import build
+from stoker.models.layers.convolutions import is_on_accelerator
 from stoker.planning import fake_accelerator
 from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
 from stoker.storage.local_files import cache_folder, write_atomic
@@ -224,6 +225,9 @@ _WRITE_ONLY = frozenset({aten.copy_, aten.fill_, aten.zero_})
 """Their first argument is not read."""
 _SPARSE_READS = frozenset({aten.gather, aten.index, aten.index_select, aten.embedding, aten.take})
 """They read as many elements of their first argument as they write."""
+_GROUP_NORM_COPIES = {aten.native_group_norm: 2, aten.native_group_norm_backward: 4}
+"""Copies of a channels-last map that CUDA makes, as these compute in contiguous memory (ATen/native/group_norm.cpp,
+derivatives.yaml): of the input, and for the next convolution; of gradient and input, and for both convolutions."""
 
 
 class _StepCounter(PeakMemoryMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
@@ -285,6 +289,8 @@ def _moved_bytes(func: Any, packet: Any, args: Any, kwargs: Any, result: Any) ->
     sources = args[1:] if is_sparse or packet in _WRITE_ONLY else args
     leaves = _pytree.tree_leaves((sources, kwargs))
     read_bytes = sum(_touched_bytes(tensor) for tensor in leaves if isinstance(tensor, Tensor))
+    if packet in _GROUP_NORM_COPIES and is_on_accelerator(args[0]) and not args[0].is_contiguous():
+        read_bytes += 2 * _GROUP_NORM_COPIES[packet] * args[0].nbytes
     return written_bytes + read_bytes + (written_bytes if is_sparse else 0.0)
 
 

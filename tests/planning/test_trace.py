@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stoker.hardware.device import select_device
 from stoker.planning.trace import FLOP, Answer, CountedStep, Step, StepTrace, trace_steps
 from stoker.training.defaults.dry_run import make_worst_case_batch
+from tests import fakes
 from tests.planning.samples import make_spec
 
 CPU = select_device("cpu")
@@ -98,6 +99,28 @@ def test_bytes_are_counted_once_for_each_tensor_that_is_read_or_written() -> Non
             assert moved < 4 * 1000
         else:
             assert moved == expected
+
+
+@pytest.mark.parametrize(("device", "copies"), [("cuda", 2 + 4), ("cpu", 0)])
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_copies_around_the_group_norm_of_a_gpu_are_counted(
+    device: str, copies: int, memory_format: torch.memory_format
+) -> None:
+    """Its kernels take and give contiguous maps; a CPU's keep the memory format."""
+    from stoker.planning.trace import _StepCounter
+
+    counter = _StepCounter(device, 1)
+    with fakes.fake_tensors():
+        x = torch.empty(2, 64, 10, 10, dtype=torch.bfloat16, device=device).to(memory_format=memory_format)
+        weight = torch.empty(64, dtype=torch.bfloat16, device=device)
+        shape = (2, 64, 100, 32)
+        counter.start()
+        with counter:
+            y, mean, rstd = torch.native_group_norm(x, weight, weight, *shape, 1e-5)
+            torch.ops.aten.native_group_norm_backward(y, x, mean, rstd, weight, *shape, [True, True, True])
+    moved = sum(work.moved_bytes * work.count for work in counter.works())
+    num_maps = 2 + 3 + (2 * copies if memory_format is torch.channels_last else 0)
+    assert num_maps <= moved / x.nbytes < num_maps + 0.1  # and parameters and statistics
 
 
 @pytest.mark.slow
