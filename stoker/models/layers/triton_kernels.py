@@ -19,8 +19,8 @@ from torch import Tensor
 from stoker.models.layers.matching import BACKGROUND, IGNORED
 
 BOX_TILE, ANCHOR_TILE = 8, 256
-"""Boxes and anchors whose IoUs a program computes at once: 16 for each thread of 4 warps. Few boxes, as an image of
-COCO has 7 on average; (4, 256), (8, 128) and (16, 128) need more instructions for an IoU (counted, sm_90)."""
+"""Boxes and anchors whose IoUs a program computes at once: 16 for each of 128 threads. An image of COCO has 7 boxes;
+(4, 256), (8, 128) and (16, 128) need more instructions for an IoU (counted, sm_90)."""
 FOCAL_BLOCK = 2048
 """Logits of a program: 8 for each thread of 8 warps."""
 MATCH_CONSTANTS: dict[str, Any] = {
