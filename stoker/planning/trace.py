@@ -226,7 +226,7 @@ _WRITE_ONLY = frozenset({aten.copy_, aten.fill_, aten.zero_})
 _SPARSE_READS = frozenset({aten.gather, aten.index, aten.index_select, aten.embedding, aten.take})
 """They read as many elements of their first argument as they write."""
 _GROUP_NORM_COPIES = {aten.native_group_norm: 2, aten.native_group_norm_backward: 4}
-"""Copies of a channels-last map that CUDA makes, as these compute in contiguous memory (ATen/native/group_norm.cpp,
+"""Copies of a map on CUDA, where maps are channels-last but these compute in contiguous memory (ATen's group_norm.cpp,
 derivatives.yaml): of the input, and for the next convolution; of gradient and input, and for both convolutions."""
 
 
@@ -289,7 +289,7 @@ def _moved_bytes(func: Any, packet: Any, args: Any, kwargs: Any, result: Any) ->
     sources = args[1:] if is_sparse or packet in _WRITE_ONLY else args
     leaves = _pytree.tree_leaves((sources, kwargs))
     read_bytes = sum(_touched_bytes(tensor) for tensor in leaves if isinstance(tensor, Tensor))
-    if packet in _GROUP_NORM_COPIES and is_on_accelerator(args[0]) and not args[0].is_contiguous():
+    if packet in _GROUP_NORM_COPIES and is_on_accelerator(args[0]):
         read_bytes += 2 * _GROUP_NORM_COPIES[packet] * args[0].nbytes
     return written_bytes + read_bytes + (written_bytes if is_sparse else 0.0)
 
