@@ -3,9 +3,8 @@
 A step loads a batch and trains on it (`step.py`: augmentation, forward, losses, backward, update). `parallel` exchanges
 gradients and signals between processes, and does nothing where one process trains. The services own their state and put
 it into the checkpoints themselves: `recorder` (records, screen, TensorBoard), `stopper` (signals, notices, time
-limits), `saver` (checkpoints), `evaluator` (evaluations, patience), `recovery` (rollbacks). No step waits for
-its results. How a run is opened and closed is in `run.py`, how it is built in `start.py`, how it continues in
-`resume.py`.
+limits), `saver` (checkpoints), `evaluator` (evaluations, patience), `recovery` (rollbacks). No step waits for its
+result. How a run is opened and closed is in `run.py`, how it is built in `start.py`, how it continues in `resume.py`.
 """
 
 import contextlib

@@ -28,8 +28,6 @@ COMPILE_BACKEND = "inductor"
 
 LossFn = Callable[[Batch], dict[str, Tensor]]
 """The losses of a batch, scalars by name. Called under autocast."""
-AugmentFn = Callable[[Batch, float], Batch]
-"""The augmentation of a batch at a progress of the training."""
 Autocast = contextlib.AbstractContextManager[Any]
 
 
@@ -49,7 +47,7 @@ def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) 
         return model.loss(model(batch.images), batch)
 
     compute = compile_for_shapes(compute_losses) if compile else compute_losses
-    weight_casts, batch_counts = WeightCasts(model), BatchCounts(model)
+    weight_casts, batch_counts = WeightCasts(model, folds=not compile), BatchCounts(model)
 
     def compute_losses_on_any_device(batch: Batch) -> dict[str, Tensor]:
         if not is_on_accelerator(batch.images):
@@ -61,9 +59,9 @@ def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) 
     return compute_losses_on_any_device
 
 
-def make_augment_fn(settings: DataSettings, *, compile: bool) -> AugmentFn:
-    """`augment_batch` with these settings. compile: compiled for the shapes of a call, at the first one of each stage
-    of `strong_augmentations`: a pass over the images instead of one for each operator."""
+def make_augment_fn(settings: DataSettings, *, compile: bool) -> Callable[[Batch, float], Batch]:
+    """`augment_batch` with these settings, of a batch and the progress. compile: compiled at the first call of each
+    stage of `strong_augmentations`, for the shapes of that call: one pass over the images instead of many."""
     if not compile:
         return lambda batch, progress: augment_batch(batch, settings, progress)
     # As a tuple: torch 2.11 loses fields of a named tuple that leaves a compiled function.

@@ -1,8 +1,8 @@
 """The weights of a model in the lower precision of autocast, cast by one operator for all of them.
 
-Autocast casts each weight where it is used, and each of its gradients back: for `ember_n` 160 operators a step. Here
-one `foreach` operator casts all weights before the forward pass, and one casts all gradients at the end of the backward
-pass; the numbers are the same. Only for accelerators, where the host issues operators one by one, in eager mode.
+Autocast casts each weight where it is used, and each of its gradients back: for `ember_n` 160 operators, if compiled
+as many kernels. Here one `foreach` operator casts all weights before the forward pass, and one all gradients at the
+end of the backward pass; the numbers are the same. Only for accelerators; a compiled program takes the cast weights.
 """
 
 import contextlib
@@ -51,12 +51,17 @@ class WeightCasts:
     """The casts of the convolutions and linear layers of `model` that run under autocast: all but those in modules
     with an attribute IN_FP32."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, folds: bool = True) -> None:
+        """folds: also what `FoldedConv2d` multiplies. A compiler multiplies and casts in one pass, but for the bias."""
         without = {part for module in model.modules() if hasattr(module, IN_FP32) for part in module.modules()}
         parts = (module for module in model.modules() if module not in without)
         layers = [module for module in parts if isinstance(module, nn.Conv2d | nn.Linear)]
-        self._folded = [layer for layer in layers if isinstance(layer, FoldedConv2d)]
-        self._plain = [layer for layer in layers if not isinstance(layer, FoldedConv2d)]
+        folded = [layer for layer in layers if isinstance(layer, FoldedConv2d)]
+        plain = [layer for layer in layers if not isinstance(layer, FoldedConv2d)]
+        self._folded = folded if folds else []
+        self._places: list[tuple[dict[str, Any], str]]
+        self._places = [(layer._parameters, name) for layer in plain for name in ("weight", "bias")]
+        self._places += [] if folds else [(layer._norm[0]._buffers, "shift") for layer in folded]
 
     @contextlib.contextmanager
     def apply(self, device_type: str) -> Iterator[None]:
@@ -66,10 +71,9 @@ class WeightCasts:
             yield
             return
         places = [
-            (layer._parameters, name)
-            for layer in self._plain
-            for name in ("weight", "bias")
-            if (tensor := layer._parameters[name]) is not None and tensor.dtype == torch.float32
+            (owner, name)
+            for owner, name in self._places
+            if (tensor := owner[name]) is not None and tensor.dtype == torch.float32
         ]
         folded = [tensor for layer in self._folded for tensor in layer.fold()]
         originals = [parameters[name] for parameters, name in places]
