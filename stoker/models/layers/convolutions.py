@@ -85,8 +85,18 @@ class PaddedConv2d(nn.Conv2d):
     """A convolution with the parameters of `original` (not copies) that pads an image's channels on accelerators."""
 
     def __init__(self, original: nn.Conv2d) -> None:
-        nn.Module.__init__(self)
-        vars(self).update({**vars(original), "_parameters": dict(original._parameters)})
+        super().__init__(
+            original.in_channels,
+            original.out_channels,
+            original.kernel_size,  # type: ignore[arg-type]  # pairs, as Conv2d has made them
+            original.stride,  # type: ignore[arg-type]
+            original.padding,  # type: ignore[arg-type]
+            original.dilation,  # type: ignore[arg-type]
+            original.groups,
+            bias=original.bias is not None,
+            device="meta",
+        )
+        self.weight, self.bias = original.weight, original.bias
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.in_channels == IMAGE_CHANNELS and is_on_accelerator(input):
