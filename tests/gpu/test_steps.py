@@ -8,6 +8,7 @@ from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device, select_device
 from stoker.models import MODELS, build
+from stoker.models.fcos import LowPrecisionGroupNorm
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn
@@ -99,6 +100,22 @@ def test_compiled_losses_and_gradients_are_those_of_the_eager_model(device: Devi
     for name, value in eager_gradients.items():
         # TF32 and another order of sums; a weight that is missed is apart by all of it.
         assert (gradients[name] - value).norm() <= 0.05 * value.norm() + 1e-5, name
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
+def test_a_compiled_group_norm_is_that_of_torch(dtype: torch.dtype, tolerance: float, device: Device) -> None:
+    torch.manual_seed(0)
+    norm = LowPrecisionGroupNorm(32, 256).to(device.torch_device)
+    torch.nn.init.normal_(norm.weight)
+    x, grad = (torch.randn(4, 256, 25, 25, dtype=dtype, device=device.torch_device) for _ in range(2))
+    inputs = (x.to(memory_format=torch.channels_last).requires_grad_(), norm.weight, norm.bias)
+    found = []
+    for forward in (norm, torch.compile(norm, fullgraph=True)):
+        output = forward(inputs[0])
+        found.append((output, *torch.autograd.grad(output, inputs, grad)))
+    assert found[1][0].is_contiguous(memory_format=torch.channels_last)
+    for expected, value in zip(*found, strict=True):
+        assert (value.double() - expected.double()).norm() <= tolerance * expected.double().norm()
 
 
 @pytest.mark.parametrize("name", PREDICTED)
