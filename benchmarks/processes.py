@@ -156,8 +156,10 @@ def failure(text: str) -> dict[str, Any]:
         errors.append(lines[fatal])
         stack = [shorten(line) for line in lines[fatal:] if FRAME.match(line) or THREAD.match(line)]
         found["stack"] = stack[:STACK_LINES]
-        current = itertools.dropwhile(lambda line: not line.startswith("Current thread"), stack)
-        frames = itertools.takewhile(FRAME.match, itertools.islice(current, 1, None))
+        current = [number for number, line in enumerate(stack) if line.startswith("Current thread")]
+        each = [list(itertools.takewhile(FRAME.match, stack[number + 1 :])) for number in current]
+        # Of several processes, one that does not only wait for another.
+        frames = next((one for one in each if one and "subprocess.py" not in one[0]), each[0] if each else [])
         found["frames"] = [_frame(line) for line in frames][:LAST_FRAMES][::-1]
     if errors:
         found["error"] = errors[-1]

@@ -115,6 +115,21 @@ wait_for_the_device()
     assert found["s"] < 60
 
 
+def test_of_a_hang_in_a_child_the_frames_are_those_of_the_child() -> None:
+    def dump(thread: str, *frames: str) -> str:
+        return f"{thread} 0x1 (most recent call first):\n" + "".join(f'  File "{one}\n' for one in frames)
+
+    processes = importlib.import_module("benchmarks.processes")
+    waits = dump("Current thread", 'subprocess.py", line 9 in communicate', 'run.py", line 1 in run_child')
+    works = dump("Thread", 'pool.py", line 3 in decode') + dump("Current thread", 'step.py", line 7 in train_step')
+    both = waits + processes.FATAL + " Aborted\n\n" + works, works + processes.FATAL + " Aborted\n\n" + waits
+    for text in both:
+        found = processes.failure(processes.FATAL + " Aborted\n\n" + text)
+        assert found["frames"] == ["step.py:7 in train_step"]
+    alone = processes.failure(processes.FATAL + " Aborted\n\n" + waits)
+    assert alone["frames"] == ["run.py:1 in run_child", "subprocess.py:9 in communicate"]
+
+
 def test_a_killed_part_keeps_its_lines_and_leaves_no_process(tmp_path: Path, lines: Path) -> None:
     found = run_part(
         tmp_path,
