@@ -18,7 +18,7 @@ from stoker.runs.schemas import DeviceSample, StepWindow
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.run import train
-from stoker.training.step import PlainStep, make_loss_fn
+from stoker.training.step import PlainStep, make_augment_fn, make_loss_fn
 from tests.drawn import draw
 from tests.models.samples import settings_of
 
@@ -80,17 +80,19 @@ def test_losses_are_those_of_the_cpu(device: Device):
         torch.testing.assert_close(found[name].cpu(), value, rtol=2e-3, atol=1e-4)
 
 
-def test_augmentation_never_synchronizes_and_is_that_of_the_cpu(device: Device):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_augmentation_never_synchronizes_and_is_that_of_the_cpu(device: Device, is_compiled: bool):
     settings = DataSettings(hflip=0.5, brightness=0.3, contrast=0.3, saturation=0.3, hue=0.1, mosaic=0.5, mixup=0.0)
     on_cpu = case(8, 128, Device(torch.device("cpu")))
     noise = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (8, 128, 128, 3), dtype=torch.uint8, generator=noise).permute(0, 3, 1, 2)
     on_cpu = on_cpu._replace(images=pixels, rand=torch.rand(on_cpu.rand.shape, generator=noise))
     on_gpu = Batch(*(tensor.to(device.torch_device) for tensor in on_cpu))
-    augment_batch(on_gpu, settings, 0.0)  # what happens once
+    augment = make_augment_fn(settings, compile=is_compiled)
+    augment(on_gpu, 0.0)  # what happens once
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = augment_batch(on_gpu, settings, 0.0)
+        found = augment(on_gpu, 0.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     expected = augment_batch(on_cpu, settings, 0.0)
@@ -113,6 +115,34 @@ def test_side_stream_copies_arrive_whole(device: Device):
         there.synchronize()
         assert int(total) == value * host.numel()
         assert bool((back == value).all())
+
+
+def test_the_host_waits_for_what_was_issued_before_and_for_no_more(device: Device):
+    torch.cuda._sleep(10**8)  # cycles
+    before = device.record_issued()
+    torch.cuda._sleep(10**10)
+    after = device.record_issued()
+    assert not before.done()
+    before.synchronize()
+    assert before.done()
+    assert not after.done()
+
+
+def test_the_average_moves_by_its_weight_on_the_device(device: Device):
+    model = build(settings_of("retinanet_mobilenet_v2_fpn"), 4).to(device.torch_device)
+    stepper = OptimizerStep(model, OPTIM, device, precision="fp32")
+    before = [average.double() for average in stepper.ema_model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    weights = [parameter.clone() for parameter in model.parameters()]
+    stepper.set_scalars(1e-3, 0)  # a decay of 0.1
+    stepper.update_ema()
+    named = zip(model.named_parameters(), stepper.ema_model.parameters(), before, weights, strict=True)
+    for (name, parameter), average, old, weight in named:
+        assert torch.equal(parameter, weight), name
+        if parameter.requires_grad:
+            torch.testing.assert_close(average.double(), old + 0.9 * (weight.double() - old), rtol=1e-6, atol=1e-6)
 
 
 def test_the_ledger_sees_computation_and_starvation(device: Device):
