@@ -40,23 +40,25 @@ def compile_for_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) -> LossFn:
     """The losses of a model for a batch. compile: compiled at the first call, for the shapes of that call.
-    cast_together: cast all weights before the forward pass (`weight_casts.py`); they must be whole then."""
+    cast_together: cast all weights before the forward pass (`weight_casts.py`); they must be whole then. The model is
+    on its device."""
 
     def compute_losses(batch: Batch) -> dict[str, Tensor]:
         # The outputs get no name here, so that only what the backward pass needs of them stays alive.
         return model.loss(model(batch.images), batch)
 
     compute = compile_for_shapes(compute_losses) if compile else compute_losses
+    weight = next(model.parameters())
+    if not is_on_accelerator(weight):
+        return compute
     weight_casts, batch_counts = WeightCasts(model, folds=not compile), BatchCounts(model)
 
-    def compute_losses_on_any_device(batch: Batch) -> dict[str, Tensor]:
-        if not is_on_accelerator(batch.images):
-            return compute(batch)
-        casts = weight_casts.apply(batch.images.device.type) if cast_together else contextlib.nullcontext()
+    def compute_with_casts(batch: Batch) -> dict[str, Tensor]:
+        casts = weight_casts.apply(weight.device.type) if cast_together else contextlib.nullcontext()
         with casts, contextlib.nullcontext() if compile else batch_counts.defer():  # a compiler counts by itself
             return compute(batch)
 
-    return compute_losses_on_any_device
+    return compute_with_casts
 
 
 def make_augment_fn(settings: DataSettings, *, compile: bool) -> Callable[[Batch, float], Batch]:

@@ -85,7 +85,7 @@ def test_five_frames_from_the_loop_to_the_model(tmp_path: Path, monkeypatch: pyt
     assert len(steps) == 2
     for frames in steps:
         between = frames[: frames.index("run_steps")]
-        assert between == ["compute_losses_on_any_device", "forward_backward", "train_step", "__call__", "step"]
+        assert between == ["compute_losses", "forward_backward", "train_step", "__call__", "step"]
 
 
 def own_frames(frame: FrameType | None) -> list[str]:
