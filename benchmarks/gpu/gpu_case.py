@@ -42,7 +42,7 @@ from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.make_step import CudaCapture, CudaGraphStep
 from stoker.training.optim import LossAccumulator, OptimizerStep
-from stoker.training.step import LossFn, PlainStep, make_loss_fn, train_step
+from stoker.training.step import LossFn, PlainStep, make_augment_fn, make_loss_fn, train_step
 from tests import fakes
 
 PROFILED, KERNELS, GAPS, NAME = 3, 20, 6, 60
@@ -115,8 +115,6 @@ class Work:
         self.batches = CopiedBatches(case, device)
         self.use_kernels("")
         self.done = 0
-        self.augments = True
-        """Whether `step` augments; if not, `train` does, as part of a CUDA graph."""
 
     def use_kernels(self, suffix: str) -> None:
         """suffix: of `gpu_results.KERNELS`. What was compiled is compiled again."""
@@ -126,11 +124,11 @@ class Work:
             self.model.fused_loss = loss
         self._eager = make_loss_fn(self.model, compile=False)
         self._compiled = make_loss_fn(self.model, compile=True)
+        self._compiled_augment = make_augment_fn(DATA, compile=not self.device.is_cpu)
 
     def step(self, train: Callable[[Batch], None]) -> None:
         """What `training.loop.Training.step` does."""
-        batch = next(self.batches)
-        self.train(train, augment_batch(batch, DATA, 0.0) if self.augments else batch)
+        self.train(train, next(self.batches))
 
     def train(self, train: Callable[[Batch], None], batch: Batch) -> None:
         """The same with a batch that is on the device."""
@@ -139,10 +137,10 @@ class Work:
         self.done += 1
 
     def eagerly(self, batch: Batch) -> None:
-        self._train(self._eager, batch)
+        self._train(self._eager, augment_batch(batch, DATA, 0.0))
 
     def compiled(self, batch: Batch) -> None:
-        self._train(self._compiled, batch)
+        self._train(self._compiled, self._compiled_augment(batch, 0.0))
 
     def _train(self, compute: LossFn, batch: Batch) -> None:
         train_step(PlainStep(compute, self.stepper, self.meter, self.device.autocast(self.case.precision)), batch)
@@ -442,9 +440,8 @@ def measure_graph(work: Work, *, compiled: bool = True) -> None:
     """The step with its augmentation as a CUDA graph (`training.make_step`). A capture that fails ends the process."""
     if compiled:
         compile_now(work)
-    train, work.augments = work.compiled if compiled else work.eagerly, False
     capture = NoCapture() if work.device.is_cpu else CudaCapture()
-    graphed = CudaGraphStep(lambda batch: train(augment_batch(batch, DATA, 0.0)), capture)
+    graphed = CudaGraphStep(work.compiled if compiled else work.eagerly, capture)
     work.per_s(graphed, 4)  # warm-up and capture
     for _ in range(work.windows):
         say(**{"img/s": work.per_s(graphed, work.steps)})

@@ -10,7 +10,8 @@ eager: a dispatch mode counts what each operator reads and writes while the step
 Inductor's decompositions and min-cut partition; both graphs are then moved to fake CUDA tensors, and Inductor's own
 passes, lowering and scheduler fuse them for an H200 (sm_90) whose properties are mocked. The bytes are the scheduler's
 (`get_read_write_buffers_sizes`). Not part of it: code generation, autotuning, Inductor's joint-graph passes, caches of
-the GPU (every read counts). outside: what a run does besides, compiled or not; counted as eager operators.
+the GPU (every read counts). The augmentation is compiled, too; the casts of weights and of their gradients are outside
+of the program. outside: what else a run does, counted as eager operators.
 """
 
 import argparse
@@ -34,7 +35,7 @@ QUICK = {"model": "retinanet_tiny_fpn", "batch": 4, "slots": 16, "image_size": (
 KERNELS = {False: "separate", True: "fused"}
 TIMEOUT_S = 1800
 OUTSIDE = ("augmentation", "clip", "optimizer", "EMA", "log")
-"""Parts of a step that are not compiled."""
+"""Parts of a step besides forward, losses and backward; only the first is compiled in a compiled run."""
 LARGE_BYTES = 5e8
 """Kernels of the compiler that move more are printed, with what they write."""
 
@@ -89,20 +90,9 @@ def flop_of(func: Any, args: Any) -> float | None:
     return None if one is None else float(one.flop * sum(one.calls))
 
 
-def count_eager(trial: Any, *, outside: bool) -> dict[str, Part]:
-    """outside: only what a run does besides forward, losses and backward, which are left out."""
-    import torch
-
-    from benchmarks.gpu.gpu_case import DATA
-    from stoker.config.settings import ModelSettings, OptimSettings
-    from stoker.data.augment import augment_batch
-    from stoker.hardware.device import Device
-    from stoker.models import MODELS, build
-    from stoker.models.layers.convolutions import use_fused_convs
-    from stoker.planning.fake_accelerator import DEVICE, Autocast, fake_tensors, to_fake
+def make_counts() -> Any:
+    """A dispatch mode with the parts that were entered (`enter`), in `parts`."""
     from stoker.planning.trace import _moved_bytes
-    from stoker.training.optim import LossAccumulator, OptimizerStep
-    from stoker.training.step import PlainStep, make_loss_fn
     from tests import fakes
 
     class Counts(fakes.OperatorCounts):
@@ -128,14 +118,38 @@ def count_eager(trial: Any, *, outside: bool) -> dict[str, Part]:
                 part.other_bytes += args[0].nbytes
             return result
 
+    return Counts()
+
+
+def build_model(trial: Any) -> Any:
+    from stoker.config.settings import ModelSettings
+    from stoker.models import MODELS, build
+    from stoker.models.layers.convolutions import use_fused_convs
+
+    model = build(ModelSettings(**{**MODELS[trial.model].defaults, "model": trial.model}), trial.classes).train()
+    use_fused_convs(model, trial.kernels)
+    model.fused_loss = trial.kernels  # type: ignore[assignment]
+    return model
+
+
+def count_eager(trial: Any, *, outside: bool) -> dict[str, Part]:
+    """outside: only what a run does besides forward, losses and backward, which are left out."""
+    import torch
+
+    from benchmarks.gpu.gpu_case import DATA
+    from stoker.config.settings import OptimSettings
+    from stoker.data.augment import augment_batch
+    from stoker.hardware.device import Device
+    from stoker.planning.fake_accelerator import DEVICE, Autocast, fake_tensors, to_fake
+    from stoker.training.optim import LossAccumulator, OptimizerStep
+    from stoker.training.step import PlainStep, make_loss_fn
+    from tests import fakes
+
     optim = OptimSettings(
         optimizer=trial.optimizer, backbone_lr_mult=1.0, momentum=0.9, weight_decay=1e-4, clip_grad_norm=1.0,
         ema_decay=0.999,
     )  # fmt: skip
-    device, counts = Device(torch.device(DEVICE)), Counts()
-    model = build(ModelSettings(**{**MODELS[trial.model].defaults, "model": trial.model}), trial.classes).train()
-    use_fused_convs(model, trial.kernels)
-    model.fused_loss = trial.kernels  # type: ignore[assignment]
+    device, counts, model = Device(torch.device(DEVICE)), make_counts(), build_model(trial)
     counts.watch(model)
     with fake_tensors():
         to_fake(model)
@@ -167,8 +181,8 @@ def count_eager(trial: Any, *, outside: bool) -> dict[str, Part]:
 
 
 def count_compiled(trial: Any) -> dict[str, Part]:
-    parts: dict[str, Part] = {}
-    for name, (graph, inputs) in zip(("forward", "backward"), trace(trial), strict=True):
+    parts = {"casts": count_casts(trial)}
+    for name, (graph, inputs) in zip(("augmentation", "forward", "backward"), trace(trial), strict=True):
         part = parts.setdefault(name, Part())
         for node in schedule(graph, inputs, is_backward=name == "backward"):
             is_extern = type(node).__name__ == "ExternKernelSchedulerNode"
@@ -185,6 +199,23 @@ def count_compiled(trial: Any) -> dict[str, Part]:
                     print(f"{name} {moved_bytes / 1e9:.2f} GB: {what}", file=sys.stderr)
         part.convolutions += list(convolutions(graph))
     return parts
+
+
+def count_casts(trial: Any) -> Part:
+    """Of what one operator casts for the program, and another in its backward pass."""
+    from stoker.models.layers.weight_casts import WeightCasts
+    from stoker.planning.fake_accelerator import DEVICE, Autocast, fake_tensors, to_fake
+
+    counts, model = make_counts(), build_model(trial)
+    with fake_tensors():
+        to_fake(model)
+        casts = WeightCasts(model, folds=False)
+        with counts, Autocast(trial.precision):
+            counts.enter("casts")
+            with casts.apply(DEVICE):
+                pass
+    (forward,) = counts.parts.values()
+    return Part(2 * forward.operators, 2 * forward.other_bytes)
 
 
 def convolutions(graph: Any) -> Iterator[list[float]]:
@@ -213,23 +244,19 @@ def describe(node: Any) -> str:
 
 
 def trace(trial: Any) -> list[tuple[Any, list[Any]]]:
-    """(graph, inputs) of forward with losses, and of backward, as `make_loss_fn` compiles them."""
+    """(graph, inputs) of augmentation, forward with losses, and backward, as a run compiles them."""
     import torch
     import torch._inductor.compile_fx
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    from stoker.config.settings import ModelSettings
-    from stoker.models import MODELS, build
-    from stoker.models.layers.convolutions import use_fused_convs
+    from benchmarks.gpu.gpu_case import DATA
     from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
     from stoker.training import step
     from tests import fakes
 
-    model = build(ModelSettings(**{**MODELS[trial.model].defaults, "model": trial.model}), trial.classes).train()
-    use_fused_convs(model, trial.kernels)
-    model.fused_loss = trial.kernels  # type: ignore[assignment]
+    model = build_model(trial)
     graphs: list[tuple[Any, list[Any]]] = []
 
     def keep(graph: Any, inputs: list[Any]) -> Any:
@@ -246,12 +273,12 @@ def trace(trial: Any) -> list[tuple[Any, list[Any]]]:
         to_fake(model)
         batch = fakes.fake_batch(trial)
         with torch.no_grad():
+            step.make_augment_fn(DATA, compile=True)(batch, 0.0)
             model(batch.images)  # makes the anchors
         with Autocast(trial.precision):
             losses = step.make_loss_fn(model, compile=True)(batch)
         torch.stack(list(losses.values())).sum().backward()
-    (forward, backward) = graphs
-    return [forward, backward]
+    return graphs
 
 
 def schedule(graph_module: Any, inputs: list[Any], *, is_backward: bool) -> list[Any]:
@@ -337,7 +364,8 @@ def run(arguments: argparse.Namespace) -> Report:
     names = [name for name in ("outside", *MODES) if arguments.only in name or name == "outside"]
     counted = {name: in_child(name, spec) for name in names}
     for name, parts in counted.items():
-        both = parts if name == "outside" else {**parts, "outside": sum(counted["outside"].values(), Part())}
+        others = [part for what, part in counted["outside"].items() if what not in parts]
+        both = parts if name == "outside" else {**parts, "outside": sum(others, Part())}
         total = sum(both.values(), Part())
         for part, needs in {**both, "all": total}.items():
             report.rows.append({"what": f"{name}: {part}", **needs.row(rates)})
