@@ -37,9 +37,9 @@ def test_the_decision(rates: tuple[float, float, float], decoder: str, why: str)
 
 
 class Other(Device):
-    """A CPU that passes for a device, so that it is measured."""
+    """A CPU that passes for a device without streams, so that it is measured."""
 
-    is_cpu = False
+    is_cpu = has_streams = False
 
 
 def decided(index: SmoothIndex, device: Device, step_s: float) -> tuple[str, str]:

@@ -108,6 +108,8 @@ def test_a_thread_that_waits_for_a_cuda_stream_sleeps(monkeypatch: pytest.Monkey
             done.append("slept")
 
     class Stream(contextlib.nullcontext[None]):
+        device_index = 0
+
         def __enter__(self) -> None:
             done.append("in the stream")
 
@@ -115,8 +117,9 @@ def test_a_thread_that_waits_for_a_cuda_stream_sleeps(monkeypatch: pytest.Monkey
             done.append("spun")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     stream = SideStream(Device(torch.device("cpu")))
     monkeypatch.setattr(stream, "_device", Device(torch.device("cuda", 0)))
     monkeypatch.setattr(stream, "_stream", Stream())
     stream.synchronize()
-    assert done == [("event", True), "in the stream", "recorded", "slept"]
+    assert done == ["in the stream", ("event", True), "recorded", "slept"]

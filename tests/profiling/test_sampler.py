@@ -108,7 +108,11 @@ def test_a_gpu_that_is_lost_is_a_warning_once(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_gpus_of_a_watched_job_are_those_that_it_may_use() -> None:
-    with subprocess.Popen(["sleep", "60"], env={"CUDA_VISIBLE_DEVICES": "3"}) as job:
+    started = ["sh", "-c", "echo; read ended"]  # between the start and its first line, Linux may show no variables
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(started, **pipes, env={"CUDA_VISIBLE_DEVICES": "3"}) as job:
+        assert job.stdout is not None
+        job.stdout.readline()
         assert sampler._variables_of(job.pid) == {"CUDA_VISIBLE_DEVICES": "3"}
         job.kill()
     assert sampler._variables_of(job.pid) is sampler._variables_of(None) is os.environ
