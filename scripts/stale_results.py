@@ -34,6 +34,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "plan": ("stoker/planning",),
     "pretraining": TRAINING,
     "quality": TRAINING,
+    "roofline": (*MODELS, "stoker/data/augment.py"),
     "ranks": ("stoker/training/ranks.py", "stoker/training/several.py", *MODELS),
     "scaling": ("stoker/training/ranks.py", "stoker/training/several.py", *MODELS),
     "shard_loading": ("stoker/data/formats/webdataset.py", "stoker/data/packing.py", *LOADING),
