@@ -102,7 +102,7 @@ class ModelSettings:
     model: str = AUTO
     """Architecture; `stoker models` lists them with their cost and purpose."""
     weights: str = AUTO
-    """Initial weights: coco, objects365, objects365+coco, imagenet (backbone only), none, a file, or the URI of one."""
+    """Initial weights: objects365+coco, coco, objects365, imagenet (backbone only), none, a file, or the URI of one."""
     backbone_norm: Literal["frozen_bn", "bn", "sync_bn"] = AUTO
     """BatchNorm of the backbone: frozen_bn keeps the loaded statistics, bn trains them, sync_bn also shares them
     between devices."""

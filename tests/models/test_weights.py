@@ -157,6 +157,18 @@ def test_coco_weights_are_found_and_kept_for_coco_classes(
     torch.testing.assert_close(found.logits, wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_file_of_another_precision_is_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+    name, path = "retinanet_tiny_fpn", tmp_path / "detector.pth"
+    theirs = build(settings_of(name), 2).state_dict()
+    torch.save({key: tensor.to(dtype) for key, tensor in theirs.items()}, path)
+    settings = settings_of(name, weights=str(path))
+    model = build(settings, 2)
+    load_weights(model, settings, class_names=("a", "b"))
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, theirs[key].to(dtype).to(tensor.dtype), rtol=0, atol=0)
+
+
 def _freeze_norms(module: nn.Module) -> None:
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):

@@ -102,6 +102,7 @@ def test_images_with_more_boxes_than_queries_get_a_model_without_queries(
     assert chosen == model
     assert ("21% of the boxes are too many for the 300 queries" in why) == (model != "dfine_s")
     assert choose_model(crowded, CPU, None, fetch=fetched)[0] == "ember_mobilenet_v2"
+    assert choose_model(crowded, GPU, None, queries=boxes, fetch=fetched)[0] == "dfine_s"
 
 
 @pytest.mark.parametrize(("device", "instead_of"), [(CPU, "ember_mobilenet_v2"), (GPU, "dfine_s")])

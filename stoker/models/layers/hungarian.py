@@ -37,7 +37,7 @@ def _assign(cost: Tensor, valid: Tensor) -> Tensor:
 
         return hungarian_kernel.assign(cost, valid)
     with allow_host_sync("assign"):
-        both = torch.cat((cost, valid[:, None].to(cost.dtype)), 1).double().cpu().numpy()  # one wait, one XLA program
+        both = torch.cat((cost, valid[:, None].to(cost.dtype)), 1).cpu().double().numpy()  # one wait, one XLA program
         costs, is_box = both[:, :-1], both[:, -1] > 0
         assigned = np.full(is_box.shape, UNASSIGNED, np.int64)
         for problem, boxes in enumerate(is_box):

@@ -328,7 +328,8 @@ def fit_class_head(
         theirs, ours = (
             of_all.unflatten(0, (head.num_anchors, -1, head.outputs_per_class)) for of_all in (tensors[name], own[name])
         )
-        fitted[name] = ours.index_copy(1, torch.tensor([*matched]), theirs[:, [*matched.values()]]).flatten(0, 2)
+        rows = theirs[:, [*matched.values()]].to(ours.dtype)
+        fitted[name] = ours.index_copy(1, torch.tensor([*matched]), rows).flatten(0, 2)
     return fitted, f"class head kept, {channels} -> {num_channels} channels; {reason}"
 
 

@@ -17,7 +17,13 @@ from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
 from stoker.models import get_architecture
 from stoker.training.cluster import ONE_DEVICE, Devices, can_divide
-from stoker.training.defaults.model_choice import COST_OF_RANDOM_WEIGHTS, FROM_SCRATCH, NOT_DOWNLOADED, PRETRAINED
+from stoker.training.defaults.model_choice import (
+    COST_OF_RANDOM_WEIGHTS,
+    FROM_SCRATCH,
+    NOT_DOWNLOADED,
+    ON_GPU,
+    PRETRAINED,
+)
 
 
 class Conflict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,5 +167,5 @@ def warn_random_weights(settings: ModelSettings, reasons: Mapping[str, str]) -> 
         return f"model: {FROM_SCRATCH}: {reason}"
     if settings.weights != "none" or not (arch.urls or arch.tuning):
         return None
-    flag = f"--weights {next(iter(arch.urls))}" if arch.urls else f"--model {PRETRAINED}"
+    flag = f"--weights {next(iter(arch.urls))}" if arch.urls else f"--model {PRETRAINED} (on a GPU {ON_GPU})"
     return f"weights: random ones cost accuracy: {COST_OF_RANDOM_WEIGHTS}; {flag} starts from pretrained ones"

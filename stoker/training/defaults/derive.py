@@ -200,8 +200,9 @@ AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "satura
 
 
 def derive_model(known: Known) -> Choice:
-    """The most accurate one for such images on such a device (docs/which-model.md)."""
-    choose = functools.partial(choose_model, known.index, known.device, known.config.model.weights)
+    """By device, images and weights: docs/which-model.md."""
+    model = known.config.model
+    choose = functools.partial(choose_model, known.index, known.device, model.weights, queries=model.queries)
     check_image_size(known.config.replace(model=choose()[0]))  # before a download
     return choose(fetch=known.fetch)
 

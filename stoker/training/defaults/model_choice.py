@@ -1,4 +1,5 @@
-"""Which model is trained if the user does not choose: the one that measured best on such a device, for such data.
+"""Which model is trained if the user does not choose: on a CPU the one that measured best for such data, on others by
+published figures.
 
 What was measured, and what was not, is in docs/which-model.md.
 """
@@ -26,8 +27,8 @@ ON_GPU, CROWDED = "dfine_s", "fcos_resnet50_fpn"
 """For a GPU; for images with more boxes than ON_GPU has queries. Not `dfine_n`: it saves 1.6 GiB of 4.1 (640², 8
 images), where rented GPUs have 15 and more, and has no map of stride 8, which small images need."""
 WHY_ON_GPU = (
-    "D-FINE-S has 60.3 AP fine-tuned on the hundred data sets of RF100-VL, by Roboflow's table of RF-DETR (RF-DETR-S "
-    "60.2 with three times the parameters, YOLO11-S 56.2); not measured on a GPU here"
+    "D-FINE-S has 60.3 AP fine-tuned on the hundred data sets of RF100-VL, presumably from objects365+coco weights, by "
+    "Roboflow's table of RF-DETR (RF-DETR-S 60.2 with three times the parameters, YOLO11-S 56.2); not measured here"
 )
 MOST_LOST_BOXES = 0.2
 """ON_GPU is chosen up to this fraction of boxes that are too many for its queries: the AP of CROWDED on COCO is so much
@@ -48,10 +49,12 @@ NOT_DOWNLOADED = "its weights could not be downloaded, and random ones cost accu
 """Follows the name of a model in the reason for one with random weights that was chosen instead."""
 
 
-def choose_model(index: Index, device: Device, weights: str | None, *, fetch: Fetch | None = None) -> tuple[str, str]:
-    """A name in MODELS and the reason. weights: the setting, None if not set. fetch: downloads the file at a URL, or
-    raises WeightsError; None: nothing is downloaded, and the weights are expected to be there when training starts.
-    Raises WeightsError if a weights file of the user is missing or cannot be read."""
+def choose_model(
+    index: Index, device: Device, weights: str | None, *, queries: int | None = None, fetch: Fetch | None = None
+) -> tuple[str, str]:
+    """A name in MODELS and the reason. weights, queries: the settings, None if not set. fetch: downloads the file at a
+    URL, or raises WeightsError; None: nothing is downloaded, and the weights are expected to be there when training
+    starts. Raises WeightsError if a weights file of the user is missing or cannot be read."""
     if weights not in (None, "none", *PRETRAINED_NAMES):
         detected = detect_architecture(weights)
         if detected is not None:
@@ -60,7 +63,7 @@ def choose_model(index: Index, device: Device, weights: str | None, *, fetch: Fe
     chosen, reason = PRETRAINED, "from ImageNet weights, the highest accuracy per CPU time on most data sets"
     if not device.computes_on_host and weights != "imagenet":
         chosen, reason = ON_GPU, WHY_ON_GPU
-        counts, queries = np.diff(index.offsets)[images], MODELS[ON_GPU].defaults["queries"]
+        counts, queries = np.diff(index.offsets)[images], queries or MODELS[ON_GPU].defaults["queries"]
         lost = (counts - queries).clip(0).sum() / max(1, counts.sum())
         if lost > MOST_LOST_BOXES:
             chosen = CROWDED
@@ -75,7 +78,7 @@ def choose_model(index: Index, device: Device, weights: str | None, *, fetch: Fe
     if device.computes_on_host and median_side <= SMALL_IMAGE_SIDE:
         return "retinanet_tiny_fpn", f"the fastest to learn small images on a CPU (here {median_side:.0f}² pixels)"
     if weights == "none":
-        return FROM_SCRATCH, "the highest accuracy per CPU time from random weights"
+        return FROM_SCRATCH, "the highest accuracy per CPU time from random weights; no other was measured with them"
     try:
         if fetch is not None:
             fetch(next(iter(MODELS[chosen].urls.values())))
