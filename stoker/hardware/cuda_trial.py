@@ -146,7 +146,7 @@ def runs_on(arch_list: Sequence[str], capability: tuple[int, int]) -> bool:
         if match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch):
             kind, built = match[1], (int(match[2]), int(match[3]))
             runs = built <= capability and (kind == "compute" or built[0] == capability[0])
-            if (kind == "sm" and built == capability) if match[4] == "a" else runs:
+            if built == capability if match[4] == "a" else runs:
                 return True
     return not arch_list  # not known
 

@@ -506,26 +506,26 @@ def select_device(name: str | None = None) -> Device:
         device = torch_xla.device(device.index)
     elif device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
-    if device.type == "cuda" and torch.version.hip is None:
-        require_kernels(present_device(device), torch.cuda.get_arch_list())
+    refusal = None
     try:
-        probe = torch.ones(8, device=device)
-        works = float((probe @ probe).item()) == 8.0
+        if device.type == "cuda" and torch.version.hip is None:
+            refusal = missing_kernels(present_device(device), torch.cuda.get_arch_list())
+        works = refusal is not None or float(torch.ones(8, device=device).square().sum().item()) == 8.0
     except Exception as error:
         raise PreflightError(f"The device {str(device)!r} exists but does not compute.", cause=str(error)) from error
+    if refusal is not None:
+        raise refusal
     if not works:
         raise PreflightError(f"The device {str(device)!r} computes wrong results: the sum of 8 ones is not 8.")
     return Device(device)
 
 
-def require_kernels(gpu: TorchDevice, arch_list: Sequence[str]) -> None:
-    """Raises PreflightError if a torch that was built for `arch_list` has no kernels for this GPU."""
-    if not runs_on(arch_list, gpu.capability):
-        raise make_error(
-            PreflightError, "gpu-without-kernels",
-            name=gpu.name, arch=gpu.arch, torch=torch.__version__, arches=" ".join(arch_list),
-            build=build_with(gpu.capability),
-        )  # fmt: skip
+def missing_kernels(gpu: TorchDevice, arch_list: Sequence[str]) -> PreflightError | None:
+    """The error if a torch that was built for `arch_list` has no kernels for this GPU."""
+    if runs_on(arch_list, gpu.capability):
+        return None
+    texts = {"name": gpu.name, "arch": gpu.arch, "build": build_with(gpu.capability), "torch": torch.__version__}
+    return make_error(PreflightError, "gpu-without-kernels", arches=" ".join(arch_list), **texts)
 
 
 def available_devices() -> list[str]:
@@ -583,15 +583,16 @@ def _xla_client() -> str:
     return str(runtime.device_type())
 
 
-_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC(ATION)?_FAILED")
+_OUT_OF_MEMORY = re.compile("[Oo]ut of memory|can't allocate memory|ALLOC(ATION)?_FAILED|RESOURCE_EXHAUSTED")
 """What a RuntimeError that is not torch.OutOfMemoryError says if memory is exhausted: the driver, Triton and NCCL;
-torch's allocator of a CPU; cuBLAS and cuDNN."""
+torch's allocator of a CPU; cuBLAS and cuDNN; XLA."""
+_COMPILER = "C++ compile error"
+"""Begins what torch says if a compiler fails, also for want of memory: no smaller batch helps there."""
 _NO_CONVOLUTION = "unable to find an engine to execute this computation"
 """What torch says where every convolution of cuDNN failed, also if each was only short of memory for its workspace
 (aten/src/ATen/native/cudnn/Conv_v8.cpp)."""
 LITTLE_MEMORY_FRACTION = 1 / 16
-"""Of a device's memory: the smallest workspace of a convolution is below it. torch has given its cached blocks back to
-the driver when an allocation fails."""
+"""Of a device's memory: assumed to be more than a convolution's smallest workspace."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -603,8 +604,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     if _NO_CONVOLUTION in str(error) and torch.accelerator.is_available():
         free_bytes, total_bytes = torch.accelerator.get_memory_info()
+        free_bytes += torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()  # torch's cache
         return free_bytes < LITTLE_MEMORY_FRACTION * total_bytes
-    return _OUT_OF_MEMORY.search(str(error)) is not None
+    return _OUT_OF_MEMORY.search(str(error)) is not None and _COMPILER not in str(error)
 
 
 @contextlib.contextmanager

@@ -30,8 +30,8 @@ from stoker.training.step import PlainStep, describe_compilation, describe_error
 from stoker.training.watchdog import HangDetector
 
 MAX_STEPS_AHEAD = 2
-"""Issued steps that an accelerator has not ended, at most. While it takes the first of them, the host has the time of
-two steps to issue the next one. More would hold their batches in its memory, and a signal would be heeded later."""
+"""Issued steps that an accelerator has not ended when the host begins to issue the next one, at most: it has their time
+for it. More would hold their batches in the device's memory, and a signal would be heeded later."""
 
 
 class One(PlainStep):

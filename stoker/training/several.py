@@ -7,8 +7,8 @@ accumulation and loss scaling treat it like any other. `ddp.Ddp` exchanges it wi
 buckets; `ddp.Periodic`, `fsdp.Fsdp` and `stages.Pipeline` with the norm of the gradients, in an exchange of its own.
 
 What a step decides on the device (skip it, the streak of skipped steps) follows from the means and is the same
-everywhere. The host acts on the numbers of a step MAX_STEPS_AHEAD steps later, when their copy has long arrived, in all
-ranks at the same step; so a signal is heeded after three steps.
+everywhere. On an accelerator the host acts on the numbers of a step MAX_STEPS_AHEAD steps later, when their copy has
+long arrived, in all ranks at the same step; so a signal is heeded after three steps.
 """
 
 import contextlib

@@ -161,8 +161,8 @@ def describe_compilation(counters: Mapping[str, Mapping[str, int]]) -> tuple[str
     """(kind of event, text): what torch.compile has made of the functions since its `counters` were cleared. A compiler
     may skip a function, as Inductor does with bf16 on a GPU that emulates it; for torch that is no error."""
     graphs, functions, breaks = counters["stats"]["unique_graphs"], counters["frames"]["total"], counters["graph_break"]
-    if graphs == functions and not breaks:
-        return "info", f"compiled: {graphs} whole graphs" if graphs > 1 else "compiled: one whole graph"
+    if 0 < graphs == functions and not breaks:
+        return "info", "compiled: forward pass, losses and backward pass, as a whole"
     reason = "".join(f"; {text.partition(chr(10))[0]}" for text in list(breaks)[:1])
     text = f"{graphs} graphs of {functions} functions, {sum(breaks.values())} graph breaks{reason}"
     return "warning", f"compiled in part: {text}; the rest of the step runs operator by operator"

@@ -58,6 +58,12 @@ def index(tmp_path: Path) -> SmoothIndex:
     return SmoothIndex(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_known_of_a_device() -> None:
+    device_decoder._WORKING.clear()
+    device_decoder.decoding_stream.cache_clear()
+
+
 def test_on_a_cpu_it_is_the_host_and_nothing_is_measured(index: SmoothIndex) -> None:
     for image_index in range(COUNT):
         index.path(image_index).unlink()

@@ -48,6 +48,12 @@ def no_log_is_left() -> None:
         log.clear()
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_known_of_a_device() -> None:
+    device_decoder._WORKING.clear()
+    device_decoder.decoding_stream.cache_clear()
+
+
 def stream(index: InMemoryIndex, count: int, **changes) -> list[Batch]:
     with make(index, **changes) as loader:
         return take(loader, count)

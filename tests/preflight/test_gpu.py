@@ -235,8 +235,9 @@ def test_forward_compatibility_packages(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arches", "capability", "runs"),
     [(["sm_80", "sm_90"], (8, 9), True), (["sm_80", "sm_90"], (12, 0), False), (["sm_90", "compute_90"], (12, 0), True),
-     (["sm_90a"], (9, 0), True), (["sm_90a"], (10, 0), False), (["sm_75", "sm_80"], (7, 0), False),
-     (["sm_100", "sm_120"], (12, 0), True), (["sm_86"], (8, 0), False), ([], (9, 0), True)],
+     (["sm_90a"], (9, 0), True), (["compute_90a"], (9, 0), True), (["sm_90a"], (10, 0), False),
+     (["sm_75", "sm_80"], (7, 0), False), (["sm_100", "sm_120"], (12, 0), True), (["sm_86"], (8, 0), False),
+     ([], (9, 0), True)],
 )  # fmt: skip
 def test_architectures(tmp_path: Path, arches: list[str], capability: tuple[int, int], runs: bool):
     assert runs_on(arches, capability) is runs

@@ -178,6 +178,8 @@ def test_halving_ends_at_the_smallest_micro_batch(batch_size: int, max_size: int
         (MemoryError(), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes."), True),
+        (RuntimeError("C++ compile error\n\nOutput:\ncc1plus: out of memory allocating 65536 bytes"), False),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), False),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
@@ -216,9 +218,11 @@ def test_what_triton_says_without_memory():
         assert not is_out_of_memory(RuntimeError(prefix + "invalid argument"))
 
 
-@pytest.mark.parametrize(("free_gib", "expected"), [(0.5, True), (40, False)])
+@pytest.mark.parametrize(
+    ("free_gib", "cached_bytes", "expected"), [(0.5, 0, True), (40, 0, False), (0.5, 40 * 2**30, False)]
+)
 def test_no_convolution_fits_the_memory_that_is_left(
-    free_gib: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+    free_gib: float, cached_bytes: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch swallows what each convolution lacked, and says the same where a GPU is too old for all of them."""
     # cuDNN's forward and backward plans: the rest of the file has other engines
@@ -226,6 +230,8 @@ def test_no_convolution_fits_the_memory_that_is_left(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     sizes = int(free_gib * 2**30), 80 * 2**30
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: sizes)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 30 * 2**30 + cached_bytes)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 30 * 2**30)
     assert [is_out_of_memory(RuntimeError(text)) for text in texts] == [expected] * 2
 
 

@@ -15,6 +15,7 @@ stream must be used for nothing else, and is synchronized before each call.
 choice is a setting like any other (`--jpeg-decoder`), so a resumed run measures nothing.
 """
 
+import functools
 import io
 import time
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, Sam
 from stoker.data.loading.stats import Counters
 from stoker.errors import DataError, ObjectMissing, PreflightError, make_error
 from stoker.hardware.cgroup import host_cores
-from stoker.hardware.device import Device, SideStream
+from stoker.hardware.device import Device, SideStream, is_out_of_memory
 
 MAX_PIXELS_PER_CALL = 2**26
 """Limit for the images of one call, 192 MiB: they must fit into what `training/defaults/dry_run.py` leaves free."""
@@ -50,6 +51,16 @@ MIN_DEVICE_FRACTION = 0.5
 """Fraction of the images that the device must support: below, the cores decode most of them anyway."""
 
 JpegDecoder = Literal["cpu", "nvjpeg"]
+_WORKING: set[torch.device] = set()
+"""Devices that have decoded an image in this process."""
+
+
+@functools.cache
+def decoding_stream(device: Device, train: bool) -> SideStream:
+    """The stream on which training images are decoded, or those of evaluations: one of each in a process. torch has few
+    streams and gives them out again, and this one must be used for nothing else."""
+    del train
+    return device.make_stream()
 
 
 class DeviceBatchDecoder:
@@ -61,7 +72,7 @@ class DeviceBatchDecoder:
         if (cause := unavailable_reason(device)) is not None:
             raise make_error(PreflightError, "device-cannot-decode", choices=["cpu"], cause=cause, name=device.name)
         self._samples, self._on_message = samples, on_message
-        self._stream = device.make_stream()
+        self._stream = decoding_stream(device, samples.train)
         self._padding = torch.tensor(PAD_COLOR, dtype=torch.uint8, device=device.torch_device)
 
     def decode(self, batch_task: BatchTask, counters: Counters) -> None:
@@ -142,7 +153,9 @@ def _crop_resize_orient(pixels: Tensor, image: EncodedImage) -> Tensor:
 
 
 def unavailable_reason(device: Device) -> str | None:
-    """Why a device cannot decode images; None where it has just decoded one."""
+    """Why a device cannot decode images; None where it has decoded one. Raises what says that memory is exhausted."""
+    if device.torch_device in _WORKING:
+        return None
     import torchvision
 
     if device.kind not in ("cpu", "cuda") or torch.version.hip is not None:
@@ -151,12 +164,15 @@ def unavailable_reason(device: Device) -> str | None:
         return f"torchvision {torchvision.__version__} no longer has decode_jpeg"
     file = io.BytesIO()
     Image.new("RGB", (32, 32)).save(file, "JPEG")
-    stream = device.make_stream()
+    stream = decoding_stream(device, train=True)
     try:
         with stream.activate():
             _decode([file.getvalue()], device.torch_device, stream)
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         return str(error).partition("\n")[0]
+    _WORKING.add(device.torch_device)
     return None
 
 
