@@ -21,6 +21,7 @@ def evaluate(
     allow_outside: bool = False,
     batch_size: int = 8,
     device: str | None = None,
+    trust_file: bool = False,
     json: bool = False,
 ) -> None:
     """Evaluates a run's best weights: the twelve COCO metrics, and AP by class."""
@@ -28,7 +29,7 @@ def evaluate(
         from stoker.inference.model import load
         from stoker.report.terminal import print_metrics
 
-    metrics = load(run, device=device).evaluate(
+    metrics = load(run, device=device, trust_file=trust_file).evaluate(
         data, split=split, format=format, allow_outside=allow_outside, batch_size=batch_size
     )
     show(metrics, print_metrics, json=json)
@@ -49,6 +50,7 @@ def predict(
     save_txt: bool = False,
     save_crop: bool = False,
     device: str | None = None,
+    trust_file: bool = False,
     tile: int | None = None,
     tile_overlap: float | None = None,
 ) -> None:
@@ -58,7 +60,7 @@ def predict(
         from stoker.inference.predict import find_inputs
 
     images = list(map(str, find_inputs(images, out)))  # before weights are downloaded
-    model = load(run, device=device)
+    model = load(run, device=device, trust_file=trust_file)
     if conf is None:
         print_text(f"{model.weights}: minimum score {model.conf:g} ({model.conf_origin}); --conf changes it")
     for line in model.predict_to_dir(

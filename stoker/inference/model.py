@@ -24,7 +24,7 @@ from stoker.data.images import decode
 from stoker.data.images.source import display_path
 from stoker.data.index import open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
-from stoker.errors import DataError, UsageError, did_you_mean, make_error, nearest
+from stoker.errors import DataError, UsageError, WeightsError, did_you_mean, make_error, nearest
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
 from stoker.evaluation.metrics import Metrics
 from stoker.hardware.cgroup import host_cores
@@ -242,12 +242,13 @@ class Model:
             return compute_metrics(gt, detect(self._detector, batches, self._device, precision=self._precision))
 
 
-def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
+def load(run: str | os.PathLike[str], *, device: str | None = None, trust_file: bool = False) -> Model:
     """A trained detector from a run folder (its best weights), a .safetensors file or an exported file (.onnx,
     .tflite, .pt2) that stoker saved, local or in a bucket (gs://, s3://), or a local .xml; or the name of a model with
     COCO weights, as retinanet_resnet50_fpn.
 
     device: cpu, cuda …; default: an NVIDIA GPU, else the CPU. An exported file runs on the CPU.
+    trust_file: also load a .pt2 file, which can run any code; for a file that you exported yourself.
 
     Raises UsageError if there is no such run, WeightsError for a file that stoker did not save.
     """
@@ -257,7 +258,10 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
     if weights.suffix in RUNTIMES:
         if device not in (None, "cpu"):
             raise make_error(UsageError, "exported-files-run-on-cpu", choices=["cpu"], device=device)
-        exported = RUNTIMES[weights.suffix](weights, num_threads=host_cores())
+        runtime = RUNTIMES[weights.suffix]
+        if runtime.runs_code and not trust_file:
+            raise make_error(WeightsError, "file-can-run-code", weights, suffix=weights.suffix)
+        exported = runtime(weights, num_threads=host_cores(), trust_file=trust_file)
         detector: DetectorProtocol = exported
         metadata, target_device, precision = exported.metadata, select_device("cpu"), "fp32"
     else:

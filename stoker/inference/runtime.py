@@ -7,17 +7,18 @@ without stoker; the package `export` writes them. Needs the format's runtime, bu
 
 import dataclasses
 import importlib
-import json
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from stoker import regular_files
 from stoker.errors import ConfigError, PreflightError, WeightsError, make_error
 from stoker.models.layers.postprocess import MAX_DETECTIONS, BatchDetections, rescale_to_original
 from stoker.models.weights.model_file import METADATA_KEY, read_metadata
@@ -25,8 +26,8 @@ from stoker.models.weights.model_file import METADATA_KEY, read_metadata
 ONNX_SUFFIX = ".onnx"
 METADATA_FILE = "metadata.json"
 """Name in the archive of a .pt2 file, and in the one at the end of a .tflite file."""
-
-
+MAX_METADATA_BYTES = 1 << 24
+"""Most of it are the names of classes: 100,000 of them, twice."""
 INPUTS = ("images", "content", "score_threshold")
 """Of all formats; ONNX files have `iou_threshold`, too."""
 OUTPUTS = ("boxes", "scores", "labels", "count")
@@ -46,8 +47,16 @@ class FileDetections:
     """[B]."""
 
 
+class FileSettings(msgspec.Struct):
+    """What is read of a file's metadata besides METADATA_KEY."""
+
+    iou_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    """The default NMS threshold; old files without this metadata have 0.5."""
+
+
 class ExportedModel(nn.Module):
-    """A file as a model, with its `metadata`.
+    """A file as a model, with its `metadata`. trust_file: also open a file that can run code, of which otherwise only
+    the metadata is read.
 
     Raises PreflightError without the format's runtime, WeightsError for a file that stoker did not export.
     """
@@ -55,14 +64,18 @@ class ExportedModel(nn.Module):
     title: ClassVar[str]
     runtime: ClassVar[str]
     """The names of the format and of what runs it, in messages."""
+    runs_code: ClassVar[bool] = False
+    """Opening a file can run any code that its author put into it."""
     batch_size: int | None = None
     """Images per call, if the file was exported for a fixed number."""
     _has_iou_input = False
 
-    def __init__(self, path: Path, *, num_threads: int) -> None:
+    def __init__(self, path: Path, *, num_threads: int, trust_file: bool = False) -> None:
         super().__init__()
+        self._trust_file = trust_file
         try:
             meta = self._open(path, num_threads)
+            self.iou_threshold = msgspec.convert(meta, FileSettings, strict=False).iou_threshold
         except PreflightError:
             raise
         except Exception as error:  # the runtimes' exceptions have no other common base
@@ -71,16 +84,13 @@ class ExportedModel(nn.Module):
         if METADATA_KEY not in meta:
             raise make_error(WeightsError, "not-exported-by-stoker", path, title=self.title, entry=METADATA_KEY)
         self.metadata = read_metadata(meta[METADATA_KEY], path)
-        self.iou_threshold = float(meta.get("iou_threshold", 0.5))
-        """The file's default NMS threshold; old files without this metadata have 0.5."""
-        self._score_threshold = float(meta.get("score_threshold", 0.05))
 
     def _open(self, path: Path, num_threads: int) -> dict[str, str]:
         """Opens the file; its metadata, which lacks METADATA_KEY if it is not stoker's. Raises anything."""
         raise NotImplementedError
 
     def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
-        """The file's OUTPUTS for its inputs by name: images, content, thresholds; an absent one has its default."""
+        """The file's OUTPUTS for its inputs by name: images, content, thresholds; without `iou_threshold` its own."""
         raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
@@ -112,10 +122,10 @@ class ExportedModel(nn.Module):
         images: NDArray[np.uint8],
         resized_size: NDArray[np.int32],
         *,
-        score_threshold: float | None = None,
+        score_threshold: float,
         iou_threshold: float | None = None,
     ) -> FileDetections:
-        """images: [B, 3, H, W], RGB, resized and padded; resized_size: [B, 2]. Thresholds default to those of the file.
+        """images: [B, 3, H, W], RGB, resized and padded; resized_size: [B, 2]; iou_threshold: default that of the file.
         Raises ConfigError for another image size, and for an IoU threshold if the file has no NMS.
 
         A file with a fixed batch size runs as often as needed; the last batch is filled with the last image.
@@ -123,16 +133,13 @@ class ExportedModel(nn.Module):
         image_size = tuple(images.shape[2:])
         if image_size != tuple(self.metadata.image_size):
             raise ConfigError(f"The model's image size is {self.metadata.image_size}, that of the batch {image_size}.")
-        thresholds_by_name = {"score_threshold": score_threshold}
-        if self._has_iou_input:
-            thresholds_by_name["iou_threshold"] = iou_threshold
+        thresholds = {"score_threshold": np.array(score_threshold, np.float32)}
+        if self._has_iou_input and iou_threshold is not None:
+            thresholds["iou_threshold"] = np.array(iou_threshold, np.float32)
         elif iou_threshold is not None and min(iou_threshold, 1) != min(self.iou_threshold, 1):
             how = f"with --iou {self.iou_threshold:g}" if self.iou_threshold < 1 else "without NMS"
             fix = f"leave out --iou, or export again with --iou {iou_threshold:g}"
             raise ConfigError(f"The {self.title} file was exported {how}.", fix=fix)
-        thresholds = {
-            name: np.array(value, np.float32) for name, value in thresholds_by_name.items() if value is not None
-        }
         results = []
         for start in range(0, len(images), self.batch_size or len(images)):
             indices = np.arange(start, start + (self.batch_size or len(images))).clip(max=len(images) - 1)
@@ -181,10 +188,10 @@ class OpenVinoModel(ExportedModel):
         self._compiled = core.compile_model(model, "CPU", settings)
         batch_dim = model.input("images").get_partial_shape()[0]
         self.batch_size = batch_dim.get_length() if batch_dim.is_static else None
-        return dict(json.loads(model.get_rt_info([METADATA_KEY]).astype(str)))
+        return msgspec.json.decode(model.get_rt_info([METADATA_KEY]).astype(str), type=dict[str, str])
 
     def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
-        outputs = self._compiled({"score_threshold": np.float32(self._score_threshold)} | inputs)
+        outputs = self._compiled(inputs)
         return [outputs[name].copy() for name in OUTPUTS]  # the next call writes into the same memory
 
 
@@ -203,7 +210,7 @@ class LiteRTModel(ExportedModel):
         return meta
 
     def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
-        outputs = self._run(**{"score_threshold": np.float32(self._score_threshold)} | inputs)
+        outputs = self._run(**inputs)
         return [outputs[name].astype(np.int64 if name in OUTPUTS[2:] else np.float32) for name in OUTPUTS]
 
 
@@ -211,20 +218,20 @@ class TorchModel(ExportedModel):
     """A program of torch.export (.pt2)."""
 
     title, runtime = "torch.export", "torch"
+    runs_code = True  # torch unpickles the example inputs, and evaluates the guards
 
     def _open(self, path: Path, num_threads: int) -> dict[str, str]:  # noqa: ARG002  # torch's threads are the process's
         meta = _read_archive(path)
-        if meta:
+        if meta and self._trust_file:
             importlib.import_module("torchvision")  # its operators, which two-stage detectors use
             # its method, because a program refuses to be a submodule in `eval`
             self._program: Callable[..., Any] = torch.export.load(path).module().__call__
-            self.batch_size = int(meta["batch_size"]) if meta["batch_size"].isdecimal() else None
+            self.batch_size = int(size) if (size := meta.get("batch_size", "")).isdecimal() else None
         return meta
 
     def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
-        named = {"score_threshold": np.array(self._score_threshold, np.float32)} | inputs
         with torch.no_grad():
-            outputs = self._program(*(torch.from_numpy(named[name]) for name in INPUTS))
+            outputs = self._program(*(torch.from_numpy(inputs[name]) for name in INPUTS))
         return [outputs[name].numpy() for name in OUTPUTS]
 
 
@@ -238,12 +245,17 @@ RUNTIMES: dict[str, type[ExportedModel]] = {
 
 
 def _read_archive(path: Path) -> dict[str, str]:
-    """The metadata in a file that is, or ends with, a zip archive; empty if it has none."""
-    if not zipfile.is_zipfile(path):
-        return {}
-    with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if name.rpartition("/")[2] == METADATA_FILE]
-        return dict(json.loads(archive.read(names[0]))) if names else {}
+    """The metadata in a file that is, or ends with, a zip archive; empty if it has none. Raises anything."""
+    with regular_files.open_file(path, max_bytes=regular_files.MAX_BYTES) as file:
+        if not zipfile.is_zipfile(file):
+            return {}
+        with zipfile.ZipFile(file) as archive:
+            entry = next((one for one in archive.infolist() if one.filename.rpartition("/")[2] == METADATA_FILE), None)
+            if entry is None:
+                return {}
+            if entry.file_size > MAX_METADATA_BYTES or entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{METADATA_FILE} is compressed, or has more than {MAX_METADATA_BYTES:,} bytes")
+            return msgspec.json.decode(archive.read(entry), type=dict[str, str])
 
 
 def require_package(name: str, consequence: str, extra: str = "onnx") -> Any:

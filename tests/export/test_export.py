@@ -224,7 +224,9 @@ def test_what_is_not_given_is_what_was_asked_for_at_the_export(exported: Path) -
     for one, other in zip((boxes, scores, labels, count), dataclasses.astuple(full), strict=True):
         assert np.array_equal(one, other)
     one_for_all = session.run(None, {"images": images, "content": np.array([[50, 60]], np.int32)})
-    for one, other in zip(one_for_all, dataclasses.astuple(file.run(images, np.array([(50, 60)] * 3))), strict=True):
+    for one, other in zip(
+        one_for_all, dataclasses.astuple(file.run(images, np.array([(50, 60)] * 3), score_threshold=0.05)), strict=True
+    ):
         assert np.array_equal(one, other)
     assert boxes.shape == (3, 100, 4)
     assert (boxes.dtype, scores.dtype, labels.dtype, count.dtype) == (np.float32, np.float32, np.int64, np.int64)
@@ -249,7 +251,7 @@ def test_a_fixed_batch_other_keys_and_opset(tmp_path: Path, model: models.Detect
     assert file.batch_size == 4
     images, inside = random_images(6, 2), np.array([IMAGE_SIZE] * 6, np.int32)
     thresholds = {"score_threshold": 0.2, "iou_threshold": 0.3}
-    found = of_file(file, images, inside)
+    found = of_file(file, images, inside, score_threshold=0.2)
     assert [len(one.scores) for one in found] == [7] * 6
     for n, one in enumerate(found):
         expected = parity._run_model(model, images[n], inside[n], max_detections=7, **thresholds)
@@ -436,7 +438,16 @@ def test_other_formats_find_what_the_model_finds(
     answers = []
     for n, what in enumerate((run, run / f"best{suffix}")):
         code, _, err = stoker(
-            "predict", what, data / "valid", "--conf", "0.6", "--device", "cpu", "--out", tmp_path / f"{n}"
+            "predict",
+            what,
+            data / "valid",
+            "--conf",
+            "0.6",
+            "--device",
+            "cpu",
+            "--trust-file",
+            "--out",
+            tmp_path / f"{n}",
         )
         assert code == 0, err
         answers.append(json.loads((tmp_path / f"{n}" / "predictions.json").read_text()))
@@ -447,7 +458,9 @@ def test_other_formats_find_what_the_model_finds(
         )
         for mine, its in zip(one["detections"][:5], other["detections"], strict=False):
             assert mine["score"] == pytest.approx(its["score"], abs=2e-3)
-    code, _, err = stoker("predict", run / f"best{suffix}", data / "valid", "--iou", "0.9", "--out", tmp_path / "x")
+    code, _, err = stoker(
+        "predict", run / f"best{suffix}", data / "valid", "--iou", "0.9", "--trust-file", "--out", tmp_path / "x"
+    )
     assert code == 2
     assert "exported with --iou" in err
 

@@ -268,4 +268,4 @@ def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, changes: dict[
     if model.settings.nms_free:
         assert b"NonMaxSuppression" not in path.read_bytes()
         with pytest.raises(ConfigError, match="without NMS"):
-            file.run(images, inside, iou_threshold=0.5)
+            file.run(images, inside, score_threshold=0.25, iou_threshold=0.5)
