@@ -437,18 +437,8 @@ def test_other_formats_find_what_the_model_finds(
     assert "parity on 10 images" in out.splitlines()[-1]
     answers = []
     for n, what in enumerate((run, run / f"best{suffix}")):
-        code, _, err = stoker(
-            "predict",
-            what,
-            data / "valid",
-            "--conf",
-            "0.6",
-            "--device",
-            "cpu",
-            "--trust-file",
-            "--out",
-            tmp_path / f"{n}",
-        )
+        flags = "--conf", "0.6", "--device", "cpu", "--trust-file"
+        code, _, err = stoker("predict", what, data / "valid", *flags, "--out", tmp_path / f"{n}")
         assert code == 0, err
         answers.append(json.loads((tmp_path / f"{n}" / "predictions.json").read_text()))
     assert sum(len(image["detections"]) for image in answers[0]) > 10

@@ -127,6 +127,21 @@ def test_a_sparse_file_is_not_read(tmp_path: Path, suffix: str) -> None:
         load(path, trust_file=True)
 
 
+@pytest.mark.parametrize("place", ["../secret", "absolute", "link"])
+def test_a_network_does_not_read_the_files_of_others(tmp_path: Path, place: str) -> None:
+    """Its weights may be in another file, which it names: of its own folder only."""
+    secret, folder = tmp_path / "secret", tmp_path / "model"
+    folder.mkdir()
+    secret.write_bytes(bytes(4))
+    (folder / "link").symlink_to(secret)
+    (folder / "own").write_bytes(bytes(4))
+    name = str(secret) if place == "absolute" else place
+    texts = {"stoker": exported_files.metadata_text()}
+    assert load(exported_files.write_onnx(folder / "own.onnx", texts, weights="own")).class_names == ("a", "b")
+    with pytest.raises(WeightsError, match="cannot be read"):
+        load(exported_files.write_onnx(folder / "best.onnx", texts, weights=name))
+
+
 def as_archive(path: Path, texts: dict[str, Any]) -> Path:
     return exported_files.write_archive(path, json.dumps(texts))
 
