@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import struct
+import sys
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from stoker.data.validation.check import check_dataset
 from stoker.diagnosis import reader
 from stoker.errors import StokerError
 from stoker.evaluation.metrics import read_evaluation
+from stoker.inference.runtime import RUNTIMES
 from stoker.launching.jobs import read_jobs
 from stoker.migration.pipeline import import_pipeline
 from stoker.models import build
@@ -39,6 +42,7 @@ from stoker.watch.hook_reader import HookReader
 from tests.bounded import bounded
 from tests.data.tfrecords import unframe
 from tests.drawn import draw, run_stoker
+from tests.fixtures import exported_files
 from tests.fixtures.data_same_index import DAMAGED as EXPORTS
 from tests.fixtures.data_same_index import DRAWN, WRITE
 from tests.fixtures.training_checkpoint import newest, save
@@ -216,6 +220,38 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
         hook_reader.next_windows(10.0, 10.0)
         hook_reader.status()
 
+    texts = {"stoker": metadata, "iou_threshold": "0.5", "batch_size": "1", "threshold": "0.4"}
+    (folder / "metadata.json").write_text(json.dumps(texts))
+
+    def read_exported(path: Path) -> None:
+        """Its metadata; the program of a .pt2 file is not loaded, and LiteRT need not be installed."""
+        interpreter = types.SimpleNamespace(Interpreter=_NoInterpreter)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "ai_edge_litert.interpreter", interpreter)
+            RUNTIMES[path.suffix](path, num_threads=1)
+
+    def exported(suffix: str) -> list[Reader]:
+        """The metadata in a valid archive, and the archive itself."""
+        path = exported_files.write_archive(folder / f"best{suffix}", json.dumps(texts))
+        changed = folder / f"changed{suffix}"
+        return [
+            Reader(path, partial(read_exported, path)),
+            Reader(
+                folder / "metadata.json",
+                partial(read_exported, changed),
+                lambda _path, data: exported_files.write_archive(changed, data),
+            ),
+        ]
+
+    def write_onnx(_path: Path, data: bytes) -> None:
+        exported_files.write_onnx(folder / "changed.onnx", texts | {"stoker": data.decode(errors="replace")})
+
+    def write_onnx_number(_path: Path, data: bytes) -> None:
+        number = data.decode(errors="replace")
+        exported_files.write_onnx(folder / "changed.onnx", texts | {"iou_threshold": number})
+
+    (folder / "number.txt").write_text("0.5")
+    read_onnx = partial(read_exported, folder / "changed.onnx")
     (folder / "Dockerfile").write_text(DOCKERFILE)
     (folder / "pipeline.config").write_text(PIPELINE)
     manifest = folder / "saved/checkpoints/step-00000002/manifest.json"
@@ -246,6 +282,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
             Reader(folder / "header.json", partial(load_model, folder / "card.safetensors"), write_header),
             Reader(folder / "head.safetensors", partial(load_model, folder / "head.safetensors"), write_model),
         ],
+        ".pt2 metadata": exported(".pt2"),
+        ".tflite metadata": exported(".tflite"),
+        ".onnx metadata": [
+            Reader(folder / "header.json", read_onnx, write_onnx),
+            Reader(folder / "number.txt", read_onnx, write_onnx_number),
+        ],
         "manifest": [Reader(manifest, read_checkpoints)],
         "packed index": dataset("packed", "*.arrow"),
         "launch.json": [Reader(jobs / "launch.json", partial(read_jobs, str(jobs)))],
@@ -258,6 +300,16 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
         ],
         "pipeline.config": [Reader(folder / "pipeline.config", partial(import_pipeline, folder / "pipeline.config"))],
     }
+
+
+class _NoInterpreter:
+    """LiteRT's interpreter of one image."""
+
+    def __init__(self, _path: str, *, num_threads: int) -> None:
+        pass
+
+    def get_signature_runner(self) -> Any:
+        return types.SimpleNamespace(get_input_details=lambda: {"images": {"shape": [1]}})
 
 
 def _write_reframed(path: Path, data: bytes) -> None:
@@ -294,7 +346,8 @@ def fuzz(readers: list[Reader], examples: int) -> None:
 @pytest.mark.parametrize(
     "name",
     ["coco", "voc", "yolo labels", "yolo description", "csv", *EXPORTS, "label map", "tfrecord", "tfrecord payload",
-     "gzip", "config.toml", "records", "evaluation", "model metadata", "manifest",
+     "gzip", "config.toml", "records", "evaluation", "model metadata",
+     ".pt2 metadata", ".tflite metadata", ".onnx metadata", "manifest",
      "packed index", "launch.json", "hook state", "Dockerfile", "pipeline.config"],
 )  # fmt: skip
 @pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
