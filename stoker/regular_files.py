@@ -2,7 +2,8 @@
 
 Such a name may be that of a device, a FIFO or a folder: reading one fills the memory or never ends. Only regular files
 of bounded size are opened here. Everything else is an OSError, which callers handle like a file that cannot be read.
-Not here: whether a name may leave the data set's folder (`data/formats/images.py`); writing (`storage/local_files.py`).
+Not here: whether a name may leave the data set's folder (`data/formats/images.py`); files that are replaced as a whole
+(`storage/local_files.py`).
 """
 
 import errno
@@ -19,11 +20,18 @@ MAX_ANNOTATION_BYTES = 1 << 34
 _KINDS = {stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 """O_NONBLOCK: opening a FIFO would wait for its writer. The open file is tested: no other can take its place."""
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
-def open_fd(path: str | Path, *, max_bytes: int | None = None) -> int:
-    """A file descriptor for reading. Raises OSError for what is no regular file, or larger than `max_bytes`."""
-    fd = os.open(path, _FLAGS)
+def open_fd(path: str | Path, *, max_bytes: int | None = None, flags: int = 0, mode: int = 0o666) -> int:
+    """A file descriptor for reading. Raises OSError for what is no regular file, or larger than `max_bytes`. flags:
+    more of `os.open`; with NO_LINKS a link is an OSError, too. mode: of a file that they create."""
+    try:
+        fd = os.open(path, flags | _FLAGS, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and flags & NO_LINKS:
+            raise OSError(errno.ELOOP, "it is a link, and links are not followed here", os.fspath(path)) from error
+        raise
     try:
         status = os.fstat(fd)
         if stat.S_ISDIR(status.st_mode):
@@ -40,14 +48,19 @@ def open_fd(path: str | Path, *, max_bytes: int | None = None) -> int:
     return fd
 
 
-def open_file(path: str | Path, *, max_bytes: int | None = None) -> BufferedReader:
+def open_file(path: str | Path, *, max_bytes: int | None = None, flags: int = 0) -> BufferedReader:
     """The same as a binary file object."""
-    return os.fdopen(open_fd(path, max_bytes=max_bytes), "rb")
+    return os.fdopen(open_fd(path, max_bytes=max_bytes, flags=flags), "rb")
 
 
-def read_bytes(path: str | Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+def no_links(path: str, flags: int) -> int:
+    """An `opener` of `open` for files that are written where others may have put a link, a FIFO or a device."""
+    return open_fd(path, flags=flags | NO_LINKS)
+
+
+def read_bytes(path: str | Path, *, max_bytes: int = MAX_BYTES, flags: int = 0) -> bytes:
     """The content of a regular file: no more than the size that it has when it is opened."""
-    with open_file(path, max_bytes=max_bytes) as file:
+    with open_file(path, max_bytes=max_bytes, flags=flags) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
+from stoker import regular_files
 from stoker.data import index_digest
 from stoker.data.convert import read_image
 from stoker.data.formats.coco import coco_annotations, coco_category_ids
@@ -168,7 +169,7 @@ class _Folder:
         lock = self.path / WORK_DIR / "lock"
         with writing("The folder cannot be created.", lock, fix="name a writable folder"):
             lock.parent.mkdir(parents=True, exist_ok=True)
-            file = lock.open("a")
+            file = open(lock, "a", opener=regular_files.no_links)  # noqa: SIM115  # closed below
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,12 +12,12 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import yaml
 
+from stoker import regular_files
 from stoker.errors import ConfigError, PreflightError, UsageError, needs_package
 from stoker.launching.request import MIG_SLICES, check_container
 from stoker.launching.spec import (
@@ -177,9 +177,9 @@ def _read_patch(spec: LaunchSpec) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        patch = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        patch = yaml.safe_load(regular_files.read_text(path, max_bytes=1 << 20))
         found: dict[str, Any] = msgspec.convert(patch, dict[Literal["metadata", "spec"], dict[str, Any]])
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, msgspec.ValidationError) as error:
         what, fix = "The file of --patch is not a part of a pod.", "`spec:`, `metadata:` or both (docs/launch-cloud.md)"
         raise ConfigError(what, location=path, cause=str(error), fix=fix) from error
     return found

@@ -72,8 +72,6 @@ _EVENT_START = re.compile(
     rb'(?:,"text":"(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u]){0,%d})?' % MAX_TEXT_CHARS
 )
 """The fields of an event before its data, in the order in which `Event` has them."""
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
-"""A link in place of a file of the run is an error: its target is not one of the run's files."""
 
 Line = TypeVar("Line", bound=msgspec.Struct)
 
@@ -142,9 +140,11 @@ class RunFolder:
 
 
 def _open_for_appending(path: Path) -> int:
-    """events.jsonl names the command of a job and is readable for the user only."""
+    """events.jsonl names the command of a job and is readable for the user only. A link is an error: its target is not
+    one of the run's files."""
     is_private = path.name == EVENTS
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINKS, 0o600 if is_private else 0o644)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | regular_files.NO_LINKS
+    fd = regular_files.open_fd(path, flags=flags, mode=0o600 if is_private else 0o644)
     if is_private:
         with contextlib.suppress(OSError):  # a file system without modes, or the file of another user
             path.chmod(0o600)  # an older version wrote it
@@ -322,7 +322,7 @@ def recording(
     with contextlib.ExitStack() as stack:
         with writing("The run's folder cannot be written.", path, fix="make room, or " + fix):
             path.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((path / ".lock").open("a"))
+            file = stack.enter_context(open(path / ".lock", "a", opener=regular_files.no_links))
             if (held := lock(file)) is False:
                 raise UsageError("Another job is being recorded there.", location=path, fix=fix)
             if held:  # until here: a process that the job left behind inherits the descriptor, and would hold it on
@@ -342,16 +342,14 @@ def recording(
 def locked(run: Path) -> Iterator[bool | None]:
     """Locks the run for this process; the kernel releases the lock of a process that ends. Yields False when another
     process holds it, None where the file system has no locks (Lustre without -o flock, some network mounts)."""
-    with (run / ".lock").open("a") as file:
+    with open(run / ".lock", "a", opener=regular_files.no_links) as file:
         yield lock(file)
 
 
 def sign_lock(run: Path) -> None:
     """Writes into the lock that this process holds who it is. Without room it stays unsigned."""
-    with contextlib.suppress(OSError):
-        fd = os.open(run / ".lock", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINKS, 0o644)
-        with open(fd, "w") as file:
-            file.write(f"process {os.getpid()} of {platform.node()}")
+    with contextlib.suppress(OSError), open(run / ".lock", "w", opener=regular_files.no_links) as file:
+        file.write(f"process {os.getpid()} of {platform.node()}")
 
 
 def holder_of_lock(run: Path) -> str | None:

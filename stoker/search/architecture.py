@@ -361,7 +361,7 @@ class Scores:
     def __init__(self, setting: Setting, net: SuperNet) -> None:
         self._setting, self._net, self._path = setting, net, setting.folder / COSTS
         self._device = f"{net.device.name}, torch {torch.__version__}"
-        self._known = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._known = json.loads(regular_files.read_text(self._path)) if self._path.exists() else {}
         self._costs: dict[str, dict[str, float]] = self._known.setdefault(self._device, {})
         with setting.batches() as batches:
             self._batches = list(itertools.islice(batches, CALIBRATION_BATCHES))

@@ -19,6 +19,7 @@ from types import FrameType
 import msgspec
 from optuna.trial import TrialState
 
+from stoker import regular_files
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.settings import Config
 from stoker.errors import ConfigError, Preempted, StokerError, UsageError, did_you_mean
@@ -261,7 +262,7 @@ def _start_worker(folder: Path, k: int, parallel: int) -> subprocess.Popen[bytes
         names = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         env["CUDA_VISIBLE_DEVICES"] = names[k % len(names)]
     env.setdefault("OMP_NUM_THREADS", str(max(1, host_cores() // parallel)))
-    with _worker_log(folder, k).open("ab") as log:
+    with open(_worker_log(folder, k), "ab", opener=regular_files.no_links) as log:
         command = [sys.executable, "-m", "stoker", "search", "--worker", str(folder)]
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True

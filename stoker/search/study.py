@@ -11,6 +11,7 @@ with its number and its run folder (Optuna would give it a new number, and needs
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -19,10 +20,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from stoker import regular_files
 from stoker.data.index import Index
 from stoker.data.index_digest import digest_images
 from stoker.errors import ConfigError, StorageError, UsageError, needs_package, writing
@@ -34,8 +36,7 @@ with needs_package("optuna", "`stoker search`"):
     from optuna.pruners import BasePruner, HyperbandPruner, NopPruner, SuccessiveHalvingPruner
     from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-    from optuna.storages.journal._file import BaseJournalFileLock
+    from optuna.storages.journal import BaseJournalBackend
     from optuna.study import StudyDirection
     from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
@@ -43,6 +44,8 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # multivariate TPE is meant
 
 STUDY, JOURNAL, TRIALS, LOCKS, PAGE = "study.json", "journal.log", "trials", "locks", "report.html"
+NAME = "search"
+"""Of the study in the journal."""
 PRUNERS = ("none", "halving", "hyperband")
 REDUCTION = 3
 """Of three trials at a rung, one goes on (Li et al., Hyperband, JMLR 2018, recommend 3 or 4)."""
@@ -56,6 +59,10 @@ MAX_CHILDREN = 20
 MAX_STARTS = 10
 """After which a trial has failed: its workers ended before it did."""
 RUNG_ATTRIBUTE = "completed_rung_"
+MAX_SPEC_BYTES, MAX_JOURNAL_BYTES = 1 << 20, 1 << 25
+"""Of study.json; of the journal, which needs about 2 kB a trial."""
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_DAMAGED = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, msgspec.DecodeError)
 
 
 class StudySpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,11 +76,11 @@ class StudySpec(msgspec.Struct, frozen=True, kw_only=True):
     defaults: dict[str, Any]
     """What trial 0 tries: derived values, of the settings whose range contains them."""
     space: Space
-    trials: int
-    round: int
-    objectives: list[Metric]
+    trials: _Count
+    round: _Count
+    objectives: Annotated[list[Metric], msgspec.Meta(min_length=1, max_length=2)]
     pruner: Literal["none", "halving", "hyperband"]
-    evaluations: int
+    evaluations: _Count
     """Of a full trial, for the pruner."""
     seed: int
     sampler: Literal["tpe", "nsga2"] = "tpe"
@@ -98,30 +105,85 @@ class Outcome(NamedTuple):
     pruned: bool = False
 
 
-class _JournalLock(BaseJournalFileLock):
-    """A lock that the kernel releases with its process. Removes a line written in part, which Optuna would refuse."""
+class _Attributes(msgspec.Struct, frozen=True):
+    """What `Study.finish` records of a trial."""
 
-    def __init__(self, journal: Path) -> None:
-        self._journal = journal
-        self._file: IO[str] | None = None
+    metrics: dict[str, float] = {}
+    steps: int = 0
+    failure: str = ""
+    rungs: dict[str, float] = {}
 
-    def acquire(self) -> bool:
-        self._file = open_lock(self._journal.with_suffix(".lock"), wait=True)
-        with contextlib.suppress(FileNotFoundError), self._journal.open("rb+") as journal:
+
+class _Entry(msgspec.Struct, frozen=True):
+    """The types of a line of the journal, as far as they matter after Optuna has applied it."""
+
+    state: int = 0
+    params: dict[str, float] = {}
+    values: list[float] | None = None
+    value: float | None = None
+    step: int = 0
+    intermediate_value: float = 0.0
+    intermediate_values: dict[str, float] = {}
+    user_attr: _Attributes = _Attributes()
+    user_attrs: _Attributes = _Attributes()
+    system_attr: dict[str, float] = {}
+    system_attrs: dict[str, float] = {}
+
+
+class _Journal(BaseJournalBackend):
+    """The journal file, in the format of Optuna's own backend, which follows links and writes to the file to read it. A
+    line that a kill cut off is not read; the next writer removes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lines, self._position = path, 0, 0
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        """The lines after those that were read: Optuna's storage asks for no others."""
+        try:
+            file = regular_files.open_file(self.path, max_bytes=MAX_JOURNAL_BYTES, flags=regular_files.NO_LINKS)
+        except FileNotFoundError:  # no worker has begun
+            return
+        with file:
+            file.seek(self._position)
+            complete = itertools.takewhile(lambda line: line.endswith(b"\n"), file)
+            for self.lines, line in enumerate(complete, start=log_number_from + 1):
+                entry = json.loads(line)
+                msgspec.convert(entry, _Entry)
+                self._position += len(line)
+                yield entry
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        with (
+            holding(self.path.with_suffix(".lock")),
+            writing("The journal of the study cannot be written.", self.path),
+            open(self.path, "ab+", opener=regular_files.no_links) as journal,
+        ):
+            journal.seek(0)
             data = journal.read()
-            if data and not data.endswith(b"\n"):
+            if not data.endswith(b"\n"):
                 journal.truncate(data.rfind(b"\n") + 1)
-        return True
+            journal.write(b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs))
+            journal.flush()
+            os.fsync(journal.fileno())
 
-    def release(self) -> None:
-        assert self._file is not None
-        self._file.close()
+
+class _Storage(JournalStorage):
+    """Optuna's storage; a journal that it cannot read is a UsageError."""
+
+    _backend: _Journal
+
+    def _sync_with_backend(self) -> None:
+        try:
+            super()._sync_with_backend()
+        except (*_DAMAGED, AssertionError, AttributeError, OSError) as error:
+            location, cause = f"{self._backend.path}:{self._backend.lines}", str(error) or type(error).__name__
+            raise UsageError("The journal of the study cannot be read.", location=location, cause=cause) from error
 
 
 def open_lock(path: Path, *, wait: bool) -> IO[str] | None:
     """The file with its lock held; None: another process holds it. Raises StorageError where there are no locks."""
     with writing("The lock of the study cannot be written.", path):
-        file = path.open("a+")
+        file = open(path, "a+", opener=regular_files.no_links)  # noqa: SIM115  # the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -137,7 +199,9 @@ def open_lock(path: Path, *, wait: bool) -> IO[str] | None:
 @contextlib.contextmanager
 def holding(path: Path) -> Iterator[None]:
     """Holds the lock of a file within the block; waits for it."""
-    with contextlib.closing(open_lock(path, wait=True) or path.open()):
+    file = open_lock(path, wait=True)
+    assert file is not None, "it waits"
+    with file:
         yield
 
 
@@ -145,30 +209,48 @@ class Study:
     """A study in its folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UsageError if there is none."""
+        """Writes nothing. Raises UsageError if there is none."""
         self.folder = folder
         self.spec = read_spec(folder)
-        journal = folder / JOURNAL
-        storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=_JournalLock(journal)))
-        with holding(folder / LOCKS / "claim"):
-            self._optuna = optuna.create_study(
-                storage=storage,
-                study_name="search",
-                directions=_directions(self.spec),
-                sampler=RandomSampler(seed=0),
-                load_if_exists=True,
-            )
+        self._storage = _Storage(_Journal(folder / JOURNAL))
+
+    @functools.cached_property
+    def _optuna(self) -> optuna.Study:
+        """Writes to the journal: for workers."""
+        directions, sampler = _directions(self.spec), RandomSampler(seed=0)
+        return optuna.create_study(
+            storage=self._storage, study_name=NAME, directions=directions, sampler=sampler, load_if_exists=True
+        )
 
     def trials(self) -> list[FrozenTrial]:
-        """All trials that were begun, by number."""
-        return self._optuna.get_trials()
+        """All trials that were begun, by number. Raises UsageError where the journal is damaged."""
+        try:
+            trials = self._storage.get_all_trials(self._storage.get_study_id_from_name(NAME))
+        except KeyError:  # no worker has begun
+            return []
+        distributions = self.spec.space.distributions()
+        for trial in trials:
+            try:
+                trial._validate()
+                if trial.state == TrialState.COMPLETE and len(trial.values) != len(self.spec.objectives):
+                    raise ValueError(f"values for {len(trial.values)} objectives")
+                if any(distributions.get(name) != entry for name, entry in trial.distributions.items()):
+                    raise ValueError("its parameters are not those of the space")
+            except ValueError as error:
+                what = f"Trial {trial.number} of the study is damaged."
+                raise UsageError(what, location=self.folder / JOURNAL, cause=str(error)) from error
+        return trials
 
     def run_dir(self, number: int) -> Path:
         return self.folder / TRIALS / f"{number:04d}"
 
     def claim(self) -> Claim | Literal["wait"] | None:
         """The next trial: one whose worker died, or a new one. "wait": its round has not begun; None: no trial."""
-        spec = self.spec
+        spec, runs = self.spec, self.folder / TRIALS
+        for path in (self.folder / LOCKS, runs, *runs.glob("*")):
+            if path.is_symlink():
+                fix = "put the folder itself there"
+                raise UsageError("A study is not continued through links.", location=path, fix=fix)
         with holding(self.folder / LOCKS / "claim"):
             trials = self.trials()
             for trial in trials:
@@ -267,11 +349,15 @@ def digest_data(index: Index) -> str:
 def read_spec(folder: Path) -> StudySpec:
     """Raises UsageError if the folder has no study."""
     try:
-        return msgspec.json.decode((folder / STUDY).read_bytes(), type=StudySpec)
+        data = regular_files.read_bytes(folder / STUDY, max_bytes=MAX_SPEC_BYTES, flags=regular_files.NO_LINKS)
+        spec = msgspec.json.decode(data, type=StudySpec)
+        spec.space.distributions()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError("There is no study.", location=folder, fix="stoker search DATA --run-dir FOLDER") from error
-    except (msgspec.DecodeError, OSError) as error:
-        raise UsageError("The study cannot be read.", location=folder / STUDY, cause=str(error)) from error
+    except (*_DAMAGED, OSError) as error:
+        cause = getattr(error, "strerror", None) or str(error)
+        raise UsageError("The study cannot be read.", location=folder / STUDY, cause=cause) from error
+    return spec
 
 
 def _write_spec(folder: Path, spec: StudySpec) -> None:

@@ -221,7 +221,7 @@ def _parse_pax(content: bytes, offset: int) -> dict[str, str]:
     values: dict[str, str] = {}
     while content:
         digits, _, _ = content.partition(b" ")
-        if not digits.isdigit() or not len(digits) < int(digits) <= len(content):
+        if not re.fullmatch(rb"[0-9]{1,5}", digits) or not len(digits) < int(digits) <= len(content):
             raise DamagedArchive("damaged-shard", f"byte {offset:,}: a pax header that cannot be read")
         key, _, value = content[len(digits) + 1 : int(digits) - 1].partition(b"=")
         values[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
