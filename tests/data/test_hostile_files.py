@@ -4,7 +4,10 @@ import gzip
 import json
 import os
 import shutil
+import tarfile
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from stoker import regular_files
 from stoker.data.convert import convert
 from stoker.data.formats import tfrecord_bytes
 from stoker.data.formats import yolo as yolo_module
+from stoker.data.formats.webdataset import DamagedArchive, iter_members
 from stoker.data.index import Index, open_index
+from stoker.data.remote import download_image
 from stoker.data.validation.check import check_dataset
 from stoker.errors import DataError, StokerError, StorageError
 from tests.bounded import bounded
@@ -167,9 +172,63 @@ def test_the_root_of_the_disk_as_path(tmp_path: Path, monkeypatch: pytest.Monkey
     root = yolo(tmp_path / "set", text="path: /\ntrain: images/train\nval: images/val\n")
     assert boxes(open_index(root)) == plain
     monkeypatch.setattr(yolo_module, "MAX_WALKED_DIRS", 30)
-    (root / "data.yaml").write_text("path: /\ntrain: .\nval: images/val\nnames: [cat]\n")
+    for number in range(30):
+        (root / f"images/train/{number}").mkdir()
     with pytest.raises(DataError, match="more than 30 folders below"):
         open_index(root)
+
+
+@pytest.mark.parametrize("where", ["/", "~/", "~/..", "../../..", "HOME/..", "../link"])
+def test_a_folder_of_images_far_above_is_refused_and_not_walked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    home = tmp_path / "homes" / "me"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    root = yolo(tmp_path / "sets/a/b")
+    (root / "../link").symlink_to("/")
+    (root / "data.yaml").write_text(f"path: {where.replace('HOME', str(home))}\ntrain: .\nval: .\nnames: [cat]\n")
+    monkeypatch.setattr(os, "walk", lambda *_, **__: pytest.fail("it is walked"))
+    with pytest.raises(DataError, match="much more than a data set") as caught:
+        open_index(root / "data.yaml")
+    assert "data.yaml: train: ." in str(caught.value)
+
+
+def test_the_home_of_a_user_who_does_not_exist(tmp_path: Path) -> None:
+    plain = boxes(open_index(yolo(tmp_path / "plain")))
+    root = yolo(tmp_path / "set", text="path: ~nobody_has_this_name\ntrain: images/train\nval: images/val\n")
+    assert boxes(open_index(root)) == plain
+
+
+def test_a_pax_header_with_thousands_of_digits() -> None:
+    """Python refuses to read such a number with an error of its own."""
+    record = b"1" * 4500 + b" path=a.jpg\n"
+    header = tarfile.TarInfo("pax")
+    header.type, header.size = tarfile.XHDTYPE, len(record)
+    data = header.tobuf() + record + bytes(-len(record) % 512) + tarfile.TarInfo("a.jpg").tobuf() + bytes(1024)
+    with pytest.raises(DamagedArchive) as caught:
+        list(iter_members(lambda start, length: data[start : start + length], len(data)))
+    assert caught.value.args == ("damaged-shard", "byte 0: a pax header that cannot be read")
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_redirect_to_ftp_is_not_followed() -> None:
+    connections = []
+
+    class Redirect(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            connections.append(self.path)
+            to = {"/a.jpg": "/b.jpg", "/b.jpg": f"FTP://127.0.0.1:{self.server.server_port}/c.jpg"}[self.path]
+            self.send_response(302)
+            self.send_header("Location", to)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Redirect) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(DataError, match="redirects to ftp:"):
+            download_image(f"http://127.0.0.1:{server.server_port}/a.jpg")
+        server.shutdown()
+    assert connections == ["/a.jpg", "/b.jpg"]
 
 
 def fifo(path: Path) -> None:

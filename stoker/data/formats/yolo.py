@@ -102,6 +102,8 @@ def recognize(path: Path) -> DatasetLayout | None:
 
 def _layout_of_definition(file: Path) -> DatasetLayout:
     definition = _read_definition(file)
+    home = Path(os.path.expanduser("~")).resolve()
+    too_wide = {home, *home.parents, *file.parent.resolve().parent.parents}
     class_names = _choose_names(file, definition.names)
     base_dirs, notes = _resolve_base_dirs(definition, file)
     parts: list[SplitFiles] = []
@@ -117,6 +119,8 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
             meant = f"did you mean {split}: {near}? Else " if near else ""
             location = f"{file}: {split}: {entry}"
             raise make_error(DataError, "yolo-split-not-found", location, cause=cause, split=split, meant=meant)
+        if path.resolve() in too_wide:
+            raise make_error(DataError, "yolo-split-too-wide", f"{file}: {split}: {entry}", split=split, path=path)
         if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
             substitutions.append(f"{entry!r} is read from {path}")
         is_list = path.suffix.lower() == ".txt"
@@ -166,7 +170,7 @@ def _resolve_base_dirs(definition: DatasetDefinition, file: Path) -> tuple[tuple
 
 
 def _join(base: Path, text: str) -> Path:
-    return Path(os.path.normpath(base / Path(text.replace("\\", "/")).expanduser()))
+    return Path(os.path.normpath(base / os.path.expanduser(text.replace("\\", "/"))))  # of no user: as it is written
 
 
 def _resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) -> Path | None:
