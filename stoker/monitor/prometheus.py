@@ -4,17 +4,28 @@ Counters start at the beginning of this attempt. A quantity that is not measured
 conventions of Prometheus: base units, `_total` for counters, `_ratio` for fractions.
 """
 
+import asyncio
+import ipaddress
+import platform
+import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import start_http_server
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from stoker.errors import ConfigError, make_error
 from stoker.monitor.alerts import MEASURED, RecordLine
 from stoker.runs.schemas import DeviceSample, StepWindow
+
+MAX_CONNECTIONS = 8
+"""At once; others are closed unanswered. Prometheus opens one, and few people watch a run by hand."""
+REQUEST_TIMEOUT_S = 5.0
+"""From the accepted connection to the last byte of the answer."""
+MAX_REQUEST_BYTES = 16384
 
 
 class Exporter(Collector):
@@ -93,18 +104,82 @@ class Exporter(Collector):
 
 
 class Server:
-    """Serves an exporter until `close`. host: the address to listen on. port: 0 for a free one, then the actual one."""
+    """Serves an exporter until `close`, from one thread. host: the address to listen on. port: 0 for a free one, then
+    the actual one. Anyone may connect and send anything, so connections, bytes and seconds of a request are bounded:
+    a training on the same descriptors must not notice."""
 
     def __init__(self, exporter: Exporter, host: str, port: int) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(exporter)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(exporter)
+        self._names = {host.lower(), "localhost", platform.node().lower()}
+        self._num_connections = 0
         try:
-            self._server, self._thread = start_http_server(port, host, registry=registry)
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+            self._listener = socket.create_server((host, port), family=family)
+            self._loop = asyncio.new_event_loop()
         except OSError as error:
             raise make_error(ConfigError, "metrics-port-not-usable", cause=str(error), port=port, host=host) from error
-        self.port = int(self._server.server_port)
+        self._loop.set_exception_handler(_report_unless_of_a_socket)
+        self.port = int(self._listener.getsockname()[1])
+        self._closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._thread_main, name="metrics", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join(5.0)
+
+    def _thread_main(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve_until_closed())
+
+    async def _serve_until_closed(self) -> None:
+        # the backlog is also how many connections are accepted before one of them is looked at
+        server = await asyncio.start_server(self._serve, sock=self._listener, limit=MAX_REQUEST_BYTES, backlog=1)
+        await self._closed.wait()
+        server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers the one request of a connection."""
+        self._num_connections += 1
+        try:
+            if self._num_connections <= MAX_CONNECTIONS:
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+        except (OSError, EOFError, asyncio.LimitOverrunError):  # a client that is gone, too slow, or no client of HTTP
+            pass
+        finally:
+            self._num_connections -= 1
+            writer.transport.abort()
+
+    def _answer(self, request: bytes) -> bytes:
+        """The response to the head of a request, whatever its path."""
+        line, *fields = request.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
+        if not self._is_own_name(headers.get("host", "")):  # a web page whose domain was pointed here (DNS rebinding)
+            status, content_type, body = "403 Forbidden", "text/plain", b"not a name of this machine; use its address\n"
+        elif line.split(" ")[0] != "GET":
+            status, content_type, body = "405 Method Not Allowed", "text/plain", b"use GET\n"
+        else:
+            encode, content_type = choose_encoder(headers.get("accept", ""))
+            status, body = "200 OK", encode(self._registry)
+        head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+        return f"{head}Connection: close\r\n\r\n".encode() + body
+
+    def _is_own_name(self, host: str) -> bool:
+        """Whether a Host header is an IP address, or a name that only this machine's user gives it."""
+        name = re.sub(r":\d*$", "", host).lower()
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return name in self._names
+        return True
+
+
+def _report_unless_of_a_socket(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Prints a bug, as asyncio does. Without a free descriptor, asyncio waits a second and accepts again."""
+    if not isinstance(context.get("exception"), OSError):
+        loop.default_exception_handler(context)
