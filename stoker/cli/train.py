@@ -128,14 +128,17 @@ def train(
     if log_format == "json":
         return  # its last line is the event `finished`
 
-    from stoker.report.terminal import print_metrics
+    from stoker.report.terminal import print_metrics, redirect_to_devnull
     from stoker.storage.uri import display_path
 
-    print_metrics(result.metrics)
     run = display_path(result.run)
-    print_text(f"results: {run} (`stoker why {run}` shows where the time went)")
-    print_text(f"`stoker report {run}` makes one page of everything")
-    print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}")
+    try:
+        print_metrics(result.metrics)
+        print_text(f"results: {run} (`stoker why {run}` shows where the time went)")
+        print_text(f"`stoker report {run}` makes one page of everything")
+        print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}", flush=True)
+    except OSError:  # the reader is gone, or the disk is full; the run has all of it, and the training succeeded
+        redirect_to_devnull(sys.stdout)
 
 
 def join_settings(config: Config, config_file: Path | None, data: str | None, **length: float | str | None) -> Config:
