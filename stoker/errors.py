@@ -6,7 +6,9 @@ not a `StokerError` and reaches the top is a bug in stoker. `StokerError.__str__
 
 import contextlib
 import difflib
+import errno
 import functools
+import os
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -139,6 +141,11 @@ class RankError(StokerError):
     """A training of several ranks ended because one of them could not be reached, was killed, or met a bug."""
 
 
+class SystemLimitError(StokerError):
+    """The system gives this process no more files, threads, processes or memory; what it was about to do is not to
+    blame."""
+
+
 class Preempted(StokerError):
     """A signal stopped the run; its state is saved, and the same command continues it."""
 
@@ -169,6 +176,37 @@ def make_error(
     return kind(
         texts["what"], location=location, choices=choices, cause=texts.get("cause", cause), fix=texts.get("fix", fix)
     )
+
+
+_FILES = (
+    "This process, or the machine, has no free file descriptor.",
+    "raise the limit (`ulimit -n 65536`, in Docker `--ulimit nofile`), or use fewer --workers",
+)
+_PROCESSES = (
+    "The system gives this process no more threads or processes.",
+    "raise the limit (`ulimit -u`, pids.max of the cgroup: `--pids-limit` in Docker, podPidsLimit in Kubernetes), or "
+    "use fewer --workers and OMP_NUM_THREADS=1",
+)
+_MEMORY = (
+    "The system gives this process no more memory.",
+    "raise the limit of memory (`ulimit -v`, that of the container), or use fewer --workers",
+)
+_LIMITS = {errno.EMFILE: _FILES, errno.ENFILE: _FILES, errno.ENOMEM: _MEMORY, errno.EAGAIN: _PROCESSES}
+"""What is said and what to do. Not in errors.toml, which cannot be opened without a descriptor."""
+
+
+def system_limit(error: BaseException, location: object = None) -> SystemLimitError | None:
+    """The limit of the system that an exception is about, or that caused it; None if it is about something else.
+    Libraries in C++ pass on only the text of an errno."""
+    if isinstance(error, SystemLimitError):
+        return error
+    text, number = str(error), getattr(error, "errno", None)
+    limit = next((limit for code, limit in _LIMITS.items() if number == code or text.endswith(os.strerror(code))), None)
+    if "can't start new thread" in text:  # CPython: Modules/_threadmodule.c
+        limit = _PROCESSES
+    if limit is not None:
+        return SystemLimitError(limit[0], location=location, cause=f"{type(error).__name__}: {text}", fix=limit[1])
+    return None if error.__cause__ is None else system_limit(error.__cause__, location)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ import zipfile
 from io import BufferedReader
 from pathlib import Path
 
+from stoker.errors import system_limit
+
 MAX_BYTES = 1 << 30
 """The largest file that is read as a whole, by default. Raw pixels of 18,900 × 18,900 RGB have this size."""
 MAX_ANNOTATION_BYTES = 1 << 34
@@ -24,11 +26,14 @@ NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 def open_fd(path: str | Path, *, max_bytes: int | None = None, flags: int = 0, mode: int = 0o666) -> int:
-    """A file descriptor for reading. Raises OSError for what is no regular file, or larger than `max_bytes`. flags:
-    more of `os.open`; with NO_LINKS a link is an OSError, too. mode: of a file that they create."""
+    """A file descriptor for reading. Raises OSError for what is no regular file, or larger than `max_bytes`;
+    SystemLimitError if there is no free descriptor, or memory for one. flags: more of `os.open`; with NO_LINKS a link is
+    an OSError, too. mode: of a file that they create."""
     try:
         fd = os.open(path, flags | _FLAGS, mode)
     except OSError as error:
+        if (limit := system_limit(error, path)) is not None:  # no reader may take it for a damaged file
+            raise limit from error
         if error.errno == errno.ELOOP and flags & NO_LINKS:
             raise OSError(errno.ELOOP, "it is a link, and links are not followed here", os.fspath(path)) from error
         raise

@@ -27,7 +27,7 @@ from stoker.cli.search import search
 from stoker.cli.train import PARAMETER, flags_of, import_pipeline, train, train_help
 from stoker.cli.tune import compare, tune
 from stoker.config.flag_names import translate
-from stoker.errors import Preempted, StokerError
+from stoker.errors import Preempted, StokerError, system_limit
 from stoker.printable import print_text
 
 if TYPE_CHECKING:
@@ -130,9 +130,12 @@ def _run(arguments: list[str]) -> int:
         if arguments[:1] == ["train"]:  # of a watched job, the flag is the job's own
             arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
         app(arguments, error_console=_error_console(arguments))
-    except StokerError as error:
-        print(f"stoker: {error}", file=sys.stderr)
-        return error.exit_code
+    except (StokerError, OSError, RuntimeError) as error:
+        shown = system_limit(error) or error
+        if not isinstance(shown, StokerError):
+            raise
+        print(f"stoker: {shown}", file=sys.stderr)
+        return shown.exit_code
     except KeyboardInterrupt as error:
         print(f"stoker: interrupted {error}".rstrip(), file=sys.stderr)
         return 130

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stoker.data.formats.folders import iter_annotation_files
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import Problem
-from stoker.errors import DataError, PreflightError, make_error
+from stoker.errors import DataError, PreflightError, make_error, system_limit
 from stoker.storage.local_files import cache_folder, write_atomic
 
 VERSION = 13
@@ -208,7 +208,9 @@ def read(path: Path, source_stamp: str) -> tuple[pa.RecordBatch, IndexMetadata] 
                 return None
             record_batch = reader.get_batch(0)
         record_batch.validate(full=True)
-    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, msgspec.MsgspecError):
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        if (limit := system_limit(error, path)) is not None:
+            raise limit from error
         return None
     labels, folder_index, split_index = (
         np.asarray(column) for column in (record_batch["labels"].values, record_batch["folder"], record_batch["split"])

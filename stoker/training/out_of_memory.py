@@ -116,7 +116,10 @@ class HostMemoryGuard:
         if not self._releases or self._clock() < self._next_poll_s:
             return
         self._next_poll_s = self._clock() + POLL_S
-        memory = self._read()
+        try:
+            memory = self._read()
+        except OSError:  # no free descriptor for /proc: an event of telemetry says so
+            return
         free_bytes = memory.limit_bytes - memory.used_bytes
         if free_bytes >= min(LOW_FRACTION * memory.limit_bytes, LOW_BYTES):
             return

@@ -346,6 +346,10 @@ class Recorder:
         setup = self._setup
         if breakdown is None or breakdown.wall_s <= 0:
             return
+        try:
+            memory = setup.device.memory()
+        except OSError:  # no free descriptor for /proc: an event of telemetry says so
+            memory = None
         window = StepWindow(
             t=time.time(),
             attempt=setup.folder.attempt,
@@ -361,7 +365,7 @@ class Recorder:
             lr=setup.state.lr if steps else None,
             grad_norm=stats.grad_norm,
             skipped_steps=stats.skipped_steps,
-            memory_peak_bytes=setup.device.memory().peak,
+            memory_peak_bytes=None if memory is None else memory.peak,
             host_bound_steps=breakdown.host_bound_steps,
             thread_cpu_s=breakdown.thread_cpu_s,
         )
@@ -371,13 +375,13 @@ class Recorder:
         if self._board is not None:
             self._board.add_window(window)
         if steps and setup.ranks.is_main:
-            done, memory = setup.progress, setup.device.memory()
+            done = setup.progress
             self._attempt.screen.progress(
                 window,
                 fraction_done=min(1.0, done),
                 total_steps=setup.total_steps,
                 eta_s=setup.state.trained_s * (1 - done) / done if 0 < done < 1 else None,
-                memory=(memory.peak, memory.total),
+                memory=None if memory is None else (memory.peak, memory.total),
             )
             self._alerts.check(window, stats, tolerated_skips=1 if setup.config.run.precision == "fp16" else 0)
 

@@ -12,7 +12,7 @@ import torch
 
 from stoker.data.loading import samples
 from stoker.data.loading.loader import BUFFERS_IN_USE
-from stoker.errors import OutOfMemoryError
+from stoker.errors import OutOfMemoryError, SystemLimitError
 from tests.data.loading import (
     PREFETCH_DEPTH,
     InMemoryIndex,
@@ -46,7 +46,7 @@ def no_thread_is_left():
     [
         (KeyError("oops"), RuntimeError),
         (MemoryError(), OutOfMemoryError),
-        (OSError(errno.EMFILE, "Too many open files"), RuntimeError),  # says nothing about the image
+        (OSError(errno.EMFILE, "Too many open files"), SystemLimitError),  # says nothing about the image
     ],
 )
 def test_an_unexpected_exception_surfaces_with_the_name(index, monkeypatch, error, kind):

@@ -12,7 +12,6 @@ done so. `benchmarks/loading/gil.py` measures it.
 """
 
 import dataclasses
-import errno
 import functools
 import itertools
 import threading
@@ -34,7 +33,15 @@ from stoker.data.loading.repeat_factors import repeat_factors, repeated_order
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
 from stoker.data.loading.stats import DECODING, READ, Counters
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
-from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError, make_error
+from stoker.errors import (
+    DataError,
+    ObjectMissing,
+    OutOfMemoryError,
+    StorageError,
+    SystemLimitError,
+    make_error,
+    system_limit,
+)
 
 if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor
@@ -50,8 +57,6 @@ MIN_READ_TOGETHER = 64
 """Images of shards in a bucket that an evaluation on one rank reads at once, if its batches are not larger."""
 MAX_CACHED_GEOMETRIES = 4096
 """Sizes of images whose geometry without crops is kept: most images of a data set have one of a few sizes."""
-RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Read errors that say nothing about the file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -361,11 +366,10 @@ class SampleStream:
             except (DataError, ObjectMissing) as error:
                 failures.append((image_index, error))
             except OSError as error:
-                if error.errno in RESOURCE_ERRNOS:
-                    name = self.index.display_source(image_index)
-                    raise RuntimeError(f"reading {name} failed: {error}") from error
+                if (limit := system_limit(error, self.index.display_source(image_index))) is not None:
+                    raise limit from error
                 failures.append((image_index, error))
-            except StorageError:  # a bucket that cannot be read says nothing about the image
+            except (StorageError, SystemLimitError):  # neither says anything about the image
                 raise
             except MemoryError as error:
                 location = self.index.display_source(image_index)

@@ -1,7 +1,8 @@
 """System telemetry in a thread: one line of devices.jsonl per second with values of GPUs and host.
 
 It is independent of the training: where devices.jsonl and the ledger disagree, that is a finding. A value that cannot
-be read is absent from the line; if the sampler itself fails, it writes an event and stops. A driver that hangs costs
+be read is absent from the line; if the sampler itself fails, it writes an event and stops; if it lacks descriptors,
+threads or memory, it writes an event and begins again until there are enough. A driver that hangs costs
 only the GPU values: it is queried in its own thread (`TimeoutWorker`), and another thread receives its errors.
 """
 
@@ -15,6 +16,7 @@ from typing import Any, Self
 import psutil
 import pynvml
 
+from stoker.errors import system_limit
 from stoker.profiling.telemetry.gpu import Gpu, GpuSampler, handle_pointer
 from stoker.profiling.telemetry.host import HostSampler
 from stoker.profiling.telemetry.machine import TimeoutWorker
@@ -73,10 +75,19 @@ class TelemetrySampler:
         self.stop()
 
     def _thread_main(self) -> None:
-        try:
-            self._sample_until_stopped()
-        except Exception as error:  # noqa: BLE001 (training goes on without telemetry, and an event says so)
-            self._run.event("warning", f"devices.jsonl ends here: {type(error).__name__}: {error}")
+        is_lacking = False
+        while not self._stop.is_set():
+            try:
+                self._sample_until_stopped()
+            except Exception as error:  # noqa: BLE001 (training goes on without telemetry, and an event says so)
+                text = f"{type(error).__name__}: {error}"
+                if system_limit(error) is None:
+                    self._run.event("warning", f"devices.jsonl ends here: {text}")
+                    return
+                if not is_lacking:
+                    self._run.event("warning", f"devices.jsonl has gaps, as the system gives too little: {text}")
+                is_lacking = True
+                self._stop.wait(self._interval_s)
 
     def _sample_until_stopped(self) -> None:
         with (
