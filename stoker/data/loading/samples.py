@@ -33,15 +33,7 @@ from stoker.data.loading.repeat_factors import repeat_factors, repeated_order
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
 from stoker.data.loading.stats import DECODING, READ, Counters
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
-from stoker.errors import (
-    DataError,
-    ObjectMissing,
-    OutOfMemoryError,
-    StorageError,
-    SystemLimitError,
-    make_error,
-    system_limit,
-)
+from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StokerError, make_error, system_limit
 
 if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor
@@ -346,7 +338,7 @@ class SampleStream:
 
         Pauses when an image is read and before it is decoded: a worker reads several samples, then decodes them. Each
         decoding replaces the processor's caches, and Python code takes several times as long right after it. Any error
-        that is not the image's is raised with its location: OutOfMemoryError, StorageError, RuntimeError.
+        that is not the image's is raised with its location: OutOfMemoryError, StorageError, SystemLimitError, RuntimeError.
         """
         planned, task.plans[k] = task.plans[k], None
         failures: list[tuple[int, Exception]] = []
@@ -369,7 +361,7 @@ class SampleStream:
                 if (limit := system_limit(error, self.index.display_source(image_index))) is not None:
                     raise limit from error
                 failures.append((image_index, error))
-            except (StorageError, SystemLimitError):  # neither says anything about the image
+            except StokerError:  # a bucket that cannot be read, or a limit, says nothing about the image
                 raise
             except MemoryError as error:
                 location = self.index.display_source(image_index)
