@@ -16,6 +16,7 @@ in the folder for checkpoints, unless --run-dir names another; the rest is copie
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -93,10 +94,11 @@ class BackgroundUploader:
         *,
         report: Callable[[str, str], None],
         on_lease_lost: Callable[[LeaseLost], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._uri, self._run_dir, self._lease = store, uri, run_dir, lease
         self._uploaded_manifests = dict(uploaded_manifests)
-        self.report, self._on_lease_lost = report, on_lease_lost
+        self.report, self._on_lease_lost, self._clock = report, on_lease_lost, clock
         self._uploaded_states: dict[str, tuple[int, ...]] = {}
         """Name → state of the file that is in the bucket."""
         self._next_upload_s: dict[str, float] = {}
@@ -114,28 +116,46 @@ class BackgroundUploader:
     def start(self) -> None:
         self._thread.start()
 
-    def flush(self, timeout_s: float) -> str | None:
-        """Waits until the bucket has all that is in the folder now, at most `timeout_s`; None, or why it has not.
-        Raises errors of the thread other than failures of the store."""
+    def flush(self, timeout_s: float, stop_request: StopRequest | None = None) -> str | None:
+        """Waits until the bucket has all that is in the folder now, at most `timeout_s`; None, or why it has not. A
+        stop that is requested bounds the rest of the wait. Raises errors of the thread other than failures of the
+        store."""
+        start_s = self._clock()
+        end_s = start_s + timeout_s
         with self._condition:
             self._requested_passes += 1
             target_pass = self._requested_passes
             self._condition.notify_all()
-            is_complete = self._condition.wait_for(
-                lambda: self._completed_passes >= target_pass or self._has_stopped, timeout_s
-            )
+            while not (is_complete := self._completed_passes >= target_pass or self._has_stopped):
+                if (rest_s := end_s - self._clock()) <= 0:
+                    break
+                if stop_request is not None and stop_request.requested_by is not None:
+                    rest_s = min(rest_s, PREEMPTED_TIMEOUT_S, stop_request.grace_s or math.inf)
+                    end_s = self._clock() + rest_s
+                    text = f"{self._uri} has not yet {', '.join(self._lacking())}; uploading, at most {rest_s:.0f} s"
+                    self.report("warning", f"{stop_request.requested_by}: {text}")  # the machine may go before that
+                    stop_request = None
+                self._condition.wait(min(rest_s, POLL_INTERVAL_S))
         if self._error is not None:
             raise self._error
         if not is_complete:
-            return f"the upload was not done within {timeout_s:.0f} s" + (f": {self._failure}" if self._failure else "")
+            waited_s = self._clock() - start_s
+            return f"the upload was not done within {waited_s:.0f} s" + (f": {self._failure}" if self._failure else "")
         return self._failure
 
-    def finish(self, timeout_s: float) -> str | None:
+    def _lacking(self) -> list[str]:
+        """What the folder has and the bucket has not."""
+        names = [name for name in (*REPLACED_FILES, *CHECKPOINT_RECORDS) if (self._run_dir / name).is_file()]
+        lacking = [name for name in names if self._uploaded_states.get(name) != _state_of(self._run_dir / name)]
+        checkpoints = [path.name for path in list_checkpoints(self._run_dir)]
+        return lacking + [name for name in checkpoints if not self._uploaded_manifests.get(name)]
+
+    def finish(self, timeout_s: float, stop_request: StopRequest) -> str | None:
         """`flush`, reported if it takes long."""
         if self.flush(QUIET_UPLOAD_S) is None:
             return None
         self.report("info", f"uploading to {self._uri}, at most {timeout_s:.0f} s; Ctrl-C twice ends the wait")
-        return self.flush(timeout_s)
+        return self.flush(timeout_s, stop_request)
 
     def stop(self) -> None:
         """Ends the thread after the current upload; the rest is not uploaded."""
@@ -211,11 +231,10 @@ class BackgroundUploader:
         """Uploads a file unless the bucket has this state of it."""
         path = self._run_dir / name
         try:
-            stat = path.stat()
-            state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            state = _state_of(path)
             if self._uploaded_states.get(name) == state:
                 return
-            is_streamed = path.suffix == ".safetensors" or (stat.st_size > MIN_STREAMED_BYTES and name != EVENTS)
+            is_streamed = path.suffix == ".safetensors" or (state[1] > MIN_STREAMED_BYTES and name != EVENTS)
             data = path if is_streamed else path.read_bytes()
             if name == EVENTS and not self._had_ended and is_finished(self._run_dir):
                 return  # the next pass
@@ -223,7 +242,7 @@ class BackgroundUploader:
         except FileNotFoundError:
             return
         self._uploaded_states[name] = state
-        self._next_upload_s[name] = time.monotonic() + RECORDS_INTERVAL_S * max(1.0, stat.st_size / RECORDS_BYTES)
+        self._next_upload_s[name] = time.monotonic() + RECORDS_INTERVAL_S * max(1.0, state[1] / RECORDS_BYTES)
 
     def _upload_checkpoint(self, checkpoint_dir: Path) -> None:
         """Uploads a checkpoint unless the bucket has it, its manifest last: never, if it is deleted here meanwhile."""
@@ -274,6 +293,12 @@ class BackgroundUploader:
         self._store.delete(self._uri.child(name).key)
 
 
+def _state_of(path: Path) -> tuple[int, int, int]:
+    """Inode, bytes and modification time of a file."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 @dataclasses.dataclass
 class BucketRun:
     """A run in a bucket that this process trains, made by `join_bucket_run`."""
@@ -288,17 +313,19 @@ class BucketRun:
     _manifests: dict[str, bytes] = dataclasses.field(default_factory=dict)
     """Of the bucket's checkpoints; empty for an incomplete one."""
     _uploader: BackgroundUploader | None = None
+    _stop_request: StopRequest = dataclasses.field(default_factory=StopRequest)
 
     @contextlib.contextmanager
     def uploading(self, stop_request: StopRequest, log_event: EventLogger) -> Iterator[None]:
         """Uploads while the block trains; after a signal until the state is there. If another process takes the run,
         `stop_request` ends the training."""
+        self._stop_request = stop_request
         self._uploader = self._make_uploader(log_event, stop_request.fail)
         self._uploader.start()
         try:
             yield
         except Preempted as error:
-            failure = self._uploader.finish(PREEMPTED_TIMEOUT_S)
+            failure = self._uploader.finish(PREEMPTED_TIMEOUT_S, stop_request)
             if failure is None:
                 fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
                 raise type(error)(error.what, location=self.uri, fix=fix) from error
@@ -314,7 +341,7 @@ class BucketRun:
         if error is None or (isinstance(error, Exception) and not isinstance(error, LeaseLost)):
             timeout_s = FINISHED_TIMEOUT_S if error is None else PREEMPTED_TIMEOUT_S
             is_saved = isinstance(error, Preempted | StorageError)
-            failure = uploader.finish(LAST_RECORDS_TIMEOUT_S if is_saved else timeout_s)
+            failure = uploader.finish(LAST_RECORDS_TIMEOUT_S if is_saved else timeout_s, self._stop_request)
             if failure is not None and error is None:
                 raise self._make_error(failure)
             if failure is not None:

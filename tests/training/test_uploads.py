@@ -14,6 +14,7 @@ from stoker.storage.store import list_keys, open_store
 from stoker.storage.uri import StorageUri, parse_uri
 from stoker.training.bucket_run import BackgroundUploader
 from stoker.training.checkpoint import MANIFEST, CheckpointWriter, snapshot
+from stoker.training.stopper import StopRequest
 from tests.fixtures.training_uploads import LIMIT_S, name_of
 from tests.storage.servers import Conditions, Proxy, ServedBucket, Server, apply, google_server, s3_server
 
@@ -271,3 +272,47 @@ def test_an_end_is_uploaded_after_the_final_weights(run: Run, monkeypatch: pytes
     there = run.there()
     assert there["final.safetensors"] == b"f"
     assert b"finished" in there[EVENTS]
+
+
+class HangingStore:
+    """A bucket whose connections are cut again and again: a write does not end."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def write(self, *_: object) -> None:
+        self.over.wait()
+
+
+@pytest.mark.parametrize(("grace_s", "most_s"), [(None, 125), (30.0, 35)])
+def test_a_signal_bounds_the_wait_for_the_last_upload(grace_s: float | None, most_s: float, tmp_path: Path) -> None:
+    """After 10 s of at most 900, the machine is told to go. Each look at the clock takes half a second."""
+    now_s, said, store, request = 0.0, [], HangingStore(), StopRequest()
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 0.5
+        if now_s >= 10:
+            request.request("SIGTERM", grace_s=grace_s)
+        return now_s
+
+    (tmp_path / "final.safetensors").write_bytes(b"weights")
+    (tmp_path / EVENTS).write_text("")
+    uploads = BackgroundUploader(
+        store, parse_uri("gs://bucket/run"), tmp_path, None, {},
+        report=lambda kind, text: said.append((kind, text)), on_lease_lost=lambda _: None, clock=clock,
+    )  # type: ignore[arg-type]  # fmt: skip
+    waits = uploads._condition.wait
+    uploads._condition.wait = lambda _=None: waits(0.001)  # type: ignore[method-assign]
+    uploads.start()
+    try:
+        failure = uploads.finish(900.0, request)
+        assert now_s <= 10 + most_s
+        assert failure is not None
+        assert "not done within" in failure
+        ((_, text),) = [entry for entry in said if entry[0] == "warning"]
+        for part in ("SIGTERM", "final.safetensors", EVENTS):
+            assert part in text
+    finally:
+        uploads.stop()
+        store.over.set()

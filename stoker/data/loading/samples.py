@@ -338,7 +338,7 @@ class SampleStream:
 
         Pauses when an image is read and before it is decoded: a worker reads several samples, then decodes them. Each
         decoding replaces the processor's caches, and Python code takes several times as long right after it. Any error
-        that is not the image's is raised with its location: OutOfMemoryError, StorageError, SystemLimitError, RuntimeError.
+        that is not the image's is raised with its location: another StokerError, RuntimeError.
         """
         planned, task.plans[k] = task.plans[k], None
         failures: list[tuple[int, Exception]] = []
