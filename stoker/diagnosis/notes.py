@@ -78,8 +78,14 @@ def predicted_step(run: RunRecords, kind: NoteKind) -> Values | None:  # noqa: A
     return {"predicted_s": predicted_s, "error": 100 * error, "measured_s": measured_s, "difference": 100 * difference}
 
 
+def damaged_events(run: RunRecords, kind: NoteKind) -> Values | None:  # noqa: ARG001 (all notes take it)
+    found = run.events.damaged
+    return {"count": len(found), "first": found[0]} if found else None
+
+
 _NOTES = (
     unattributed_time, telemetry_mismatch, cold_cache, intentional_idle, no_telemetry, no_step_output, predicted_step,
+    damaged_events,
 )  # fmt: skip
 NOTES = tuple((find_note(note.__name__), note) for note in _NOTES)
 

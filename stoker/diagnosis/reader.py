@@ -126,10 +126,10 @@ def _read_events(run_dir: Path, run_records: RunRecords, observers: list[Observe
         summary.add(number, event)
         if event.kind in ("started", "resumed"):
             run_records.empty_inputs = []
-            changed = event.data.get("settings") if run_records.is_native_run else None
-            run_records.settings = {**first_settings, **(changed if isinstance(changed, dict) else {})}
+            changed = event.data.get("settings", {}) if run_records.is_native_run else {}
+            run_records.settings = first_settings | changed
             run_records.is_external |= "coverage" in event.data
-            run_records.recorded_price = float(event.data.get("price_per_device_hour", run_records.recorded_price))
+            run_records.recorded_price = event.data.get("price_per_device_hour", run_records.recorded_price)
         elif event.kind == "checkpoint_saved":
             run_records.num_checkpoints += 1
         elif event.kind == "checkpoint_failed":
@@ -143,33 +143,28 @@ def _read_events(run_dir: Path, run_records: RunRecords, observers: list[Observe
         elif event.kind == "warning":
             if "not_finite" in event.data:
                 learning.non_finite_event = event
-            empty_inputs = event.data.get("empty_inputs")
-            if isinstance(empty_inputs, list):
-                run_records.empty_inputs = [str(path) for path in empty_inputs]
+            run_records.empty_inputs = event.data.get("empty_inputs", run_records.empty_inputs)
             if "storage" in event.data or "could not be written" in event.text or "did not reach" in event.text:
                 run_records.storage_warnings.append(event.text)
         inside = event.data.get("coverage", {}).get("inside the job", "")
         if inside.startswith("recorded: "):
             run_records.frameworks = inside
-        if event.kind == "info" and isinstance(event.data.get("facts"), dict):
-            run_records.facts |= event.data["facts"]
-        workers = event.data.get("workers")
-        if isinstance(workers, int):
-            run_records.facts["workers"] = workers
+        if event.kind == "info":
+            run_records.facts |= event.data.get("facts", {})
+        if "workers" in event.data:
+            run_records.facts["workers"] = event.data["workers"]
 
 
 def _add_evaluation(run_records: RunRecords, event: Event) -> None:
     learning = run_records.learning
     learning.num_evaluations += 1
-    metrics = event.data.get("metrics")
-    ap = metrics.get("ap") if isinstance(metrics, dict) else None
-    if not isinstance(ap, int | float):
+    metrics = event.data.get("metrics", {})
+    if (ap := metrics.get("ap")) is None:
         return
-    learning.newest_ap = float(ap)
-    num_gt_boxes = metrics.get("boxes") if isinstance(metrics, dict) else None
-    learning.num_gt_boxes = num_gt_boxes if isinstance(num_gt_boxes, int) else None
+    learning.newest_ap = ap
+    learning.num_gt_boxes = metrics.get("boxes")
     if learning.best is None or ap > learning.best[1]:
-        learning.best, learning.evals_since_best = (event.t, float(ap), event.step), 0
+        learning.best, learning.evals_since_best = (event.t, ap, event.step), 0
     else:
         learning.evals_since_best += 1
 

@@ -224,12 +224,14 @@ class EventSummary:
     """How the newest attempt ended; None: no event says so."""
     end_line: int = 0
     """Line of events.jsonl in which it stands."""
-    output_start: dict[str, Any] | None = None
-    """Data of the first event of the newest attempt that says where its output begins."""
+    output_start: Event | None = None
+    """The first event of the newest attempt that says where its output begins."""
     job: dict[str, Any] | None = None
     """The job that `stoker watch --pid` was attached to."""
     coverage: dict[str, str] = dataclasses.field(default_factory=dict)
     """For an external job: data source → what was recorded, or why it was not. Else empty."""
+    damaged: list[str] = dataclasses.field(default_factory=list)
+    """Events whose data cannot be read: their lines, and why."""
 
     def add(self, line_number: int, event: Event) -> None:
         self.last = event
@@ -239,10 +241,12 @@ class EventSummary:
             if event.kind in END_KINDS:
                 self.end, self.end_line = event, line_number
             if self.output_start is None and "output_offset" in event.data:
-                self.output_start = event.data
+                self.output_start = event
         if event.kind in ("started", "resumed"):
             self.job = event.data.get("job", self.job)
         self.coverage = event.data.get("coverage", self.coverage)
+        if "damaged" in event.data:
+            self.damaged.append(f"line {line_number}: {event.data['damaged']}")
 
 
 # A run

@@ -163,7 +163,7 @@ class EndReader:
             output = _read_attempt_output(self._run_dir, self._events.output_start)
         elif end is not None:
             lines = end_data.get("traceback") or end.text.splitlines()  # of a measured job: with where it was raised
-            output = tuple(LogLine(str(text)[:MAX_LINE_CHARS], source) for text in lines)
+            output = tuple(LogLine(text[:MAX_LINE_CHARS], source) for text in lines)
         gpu_fractions = [_fraction(gpu.memory_used_bytes, gpu.memory_total_bytes) for gpu in newest.gpus]
         return Termination(
             exit_code=None if end is None else _infer_exit_code(end),
@@ -220,26 +220,24 @@ def _memory_growth(samples: list[DeviceSample]) -> float:
 
 def _infer_exit_code(end_event: Event) -> int | None:
     """None: of an external job whose exit code the kernel did not report."""
-    if "exit_code" in end_event.data:
-        code = end_event.data["exit_code"]
-        return code if isinstance(code, int) and abs(code) < 1 << 16 else None
-    return _EXIT_CODES.get(end_event.kind, _python_exit_code(end_event.text))
+    inferred = _EXIT_CODES.get(end_event.kind, _python_exit_code(end_event.text))
+    return end_event.data.get("exit_code", inferred)  # type: ignore[no-any-return]
 
 
-def _read_attempt_output(run_dir: Path, start_data: dict[str, Any] | None) -> tuple[LogLine, ...]:
-    """The attempt's part of the output; start_data has its offset. The file may have been rotated to output.1.log
+def _read_attempt_output(run_dir: Path, start: Event | None) -> tuple[LogLine, ...]:
+    """The attempt's part of the output; `start` has its offset. The file may have been rotated to output.1.log
     since; the checksum of its beginning identifies it, also in a copy."""
     log = run_dir / OUTPUT
     rotated_log = log.with_name("output.1.log")
-    if start_data is None:
+    if start is None:
         return read_output(log)
-    offset = int(start_data["output_offset"])
-    if offset and _head_checksum(log, offset) == start_data.get("output_head"):
+    offset, head = start.data["output_offset"], start.data.get("output_head")
+    if offset and _head_checksum(log, offset) == head:
         return read_output(log, min_offset=offset)
     if not rotated_log.exists():
         return read_output(log)
-    start = offset if offset and _head_checksum(rotated_log, offset) == start_data.get("output_head") else 0
-    return (*read_output(rotated_log, min_offset=start), *read_output(log))
+    rotated_offset = offset if offset and _head_checksum(rotated_log, offset) == head else 0
+    return (*read_output(rotated_log, min_offset=rotated_offset), *read_output(log))
 
 
 def _head_checksum(path: Path, offset: int) -> int | None:

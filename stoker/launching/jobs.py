@@ -148,8 +148,7 @@ def recorded_end(job: Job) -> JobStatus:
     if last.kind == "preempted":
         return JobStatus(state="cancelled", text=f"stopped and saved: {last.text}", exit_code=75)
     if last.kind == "failed":
-        code = last.data.get("exit_code")
-        return JobStatus(state="failed", text=last.text, exit_code=code if isinstance(code, int) else None)
+        return JobStatus(state="failed", text=last.text, exit_code=last.data.get("exit_code"))
     return JobStatus(state="failed", text=f"killed: nothing is recorded after {last.kind!r}")
 
 

@@ -330,7 +330,7 @@ def _check_grace(spec: LaunchSpec, place: Place) -> list[str]:
     notice_s = place.spot_grace_s if spec.spot else None
     grace_s = min(spec.grace_s, notice_s or spec.grace_s)
     events = [] if is_uri(spec.run_dir) else read_lines(Path(spec.run_dir), EVENTS, Event)
-    saves = (float(event.data.get("write_s", 0)) for event in events if event.kind == "checkpoint_saved")
+    saves = (event.data.get("write_s", 0.0) for event in events if event.kind == "checkpoint_saved")
     save_s = max(saves, default=0)
     if save_s <= grace_s / 2:
         return []

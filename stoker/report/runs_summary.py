@@ -32,8 +32,6 @@ MAX_WORST_RUNS = 10
 MAX_UNREADABLE = 50
 MAX_EXAMPLES = 3
 """Runs that are named for a cause of failure."""
-READ_ERRORS = (StokerError, OSError, ValueError, TypeError, AttributeError, KeyError, msgspec.MsgspecError)
-"""Errors of reading records that are damaged or of another version."""
 RUN_MARKER_FILES = (records.EVENTS, records.STEPS, records.DEVICES)
 """A folder with one of these files is a run."""
 
@@ -149,7 +147,7 @@ def summarize_runs(
             months = _Months()
             explanation = explain_run(run, price_per_device_hour, observers=[months])
             host = str(read_environment(open_records(run)).get("hostname") or "unknown")
-        except READ_ERRORS as error:
+        except Exception as error:  # noqa: BLE001 (no run may hide the others)
             _add_unreadable(summary, run, error)
         else:
             _add_run(summary, explanation, host, months.by_month)

@@ -4,17 +4,23 @@ Data only. A field that is absent was not measured; it is never zero. `records.p
 `docs/run-folder.md` describes them for people, and a test keeps the two in step.
 """
 
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Role = Annotated[str, msgspec.Meta(pattern="^(training|worker|thread)$")]
 
 
 class Record(msgspec.Struct, kw_only=True):
     """What the lines of most files begin with."""
 
-    t: float
+    t: Amount
     """Unix time, seconds."""
-    attempt: int
+    attempt: Count
     """Attempt of the run, from 1."""
 
 
@@ -172,7 +178,7 @@ class StackWindow(Record, kw_only=True, omit_defaults=True):
     """`function (file:line)` of the innermost frame of the job's own code → fraction of the samples; at most five."""
     process_cpu: float | None = None
     """CPU-seconds per second of the process in this time: all its threads, without its children."""
-    role: str = "training"
+    role: Role = "training"
     """Of the process: `training`, or `worker` for a process that loads data for another one, also for threads of the
     training process that load. `thread`: what other threads do in the job's own code. Samples of threads without such
     work are in the sum of the rest."""
@@ -249,17 +255,45 @@ PROBE_KINDS = ("cached_batch", "double_batch", "no_allreduce", "compiled", "fewe
 """What a probe changes."""
 
 
+_Facts = TypedDict("_Facts", {
+    "num_images": Count, "boxes": Count, "pretrained": list[str], "median_pixels": Amount, "anchor_coverage": Fraction,
+    "anchor_sizes": list[Amount], "predicted_step_s": Amount, "predicted_step_error": Amount, "recompiled": str,
+    "growth": list[Holder],
+    "mistakes": list[dict[str, str | bool | Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]]],
+}, total=False)  # fmt: skip
+_Job = TypedDict("_Job", {"pid": Positive, "start_ticks": Count, "boot": str})
+_Kernels = TypedDict("_Kernels", {"convs": bool, "loss": bool})
+_Metrics = TypedDict("_Metrics", {"ap": Fraction | None, "boxes": Count}, total=False)
+EventData = TypedDict("EventData", {
+    "alert_delivery": bool, "best_ap": Annotated[float, msgspec.Meta(ge=-1, le=1)], "count": Count,
+    "coverage": dict[str, str], "damaged": str, "empty_inputs": list[str], "eval_batch_size": Positive,
+    "exit_code": Annotated[int, msgspec.Meta(gt=-(2**16), lt=2**16)] | None, "facts": _Facts, "gpu": Count,
+    "handled_error": list[str], "job": _Job, "kernel": list[str], "kernels": _Kernels, "lr": Amount, "measured": Any,
+    "metrics": _Metrics, "micro_batch_size": Positive, "not_finite": str, "oom_kills": Count, "output_head": Count,
+    "output_offset": Count, "pids": list[int], "price_per_device_hour": Amount, "ranks": Positive,
+    "rollback_step": Count, "settings": dict[str, Any], "stages": Positive, "storage": Any, "suggested_lr": Amount,
+    "traceback": list[str], "workers": Count, "write_s": Amount, "xid": Count,
+}, total=False)  # fmt: skip
+"""What is read of the data of events, which others may have written; a test finds readers of other keys."""
+
+
 class Event(Record, kw_only=True, omit_defaults=True):
     """A line of events.jsonl: something that happened once."""
 
     kind: str
     """One of EVENT_KINDS."""
-    step: int | None = None
+    step: Count | None = None
     """Optimizer steps done then; for `evaluated`, those of the evaluated weights."""
     text: str = ""
     """The line that was printed."""
     data: dict[str, Any] = {}
-    """Values that belong to it, by kind."""
+    """Values that belong to it, by kind; where they are not as `EventData` says, only `damaged`, the reason."""
+
+    def __post_init__(self) -> None:
+        try:
+            msgspec.convert(self.data, EventData)
+        except msgspec.ValidationError as error:
+            self.data = {"damaged": str(error)}
 
 
 class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -98,9 +98,10 @@ def read_outcome(study: Study, number: int, history: Sequence[float], *, pruned:
 def read_history(run: Path) -> list[float]:
     """AP of each evaluation of a run, ascending in step; one that was repeated after a resume counts once."""
     values = {
-        event.step: event.data["metrics"]["ap"]
+        event.step: ap
         for event in read_lines(run, EVENTS, Event)
-        if event.kind == "evaluated" and event.step is not None and event.data["metrics"].get("ap") is not None
+        if event.kind == "evaluated" and event.step is not None
+        if (ap := event.data.get("metrics", {}).get("ap")) is not None
     }
     return [values[step] for step in sorted(values)]
 

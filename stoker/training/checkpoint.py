@@ -343,7 +343,8 @@ def load_checkpoint(run: Path, report: Callable[[str, str], None]) -> LoadedChec
 
 def read_rollbacks(run: Path) -> list[Event]:
     """The rollbacks of the run. A rollback counts from the moment that its event is written."""
-    return [event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back"]
+    events = (event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back")
+    return [event for event in events if event.data.keys() >= {"rollback_step", "count", "best_ap"}]
 
 
 def is_complete(folder: Path) -> bool:

@@ -164,14 +164,15 @@ def read_sizes(run: Path, initial: BatchSizes) -> BatchSizes:
     newest = initial
     for event in read_lines(run, EVENTS, Event):
         if event.kind == "out_of_memory":
-            newest = BatchSizes(event.data["micro_batch_size"], event.data["eval_batch_size"])
+            data = event.data  # without sizes if it is damaged
+            newest = BatchSizes(data.get("micro_batch_size", newest.train), data.get("eval_batch_size", newest.eval))
     return BatchSizes(min(initial.train, newest.train), min(initial.eval, newest.eval))
 
 
 def read_initial_ranks(run: Path) -> int:
     """The number of ranks with which the run was started; stages of one model count as one."""
     first = next(read_lines(run, EVENTS, Event), None)
-    return 1 if first is None else int(first.data.get("ranks", 1)) // int(first.data.get("stages", 1))
+    return 1 if first is None else int(first.data.get("ranks", 1) // first.data.get("stages", 1))
 
 
 def count_micro_batches(batch_size: int, max_size: int) -> int:

@@ -335,7 +335,11 @@ NOTE_CASES: dict[str, tuple[Case, Case]] = {
     "no_step_output": (_external(seconds=0, startup=130, losses=None), _external(seconds=0, startup=100)),
     "predicted_step": (
         {"facts": FACTS | {"predicted_step_s": 0.1, "predicted_step_error": 0.25}},
-        {"facts": FACTS | {"predicted_step_s": "soon", "predicted_step_error": 0.25}},
+        {"facts": FACTS | {"predicted_step_s": 0.1}},
+    ),
+    "damaged_events": (
+        {"facts": FACTS | {"predicted_step_s": "soon"}},
+        {"facts": FACTS | {"of_a_later_version": "soon"}},
     ),
 }
 """Note → (a run that has it, a similar run that does not)."""

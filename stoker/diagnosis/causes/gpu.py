@@ -171,9 +171,8 @@ def gpu_errors(run: RunRecords, cause: Cause) -> Finding | None:
 def _judge_xids(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
     counts = {(index, number): count for index, gpu in run.gpus.items() for number, count in gpu.xid_counts.items()}
     for event in run.gpu_faults:
-        gpu_index, xid_number = event.data.get("gpu"), event.data.get("xid")
-        if isinstance(xid_number, int):
-            counts.setdefault((gpu_index if isinstance(gpu_index, int) else -1, xid_number), 1)
+        if "xid" in event.data:
+            counts.setdefault((event.data.get("gpu", -1), event.data["xid"]), 1)
     if not counts:
         return None, []
     evidence, level = [], 1

@@ -1,6 +1,5 @@
 """The machine: its cores, memory, disks and open files; and a job that makes no progress on it."""
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -307,9 +306,7 @@ def _growth_of_workers(host: HostStats) -> Evidence | None:
 
 def name_holder(run: RunRecords, finding: Finding | None) -> Finding | None:
     """The finding of growing memory with what holds it, if that was seen from inside the job."""
-    holders: list[Holder] = []
-    with contextlib.suppress(msgspec.ValidationError):  # written by something else
-        holders = msgspec.convert(run.facts.get("growth", []), list[Holder])
+    holders = msgspec.convert(run.facts.get("growth", []), list[Holder])
     if finding is None or not holders:
         return finding
     first, evidence = holders[0], list(finding.evidence)

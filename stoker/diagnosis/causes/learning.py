@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -280,8 +280,8 @@ def event_evidence(event: Event) -> Evidence:
     return make_evidence(event.text, source=f"events.jsonl: {event.kind}")
 
 
-def lr_command(lr: Any) -> str | None:
-    return f"--lr {lr:.2g}" if isinstance(lr, int | float) else None
+def lr_command(lr: float | None) -> str | None:
+    return None if lr is None else f"--lr {lr:.2g}"
 
 
 def lr_evidence(run: RunRecords) -> Evidence | None:
