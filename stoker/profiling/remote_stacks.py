@@ -12,15 +12,16 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-import mmap
 import operator
 import os
 import re
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from stoker import regular_files
 from stoker.profiling.frames import Frame, Stack, is_job_file
 
 MAX_FRAMES, MAX_THREADS = 1000, 5000
@@ -29,8 +30,12 @@ MAX_TRIES = 10
 """Reads of a stack that changed meanwhile, as where generators take turns all the time."""
 MAX_TEXT_BYTES, MAX_TABLE_BYTES = 4096, 2**20
 """Of a name, of a line table."""
-MAX_FUNCTIONS = 50_000
-"""Functions that are remembered; a program that makes new ones all the time would fill the memory."""
+MAX_SAMPLE_BYTES, MAX_SAMPLE_CPU_S = 2**26, 2.0
+"""Read and taken for a sample of all threads: a process may forge its memory. Real ones need a thousandth of it."""
+MAX_KEPT_BYTES, _FRAME_KEPT_BYTES, _ENTRY_KEPT_BYTES = 2**28, 1024, 64
+"""Of functions and frames that are remembered, by estimates for a frame and for a byte of a line table."""
+MAX_LIBRARIES, MAX_SECTION_BYTES = 4, 2**24
+"""Files that may be Python's library; bytes read of a table of an ELF file. CPython's have about a MiB."""
 
 _MAX_CHUNK_BYTES = 2**20
 _FRAME_BYTES = 112
@@ -100,10 +105,14 @@ LAYOUTS = {
 
 
 class RemoteStacks:
-    """The stacks of a process. Raises UnreadableError, PermissionError (the text is the system's), EndedError."""
+    """The stacks of a process. cpu_clock: seconds, for MAX_SAMPLE_CPU_S. Raises UnreadableError, PermissionError (the
+    text is the system's), EndedError."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, *, cpu_clock: Callable[[], float] = time.thread_time) -> None:
         self.pid = pid
+        self._cpu_clock = cpu_clock
+        self._bytes_left, self._end_cpu_s = MAX_SAMPLE_BYTES, cpu_clock() + MAX_SAMPLE_CPU_S
+        """What this sample may still read, and when it has to end."""
         runtime, self.version = _find_runtime(pid)
         self._main_id = _namespace_id(pid)
         try:
@@ -117,8 +126,10 @@ class RemoteStacks:
         self._functions: dict[int, _Function] = {}
         self._checked: set[int] = set()
         """Those that are known to be still there."""
+        self._kept_bytes = 0
         self._known: dict[int, tuple[int, bytes, Stack]] = {}
-        """Piece of memory of a thread → the newest frame, the memory up to it and the stack at the last sample."""
+        self._known_before: dict[int, tuple[int, bytes, Stack]] = {}
+        """Piece of memory of a thread → the newest frame, the memory up to it and the stack, at the last sample."""
         self._outer_ids: dict[int, int] | None = None
         """Kernel ID in the namespace of the process → here; None: not read yet."""
         self._kernel_id_offset: int | None = None
@@ -136,8 +147,10 @@ class RemoteStacks:
 
     def read(self) -> dict[int, Stack]:
         """Kernel ID → stack of each thread that has Python frames; the main thread has the process ID. A stack that
-        changed during each of some reads is left out. Raises EndedError."""
+        changed during each of some reads is left out. Raises EndedError, UnreadableError."""
         found: dict[int, Stack] = {}
+        self._known, self._known_before = {}, self._known
+        self._bytes_left, self._end_cpu_s = MAX_SAMPLE_BYTES, self._cpu_clock() + MAX_SAMPLE_CPU_S
         with contextlib.suppress(_ChangedError, struct.error):  # the list of threads; what was read before stays
             self._read_threads(found)
         return found
@@ -148,11 +161,11 @@ class RemoteStacks:
         interpreter = self._word(self._runtime + layout.interpreters)
         address = self._word(interpreter + layout.threads) if interpreter else 0
         for _ in range(MAX_THREADS):
-            while not address and interpreter:
-                if interpreter := self._word(interpreter + layout.next_interpreter):
-                    address = self._word(interpreter + layout.threads)
             if not address:
-                return
+                if not (interpreter := interpreter and self._word(interpreter + layout.next_interpreter)):
+                    return
+                address = self._word(interpreter + layout.threads)
+                continue
             state = self._bytes(address, _THREAD_BYTES)
             if stack := self._consistent_stack(address, state):
                 thread_id = _word_at(state, layout.thread_id)
@@ -190,8 +203,9 @@ class RemoteStacks:
             # what is above the newest frame is not in use
             length = frame - chunk + _FRAME_BYTES if chunk <= frame < chunk + _MAX_CHUNK_BYTES else 4096
             memory = self._bytes(chunk, length)
-            known = self._known.get(chunk)
+            known = self._known_before.get(chunk)
             if known is not None and known[0] == frame and known[1] == memory:
+                self._known[chunk] = known
                 return known[2]
         stack, newest, outermost, last_offset = Stack(), frame, 0, len(memory) - _FRAME_BYTES
         chunks, is_whole = [(chunk, memory)] if chunk else [], bool(chunk)
@@ -232,7 +246,9 @@ class RemoteStacks:
 
     def _resolve(self, code: int, instruction: int) -> Frame | None:
         """The frame of a function at an instruction; None: it is an entry from C. Raises _ChangedError."""
-        if len(self._functions) > MAX_FUNCTIONS:
+        self._kept_bytes += _FRAME_KEPT_BYTES
+        if self._kept_bytes > MAX_KEPT_BYTES:
+            self._kept_bytes = 0
             self._functions.clear()
             self.forget()
         if code not in self._checked:
@@ -256,6 +272,7 @@ class RemoteStacks:
         """Functions are looked up again: one that is gone may have left its address to another."""
         self._frames.clear()
         self._known.clear()
+        self._known_before.clear()
         self._checked.clear()
         self._outer_ids = None
 
@@ -279,6 +296,7 @@ class RemoteStacks:
         size = self._word(table + 16)
         if size > MAX_TABLE_BYTES:
             raise _ChangedError
+        self._kept_bytes += _ENTRY_KEPT_BYTES * size
         name, file = (self._text_at(_word_at(code, offset)) for offset in (layout.name, layout.filename))
         if not file.startswith(("/", "<")):  # of the script, before Python 3.9
             file = os.path.join(self._cwd, file)
@@ -312,10 +330,13 @@ class RemoteStacks:
         runtime, interpreter, rest = fields[:3], fields[3:7], fields[16 if self.version == (3, 13) else 19 :]
         thread, rest = rest[:9], rest[9:]
         frame, code = rest[:6], rest[6:] if self.version == (3, 13) else rest[8:]
-        return _Layout(
+        layout = _Layout(
             runtime[2], main_thread, interpreter[2], interpreter[3], thread[2], thread[5], thread[6], thread[4], -1,
             thread[7], frame[2], frame[1], frame[3], code[1], code[3], code[5], 48, code[4], code[9], 40,
         )  # fmt: skip
+        if max(layout) > 2**20:
+            raise UnreadableError("_PyRuntime has offsets that no Python has")
+        return layout
 
     def _outer_id(self, kernel_id: int) -> int:
         """The ID here of a thread in another namespace of processes."""
@@ -345,7 +366,11 @@ class RemoteStacks:
         return _word_at(self._bytes(address, 8), 0)
 
     def _bytes(self, address: int, length: int) -> bytes:
-        """Raises _ChangedError where there is no such memory, EndedError where there is none at all."""
+        """Raises _ChangedError where there is no such memory, EndedError where there is none at all, UnreadableError
+        where a sample takes too much."""
+        self._bytes_left -= length
+        if self._bytes_left < 0 or self._cpu_clock() > self._end_cpu_s:
+            raise UnreadableError("what its memory has in place of stacks takes too much memory or time to read")
         try:
             found = os.pread(self._memory, length, address)
         except (OSError, OverflowError) as error:
@@ -493,7 +518,7 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
         if len(fields) == 6 and int(fields[2], 16) == 0:
             starts.setdefault(fields[5], int(fields[0].partition("-")[0], 16))
     libraries = [name for name in starts if re.search(r"/libpython\d[\w.]*\.so", name)]
-    for file in [*libraries, program]:
+    for file in [*libraries[:MAX_LIBRARIES], program]:
         if file not in starts:
             continue
         # the link leads to the program also where it was replaced, by an upgrade
@@ -514,12 +539,11 @@ def find_symbol(file: str, name: str) -> tuple[int, bool] | None:
     """(address, whether it is relative to the first page of the file in memory) of a symbol in a 64-bit ELF file; None:
     it has none of this name, or is no such file."""
     try:
-        with open(file, "rb") as opened:
+        with regular_files.open_file(file) as opened:
             status = os.fstat(opened.fileno())
             key = (status.st_dev, status.st_ino, status.st_mtime_ns, name)
             if key not in _symbols:
-                with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as elf:
-                    _symbols[key] = _symbol_in(elf, name)
+                _symbols[key] = _symbol_in(opened.fileno(), name)
             return _symbols[key]
     except (OSError, ValueError, struct.error, IndexError, OverflowError):
         return None
@@ -528,26 +552,31 @@ def find_symbol(file: str, name: str) -> tuple[int, bool] | None:
 _symbols: dict[tuple[int, int, int, str], tuple[int, bool] | None] = {}
 
 
-def _symbol_in(elf: mmap.mmap, name: str) -> tuple[int, bool] | None:
-    """gabi.xinuos.com: e_type 3 is ET_DYN, p_type 1 PT_LOAD, sh_type 2 and 11 SHT_SYMTAB and SHT_DYNSYM."""
-    if elf[:6] != b"\x7fELF\x02\x01":
+def _symbol_in(fd: int, name: str) -> tuple[int, bool] | None:
+    """gabi.xinuos.com: e_type 3 is ET_DYN, p_type 1 PT_LOAD, sh_type 2 and 11 SHT_SYMTAB and SHT_DYNSYM, one of each.
+    The file may change meanwhile, so it is not mapped."""
+
+    def read(start: int, size: int) -> bytes:
+        return os.pread(fd, min(size, MAX_SECTION_BYTES), start)
+
+    head = read(0, 64)
+    if head[:6] != b"\x7fELF\x02\x01":
         return None
-    (file_type,) = struct.unpack_from("<H", elf, 16)
-    segments, sections = struct.unpack_from("<QQ", elf, 32)
-    segment_size, num_segments, section_size, num_sections = struct.unpack_from("<4H", elf, 54)
-    loads = (struct.unpack_from("<I4xQQ", elf, segments + number * segment_size) for number in range(num_segments))
+    (file_type,) = struct.unpack_from("<H", head, 16)
+    segments, sections = struct.unpack_from("<QQ", head, 32)
+    segment_size, num_segments, section_size, num_sections = struct.unpack_from("<4H", head, 54)
+    table = read(segments, num_segments * segment_size)
+    loads = (struct.unpack_from("<I4xQQ", table, number * segment_size) for number in range(num_segments))
     base = next((address - offset for kind, offset, address in loads if kind == 1), 0)
-    starts = range(sections, sections + num_sections * section_size, section_size)
-    headers = [struct.unpack_from("<4xI16xQQI", elf, start) for start in starts]
-    for kind, start, size, link in headers:
-        if kind not in (2, 11):
-            continue
+    table = read(sections, num_sections * section_size)
+    headers = [struct.unpack_from("<4xI16xQQI", table, number * section_size) for number in range(num_sections)]
+    for _, start, size, link in [header for header in headers if header[0] in (2, 11)][:2]:
         _, names_start, names_size, _ = headers[link]
-        names = elf[names_start : names_start + names_size]
-        wanted = names.find(b"\0" + name.encode() + b"\0") + 1
+        wanted = read(names_start, names_size).find(b"\0" + name.encode() + b"\0") + 1
         if not wanted:
             continue
-        for entry, _, _, section, address, _ in struct.iter_unpack("<IBBHQQ", elf[start : start + size - size % 24]):
+        symbols = read(start, size - size % 24)
+        for entry, _, _, section, address, _ in struct.iter_unpack("<IBBHQQ", symbols[: len(symbols) // 24 * 24]):
             if entry == wanted and section:
                 return (address - base, True) if file_type == 3 else (address, False)
     return None

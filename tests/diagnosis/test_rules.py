@@ -564,7 +564,8 @@ def test_memory_that_would_last_for_hours_is_info_where_nothing_holds_it(
     limit: int, growth: list[Any] | None, severity: str, tmp_path: Path
 ) -> None:
     """As of a healthy GAN that was seen for 35 s. limit: GiB of the machine."""
-    holder = {"name": "kept", "place": "train.py:9", "text": "`kept` has 900 entries", "bytes": 10**8, "grown": 10**8}
+    holder = {"name": "kept", "place": "train.py:9", "text": "`kept` has 900 entries", "bytes": 1e8, "grown": 1e8,
+              "graph": False}  # fmt: skip
     job = {"host": lambda s: {"rss_bytes": 2 * GIB + 7 * MIB * (s // 3), "memory_limit_bytes": limit * GIB,
                               "memory_used_bytes": 4 * GIB},
            "facts": FACTS | {"growth": [holder] if growth is None else growth}}  # fmt: skip
