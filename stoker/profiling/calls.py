@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stoker import regular_files
+
 MAX_SOURCE_BYTES = 2_000_000
 """Larger files are generated; they are not parsed."""
 
@@ -205,7 +207,7 @@ def _imported_step_functions(path: Path) -> frozenset[str]:
     source, found = _read_source(str(path)), set[str]()
     for other in {file for name in source.imports.values() if (file := _find_module(path, name))} if source else ():
         with contextlib.suppress(OSError):  # it may not be read
-            if _MAY_UPDATE.search(other.read_bytes()):
+            if _MAY_UPDATE.search(regular_files.read_bytes(other, max_bytes=MAX_SOURCE_BYTES)):
                 imported = _read_source(str(other))
                 found |= imported.step_functions if imported is not None else set()
     return frozenset(found)
@@ -296,12 +298,18 @@ def _last_name(node: ast.expr) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _read_source(file: str) -> _Source | None:
-    path = Path(file)
+def read_source_lines(file: str) -> list[str]:
+    """Of a regular file of bounded size; else none: the process that is sampled may have forged the name."""
     try:
-        if not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
-            return None
-        text = path.read_bytes()
+        return regular_files.read_text(file, errors="replace", max_bytes=MAX_SOURCE_BYTES).splitlines()
+    except (OSError, ValueError):
+        return []
+
+
+@functools.lru_cache(maxsize=64)
+def _read_source(file: str) -> _Source | None:
+    try:
+        text = regular_files.read_bytes(file, max_bytes=MAX_SOURCE_BYTES)
         tree = ast.parse(text)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # it may not be Python at all
         return None
@@ -322,7 +330,7 @@ def _read_source(file: str) -> _Source | None:
             may_step = not isinstance(node, ast.ClassDef) and any(_covers(node, line) for line in updates)
             if may_step and _takes_step(node):
                 step_functions.add(node.name)
-    return _Source(path, tree, imports, frozenset(own), frozenset(step_functions))
+    return _Source(Path(file), tree, imports, frozenset(own), frozenset(step_functions))
 
 
 def _imports_of_line(tree: ast.Module, line: int) -> str:

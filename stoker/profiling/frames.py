@@ -8,7 +8,6 @@ calls. Who samples: `stacks.py`, and for stoker's own trainings `training/own_st
 import collections
 import functools
 import itertools
-import linecache
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stoker.knowledge import read_toml
-from stoker.profiling.calls import WRAPPER, find_call, find_loop, is_after_step, is_wrapper
+from stoker.profiling.calls import WRAPPER, find_call, find_loop, is_after_step, is_wrapper, read_source_lines
 from stoker.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS, Place, StackWindow
 
 MAX_FRAMES = 5
@@ -516,5 +515,5 @@ def _kind_from_source_line(frame: Frame) -> str | None:
     """The kind by the text of the source line, if the frame is in a file of the job."""
     if not is_job_code(frame) or not frame.file.startswith("/") or not frame.file.isprintable():
         return None
-    text = linecache.getline(frame.file, frame.line)
+    text = "".join(read_source_lines(frame.file)[frame.line - 1 : frame.line])
     return next((kind for kind, pattern in _LINE_PATTERNS if pattern.search(text)), None)

@@ -1,0 +1,163 @@
+"""A process whose stacks are read may have forged its memory, its files and its names: a sample of it ends, and what it
+reads and keeps is bounded."""
+
+import itertools
+import os
+import random
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stoker.profiling import frames, remote_stacks, stacks
+from stoker.profiling.calls import read_source_lines
+from stoker.profiling.frames import Frame
+from stoker.profiling.remote_stacks import EndedError, RemoteStacks, UnreadableError, find_symbol
+from stoker.runs.records import RunFolder
+from tests.bounded import bounded
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
+MIB = 1 << 20
+OWN = sys.version_info[:2]
+
+
+class Forged:
+    """What reads `memory` in place of that of a process, with a clock on which each look takes 0.1 ms."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: bytes = b"", *, size: int = 0) -> None:
+        looks, self.read_bytes, self.reads = itertools.count(), 0, 0
+        self.reader = RemoteStacks(os.getpid(), cpu_clock=lambda: next(looks) * 1e-4)
+        os.close(self.reader._memory)
+        self.reader._memory = self.fd = os.memfd_create("forged")
+        os.write(self.fd, memory)
+        os.truncate(self.fd, max(size, len(memory)))
+        self.reader._runtime = 0
+        pread = os.pread
+
+        def counted(fd: int, size: int, offset: int) -> bytes:
+            found = pread(fd, size, offset)
+            self.read_bytes, self.reads = self.read_bytes + len(found), self.reads + 1
+            return found
+
+        monkeypatch.setattr(remote_stacks.os, "pread", counted)
+
+    def put(self, address: int, word: int) -> None:
+        os.pwrite(self.fd, struct.pack("<Q", word), address)
+
+    def sample(self) -> None:
+        self.read_bytes = self.reads = 0
+        try:
+            self.reader.read()
+        except (UnreadableError, EndedError):
+            pass
+        assert self.read_bytes <= 100 * MIB
+        assert self.reads <= 50_000
+
+
+@pytest.fixture
+def forged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forged]:
+    found = Forged(monkeypatch, size=3 << 30)
+    yield found
+    found.reader.close()
+
+
+@pytest.mark.parametrize("version", remote_stacks.LAYOUTS, ids=str)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), pages=st.integers(1, 32))
+def test_random_memory_ends_and_is_read_within_bounds(version: tuple[int, int], seed: int, pages: int) -> None:
+    """Words are addresses in the same memory, small numbers or anything, so that lists are rings and trees."""
+    chance, size = random.Random(seed), pages * 4096
+    words = [
+        chance.choice((chance.randrange(size) & ~7, chance.randrange(size) & ~7, chance.randrange(9), chance.getrandbits(64)))
+        for _ in range(size // 8)
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        found = Forged(patch, struct.pack(f"<{len(words)}Q", *words))
+        found.reader.version, found.reader._layout = version, remote_stacks.LAYOUTS[version]
+        found.reader._read_frame, found.reader._code_index = remote_stacks._frame_reader(found.reader._layout)
+        with bounded(seconds=60, megabytes=512):
+            for _ in range(3):
+                found.sample()
+        found.reader.close()
+
+
+def test_a_ring_of_interpreters_ends(forged: Forged) -> None:
+    layout = forged.reader._layout
+    forged.put(layout.interpreters, 0x10000)
+    forged.put(0x10000 + layout.next_interpreter, 0x10000)
+    with bounded(seconds=60):
+        assert forged.reader.read() == {}
+
+
+@pytest.mark.skipif(OWN < (3, 11), reason="frames are objects")
+def test_threads_with_a_megabyte_each_are_given_up(forged: Forged) -> None:
+    """2,000 threads in a ring or in a row, each with a piece of memory of its own."""
+    layout, start = forged.reader._layout, 1 << 28
+    forged.put(layout.interpreters, 0x10000)
+    forged.put(0x10000 + layout.threads, start)
+    for number in range(2000):
+        thread, chunk = start + 4096 * number, (1 << 29) + (number << 20)
+        forged.put(thread + layout.next_thread, thread + 4096)
+        forged.put(thread + layout.chunk, chunk)
+        frame = chunk + MIB - 512
+        if layout.cframe >= 0:
+            forged.put(thread + layout.frame, thread + 1024)
+            forged.put(thread + 1024 + layout.cframe, frame)
+        else:
+            forged.put(thread + layout.frame, frame)
+    with bounded(seconds=60, megabytes=256):
+        forged.sample()
+        with pytest.raises(UnreadableError, match="too much memory or time"):
+            forged.reader.read()
+
+
+def test_time_alone_ends_a_sample(forged: Forged) -> None:
+    forged.put(forged.reader._layout.interpreters, 0x10000)
+    forged.reader._cpu_clock = itertools.count().__next__
+    with pytest.raises(UnreadableError, match="too much memory or time"):
+        forged.reader.read()
+
+
+def elf(path: Path, names_bytes: int) -> Path:
+    """A library with two tables, of symbols and of names, whose ends are far beyond what it has, as a sparse file."""
+    head = struct.pack("<4sBB10xHHIQQQIHHHHHH", b"\x7fELF", 2, 1, 3, 62, 1, 0, 0, 64, 0, 64, 56, 0, 64, 2, 0)
+    table = struct.pack("<4xI16xQQI20x", 2, 4096, names_bytes, 1) + struct.pack(
+        "<4xI16xQQI20x", 3, 4096, names_bytes, 0
+    )
+    path.write_bytes(head + table)
+    os.truncate(path, names_bytes)
+    return path
+
+
+def test_a_sparse_library_is_read_within_bounds(tmp_path: Path) -> None:
+    with bounded(seconds=60, megabytes=128):
+        assert find_symbol(str(elf(tmp_path / "libpython3.11.so", 4 << 30)), "_PyRuntime") is None
+
+
+def test_a_library_or_a_source_that_is_a_fifo_is_none(tmp_path: Path) -> None:
+    fifo, large = tmp_path / "libpython3.11.so", tmp_path / "train.py"
+    os.mkfifo(fifo)
+    large.touch()
+    os.truncate(large, 1 << 32)
+    with bounded(seconds=20, megabytes=64):
+        assert find_symbol(str(fifo), "_PyRuntime") is None
+        for file in (str(fifo), str(large), "/dev/zero", "/a\0b"):
+            assert read_source_lines(file) == []
+        assert frames._kind_from_source_line(Frame("f", str(fifo), 1, None)) is None
+
+
+def test_the_sampler_gives_up_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: RemoteStacks) -> None:
+        raise UnreadableError("it takes too much")
+
+    monkeypatch.setattr(RemoteStacks, "read", refuse)
+    folder, reasons = RunFolder(tmp_path, 1), list[str]()
+    sampler = stacks.StackSampler(folder, os.getpid(), on_unavailable=reasons.append)
+    with sampler:
+        sampler._thread.join(60)
+    folder.close()
+    assert reasons == ["not recorded from here on: UnreadableError: it takes too much"]
