@@ -37,7 +37,11 @@ from stoker.models import build
 from stoker.models.weights.model_file import ModelMetadata, load_model
 from stoker.preflight.static import check_sources
 from stoker.profiling.hook.stoker_hook import clock
+from stoker.report.run_report import collect
+from stoker.report.runs_summary import summarize_runs
 from stoker.runs import records, schemas
+from stoker.training.checkpoint import read_rollbacks
+from stoker.training.state import BatchSizes, read_sizes
 from stoker.watch.hook_reader import HookReader
 from tests.bounded import bounded
 from tests.data.tfrecords import unframe
@@ -47,6 +51,7 @@ from tests.fixtures.data_same_index import DAMAGED as EXPORTS
 from tests.fixtures.data_same_index import DRAWN, WRITE
 from tests.fixtures.training_checkpoint import newest, save
 from tests.models.samples import settings_of
+from tests.report.runs import write_run
 
 RECORDS = {
     records.EVENTS: schemas.Event,
@@ -83,6 +88,37 @@ EDITS = st.lists(
     min_size=1,
     max_size=4,
 )
+
+
+METRICS = dict.fromkeys(("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large"), 0.5)
+METRICS |= dict.fromkeys(("ar1", "ar10", "ar100", "ar_small", "ar_medium", "ar_large"), 0.5)
+COUNTS = {
+    "per_class": [{"name": "a", "ap": 0.5, "ap50": 0.5, "boxes": 9}],
+    "num_images": 9,
+    "boxes": 9,
+    "detections": 9,
+}
+EVENTS = [
+    ("started", {"output_offset": 5, "output_head": 7, "coverage": {"inside the job": "recorded: torch"}, "ranks": 2,
+                 "job": {"pid": 4_000_000, "start_ticks": 9, "boot": "x"}, "price_per_device_hour": 2.5}),
+    ("resumed", {"settings": {"workers": 4}, "stages": 2, "measured": "train", "ranks": 2, "output_offset": 9}),
+    ("info", {"facts": {"num_images": 9, "boxes": 200, "pretrained": ["coco"], "median_pixels": 3e6, "workers": 3,
+                        "anchor_coverage": 0.2, "anchor_sizes": [32.0, 64.0], "recompiled": "f",
+                        "predicted_step_s": 0.1, "predicted_step_error": 0.2,
+                        "growth": [{"text": "a", "name": "b", "place": "c", "bytes": 1e9, "graph": True, "grown": 1e9}],
+                        "mistakes": [{"kind": "anomaly", "place": "a.py:3", "line": "x", "step": 3}]}}),
+    ("info", {"workers": 3, "kernels": {"convs": True, "loss": False}}),
+    ("warning", {"not_finite": "total", "empty_inputs": ["a"], "storage": "s3", "alert_delivery": True}),
+    ("evaluated", {"metrics": METRICS | COUNTS}),
+    ("checkpoint_saved", {"write_s": 0.5}),
+    ("rolled_back", {"rollback_step": 10, "count": 1, "best_ap": 0.1, "lr": 0.01}),
+    ("loss_spike", {"suggested_lr": 0.01}),
+    ("out_of_memory", {"micro_batch_size": 2, "eval_batch_size": 2}),
+    ("gpu_fault", {"gpu": 0, "xid": 79}),
+    ("failed", {"exit_code": -9, "traceback": ["E"], "kernel": ["oom"], "pids": [7], "oom_kills": 1,
+                "empty_inputs": ["a"], "handled_error": ["E"]}),
+]  # fmt: skip
+"""An event of each kind whose data something reads."""
 
 
 def mutate(data: bytes, edits: list[tuple[str, float, int, bytes]]) -> bytes:
@@ -177,6 +213,20 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
         records.is_finished(run)
         records.last_attempt(run)
         reader.read_run(run)
+
+    told = folder / "told" / "run"
+    write_run(told, samples=3, end=None)
+    (told / "output.log").write_text("epoch 1\nValueError: no\n")
+    lines = [{"t": 1.78e9 + n, "attempt": 1, "kind": kind, "step": n, "text": "it", "data": data}
+             for n, (kind, data) in enumerate(EVENTS)]  # fmt: skip
+    (told / records.EVENTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def read_events() -> None:
+        summary = summarize_runs(told.parent)
+        assert summary.num_unreadable == 0 or " is not what this stoker writes" in summary.unreadable[0].error
+        read_sizes(told, BatchSizes(8, 8))
+        read_rollbacks(told)
+        collect(told)
 
     def read_config() -> None:
         from_toml(run / records.CONFIG)
@@ -277,6 +327,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
         "gzip": dataset("gzip", "*.gz"),
         "config.toml": [Reader(run / records.CONFIG, read_config)],
         "records": [Reader(run / name, read_run) for name in RECORDS],
+        "events": [Reader(told / records.EVENTS, read_events)],
         "evaluation": [Reader(run / records.EVALUATION, partial(read_evaluation, run))],
         "model metadata": [
             Reader(folder / "header.json", partial(load_model, folder / "card.safetensors"), write_header),
@@ -346,7 +397,7 @@ def fuzz(readers: list[Reader], examples: int) -> None:
 @pytest.mark.parametrize(
     "name",
     ["coco", "voc", "yolo labels", "yolo description", "csv", *EXPORTS, "label map", "tfrecord", "tfrecord payload",
-     "gzip", "config.toml", "records", "evaluation", "model metadata",
+     "gzip", "config.toml", "records", "events", "evaluation", "model metadata",
      ".pt2 metadata", ".tflite metadata", ".onnx metadata", "manifest",
      "packed index", "launch.json", "hook state", "Dockerfile", "pipeline.config"],
 )  # fmt: skip
