@@ -27,8 +27,8 @@ NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 def open_fd(path: str | Path, *, max_bytes: int | None = None, flags: int = 0, mode: int = 0o666) -> int:
     """A file descriptor for reading. Raises OSError for what is no regular file, or larger than `max_bytes`;
-    SystemLimitError if there is no free descriptor, or memory for one. flags: more of `os.open`; with NO_LINKS a link is
-    an OSError, too. mode: of a file that they create."""
+    SystemLimitError if there is no free descriptor, or memory for one. flags: more of `os.open`; with NO_LINKS a link
+    is an OSError, too. mode: of a file that they create."""
     try:
         fd = os.open(path, flags | _FLAGS, mode)
     except OSError as error:

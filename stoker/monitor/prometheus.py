@@ -112,6 +112,7 @@ class Server:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(exporter)
         self._names = {host.lower(), "localhost", platform.node().lower()}
+        self._answers_all_names = not _is_loopback(host)
         self._num_connections = 0
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -159,7 +160,8 @@ class Server:
         """The response to the head of a request, whatever its path."""
         line, *fields = request.decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
-        if not self._is_own_name(headers.get("host", "")):  # a web page whose domain was pointed here (DNS rebinding)
+        # A web page's domain may have been pointed here (DNS rebinding).
+        if not (self._answers_all_names or self._is_own_name(headers.get("host", ""))):
             status, content_type, body = "403 Forbidden", "text/plain", b"not a name of this machine; use its address\n"
         elif line.split(" ")[0] != "GET":
             status, content_type, body = "405 Method Not Allowed", "text/plain", b"use GET\n"
@@ -177,6 +179,14 @@ class Server:
         except ValueError:
             return name in self._names
         return True
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address to listen on; others have names that only their network knows."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _report_unless_of_a_socket(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -98,6 +98,15 @@ def test_a_page_of_another_domain_reads_nothing(host: str, status: int, server: 
     assert ("stoker_steps_total" in text) == (status == 200)
 
 
+def test_on_a_network_any_name_is_answered() -> None:
+    """As of a service of Docker Compose or Kubernetes, which this machine does not know."""
+    server = prometheus.Server(prometheus.Exporter(run="run", host="here", firing=dict), "0.0.0.0", 0)
+    try:
+        assert scrape(server.port, "trainer:9400")[0] == 200
+    finally:
+        server.close()
+
+
 def test_nothing_but_get_is_served(server: prometheus.Server) -> None:
     assert scrape(server.port, method="POST")[0] == 405
 
