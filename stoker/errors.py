@@ -220,11 +220,11 @@ def writing(what: str, location: object, *, fix: str | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def needs_package(package: str, what: str) -> Iterator[None]:
-    """A block that imports a library which only some jobs need; a missing one is raised as a PreflightError. package:
-    as it is installed; what: what needs it, for example "A bucket"."""
+    """A block that imports a library which only some jobs need; one that is missing or broken is raised as a
+    PreflightError. package: as it is installed; what: what needs it, for example "A bucket"."""
     try:
         yield
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise PreflightError(
             f"{what} needs the package {package}.", cause=str(error), fix=f"pip install {package}"
         ) from error

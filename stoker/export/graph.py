@@ -71,8 +71,8 @@ def build_onnx(
     Raises PreflightError if a package is missing, ConfigError for a number out of range.
     """
     check_options(score_threshold, iou_threshold, max_detections, opset, batch_size)
-    onnx = require_package("onnx", "Nothing can be exported")
-    require_package("onnxscript", "Nothing can be exported")
+    onnx = require_package("onnx", "An export")
+    require_package("onnxscript", "An export")
     numpy_helper = importlib.import_module("onnx.numpy_helper")
     network = export_network(model, model_metadata.image_size, opset)
     graph = network.graph

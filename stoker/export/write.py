@@ -30,7 +30,7 @@ from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
 from stoker.inference.image_batches import decode_into_buffer, read_image
 from stoker.inference.predict import find_images
-from stoker.inference.runtime import ONNX_SUFFIX, RUNTIMES, require_package
+from stoker.inference.runtime import RUNTIMES, require_package
 from stoker.knowledge import read_toml
 from stoker.models.detector import Detector
 from stoker.models.layers.postprocess import MAX_DETECTIONS
@@ -64,7 +64,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "onnx": Format(ONNX_SUFFIX, "onnx", ("onnx", "onnxscript", "onnxruntime"), programs.write_onnx),
+    "onnx": Format(".onnx", "onnx", ("onnx", "onnxscript", "onnxruntime"), programs.write_onnx),
     "openvino": Format(".xml", "openvino", ("openvino", "onnx", "onnxscript"), programs.write_openvino),
     "litert": Format(".tflite", "litert", ("litert_torch", "ai_edge_litert"), programs.write_litert),
     "torch": Format(".pt2", "", (), programs.write_torch),
@@ -106,7 +106,7 @@ def export_model(
     """
     target_format = find_format(format)
     for package in target_format.packages:
-        require_package(package, "Nothing can be exported", target_format.extra)
+        require_package(package, "An export", target_format.extra)
     source = model_file.local_path(run)
     weights = model_file.find_weights(source)
     if weights.suffix in RUNTIMES:

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stoker import regular_files
-from stoker.errors import ConfigError, PreflightError, WeightsError, make_error
+from stoker.errors import ConfigError, PreflightError, WeightsError, make_error, needs_package
 from stoker.models.layers.postprocess import MAX_DETECTIONS, BatchDetections, rescale_to_original
 from stoker.models.weights.model_file import METADATA_KEY, read_metadata
 
-ONNX_SUFFIX = ".onnx"
 METADATA_FILE = "metadata.json"
 """Name in the archive of a .pt2 file, and in the one at the end of a .tflite file."""
 MAX_METADATA_BYTES = 1 << 24
@@ -154,7 +153,7 @@ class OnnxModel(ExportedModel):
     title, runtime = "ONNX", "onnxruntime"
 
     def _open(self, path: Path, num_threads: int) -> dict[str, str]:
-        runtime = require_package("onnxruntime", f"{path} cannot be run")
+        runtime = require_package("onnxruntime", f"Running {path}")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = num_threads
         # Waiting threads do not spin: the cores are shared with image decoding. Measured: not slower.
@@ -179,7 +178,7 @@ class OpenVinoModel(ExportedModel):
     title, runtime = "OpenVINO", "OpenVINO"
 
     def _open(self, path: Path, num_threads: int) -> dict[str, str]:
-        openvino = require_package("openvino", f"{path} cannot be run", "openvino")
+        openvino = require_package("openvino", f"Running {path}", "openvino")
         core = openvino.Core()
         model = core.read_model(path)
         if not model.has_rt_info([METADATA_KEY]):
@@ -201,7 +200,7 @@ class LiteRTModel(ExportedModel):
     title, runtime = "LiteRT", "LiteRT"
 
     def _open(self, path: Path, num_threads: int) -> dict[str, str]:
-        interpreter = require_package("ai_edge_litert.interpreter", f"{path} cannot be run", "litert")
+        interpreter = require_package("ai_edge_litert.interpreter", f"Running {path}", "litert")
         meta = _read_archive(path)
         if meta:
             self._interpreter = interpreter.Interpreter(str(path), num_threads=num_threads)
@@ -236,7 +235,7 @@ class TorchModel(ExportedModel):
 
 
 RUNTIMES: dict[str, type[ExportedModel]] = {
-    ONNX_SUFFIX: OnnxModel,
+    ".onnx": OnnxModel,
     ".xml": OpenVinoModel,
     ".tflite": LiteRTModel,
     ".pt2": TorchModel,
@@ -250,21 +249,17 @@ def _read_archive(path: Path) -> dict[str, str]:
         if not zipfile.is_zipfile(file):
             return {}
         with zipfile.ZipFile(file) as archive:
-            entry = next((one for one in archive.infolist() if one.filename.rpartition("/")[2] == METADATA_FILE), None)
-            if entry is None:
-                return {}
-            if entry.file_size > MAX_METADATA_BYTES or entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{METADATA_FILE} is compressed, or has more than {MAX_METADATA_BYTES:,} bytes")
-            return msgspec.json.decode(archive.read(entry), type=dict[str, str])
+            for entry in archive.infolist():
+                if entry.filename.rpartition("/")[2] == METADATA_FILE:
+                    if entry.file_size > MAX_METADATA_BYTES or entry.compress_type != zipfile.ZIP_STORED:
+                        raise ValueError(
+                            f"{METADATA_FILE} is compressed, or has more than {MAX_METADATA_BYTES:,} bytes"
+                        )
+                    return msgspec.json.decode(archive.read(entry), type=dict[str, str])
+    return {}
 
 
-def require_package(name: str, consequence: str, extra: str = "onnx") -> Any:
-    """The module `name` of an extra of stoker. Raises PreflightError with `consequence` if it is missing."""
-    try:
+def require_package(name: str, what: str, extra: str = "onnx") -> Any:
+    """The module `name` of an extra of stoker. Raises PreflightError if it is missing: `what` needs it."""
+    with needs_package(f"'stoker[{extra}]'", what):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise PreflightError(
-            f"{consequence}: the Python package {name.partition('.')[0]} is missing.",
-            cause=str(error),
-            fix=f"pip install 'stoker[{extra}]'",
-        ) from error

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -87,10 +88,7 @@ def local_path(location: str) -> Path:
     location = expand_variables(location)
     if not is_uri(location):
         return Path(location)
-    from stoker.storage.store import (
-        download,  # only needed for a URI
-        open_store,
-    )
+    from stoker.storage.store import download, open_store  # only needed for a URI
 
     uri = parse_uri(location)
     store = open_store(uri)
@@ -109,16 +107,18 @@ def local_path(location: str) -> Path:
     return path
 
 
-def weights_of_run(path: Path) -> Path:
-    """The weights in a run folder: best, else final, else those of the newest checkpoint. Raises WeightsError."""
+def weights_of_run(path: Path, *, choices: Sequence[str] = ()) -> Path:
+    """The weights in a run folder: best, else final, else those of the newest checkpoint. Raises WeightsError; choices:
+    what the caller accepts, for the message."""
     checkpoints = sorted(path.glob(f"{CHECKPOINTS}/step-*/weights.safetensors"))[::-1]
     for file in (path / BEST, path / FINAL, *checkpoints):
         if file.is_file():
             return file
     raise WeightsError(
-        "There are no weights in the folder.",
+        "There are no weights to use.",
         location=path,
-        cause="neither best.safetensors nor final.safetensors nor a checkpoint",
+        choices=choices,
+        cause="neither best.safetensors nor final.safetensors nor a checkpoint" if path.is_dir() else "no such path",
         fix="name a run folder with at least one evaluation or checkpoint, or a .safetensors file",
     )
 

@@ -155,12 +155,4 @@ def find_weights(path: Path) -> Path:
     """The weights of a run (best, else final, else those of the newest checkpoint) or a file. Raises WeightsError."""
     if path.is_file():
         return path
-    if path.is_dir():
-        return hub.weights_of_run(path)
-    raise WeightsError(
-        "There is no model to use.",
-        location=path,
-        choices=["a run folder", "a .safetensors or .onnx file", *PRETRAINED],
-        cause="no such path",
-        fix="name a run folder with at least one evaluation or checkpoint, or a .safetensors file",
-    )
+    return hub.weights_of_run(path, choices=["a run folder", "a .safetensors or .onnx file", *PRETRAINED])
