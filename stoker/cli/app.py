@@ -134,7 +134,8 @@ def _run(arguments: list[str]) -> int:
         shown = system_limit(error) or error
         if not isinstance(shown, StokerError):
             raise
-        print(f"stoker: {shown}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # nobody can read it; schedulers decide by the exit code
+            print(f"stoker: {shown}", file=sys.stderr)
         return shown.exit_code
     except KeyboardInterrupt as error:
         print(f"stoker: interrupted {error}".rstrip(), file=sys.stderr)

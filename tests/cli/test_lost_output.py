@@ -57,3 +57,14 @@ def test_a_training_without_an_output_succeeds(output, tmp_path: Path) -> None:
         )
     assert ended.returncode == 0
     assert list(read_lines(run, EVENTS, Event))[-1].kind == "finished"
+
+
+@pytest.mark.parametrize("output", [closed_pipe, full_disk])
+def test_an_error_that_nobody_reads_keeps_its_exit_code(output, tmp_path: Path) -> None:
+    """A scheduler decides by it."""
+    command = [sys.executable, "-m", "stoker", "train", str(tmp_path / "missing"), "--run-dir", str(tmp_path / "run")]
+    read = subprocess.run(command, capture_output=True, check=False, timeout=300)
+    assert b"does not exist" in read.stderr
+    with output() as fd:
+        unread = subprocess.run(command, stdout=fd, stderr=fd, check=False, timeout=300)
+    assert unread.returncode == read.returncode
