@@ -10,22 +10,26 @@ from types import FrameType
 
 @contextlib.contextmanager
 def bounded(*, seconds: int = 60, megabytes: int = 1024) -> Iterator[None]:
-    """The block may take so much more memory (heap, anonymous mappings) and time; else MemoryError or TimeoutError.
+    """The block may take so much more memory (heap, anonymous mappings) and CPU time of the process; else MemoryError
+    or TimeoutError. One that waits is stopped after 10 times as long by the clock, in case the machine is busy.
 
     In the main thread only.
     """
 
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise TimeoutError(f"still running after {seconds} s")
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"more than {seconds} CPU-seconds" if number == signal.SIGPROF else "it waits")
 
     pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    previous = signal.signal(signal.SIGALRM, stop)
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGPROF)}
     resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + (megabytes << 20), hard))
-    signal.alarm(seconds)
+    signal.alarm(10 * seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -40,6 +40,9 @@ from stoker.profiling.hook.stoker_hook import clock
 from stoker.report.run_report import collect
 from stoker.report.runs_summary import summarize_runs
 from stoker.runs import records, schemas
+from stoker.search.page import render_study, study_json
+from stoker.search.study import JOURNAL, STUDY, Study, create
+from stoker.search.worker import work
 from stoker.training.checkpoint import read_rollbacks
 from stoker.training.state import BatchSizes, read_sizes
 from stoker.watch.hook_reader import HookReader
@@ -52,6 +55,8 @@ from tests.fixtures.data_same_index import DRAWN, WRITE
 from tests.fixtures.training_checkpoint import newest, save
 from tests.models.samples import settings_of
 from tests.report.runs import write_run
+from tests.search.fake_worker import objective
+from tests.search.test_search import make_spec
 
 RECORDS = {
     records.EVENTS: schemas.Event,
@@ -314,7 +319,16 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
             if damaged.exists():
                 damaged.rename(manifest.parent)
 
+    study = folder / "study"
+    create(study, make_spec(trials=6))
+    work(study, objective)
+
+    def read_study() -> None:
+        study_json(Study(study))
+        render_study(Study(study))
+
     return {
+        "study": [Reader(study / name, read_study) for name in (STUDY, JOURNAL)],
         "coco": dataset("coco", "train/*.json"),
         "voc": dataset("voc", "Annotations/*.xml"),
         "yolo labels": dataset("yolo", "labels/train/*.txt"),
@@ -399,7 +413,7 @@ def fuzz(readers: list[Reader], examples: int) -> None:
     ["coco", "voc", "yolo labels", "yolo description", "csv", *EXPORTS, "label map", "tfrecord", "tfrecord payload",
      "gzip", "config.toml", "records", "events", "evaluation", "model metadata",
      ".pt2 metadata", ".tflite metadata", ".onnx metadata", "manifest",
-     "packed index", "launch.json", "hook state", "Dockerfile", "pipeline.config"],
+     "packed index", "study", "launch.json", "hook state", "Dockerfile", "pipeline.config"],
 )  # fmt: skip
 @pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_mutated_files_end_in_a_result_or_a_stoker_error(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from stoker import regular_files
 from stoker.errors import UsageError, writing
 from stoker.launching.jobs import read_log, read_tail, recorded_end
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, State
@@ -57,7 +58,7 @@ class Local(Place):
     def submit(self, spec: LaunchSpec) -> str:
         with writing("The log of the job cannot be written.", spec.log):
             Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
-            with Path(spec.log).open("ab") as log:
+            with open(spec.log, "ab", opener=regular_files.no_links) as log:
                 process = subprocess.Popen(
                     _command(spec),
                     stdin=subprocess.DEVNULL,

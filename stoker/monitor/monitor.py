@@ -21,6 +21,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from stoker import regular_files
 from stoker.errors import ConfigError
 from stoker.monitor.alerts import Alerts, RecordLine, describe_event
 from stoker.monitor.delivery import Delivery
@@ -224,7 +225,7 @@ class Follower:
     def _read(self, name: str) -> Iterator[RecordLine]:
         if not (self._run / name).exists():
             return
-        with (self._run / name).open("rb") as file:
+        with regular_files.open_file(self._run / name) as file:
             file.seek(self._offsets[name])
             data = file.read()
         self._offsets[name] += len(data)

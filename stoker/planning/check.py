@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from stoker import regular_files
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.index import REQUIRED_SPLITS, Index, find_refusals, open_index_of
 from stoker.errors import ConfigError, OutOfMemoryError, StokerError
@@ -198,7 +199,7 @@ def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:
 
 def _imports_tensorflow(script: Path) -> bool:
     try:
-        return _IMPORTS_TENSORFLOW.search(script.read_text(errors="replace")) is not None
+        return _IMPORTS_TENSORFLOW.search(regular_files.read_text(script, errors="replace")) is not None
     except OSError:  # the probe of the files reports it
         return False
 

@@ -28,7 +28,7 @@ from stoker import regular_files
 from stoker.data.index import Index
 from stoker.data.index_digest import digest_images
 from stoker.errors import ConfigError, StorageError, UsageError, needs_package, writing
-from stoker.search.space import Metric, Space
+from stoker.search.space import LIMITS, Metric, Space
 from stoker.storage.local_files import write_atomic
 
 with needs_package("optuna", "`stoker search`"):
@@ -59,9 +59,9 @@ MAX_CHILDREN = 20
 MAX_STARTS = 10
 """After which a trial has failed: its workers ended before it did."""
 RUNG_ATTRIBUTE = "completed_rung_"
-MAX_SPEC_BYTES, MAX_JOURNAL_BYTES = 1 << 20, 1 << 25
-"""Of study.json; of the journal, which needs about 2 kB a trial."""
-_Count = Annotated[int, msgspec.Meta(ge=1)]
+MAX_SPEC_BYTES, MAX_JOURNAL_BYTES = 1 << 20, 1 << 23
+"""Of study.json; of the journal, which has about 2 kB a trial and takes a hundred times its size in memory."""
+_Count = Annotated[int, msgspec.Meta(ge=1, le=5_000)]
 _DAMAGED = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, msgspec.DecodeError)
 
 
@@ -105,7 +105,7 @@ class Outcome(NamedTuple):
     pruned: bool = False
 
 
-class _Attributes(msgspec.Struct, frozen=True):
+class _Attributes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `Study.finish` records of a trial."""
 
     metrics: dict[str, float] = {}
@@ -121,12 +121,12 @@ class _Entry(msgspec.Struct, frozen=True):
     params: dict[str, float] = {}
     values: list[float] | None = None
     value: float | None = None
-    step: int = 0
+    step: _Count = 1
     intermediate_value: float = 0.0
     intermediate_values: dict[str, float] = {}
     user_attr: _Attributes = _Attributes()
     user_attrs: _Attributes = _Attributes()
-    system_attr: dict[str, float] = {}
+    system_attr: dict[Annotated[str, msgspec.Meta(pattern=f"^constraints:({'|'.join(LIMITS)})$")], float] = {}
     system_attrs: dict[str, float] = {}
 
 
@@ -232,6 +232,8 @@ class Study:
         for trial in trials:
             try:
                 trial._validate()
+                if trial.number >= self.spec.trials:
+                    raise ValueError(f"the study has {self.spec.trials} trials")
                 if trial.state == TrialState.COMPLETE and len(trial.values) != len(self.spec.objectives):
                     raise ValueError(f"values for {len(trial.values)} objectives")
                 if any(distributions.get(name) != entry for name, entry in trial.distributions.items()):

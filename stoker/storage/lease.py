@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from stoker import regular_files
 from stoker.errors import Conflict, ObjectMissing, StorageError, UsageError, make_error
 from stoker.storage.failures import caused_by
 from stoker.storage.store import ObjectInfo, Store, open_store
@@ -190,7 +191,7 @@ def _supports_conditional_writes(store: Store, uri: StorageUri) -> bool:
 def read_lease_file(path: Path) -> LeaseHolder | None:
     """A local copy of lease.json; None when there is none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=LeaseHolder)
+        return msgspec.json.decode(regular_files.read_bytes(path), type=LeaseHolder)
     except FileNotFoundError:
         return None
 

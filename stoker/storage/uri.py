@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from stoker import regular_files
 from stoker.errors import ConfigError, nearest
 from stoker.storage.local_files import cache_folder, safe_name
 
@@ -123,13 +124,13 @@ def to_run_uri(text: str) -> StorageUri | None:
     if is_uri(text):
         return parse_uri(text)
     uri_file = Path(text) / URI_FILE
-    return parse_uri(uri_file.read_text(encoding="utf-8")) if uri_file.is_file() else None
+    return parse_uri(regular_files.read_text(uri_file)) if uri_file.is_file() else None
 
 
 def display_path(folder: Path) -> str:
     """The name of a run in messages: its URI, if the folder is a copy of a run in a bucket."""
     uri_file = folder / URI_FILE
-    return uri_file.read_text(encoding="utf-8") if uri_file.is_file() else str(folder)
+    return regular_files.read_text(uri_file) if uri_file.is_file() else str(folder)
 
 
 def working_copy(uri: StorageUri) -> Path:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, Self
 
+from stoker import regular_files
 from stoker.errors import ConfigError, HungError
 from stoker.runs.records import HANG, RANKS, RunFolder
 from stoker.storage.failures import Timeouts
@@ -203,7 +204,7 @@ class Watchdog:
     def _write_stacks(self, error: HungError, frames: list[traceback.FrameSummary]) -> None:
         """The training thread first: faulthandler ends after a hundred threads, the newest first."""
         self._stacks.parent.mkdir(parents=True, exist_ok=True)
-        with self._stacks.open("a") as file:
+        with open(self._stacks, "a", opener=regular_files.no_links) as file:
             file.write(f"attempt {self._folder.attempt}, process {os.getpid()}: {error.what}\n")
             file.write("".join(["Training thread:\n", *traceback.format_list(frames), "\n"]))
             file.flush()

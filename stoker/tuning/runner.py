@@ -21,6 +21,7 @@ import msgspec
 import torch
 from rich.console import RenderableType
 
+from stoker import regular_files
 from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, from_fields, from_run, to_toml
 from stoker.data.images.pixel_cache import MAX_FACTOR, CachedImageSpec, collect_cache_inputs
@@ -221,7 +222,7 @@ def open_folder(
         elif any(line.data != facts.data for line in trials.lines):
             cause = "images or boxes have changed since, or --out names the folder of another data set"
             raise DataError("The trials of this folder are of other data.", location=folder, cause=cause, fix=fix)
-        elif first.read_text(encoding="utf-8") != text:
+        elif regular_files.read_text(first) != text:
             raise UsageError("The trials of this folder began with other settings.", location=first, fix=fix)
         else:
             if others := machines - {facts.machine}:

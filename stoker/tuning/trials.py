@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 import psutil
 
+from stoker import regular_files
 from stoker.errors import PreflightError
 from stoker.runs.records import PROBES, RunFolder, read_lines
 from stoker.runs.schemas import Probe
@@ -72,7 +73,7 @@ class TrialProcess:
         self._log, self._rest = log, b""
         try:
             # A group of its own in this session: if this process is killed, the kernel ends a stopped group (SIGHUP).
-            with log.open("ab") as errors:
+            with open(log, "ab", opener=regular_files.no_links) as errors:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, process_group=0
                 )
@@ -184,7 +185,7 @@ class TrialProcess:
     def _describe_end(self) -> str:
         code = self._process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        lines = regular_files.read_text(self._log, errors="replace").strip().splitlines()
         return f"the process ended with {how}" + (f": {lines[-1].strip()}" if lines else "")
 
 

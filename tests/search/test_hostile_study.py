@@ -1,6 +1,7 @@
 """A study folder of someone else: reading it writes nothing, a search does not write through its links, and what is
 damaged is named with its line."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -147,6 +148,7 @@ def test_a_damaged_line_is_named(folder: Path, change: Callable[[dict[str, Any]]
         lambda line: line | {"values": None} if line["op_code"] == 6 and line["state"] == 1 else None,
         lambda line: line | {"params": {"lr": 5, "precision": 1}} if line["op_code"] == 4 else None,
         lambda line: line | {"params": {}} if line["op_code"] == 4 else None,
+        lambda line: "\n".join([json.dumps(line)] * 17) if line["op_code"] == 4 else None,  # more than the study has
         lambda line: (
             json.loads(json.dumps(line).replace("0.1,", "9e9,")) if line["op_code"] == 4 else None
         ),  # another range
@@ -155,6 +157,27 @@ def test_a_damaged_line_is_named(folder: Path, change: Callable[[dict[str, Any]]
 def test_a_trial_that_cannot_be_is_named(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     edit(folder, change)
     with pytest.raises(StokerError, match=r"(?s)Trial \d.*journal\.log"):
+        report(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["trials", "steps", "attributes"])
+def test_a_journal_that_expands(folder: Path, kind: str) -> None:
+    """The largest that is read: its trials take memory; Optuna copies what a trial has at each line."""
+    head = {"worker_id": "", "study_id": 0, "trial_id": 4, "datetime_start": "2026-11-30"}
+    with (folder / "journal.log").open("a") as file:
+        file.write(json.dumps(head | {"op_code": 4}) + "\n")
+        for number in range(100_000_000 // 1000):
+            if file.tell() > 8_300_000:
+                break
+            line = {
+                "trials": {"op_code": 4, "worker_id": "", "study_id": 0, "datetime_start": None},
+                "steps": {"op_code": 7, "worker_id": "", "trial_id": 4, "step": number % 4_999 + 1,
+                          "intermediate_value": 0},
+                "attributes": {"op_code": 9, "worker_id": "", "trial_id": 4, "system_attr": {f"{number}": 0}},
+            }[kind]  # fmt: skip
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    with bounded(seconds=20, megabytes=1024), contextlib.suppress(StokerError):
         report(folder)
 
 

@@ -142,7 +142,7 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
     header: dict[str, str] = {}
     try:
         if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
+            with regular_files.open_file(path), safe_open(path, "pt") as file:
                 header = file.metadata() or {}
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:

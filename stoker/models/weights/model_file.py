@@ -10,7 +10,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from stoker import models
+from stoker import models, regular_files
 from stoker.config.settings import ModelSettings
 from stoker.errors import StokerError, WeightsError
 from stoker.models.table import MODELS
@@ -78,7 +78,7 @@ def read_metadata(text: str, path: Path) -> ModelMetadata:
 def load_model(path: Path) -> tuple["models.Detector", ModelMetadata]:
     """The model of a .safetensors file on the CPU, in evaluation mode. Raises WeightsError."""
     try:
-        with safe_open(path, "pt") as file:
+        with regular_files.open_file(path), safe_open(path, "pt") as file:  # it opens a FIFO and waits
             header = file.metadata() or {}
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         if METADATA_KEY not in header:
