@@ -24,7 +24,9 @@ from stoker.launching.jobs import last_job, remember, submit
 from stoker.launching.kubernetes import Kubernetes
 from stoker.launching.spec import Job, LaunchRequest, LaunchSpec, Mount, PlaceOptions
 from stoker.training.cluster import find_place
+from tests.bounded import bounded
 from tests.fixtures.launching_advise import make_run
+from tests.fixtures.special_files import replace_by
 from tests.launching.cloud import IMAGE, FakeApi, make_spec, serving
 from tests.launching.kubernetes_rules import problems
 
@@ -244,6 +246,15 @@ def as_kubelet_reads(text: str) -> str:
 def test_what_cannot_run_is_refused_before_anything_is_sent(changes: dict[str, Any], expected: str):
     with pytest.raises(UsageError, match=expected.replace("[", r"\[")):
         Kubernetes().check(make_spec(**changes))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "folder", "digits", "nested"])
+def test_a_patch_that_is_no_file_of_a_person(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "patch.yaml"
+    text = {"digits": "spec: {a: " + "9" * 5000 + "}", "nested": "[" * 5000}
+    path.write_text(text[kind]) if kind in text else replace_by(kind, path, size_bytes=0)
+    with bounded(seconds=6, megabytes=256), pytest.raises(UsageError, match=r"(?s)--patch.*patch\.yaml"):
+        Kubernetes().check(make_spec(options=PlaceOptions(patch=str(path))))
 
 
 def test_images_are_named_as_registries_name_them():

@@ -14,6 +14,7 @@ from stoker.errors import WeightsError
 from stoker.models import build, load_weights
 from stoker.models.weights.model_file import ModelMetadata, load_model
 from tests.bounded import bounded
+from tests.fixtures.special_files import replace_by
 from tests.models.samples import settings_of
 
 TINY = "retinanet_tiny_fpn"
@@ -97,3 +98,11 @@ def test_a_tensor_that_is_small_and_says_it_is_huge(tmp_path: Path, tensors: dic
     torch.save(tensors | {name: torch.ones(1).expand(2**33)}, tmp_path / "a.pth")
     with bounded(megabytes=700), pytest.raises(WeightsError, match="another shape"):
         load_weights(build(settings, 2), settings, class_names=("a", "b"))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "folder"])
+def test_special_files_in_place_of_a_model(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.safetensors"
+    replace_by(kind, path, size_bytes=0)
+    with bounded(seconds=6, megabytes=256), pytest.raises(WeightsError, match=r"model\.safetensors"):
+        load_model(path)
