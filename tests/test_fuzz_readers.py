@@ -114,7 +114,7 @@ EVENTS = [
                         "mistakes": [{"kind": "anomaly", "place": "a.py:3", "line": "x", "step": 3}]}}),
     ("info", {"workers": 3, "kernels": {"convs": True, "loss": False}}),
     ("warning", {"not_finite": "total", "empty_inputs": ["a"], "storage": "s3", "alert_delivery": True}),
-    ("evaluated", {"metrics": METRICS | COUNTS}),
+    ("evaluated", {"metrics": METRICS | COUNTS | {"per_class": []}}),
     ("checkpoint_saved", {"write_s": 0.5}),
     ("rolled_back", {"rollback_step": 10, "count": 1, "best_ap": 0.1, "lr": 0.01}),
     ("loss_spike", {"suggested_lr": 0.01}),
@@ -228,7 +228,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
 
     def read_events() -> None:
         summary = summarize_runs(told.parent)
-        assert summary.num_unreadable == 0 or " is not what this stoker writes" in summary.unreadable[0].error
+        assert not any(re.match(r"\w+(Error|Exception): ", row.error) for row in summary.unreadable)
         read_sizes(told, BatchSizes(8, 8))
         read_rollbacks(told)
         collect(told)
