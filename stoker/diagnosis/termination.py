@@ -7,6 +7,7 @@ known by the lock of its folder, which the kernel releases; by its lease in a bu
 
 import contextlib
 import functools
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ _EXIT_CODES = {"finished": 0, "preempted": 75}
 """Event of stoker's own runs → exit code, as in stoker/errors.py."""
 _HEAD_BYTES = 4096
 """Bytes of output.log whose checksum identifies it, as in `watch/recorder.py`."""
+_SEEK_DATA = getattr(os, "SEEK_DATA", os.SEEK_SET)
+"""Skips the holes of a sparse file, which has any size for nothing, where the system can."""
 _DOMINANT_FRACTION = 0.9
 """Fraction of the samples from which on the main thread counts as being in one state."""
 
@@ -232,11 +235,11 @@ def _read_attempt_output(run_dir: Path, start: Event | None) -> tuple[LogLine, .
     if start is None:
         return read_output(log)
     offset, head = start.data["output_offset"], start.data.get("output_head")
-    if offset and _head_checksum(log, offset) == head:
+    if head is not None and _head_checksum(log, offset) == head:
         return read_output(log, min_offset=offset)
     if not rotated_log.exists():
         return read_output(log)
-    rotated_offset = offset if offset and _head_checksum(rotated_log, offset) == head else 0
+    rotated_offset = offset if head is not None and _head_checksum(rotated_log, offset) == head else 0
     return (*read_output(rotated_log, min_offset=rotated_offset), *read_output(log))
 
 
@@ -275,10 +278,14 @@ def read_output(path: Path, *, min_offset: int = 0) -> tuple[LogLine, ...]:
     byte before which nothing is read; a line begins there. Raises OSError, also for a device or a FIFO."""
     with regular_files.open_file(path) as file:
         offset = max(min_offset, path.stat().st_size - MAX_OUTPUT_BYTES)
-        remaining, first_number = offset, 1
-        while remaining and (block := file.read(min(remaining, MAX_OUTPUT_BYTES))):
-            remaining -= len(block)
-            first_number += block.count(b"\n")
+        position, first_number = 0, 1
+        with contextlib.suppress(OSError):  # a hole up to the end, without lines
+            while (position := file.seek(position, _SEEK_DATA)) < offset and (
+                block := file.read(min(offset - position, MAX_OUTPUT_BYTES))
+            ):
+                position += len(block)
+                first_number += block.count(b"\n")
+        file.seek(offset)
         data = file.read(MAX_OUTPUT_BYTES)
     if offset > min_offset:
         _, _, data = data.partition(b"\n")

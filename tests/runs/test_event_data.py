@@ -1,6 +1,7 @@
 """The data of events are typed where an event is read or made, and nothing reads a key that has no type."""
 
 import ast
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stoker.diagnosis.termination import read_output
 from stoker.report.explain import explain_run
 from stoker.report.html import write_report
 from stoker.report.runs_summary import summarize_runs
@@ -117,6 +119,31 @@ def test_a_sparse_log_is_read_within_bounds_whatever_the_offset_says(tmp_path: P
         os.truncate(file.fileno(), 3 << 30)
     with bounded(seconds=60, megabytes=64):
         explain_run(run)
+
+
+def test_lines_of_a_sparse_log_are_counted_without_reading_its_holes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_bytes = 0
+
+    class Counted(io.BufferedReader):
+        def read(self, size: int | None = -1) -> bytes:
+            nonlocal read_bytes
+            found = super().read(size)
+            read_bytes += len(found)
+            return found
+
+    monkeypatch.setattr("stoker.diagnosis.termination.regular_files.open_file", lambda path: Counted(io.FileIO(path)))
+    log = tmp_path / "output.log"
+    with log.open("wb") as file:
+        file.write(b"one\ntwo\n")
+        file.seek(1 << 40)
+        file.write(b"\nthree\nfour\n")
+    lines = [(line.text, line.source) for line in read_output(log)]
+    assert lines[-3:] == [("three", "output.log:4"), ("four", "output.log:5"), ("", "output.log:6")]
+    os.truncate(log, 1 << 42)
+    assert [line.source for line in read_output(log)] == ["output.log:7"]  # what follows the hole
+    assert read_bytes < 64 << 20
 
 
 def test_a_run_that_cannot_be_read_is_a_row_and_the_others_are_shown(
