@@ -524,8 +524,11 @@ def missing_kernels(gpu: TorchDevice, arch_list: Sequence[str]) -> PreflightErro
     """The error if a torch that was built for `arch_list` has no kernels for this GPU."""
     if runs_on(arch_list, gpu.capability):
         return None
-    texts = {"name": gpu.name, "arch": gpu.arch, "build": build_with(gpu.capability), "torch": torch.__version__}
-    return make_error(PreflightError, "gpu-without-kernels", arches=" ".join(arch_list), **texts)
+    return make_error(
+        PreflightError, "gpu-without-kernels",
+        name=gpu.name, arch=gpu.arch, torch=torch.__version__, arches=" ".join(arch_list),
+        build=build_with(gpu.capability),
+    )  # fmt: skip
 
 
 def available_devices() -> list[str]:
