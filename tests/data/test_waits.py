@@ -107,7 +107,7 @@ def test_a_slow_copy(tmp_path, monkeypatch):
     account = account_of(make(InMemoryIndex(tmp_path, 13), device=device, prefetch_depth=1), batches=3 * BATCHES)
     injected = delays.union_s(account.start_s, account.end_s)
     assert injected > 2 * BATCHES * DELAY_S
-    assert account.input_wait_stages["copy"] == pytest.approx(injected, rel=0.05)
+    assert account.input_wait_stages["copy"] == pytest.approx(injected, rel=0.25)
 
 
 @pytest.mark.slow
