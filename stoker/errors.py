@@ -192,7 +192,7 @@ _MEMORY = (
     "raise the limit of memory (`ulimit -v`, that of the container), or use fewer --workers",
 )
 _LIMITS = {errno.EMFILE: _FILES, errno.ENFILE: _FILES, errno.ENOMEM: _MEMORY, errno.EAGAIN: _PROCESSES}
-"""What is said and what to do. Not in errors.toml, which cannot be opened without a descriptor."""
+"""errno → message and fix. Not in errors.toml, which cannot be opened without a descriptor."""
 
 
 def system_limit(error: BaseException, location: object = None) -> SystemLimitError | None:

@@ -21,7 +21,7 @@ FROM = {
     module: {name.rpartition(".")[2] for name in PROGRAMS | EXTERNAL_DATA | {"torch.load"} if name.startswith(module)}
     for module in ("torch", "torch.export", "torch.jit", "torch.hub", "torch.package", "onnx", "onnxruntime")
 } | {"torch": {"load", "package"}, "onnx.external_data_helper": {"load_external_data_for_model"}}
-"""Module → what nobody imports from it by its name alone, where the rules above would not see it."""
+"""Module → names that are not imported from it by themselves, where the rules above would not see it."""
 RIGHT = {
     ("inference/runtime.py", "torch.export.load"): "a file that the user trusts, or that stoker wrote just before",
     ("inference/runtime.py", "runtime.InferenceSession"):

@@ -134,7 +134,7 @@ def _run(arguments: list[str]) -> int:
         shown = system_limit(error) or error
         if not isinstance(shown, StokerError):
             raise
-        with contextlib.suppress(OSError):  # nobody can read it; schedulers decide by the exit code
+        with contextlib.suppress(OSError):  # stderr is closed or full; schedulers decide by the exit code
             print(f"stoker: {shown}", file=sys.stderr)
         return shown.exit_code
     except KeyboardInterrupt as error:

@@ -33,7 +33,8 @@ from stoker.data.augment import strong_augmentations
 from stoker.data.batch import Batch
 from stoker.errors import CaptureFailed
 from stoker.evaluation.evaluate import in_eval_mode
-from stoker.hardware.device import Device, is_out_of_memory
+from stoker.hardware.device import Device
+from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.models.layers.convolutions import separate_conv_relu, use_fused_convs
 from stoker.models.retinanet import RetinaNet
 from stoker.runs.records import EVENTS, read_lines

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from stoker.data.loading.loader import Loader
 from stoker.errors import OutOfMemoryError, make_error
 from stoker.hardware.cgroup import HostLimit, nearest_memory_limit
-from stoker.hardware.device import is_out_of_memory
+from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.training.parallel import Attempt
 from stoker.training.state import BatchSizes, EventLogger, count_micro_batches
 

@@ -19,7 +19,8 @@ from torch import nn
 from stoker.data.augment import MIXUP_END_FRACTION, MOSAIC_END_FRACTION
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
-from stoker.hardware.device import HostArenas, ReadyEvent, allow_host_sync, is_out_of_memory
+from stoker.hardware.device import HostArenas, ReadyEvent, allow_host_sync
+from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.trace import Tracer
 from stoker.report.terminal import Screen
@@ -31,7 +32,7 @@ from stoker.training.watchdog import HangDetector
 
 MAX_STEPS_AHEAD = 2
 """Issued steps that an accelerator has not ended when the host begins to issue the next one, at most: it has their time
-for it. More would hold their batches in the device's memory, and a signal would be heeded later."""
+for it. More would hold their batches in the device's memory, and a signal would take effect later."""
 
 
 class One(PlainStep):

@@ -20,7 +20,8 @@ import torch
 
 from stoker.data.index_digest import describe_changes
 from stoker.errors import CheckpointError, DivergedError
-from stoker.hardware.device import Device, is_out_of_memory
+from stoker.hardware.device import Device
+from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.runs.records import QUARANTINE, STEPS, read_lines
 from stoker.runs.schemas import Quarantined, StepWindow
 from stoker.storage.uri import display_path

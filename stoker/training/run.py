@@ -18,7 +18,8 @@ from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, settings_table
 from stoker.data.index import Index
 from stoker.errors import Preempted, StokerError
-from stoker.hardware.device import Device, out_of_memory_as_error
+from stoker.hardware.device import Device
+from stoker.hardware.memory_errors import out_of_memory_as_error
 from stoker.models import get_architecture
 from stoker.models.weights.hub import find_weights
 from stoker.monitor.monitor import monitoring

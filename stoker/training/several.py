@@ -8,7 +8,7 @@ buckets; `ddp.Periodic`, `fsdp.Fsdp` and `stages.Pipeline` with the norm of the 
 
 What a step decides on the device (skip it, the streak of skipped steps) follows from the means and is the same
 everywhere. On an accelerator the host acts on the numbers of a step MAX_STEPS_AHEAD steps later, when their copy has
-long arrived, in all ranks at the same step; so a signal is heeded after three steps.
+long arrived, in all ranks at the same step; so a signal takes effect after three steps.
 """
 
 import contextlib

@@ -31,7 +31,8 @@ from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index_of
 from stoker.errors import OutOfMemoryError, RankError, StokerError
 from stoker.evaluation.evaluate import detect, evaluation_loader
-from stoker.hardware.device import Device, configure_malloc, is_out_of_memory, out_of_memory_as_error, select_device
+from stoker.hardware.device import Device, configure_malloc, select_device
+from stoker.hardware.memory_errors import is_out_of_memory, out_of_memory_as_error
 from stoker.models.layers.rank_mean import counting_over_ranks
 from stoker.profiling.ledger import Ledger
 from stoker.runs.records import RunFolder

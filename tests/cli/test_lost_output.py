@@ -1,4 +1,4 @@
-"""A training whose output nobody can receive: the result is in the run's folder, so it has succeeded."""
+"""A training whose output cannot be written: the result is in the run's folder, so it has succeeded."""
 
 import os
 import subprocess

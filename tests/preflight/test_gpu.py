@@ -261,8 +261,8 @@ def test_a_training_on_a_gpu_without_kernels_is_refused_before_it_computes(
         select_device("cuda")
     assert "sm_75 sm_80" in (caught.value.cause or "")
     found = msgspec.structs.replace(with_device(capability=capability), arch_list=["sm_80"])
-    for said in (caught.value.fix, versions(tmp_path, found)["arch_missing"].fix):
-        assert fix in (said or "")
+    for text in (caught.value.fix, versions(tmp_path, found)["arch_missing"].fix):
+        assert fix in (text or "")
 
 
 def test_cudnn_old_loaded_twice_or_not_the_one_it_was_built_for(tmp_path: Path):

@@ -50,7 +50,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(weights: str, class_names: tuple[str, ...]) -> tuple[Detector, dict[str, Tensor], list[str]]:
-    """A model with these weights, its random values before, and what was said."""
+    """A model with these weights, its random values before, and the messages."""
     torch.manual_seed(1)
     settings = settings_of(NAME, weights=weights)
     model = build(settings, len(class_names))

@@ -15,7 +15,7 @@ from torch import nn
 
 from stoker.data.batch import Batch
 from stoker.errors import OutOfMemoryError, Preempted
-from stoker.hardware.device import is_out_of_memory
+from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.training import evaluator, loop, make_step, step

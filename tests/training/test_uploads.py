@@ -287,7 +287,7 @@ class HangingStore:
 @pytest.mark.parametrize(("grace_s", "most_s"), [(None, 125), (30.0, 35)])
 def test_a_signal_bounds_the_wait_for_the_last_upload(grace_s: float | None, most_s: float, tmp_path: Path) -> None:
     """After 10 s of at most 900, the machine is told to go. Each look at the clock takes half a second."""
-    now_s, said, store, request = 0.0, [], HangingStore(), StopRequest()
+    now_s, messages, store, request = 0.0, [], HangingStore(), StopRequest()
 
     def clock() -> float:
         nonlocal now_s
@@ -300,7 +300,7 @@ def test_a_signal_bounds_the_wait_for_the_last_upload(grace_s: float | None, mos
     (tmp_path / EVENTS).write_text("")
     uploads = BackgroundUploader(
         store, parse_uri("gs://bucket/run"), tmp_path, None, {},
-        report=lambda kind, text: said.append((kind, text)), on_lease_lost=lambda _: None, clock=clock,
+        report=lambda kind, text: messages.append((kind, text)), on_lease_lost=lambda _: None, clock=clock,
     )  # type: ignore[arg-type]  # fmt: skip
     waits = uploads._condition.wait
     uploads._condition.wait = lambda _=None: waits(0.001)  # type: ignore[method-assign]
@@ -310,7 +310,7 @@ def test_a_signal_bounds_the_wait_for_the_last_upload(grace_s: float | None, mos
         assert now_s <= 10 + most_s
         assert failure is not None
         assert "not done within" in failure
-        ((_, text),) = [entry for entry in said if entry[0] == "warning"]
+        ((_, text),) = [entry for entry in messages if entry[0] == "warning"]
         for part in ("SIGTERM", "final.safetensors", EVENTS):
             assert part in text
     finally:

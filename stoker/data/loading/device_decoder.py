@@ -36,7 +36,8 @@ from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, Sam
 from stoker.data.loading.stats import Counters
 from stoker.errors import DataError, ObjectMissing, PreflightError, make_error
 from stoker.hardware.cgroup import host_cores
-from stoker.hardware.device import Device, SideStream, is_out_of_memory
+from stoker.hardware.device import Device, SideStream
+from stoker.hardware.memory_errors import is_out_of_memory
 
 MAX_PIXELS_PER_CALL = 2**26
 """Limit for the images of one call, 192 MiB: they must fit into what `training/defaults/dry_run.py` leaves free."""

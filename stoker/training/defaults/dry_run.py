@@ -26,7 +26,8 @@ from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import Index
 from stoker.data.loading.loader import compute_max_boxes
 from stoker.errors import ConfigError, OutOfMemoryError
-from stoker.hardware.device import Device, end_step, is_out_of_memory
+from stoker.hardware.device import Device, end_step
+from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.models import build
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.optim import OptimizerStep
