@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from stoker.api import check, plan, train
     from stoker.config.keywords import Settings
     from stoker.errors import StokerError
-    from stoker.evaluation.metrics import Metrics
     from stoker.inference.model import Model, load
     from stoker.inference.prediction import Prediction
     from stoker.monitor.options import MonitoringOptions
     from stoker.profiling.measure import measure
+    from stoker.runs.evaluation import Metrics
     from stoker.training.local_ranks import Result
 
 set_spin_count()  # before torch loads OpenMP
 
 _HOME = {
-    "Metrics": "stoker.evaluation.metrics",
+    "Metrics": "stoker.runs.evaluation",
     "Model": "stoker.inference.model",
     "MonitoringOptions": "stoker.monitor.options",
     "Prediction": "stoker.inference.prediction",

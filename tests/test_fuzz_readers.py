@@ -29,7 +29,6 @@ from stoker.data.index import open_index
 from stoker.data.validation.check import check_dataset
 from stoker.diagnosis import reader
 from stoker.errors import StokerError
-from stoker.evaluation.metrics import read_evaluation
 from stoker.inference.runtime import RUNTIMES
 from stoker.launching.jobs import read_jobs
 from stoker.migration.pipeline import import_pipeline
@@ -40,6 +39,7 @@ from stoker.profiling.hook.stoker_hook import clock
 from stoker.report.run_report import collect
 from stoker.report.runs_summary import summarize_runs
 from stoker.runs import records, schemas
+from stoker.runs.evaluation import read_evaluation
 from stoker.search.page import render_study, study_json
 from stoker.search.study import JOURNAL, STUDY, Study, create
 from stoker.search.worker import work

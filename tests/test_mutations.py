@@ -82,7 +82,7 @@ MUTATIONS = {
         "evaluation/test_evaluate.py::test_boxes_of_few_sizes_at_few_places_score_as_pycocotools",
     ),
     "COCO recalls": Mutation(
-        "evaluation/metrics.py", "NUM_RECALL_POINTS = 101", "NUM_RECALL_POINTS = 11",
+        "runs/evaluation.py", "NUM_RECALL_POINTS = 101", "NUM_RECALL_POINTS = 11",
         "evaluation/test_evaluate.py::test_boxes_of_few_sizes_at_few_places_score_as_pycocotools",
     ),
     "COCO detections": Mutation(

@@ -29,8 +29,9 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.transforms.functional import hflip, pil_to_tensor
 
 from stoker.data.index import Index, open_index
+from stoker.evaluation.detections import Detections
 from stoker.evaluation.evaluate import compute_metrics, ground_truth
-from stoker.evaluation.metrics import Detections, Metrics
+from stoker.runs.evaluation import Metrics
 
 CHANNELS, DEPTH, ANCHORS, FROZEN = 128, 2, 9, 4
 """FROZEN: children of MobileNetV2's features, which make its first two stages."""

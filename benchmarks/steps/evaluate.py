@@ -132,8 +132,8 @@ def measure_stoker_files(folder: Path) -> dict[str, Any]:
     import msgspec
 
     from stoker.data.index import open_index
+    from stoker.evaluation.detections import Detections
     from stoker.evaluation.evaluate import compute_metrics, ground_truth
-    from stoker.evaluation.metrics import Detections
 
     class Entry(msgspec.Struct):
         image_id: int
@@ -188,7 +188,7 @@ def by_cocoeval(folder: Path, coco: Callable[..., Any], evaluation: Callable[...
 
 def arrays(folder: Path) -> Any:
     """GroundTruth and Detections."""
-    from stoker.evaluation.metrics import Detections, GroundTruth
+    from stoker.evaluation.detections import Detections, GroundTruth
 
     of = np.load(folder / "arrays.npz")
     names = tuple(f"class {n}" for n in range(CLASSES))
@@ -202,7 +202,7 @@ def arrays(folder: Path) -> Any:
 
 
 def numbers(metrics: Any) -> list[float]:
-    from stoker.evaluation.metrics import COCO_SUMMARY
+    from stoker.runs.evaluation import COCO_SUMMARY
 
     values = [getattr(metrics, name) for name in COCO_SUMMARY]
     return [-1.0 if value is None else value for value in values]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from stoker.errors import writing
-from stoker.evaluation.metrics import Detections
+from stoker.evaluation.detections import Detections
 from stoker.storage.local_files import write_atomic
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")

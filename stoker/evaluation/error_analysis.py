@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from stoker.data.index import Index
 from stoker.evaluation.coco import CocoMatches, CocoResult, only_evaluated
-from stoker.evaluation.metrics import (
+from stoker.evaluation.detections import Detections, GroundTruth
+from stoker.runs.evaluation import (
     ERROR_TYPES,
     HISTOGRAM_BINS,
     ClassEvaluation,
@@ -32,9 +33,7 @@ from stoker.evaluation.metrics import (
     ConfusionPair,
     Curves,
     DetectionBox,
-    Detections,
     Evaluation,
-    GroundTruth,
     GroundTruthBox,
     ImageEvaluation,
 )

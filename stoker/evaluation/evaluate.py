@@ -29,10 +29,11 @@ from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, make_error
 from stoker.evaluation import coco
 from stoker.evaluation.coco import CocoResult, only_evaluated
+from stoker.evaluation.detections import Detections, GroundTruth, boxes_in_image
 from stoker.evaluation.draw import ImageWithBoxes
-from stoker.evaluation.metrics import Detections, GroundTruth, Metrics, boxes_in_image
 from stoker.hardware.device import Device, ReadyEvent, allow_host_sync
 from stoker.models.layers.postprocess import DetectorProtocol, ExactnessCheck
+from stoker.runs.evaluation import Metrics
 
 SCORE_THRESHOLD = 0.05
 """Minimum score of a detection: torchvision's default (RetinaNet.score_thresh), also of its published COCO metrics."""

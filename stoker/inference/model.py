@@ -26,7 +26,6 @@ from stoker.data.index import open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, UsageError, WeightsError, did_you_mean, make_error, nearest
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
-from stoker.evaluation.metrics import Metrics
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
 from stoker.inference.image_batches import MERGE_IOU, TILE_OVERLAP, ImageSource, Tiling, merge_detections
@@ -44,6 +43,7 @@ from stoker.inference.video import VIDEO_SUFFIXES, is_video, read_frames
 from stoker.models import MODELS
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, DetectorProtocol
 from stoker.models.weights import model_file
+from stoker.runs.evaluation import Metrics
 from stoker.runs.records import CONFIG
 
 Image_ = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image | Tensor

@@ -20,10 +20,10 @@ import numpy as np
 from stoker.data.images.source import display_path
 from stoker.data.remote import download_image, resolve_images
 from stoker.errors import DataError, UsageError, make_error, writing
+from stoker.evaluation.detections import Detections, empty_detections
 from stoker.evaluation.draw import IMAGE_SUFFIXES as OUTPUT_SUFFIXES
 from stoker.evaluation.draw import save_image
 from stoker.evaluation.evaluate import detect_batches
-from stoker.evaluation.metrics import Detections, empty_detections
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
 from stoker.inference.image_batches import (

@@ -19,8 +19,8 @@ from PIL import Image
 
 from stoker.data.images.source import display_path
 from stoker.errors import DataError, UsageError, needs_package
+from stoker.evaluation.detections import Detections, boxes_in_image
 from stoker.evaluation.draw import IMAGE_SUFFIXES, draw_boxes, save_image
-from stoker.evaluation.metrics import Detections, boxes_in_image
 from stoker.inference.image_batches import ImageSource, load_pixels
 
 

@@ -18,8 +18,8 @@ from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.errors import UsageError
+from stoker.evaluation.detections import boxes_in_image
 from stoker.evaluation.draw import draw_boxes, fit_text
-from stoker.evaluation.metrics import boxes_in_image
 from stoker.hardware.device import Device
 
 if TYPE_CHECKING:

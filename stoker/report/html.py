@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from stoker.errors import needs_package, writing
-from stoker.evaluation.metrics import COCO_SUMMARY, Evaluation, Metrics
 from stoker.report import format as fmt
 from stoker.report.explain import ERROR_TYPE_ADVICE, PHASE_COLORS, PROBE_HEADS, PhaseTime, RunExplanation, probe_rows
 from stoker.report.page import charts as draw
@@ -26,6 +25,7 @@ from stoker.report.run_report import RunReport, collect, sum_error_types
 from stoker.report.runs_summary import RunsSummary, make_tables, summary_rows
 from stoker.report.sizing import flatten, gpu_names
 from stoker.report.terminal import COCO_TITLES
+from stoker.runs.evaluation import COCO_SUMMARY, Evaluation, Metrics
 from stoker.runs.records import PHASES, REPORT
 from stoker.secrets import mask_argv
 from stoker.storage.local_files import write_atomic

@@ -16,13 +16,13 @@ import msgspec
 
 from stoker.diagnosis.endings import UNEXPLAINED
 from stoker.errors import UsageError
-from stoker.evaluation.metrics import Evaluation, Metrics, read_evaluation
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.report import format as fmt
 from stoker.report.explain import ERROR_TYPE_ADVICE, RunExplanation, explain_run, open_records
 from stoker.report.series import FractionSeries, RunCurves, Series
 from stoker.report.sizing import read_environment
 from stoker.runs import records
+from stoker.runs.evaluation import Evaluation, Metrics, read_evaluation
 from stoker.runs.schemas import Event, Quarantined
 from stoker.secrets import mask_secrets
 from stoker.storage.uri import display_path

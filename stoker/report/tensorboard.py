@@ -18,7 +18,7 @@ from PIL import Image
 
 from stoker.errors import DataError, PreflightError, StorageError, needs_package
 from stoker.evaluation.draw import ImageWithBoxes, draw_comparison
-from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
+from stoker.runs.evaluation import COCO_SUMMARY, Metrics
 from stoker.runs.schemas import StepWindow
 
 FOLDER = "tensorboard"

@@ -18,9 +18,9 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
 from stoker.report import format as fmt
 from stoker.report.console import make_console, plain_text, print_renderables, render_plain, supports_cursor, table
+from stoker.runs.evaluation import COCO_SUMMARY, Metrics
 from stoker.runs.schemas import StepWindow
 
 PLAIN_PROGRESS_INTERVAL_S = 10.0

@@ -26,11 +26,12 @@ from stoker.config.durations import parse_duration
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
 from stoker.errors import WeightsError
+from stoker.evaluation.detections import Detections
 from stoker.evaluation.error_analysis import build_evaluation
 from stoker.evaluation.evaluate import compute_coco_result, detect, ground_truth, sample_images
-from stoker.evaluation.metrics import Detections, Metrics
 from stoker.hardware.device import ReadyEvent
 from stoker.models.weights.model_file import METADATA_KEY, read_metadata
+from stoker.runs.evaluation import Metrics
 from stoker.runs.records import BEST, EVALUATION
 from stoker.training import checkpoint
 from stoker.training.out_of_memory import retry_in_smaller_batches

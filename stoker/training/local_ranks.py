@@ -25,8 +25,8 @@ from typing import Any, Literal
 import msgspec
 
 from stoker.errors import ConfigError, Preempted, RankError, StokerError
-from stoker.evaluation.metrics import Metrics
 from stoker.monitor.options import MonitoringOptions
+from stoker.runs.evaluation import Metrics
 from stoker.storage.local_files import temporary_folder
 from stoker.training.cluster import RankPlace, find_place
 from stoker.training.ranks import REPORTS_VARIABLE, Failure, first_failure, read_reports, write_report

@@ -19,11 +19,11 @@ import msgspec
 
 from stoker.config.durations import parse_duration
 from stoker.errors import CaptureFailed, Preempted, StokerError, StorageError, make_error
-from stoker.evaluation.metrics import Metrics
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.profiling.trace import Tracer
 from stoker.report.terminal import Screen
+from stoker.runs.evaluation import Metrics
 from stoker.runs.records import BEST, FINAL
 from stoker.training.checkpoint import LoadedCheckpoint
 from stoker.training.evaluator import Evaluator

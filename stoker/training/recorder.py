@@ -30,11 +30,11 @@ from torch import Tensor
 from stoker.data.loading.loader import QuarantinedImage
 from stoker.errors import DataError
 from stoker.evaluation.draw import ImageWithBoxes
-from stoker.evaluation.metrics import Metrics
 from stoker.hardware import calibration
 from stoker.hardware.device import ReadyEvent
 from stoker.profiling.ledger import TimeBreakdown
 from stoker.report.tensorboard import Board
+from stoker.runs.evaluation import Metrics
 from stoker.runs.records import DEVICES, EVENTS, QUARANTINE, RANKS, STACKS, STEPS, WARNING_KINDS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event, Quarantined, StackWindow, StepWindow
 from stoker.training.optim import NO_STATS, StepStats

@@ -12,9 +12,9 @@ from stoker.config.settings import Config, from_fields, from_toml
 from stoker.data.index import Index, open_index
 from stoker.data.loading.loader import Loader, LoaderSpec
 from stoker.data.remote import mirror_dir_for
-from stoker.evaluation.metrics import read_evaluation
 from stoker.hardware.device import select_device
 from stoker.report.html import write_report
+from stoker.runs.evaluation import read_evaluation
 from stoker.runs.records import CONFIG, QUARANTINE, read_lines
 from stoker.runs.schemas import Quarantined
 from stoker.storage.fetcher import Fetcher

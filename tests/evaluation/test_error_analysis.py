@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import UsageError
 from stoker.evaluation.coco import match_detections
+from stoker.evaluation.detections import Detections, GroundTruth
 from stoker.evaluation.error_analysis import (
     MAX_MATRIX_CLASSES,
     ClassStats,
@@ -22,14 +23,7 @@ from stoker.evaluation.error_analysis import (
     worst_and_best,
 )
 from stoker.evaluation.evaluate import compute_coco_result, ground_truth
-from stoker.evaluation.metrics import (
-    ERROR_TYPES,
-    NUM_RECALL_POINTS,
-    Detections,
-    Evaluation,
-    GroundTruth,
-    read_evaluation,
-)
+from stoker.runs.evaluation import ERROR_TYPES, NUM_RECALL_POINTS, Evaluation, read_evaluation
 from stoker.runs.records import EVALUATION, RunFolder
 from tests.fixtures.evaluation_evaluate import columns, detections, pycocotools, random_case
 

@@ -17,6 +17,7 @@ from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import open_index
 from stoker.errors import DataError
 from stoker.evaluation import coco
+from stoker.evaluation.detections import Detections, empty_detections
 from stoker.evaluation.error_analysis import build_evaluation
 from stoker.evaluation.evaluate import (
     GroundTruth,
@@ -27,9 +28,9 @@ from stoker.evaluation.evaluate import (
     ground_truth,
     sample_images,
 )
-from stoker.evaluation.metrics import COCO_SUMMARY, Detections, Metrics, empty_detections
 from stoker.hardware.device import Device
 from stoker.models import BatchDetections, build, get_architecture
+from stoker.runs.evaluation import COCO_SUMMARY, Metrics
 from tests.drawn import draw
 from tests.fixtures.evaluation_evaluate import columns, detections, pycocotools, random_case
 from tests.host_sync import ForbidHostSync, HostSyncError

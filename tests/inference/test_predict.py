@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from stoker.config.settings import ModelSettings
 from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.errors import DataError, StorageError, UsageError
+from stoker.evaluation.detections import Detections, empty_detections
 from stoker.evaluation.draw import MIN_DRAW_SIDE, class_color, draw_boxes
-from stoker.evaluation.metrics import Detections, empty_detections
 from stoker.hardware.device import Device
 from stoker.inference.predict import RESULTS_NAME, find_images, output_names, predict_images, predict_to_dir
 from stoker.models import BatchDetections as InSlots

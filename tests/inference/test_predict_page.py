@@ -13,8 +13,8 @@ from PIL import Image
 
 import stoker
 from stoker.cli.app import app
-from stoker.evaluation.metrics import read_evaluation
 from stoker.models.weights.model_file import load_model
+from stoker.runs.evaluation import read_evaluation
 from tests.drawn import draw
 from tests.inference.pretrained import write_weights
 

@@ -20,11 +20,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stoker.errors import ConfigError
-from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
 from stoker.monitor import delivery, monitor
 from stoker.monitor.alerts import MEASURED
 from stoker.monitor.monitor import Follower, monitoring, tracker_metrics
 from stoker.monitor.options import MonitoringOptions
+from stoker.runs.evaluation import COCO_SUMMARY, Metrics
 from stoker.runs.records import DEVICES, EVENTS, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 

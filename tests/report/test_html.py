@@ -20,15 +20,16 @@ from plotly.offline import get_plotlyjs
 from stoker.cli.app import main
 from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
+from stoker.evaluation.detections import Detections
 from stoker.evaluation.error_analysis import build_evaluation
 from stoker.evaluation.evaluate import compute_coco_result, ground_truth
-from stoker.evaluation.metrics import Detections, Evaluation
 from stoker.report.explain import PHASE_COLORS
 from stoker.report.html import render, write_report
 from stoker.report.page import charts as charts_module
 from stoker.report.page.markup import Markup, escape, tag
 from stoker.report.run_report import RunReport, collect
 from stoker.report.series import MAX_BARS, MAX_POINTS
+from stoker.runs.evaluation import Evaluation
 from stoker.runs.records import (
     CONFIG,
     DEVICES,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stoker.evaluation.metrics import GroundTruthBox, ImageEvaluation
 from stoker.report.page.images import MAX_JPEG_BYTES, render_image
+from stoker.runs.evaluation import GroundTruthBox, ImageEvaluation
 
 
 def make_evaluation(path: Path, span: tuple[int, int] | None = None) -> ImageEvaluation:

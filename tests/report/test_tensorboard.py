@@ -14,9 +14,10 @@ from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
 from stoker.data.images.decode import thumbnail
+from stoker.evaluation.detections import Detections, empty_detections
 from stoker.evaluation.draw import ImageWithBoxes
-from stoker.evaluation.metrics import COCO_SUMMARY, ClassMetrics, Detections, Metrics, empty_detections
 from stoker.report.tensorboard import FOLDER, MAX_IMAGE_SIDE, Board
+from stoker.runs.evaluation import COCO_SUMMARY, ClassMetrics, Metrics
 from stoker.runs.schemas import StepWindow
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.evaluation.metrics import COCO_SUMMARY, ClassMetrics, Metrics
 from stoker.report import format as fmt
 from stoker.report.console import supports_cursor
 from stoker.report.terminal import Screen, print_metrics
+from stoker.runs.evaluation import COCO_SUMMARY, ClassMetrics, Metrics
 from stoker.runs.schemas import StepWindow
 
 

@@ -98,7 +98,7 @@ def page() -> str:
         "# Records",
         "",
         "The fields of every record of a run, generated from `stoker/runs/schemas.py`,",
-        "`stoker/findings/finding.py` and `stoker/evaluation/metrics.py` by",
+        "`stoker/findings/finding.py` and `stoker/runs/evaluation.py` by",
         "`python -m tests.runs.test_records`. What the files are for, and what phases, events and errors mean:",
         "[run-folder.md](run-folder.md). A field that is not measured is absent from its line.",
         "`Count`: a whole number of at least 0. `Amount`: a number of at least 0. `Role`: one of the texts that its",

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from stoker.config.settings import AUTO, SECTION_OF, Config, from_run, setting_rows
-from stoker.evaluation.metrics import Evaluation
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.report.html import render
 from stoker.report.run_report import collect
 from stoker.runs import records, schemas
+from stoker.runs.evaluation import Evaluation
 from stoker.training.checkpoint import Manifest, healthy_steps
 
 RUN = Path(__file__).with_name("run_of_0_2_0")

@@ -8,7 +8,7 @@ import pytest
 
 from stoker.cli import rank_process
 from stoker.errors import Preempted, RankError
-from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
+from stoker.runs.evaluation import COCO_SUMMARY, Metrics
 from stoker.training import local_ranks
 from stoker.training.local_ranks import RankRequest, Result, _Starter, make_places
 

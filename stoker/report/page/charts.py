@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from stoker.evaluation.metrics import HISTOGRAM_BINS, NUM_RECALL_POINTS, Evaluation
 from stoker.report import format as fmt
 from stoker.report.explain import PHASE_COLORS
 from stoker.report.page.markup import Markup, clean, tag
 from stoker.report.run_report import RunReport
 from stoker.report.series import CURVES, Chart, Series
+from stoker.runs.evaluation import HISTOGRAM_BINS, NUM_RECALL_POINTS, Evaluation
 from stoker.runs.records import PHASES, WARNING_KINDS
 
 Trace = dict[str, Any]

@@ -15,8 +15,8 @@ from PIL import Image
 from stoker.data.images import source
 from stoker.data.images.decode import thumbnail
 from stoker.errors import DataError, StokerError, StorageError
-from stoker.evaluation.metrics import ImageEvaluation
 from stoker.report.page.markup import Markup, tag
+from stoker.runs.evaluation import ImageEvaluation
 
 MAX_IMAGE_SIDE = 480
 """Longest side of an image in pixels, and of the overlay; it is shown at about 350. The browser enlarges smaller
