@@ -217,7 +217,7 @@ def sample_images(
     return [
         ImageWithBoxes(
             path=index.path(image_index),
-            load_image=functools.partial(_thumbnail, index, image_index),
+            load_image=functools.partial(read_thumbnail, index, image_index),
             gt=gt_detections.of_image(image_index),
             detections=confident.of_image(image_index),
         )
@@ -225,7 +225,9 @@ def sample_images(
     ]
 
 
-def _thumbnail(index: Index, image_index: int, max_side: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+def read_thumbnail(index: Index, image_index: int, max_side: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+    """(uint8 [h, w, 3] RGB, upright as the boxes; height and width of the original). Raises OSError, DataError,
+    StorageError."""
     annotated_size = (int(index.original_size[image_index, 0]), int(index.original_size[image_index, 1]))
     return thumbnail(index.read(image_index), index.path(image_index), max_side, annotated_size=annotated_size)
 

@@ -8,6 +8,7 @@ import functools
 import os
 import shlex
 import time
+from collections.abc import Mapping
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,15 @@ import jinja2
 
 from stoker.errors import needs_package, writing
 from stoker.report import format as fmt
-from stoker.report.explain import ERROR_TYPE_ADVICE, PHASE_COLORS, PROBE_HEADS, PhaseTime, RunExplanation, probe_rows
+from stoker.report.explain import (
+    ERROR_TYPE_ADVICE,
+    PHASE_COLORS,
+    PROBE_HEADS,
+    PhaseTime,
+    RunExplanation,
+    open_records,
+    probe_rows,
+)
 from stoker.report.page import charts as draw
 from stoker.report.page.icicle import icicle
 from stoker.report.page.images import render_image
@@ -25,7 +34,7 @@ from stoker.report.run_report import RunReport, collect, sum_error_types
 from stoker.report.runs_summary import RunsSummary, make_tables, summary_rows
 from stoker.report.sizing import flatten, gpu_names
 from stoker.report.terminal import COCO_TITLES
-from stoker.runs.evaluation import COCO_SUMMARY, Evaluation, Metrics
+from stoker.runs.evaluation import COCO_SUMMARY, Evaluation, Metrics, Thumbnail, read_thumbnails
 from stoker.runs.records import PHASES, REPORT
 from stoker.secrets import mask_argv
 from stoker.storage.local_files import write_atomic
@@ -42,7 +51,9 @@ MAX_CLASS_ROWS = 100
 def write_report(run: str | Path, out: Path | None = None, *, price_per_device_hour: float | None = None) -> Path:
     """Writes the page of a run to its folder (for a bucket: to NAME-report.html in the current folder) or to `out`;
     returns its path. Raises UsageError if there is no such run, StorageError if the page cannot be written."""
-    page = render(collect(run, price_per_device_hour))
+    path = open_records(run)
+    report = collect(path, price_per_device_hour)
+    page = render(report, {} if report.evaluation is None else read_thumbnails(path, report.evaluation.step))
     folder = expand_variables(str(run))
     default = Path(f"{parse_uri(folder).name}-{REPORT}") if is_uri(folder) else Path(folder) / REPORT
     return write_page(page, out or default, private=True)
@@ -74,14 +85,15 @@ def write_page(page: str, path: Path, *, private: bool = False) -> Path:
     return path
 
 
-def render(report: RunReport) -> str:
-    """The page. An external job has no sections for metrics, images and settings."""
+def render(report: RunReport, thumbnails: Mapping[int, Thumbnail] | None = None) -> str:
+    """The page. An external job has no sections for metrics, images and settings. thumbnails: of `evaluation`."""
     argv = report.environment.get("argv")
     return render_template(
         "run.html",
         report.run,
         f"stoker report {shlex.quote(report.run)} --json",
         report=report,
+        thumbnails=thumbnails or {},
         run_name=report.run.rstrip("/").rpartition("/")[2],
         gpu_names=gpu_names(report.environment),
         gpus=draw.gpus(report),

@@ -1,16 +1,17 @@
-"""The COCO metrics of an evaluation, and evaluation.json, which has the errors of a model, too.
+"""The COCO metrics of an evaluation; evaluation.json, with the errors of a model; small copies of its images.
 
-evaluation.json has a bounded size for any data set; `training/evaluator.py` writes it, `report/` shows it;
-docs/run-folder.md describes it.
+The files have a bounded size for any data set; `training/evaluator.py` writes them, `report/` shows them;
+docs/run-folder.md describes them.
 """
 
+import contextlib
 from pathlib import Path
 
 import msgspec
 
 from stoker import regular_files
 from stoker.errors import UsageError, make_error
-from stoker.runs.records import EVALUATION
+from stoker.runs.records import EVALUATION, THUMBNAILS
 
 
 class ClassMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +182,28 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """None in files of earlier versions."""
 
 
+class Thumbnail(msgspec.Struct, frozen=True, kw_only=True):
+    """A small copy of an image, upright as its boxes."""
+
+    original_size: tuple[int, int]
+    """Height and width of the image, in which its boxes are."""
+    size: tuple[int, int]
+    """Height and width of the copy."""
+    jpeg: bytes
+    """The copy; in JSON as base64."""
+    error: str = ""
+    """Why there is no copy."""
+
+
+class Thumbnails(msgspec.Struct, frozen=True, kw_only=True):
+    """The file."""
+
+    step: int
+    """Of the evaluation that shows them."""
+    images: dict[int, Thumbnail]
+    """By `ImageEvaluation.image_index`."""
+
+
 def read_evaluation(run: Path) -> Evaluation | None:
     """None if the run has none. Raises UsageError if another version of stoker wrote it, or it is damaged."""
     path = run / EVALUATION
@@ -190,3 +213,11 @@ def read_evaluation(run: Path) -> Evaluation | None:
         return msgspec.json.decode(regular_files.read_bytes(path), type=Evaluation)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise make_error(UsageError, "evaluation-of-another-version", path, cause=str(error)) from error
+
+
+def read_thumbnails(run: Path, step: int) -> dict[int, Thumbnail]:
+    """Of the evaluation at `step`, by image; empty if the run has none of it, or the file is damaged."""
+    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        thumbnails = msgspec.json.decode(regular_files.read_bytes(run / THUMBNAILS), type=Thumbnails)
+        return thumbnails.images if thumbnails.step == step else {}
+    return {}

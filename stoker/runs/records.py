@@ -41,7 +41,8 @@ INPUT_STAGES = ("fetch", "decode", "copy", "queue")
 
 STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
 CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
-EVALUATION, REPORT, OUTPUT, HANG = "evaluation.json", "report.html", "output.log", "hang.txt"
+EVALUATION, THUMBNAILS = "evaluation.json", "evaluation-images.json"
+REPORT, OUTPUT, HANG = "report.html", "output.log", "hang.txt"
 TRACES, STACKS, PROBES, TRACE_FILES, RANKS = "traces.jsonl", "stacks.jsonl", "probes.jsonl", "traces", "ranks"
 CHECKPOINTS, BEST, FINAL, LAUNCH = "checkpoints", "best.safetensors", "final.safetensors", "launch.json"
 
@@ -266,8 +267,8 @@ def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
         return store.fetch_files(
             uri, (CONFIG,), events_file=EVENTS, first_existing_of=(BEST, FINAL), fallback_checkpoints=CHECKPOINTS
         )
-    names = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE,
-             LEASE_FILE)  # fmt: skip
+    names = (CONFIG, ENVIRONMENT, EVALUATION, THUMBNAILS, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES,
+             QUARANTINE, LEASE_FILE)  # fmt: skip
     return store.fetch_files(uri, names, events_file=EVENTS, subfolder=RANKS)
 
 

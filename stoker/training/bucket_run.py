@@ -67,8 +67,8 @@ MIN_STREAMED_BYTES = 16_000_000
 RETRY_DELAY_S = 30.0
 """Delay after a failure."""
 REPLACED_FILES = (
-    records.CONFIG, records.ENVIRONMENT, records.EVALUATION, records.FINDINGS, records.REPORT, records.HANG,
-    records.BEST, records.FINAL,
+    records.CONFIG, records.ENVIRONMENT, records.EVALUATION, records.THUMBNAILS, records.FINDINGS, records.REPORT,
+    records.HANG, records.BEST, records.FINAL,
 )  # fmt: skip
 """Files that are replaced, not appended to; and the stacks of a hang."""
 MODEL_FILES = (records.BEST, records.FINAL, records.CONFIG, records.EVALUATION)

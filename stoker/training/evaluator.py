@@ -29,10 +29,11 @@ from stoker.errors import WeightsError
 from stoker.evaluation.detections import Detections
 from stoker.evaluation.error_analysis import build_evaluation
 from stoker.evaluation.evaluate import compute_coco_result, detect, ground_truth, sample_images
+from stoker.evaluation.thumbnails import make_thumbnails
 from stoker.hardware.device import ReadyEvent
 from stoker.models.weights.model_file import METADATA_KEY, read_metadata
 from stoker.runs.evaluation import Metrics
-from stoker.runs.records import BEST, EVALUATION
+from stoker.runs.records import BEST, EVALUATION, THUMBNAILS
 from stoker.training import checkpoint
 from stoker.training.out_of_memory import retry_in_smaller_batches
 from stoker.training.parallel import Attempt
@@ -254,11 +255,13 @@ class Evaluator:
         evaluation = None
         if (metrics.ap or 0.0) > task.best_ap:
             evaluation = build_evaluation(result, self._ground_truth, detections, setup.index, step=step)
+            thumbnails = make_thumbnails(evaluation, setup.index)
         images = sample_images(setup.index, setup.val_indices, detections)
         with task.publishing:
             if task.is_canceled:
                 return None
             if evaluation is not None:
+                setup.folder.replace(THUMBNAILS, thumbnails)
                 setup.folder.replace(EVALUATION, evaluation)
                 changes = {"step": step, "ap": metrics.ap, "threshold": evaluation.threshold}
                 metadata = msgspec.structs.replace(setup.metadata, **changes)

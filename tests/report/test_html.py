@@ -6,30 +6,26 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
 
 from stoker.cli.app import main
-from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
-from stoker.evaluation.detections import Detections
-from stoker.evaluation.error_analysis import build_evaluation
-from stoker.evaluation.evaluate import compute_coco_result, ground_truth
 from stoker.report.explain import PHASE_COLORS
 from stoker.report.html import render, write_report
 from stoker.report.page import charts as charts_module
 from stoker.report.page.markup import Markup, escape, tag
 from stoker.report.run_report import RunReport, collect
 from stoker.report.series import MAX_BARS, MAX_POINTS
-from stoker.runs.evaluation import Evaluation
+from stoker.runs.evaluation import Evaluation, read_evaluation, read_thumbnails
 from stoker.runs.records import (
     CONFIG,
     DEVICES,
@@ -39,14 +35,15 @@ from stoker.runs.records import (
     PHASES,
     STACKS,
     STEPS,
+    THUMBNAILS,
     WARNING_KINDS,
     RunFolder,
     locked,
 )
 from stoker.runs.schemas import DeviceSample, GpuSample, Place, Quarantined, StackWindow, StepWindow
 from tests import browser
-from tests.drawn import draw
 
+RECORDED = Path(__file__).parent / "evaluated"
 EVIL = '<script>alert("1")</script>'
 CONFIG_TEXT = """\
 [data]
@@ -66,35 +63,19 @@ image_size = "320² pixels, <b>in the aspect</b> of the data"
 
 
 @pytest.fixture(scope="module")
-def drawn_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    """Synthetic images whose first class has a hostile name."""
-    data = draw(tmp_path_factory.mktemp("drawn") / "data", train=4, val=6)
-    for path in data.glob("*/_annotations.coco.json"):
-        document = json.loads(path.read_text())
-        document["categories"][0]["name"] = EVIL
-        path.write_text(json.dumps(document))
-    return open_index(data)
-
-
-@pytest.fixture(scope="module")
-def evaluation(drawn_index: Index) -> Evaluation:
-    """Most boxes are detected, some shifted, some of a wrong class; some false positives, some missed."""
-    rows = drawn_index.image_indices("val")
-    gt = ground_truth(drawn_index, rows)
-    rng = np.random.default_rng(1)
-    is_detected = rng.random(len(gt.image_index)) < 0.8
-    boxes = np.concatenate(
-        [gt.boxes[is_detected] + rng.normal(0, 2, (is_detected.sum(), 4)), [[1, 1, 9, 9]] * len(rows)]
-    )
-    labels = np.where(rng.random(is_detected.sum()) < 0.7, gt.label[is_detected], rng.integers(0, 3, is_detected.sum()))
-    detections = Detections(
-        image_index=np.concatenate([gt.image_index[is_detected], rows]),
-        boxes=boxes.astype(np.float32),
-        score=rng.uniform(0.3, 1, len(boxes)).astype(np.float32),
-        label=np.concatenate([labels, np.zeros(len(rows), np.int64)]),
-        image_indices=rows,
-    )
-    return build_evaluation(compute_coco_result(gt, detections), gt, detections, drawn_index, step=100)
+def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
+    """Six images: most boxes are detected, some shifted, some of a wrong class; some false positives, some missed. The
+    first class has a hostile name. Made by stoker from drawn images."""
+    recorded = read_evaluation(RECORDED)
+    assert recorded is not None
+    folder = tmp_path_factory.mktemp("drawn")
+    for shown in (*recorded.worst, *recorded.best):
+        (folder / shown.path).touch()
+    moved = {
+        name: [msgspec.structs.replace(shown, path=str(folder / shown.path)) for shown in getattr(recorded, name)]
+        for name in ("worst", "best")
+    }
+    return msgspec.structs.replace(recorded, **moved)
 
 
 def make_run(
@@ -149,6 +130,7 @@ def make_run(
         if evaluation is not None:
             folder.event("evaluated", step=100, metrics=msgspec.to_builtins(evaluation.metrics))
             folder.replace(EVALUATION, evaluation)
+            shutil.copy(RECORDED / THUMBNAILS, path)
         if attempt < attempts:
             folder.close()
     if end is not None:
@@ -164,7 +146,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, evaluation: Evaluation) -> Pat
 
 @pytest.fixture(scope="module")
 def page(run: Path) -> str:
-    return render(collect(run))
+    return render(collect(run), read_thumbnails(run, 100))
 
 
 def without_plotly(page: str) -> str:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from stoker.diagnosis.reader import read_run
 from stoker.errors import UsageError
-from stoker.evaluation import metrics as evaluation
+from stoker.runs import evaluation
 from stoker.findings.finding import Evidence, Finding
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs import records, schemas
@@ -53,6 +53,7 @@ FILES = {
         evaluation.Evaluation, evaluation.Curves, evaluation.ClassEvaluation, evaluation.ConfusionPair,
         evaluation.ImageEvaluation, evaluation.GroundTruthBox, evaluation.DetectionBox,
     ],
+    "evaluation-images.json": [evaluation.Thumbnails, evaluation.Thumbnail],
 }  # fmt: skip
 """File → the structs of its records, the outermost first."""
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits and signals")

@@ -1,68 +1,50 @@
 """Images of the evaluation with ground truth and detections: small JPEGs in the page, with boxes as an SVG overlay.
 
-As an overlay, boxes stay sharp on a phone, can be hidden, and have tooltips. For an image that is no longer available,
-the page shows its numbers and the reason.
+As an overlay, boxes stay sharp on a phone, can be hidden, and have tooltips. The copies
+are made at the evaluation (`evaluation-images.json`); where there is none, the page shows the numbers and the reason.
 """
 
 import base64
-import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from PIL import Image
-
-from stoker.data.images import source
-from stoker.data.images.decode import thumbnail
-from stoker.errors import DataError, StokerError, StorageError
 from stoker.report.page.markup import Markup, tag
-from stoker.runs.evaluation import ImageEvaluation
+from stoker.runs.evaluation import ImageEvaluation, Thumbnail
 
-MAX_IMAGE_SIDE = 480
-"""Longest side of an image in pixels, and of the overlay; it is shown at about 350. The browser enlarges smaller
-images, but not the lines and labels of the overlay."""
-MAX_JPEG_BYTES = 40_000
+OVERLAY_SIDE = 480
+"""Longest side of the overlay in pixels; it is shown at about 350. The browser enlarges smaller images, but not the
+lines and labels of the overlay."""
 LINE_HEIGHT = 15
 """Of a label in overlay pixels; the font is `.name` in style.css."""
 Xyxy = tuple[float, float, float, float]
 
 
-def render_image(image_eval: ImageEvaluation, class_names: Sequence[str]) -> Markup:
-    """An image with its boxes and counts."""
+def render_image(
+    image_eval: ImageEvaluation, class_names: Sequence[str], thumbnails: Mapping[int, Thumbnail]
+) -> Markup:
+    """An image with its boxes and counts. thumbnails: by image."""
     name = Path(image_eval.path).name
     counts = f"{image_eval.tp} TP, {image_eval.fp} FP, {image_eval.fn} FN"
     file = tag("span", name, class_="file", title=image_eval.path)
     caption = tag("figcaption", tag("b", f"F1 {image_eval.f1:.2f}"), " ", counts, file)
-    try:
-        data, (width, height), original = _encode_jpeg(image_eval)
-    except (OSError, DataError, StorageError) as error:
-        reason = error.what if isinstance(error, StokerError) else (error.strerror or str(error))
+    thumbnail = thumbnails.get(image_eval.image_index)
+    if thumbnail is None or thumbnail.error or min(*thumbnail.size, *thumbnail.original_size) < 1:
+        reason = thumbnail.error if thumbnail is not None else "the run has no copy of it"
         placeholder = tag("div", f"The image cannot be shown: {reason}", class_="gone")
         return tag("figure", placeholder, caption, class_="image")
     numbers = Counter(_class_name(class_names, box.label) for box in image_eval.gt_boxes)
     ground_truth = ", ".join(f"{count} {name}" for name, count in numbers.items()) or "nothing"
     alt = f"{name}: {counts}; ground truth: {ground_truth}"
+    scale = OVERLAY_SIDE / max(thumbnail.size)
+    height, width = (max(1, round(side * scale)) for side in thumbnail.size)
+    original = thumbnail.original_size
+    data = base64.b64encode(thumbnail.jpeg).decode()
     image = tag("img", src=f"data:image/jpeg;base64,{data}", width=width, height=height, alt=alt)
     boxes = _draw(image_eval, class_names, (width, height), (width / original[1], height / original[0]))
     namespace = "http://www.w3.org/2000/svg"
     overlay = tag("svg", boxes, viewBox=f"0 0 {width} {height}", xmlns=namespace, aria_hidden="true")
     return tag("figure", tag("div", image, overlay, class_="frame"), caption, class_="image")
-
-
-def _encode_jpeg(image_eval: ImageEvaluation) -> tuple[str, tuple[int, int], tuple[int, int]]:
-    """(JPEG in base64; shown width and height; height and width of the original in the orientation of its boxes).
-    Raises OSError, DataError, StorageError."""
-    data = source.read(image_eval.path, image_eval.byte_range)
-    pixels, original = thumbnail(data, Path(image_eval.path), MAX_IMAGE_SIDE, annotated_size=image_eval.size or (0, 0))
-    small = Image.fromarray(pixels)
-    scale = MAX_IMAGE_SIDE / max(small.size)
-    shown_size = max(1, round(small.width * scale)), max(1, round(small.height * scale))
-    for quality in (82, 70, 55, 40, 25, 10):
-        buffer = io.BytesIO()
-        small.save(buffer, "JPEG", quality=quality, optimize=True)
-        if buffer.tell() <= MAX_JPEG_BYTES:
-            break
-    return base64.b64encode(buffer.getvalue()).decode(), shown_size, original
 
 
 def _draw(
