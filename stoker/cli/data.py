@@ -28,7 +28,7 @@ class Reading:
 
     format: str | None = None
     """Format of the annotations, where automatic detection is wrong."""
-    classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
+    classes: tuple[str, ...] = ()
     """Only these classes, in this order."""
     allow_outside: bool = False
     """Read images that the data set names outside its folder: by absolute paths, `..` or links."""

@@ -1,9 +1,6 @@
 """The commands that use a trained model: `eval`, `predict`, `export`; and `models`, the list of architectures."""
 
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from stoker.cli import described, show
 from stoker.cli.quick_import import quick_imports
@@ -38,12 +35,12 @@ def evaluate(
 @described
 def predict(
     run: str,
-    images: Annotated[list[str], Parameter(consume_multiple=True)],
+    images: list[str],
     /,
     *,
     conf: float | None = None,
     iou: float | None = None,
-    classes: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    classes: list[str] | None = None,
     max_det: int | None = None,
     agnostic_nms: bool = False,
     out: Path = Path("predictions"),
@@ -82,7 +79,7 @@ def export(
     iou: float | None = None,
     max_detections: int = 100,
     opset: int = 18,
-    images: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    images: list[str] | None = None,
 ) -> None:
     """Writes a trained model as a file that needs no stoker, and checks it against the PyTorch model.
 

@@ -47,7 +47,7 @@ def _is_whole(kind: Any) -> bool:
     return kind is int or (float not in parts and any(map(_is_whole, parts)))
 
 
-PARAMETER = Parameter(negative=(), converter=_convert_whole)
+PARAMETER = Parameter(negative=(), consume_multiple=True, converter=_convert_whole)
 """The default of all commands."""
 
 

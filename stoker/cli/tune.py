@@ -20,7 +20,7 @@ def tune(
     config_file: Annotated[Path | None, Parameter(name="--config")] = None,
     lr: bool = False,
     budget: str = "10min",
-    levers: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+    levers: tuple[str, ...] = (),
     allow: Literal["accuracy"] | None = None,
     devices: int = 1,
     out: Path | None = None,

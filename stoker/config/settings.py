@@ -46,7 +46,7 @@ class DataSettings:
         "createml", "jsonl", "webdataset", "parquet",
     ] = AUTO  # fmt: skip
     """Format of the annotations, where automatic detection is wrong."""
-    classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = AUTO
+    classes: tuple[str, ...] = AUTO
     """Train only these classes, in this order. Boxes of other classes are dropped; their images stay as background."""
     train: str = AUTO
     """Annotation file of the training split, with `--val`, where the files of DATA do not tell; DATA has the images."""
@@ -108,11 +108,11 @@ class ModelSettings:
     between devices."""
     trainable_backbone_layers: int = AUTO
     """Number of backbone stages that are trained, counted from the last one; 0 … 5."""
-    anchor_sizes: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
+    anchor_sizes: tuple[float, ...] = AUTO
     """Base size of the anchors in pixels of the model input, one per pyramid level; SSD has one more at the end."""
-    anchor_scales: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
+    anchor_scales: tuple[float, ...] = AUTO
     """Factors of the base size, all used at every level."""
-    aspect_ratios: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = AUTO
+    aspect_ratios: tuple[float, ...] = AUTO
     """Aspect ratios of the anchors: height over width, as in torchvision."""
     fg_iou_thresh: float = AUTO
     """An anchor with at least this IoU with a box is matched to it."""

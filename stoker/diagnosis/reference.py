@@ -7,7 +7,6 @@ import difflib
 
 import msgspec
 
-from stoker.data.validation.problems import PROBLEM_KINDS, ProblemKind
 from stoker.diagnosis.causes.cause import REASONS, Cause, NoteKind, Threshold, fill_apis
 from stoker.diagnosis.endings import Ending, endings, line_patterns
 from stoker.diagnosis.engine import CATALOG
@@ -45,7 +44,7 @@ def all_entries() -> list[Entry]:
     found = [_cause_entry(cause) for cause in CATALOG.values()] + [_ending_entry(row) for row in endings().values()]
     found.sort(key=lambda entry: REASONS.index(entry.section))
     found += [_note_entry(kind) for kind, _ in NOTES]
-    found += [_problem_entry(kind, row) for kind, row in PROBLEM_KINDS.items()]
+    found += [_problem_entry(kind, row) for kind, row in read_toml("problems.toml").items()]
     others = msgspec.convert(read_toml("findings.toml"), dict[str, Meaning])
     return found + [_other_entry(id, row) for id, row in others.items()]
 
@@ -107,9 +106,10 @@ def _note_entry(kind: NoteKind) -> Entry:
                  rows=[*rows, *threshold_rows(kind.thresholds), *omitted])  # fmt: skip
 
 
-def _problem_entry(kind: str, row: ProblemKind) -> Entry:
-    rows = [("counts", row.unit), ("training", f"{row.action}: {row.effect}"), ("fix", row.fix)]
-    return Entry(id=kind, title=row.title, section="problems of data sets: `stoker data check`", rows=rows)
+def _problem_entry(kind: str, row: dict[str, str]) -> Entry:
+    """row: a `data.validation.problems.ProblemKind`."""
+    rows = [("counts", row["unit"]), ("training", f"{row['action']}: {row['effect']}"), ("fix", row["fix"])]
+    return Entry(id=kind, title=row["title"], section="problems of data sets: `stoker data check`", rows=rows)
 
 
 def _other_entry(id: str, row: Meaning) -> Entry:

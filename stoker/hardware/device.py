@@ -12,7 +12,6 @@ import dataclasses
 import importlib.util
 import os
 import platform
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from stoker.errors import PreflightError, make_error
 from stoker.hardware.cgroup import host_memory
 from stoker.hardware.cuda_trial import TorchDevice, build_with, present_device, runs_on
+from stoker.profiling.torch_device import DeviceClock
 
 CPU_BLOCK_SIZE = 2**19
 """Elements that a loss or a matcher processes at once on a CPU: a core's cache has room for them and their temporaries
@@ -125,8 +125,8 @@ class Device:
         event.record()
         return ReadyEvent(event)
 
-    def make_clock(self) -> "DeviceClock":
-        return DeviceClock(self)
+    def make_clock(self) -> DeviceClock:
+        return DeviceClock(torch, self.torch_device, has_events=self.has_streams)
 
     def make_nvtx_ranges(self) -> "NvtxRanges | None":
         """NVTX ranges; None when no profiler reads them."""
@@ -365,44 +365,6 @@ class ReadyEvent:
         """The same for another stream; None on a CPU."""
         if self._event is not None and stream is not None:
             self._event.wait(stream)
-
-
-class DeviceClock:
-    """Times of work of the device in seconds of the host's `time.perf_counter`, without host syncs. The time of an
-    event is computed from the event resolved before it: the difference of two events is a float32 in ms, which loses
-    precision over hours. So `resolve` must be called in the order of the events, which are then reused."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._last_event: torch.Event | None = None
-        self._last_s = 0.0
-        self._pool: list[torch.Event] = []
-        if device.has_streams:
-            device.synchronize()
-            self._last_event = self.record_event()
-            self._last_event.synchronize()
-            self._last_s = time.perf_counter()
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the host's clock is the only one: on the host itself, and on a device without events."""
-        return self._last_event is None
-
-    def record_event(self) -> torch.Event:
-        """An event at the end of the work issued so far."""
-        event = self._pool.pop() if self._pool else torch.Event(self._device.torch_device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device.torch_device))
-        return event
-
-    def resolve(self, mark: torch.Event) -> float | None:
-        """Seconds of `time.perf_counter`, or None while the device has not reached the event."""
-        if not mark.query():
-            return None
-        assert self._last_event is not None
-        self._last_s += self._last_event.elapsed_time(mark) / 1e3
-        self._pool.append(self._last_event)
-        self._last_event = mark
-        return self._last_s
 
 
 _NSIGHT_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")

@@ -31,6 +31,7 @@ output_lines.toml: lines of progress and of a normal end in the output of any pr
 package_names.toml: packages of modules with other names (`diagnosis/ending_details.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
 plan_errors.toml: how far `stoker plan` was off (`planning/predict.py`).
+problems.toml: what can be wrong with a data set (`data/validation/problems.py`).
 progress_lines.toml: how jobs print their progress (`watch/output.py`).
 quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/settings.py`); bounds and defaults of

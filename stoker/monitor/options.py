@@ -5,9 +5,7 @@ They are not settings of the training: config.toml does not contain them, and a 
 
 import dataclasses
 import os
-from typing import Annotated, Literal
-
-from cyclopts import Parameter
+from typing import Literal
 
 from stoker.errors import ConfigError, make_error
 from stoker.monitor.alerts import Rule, parse_rule
@@ -20,20 +18,20 @@ WEBHOOK_VARIABLE = "STOKER_ALERT_WEBHOOK"
 class MonitoringOptions:
     """By default nothing is enabled."""
 
-    alert: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
+    alert: tuple[str, ...] = ()
     """Rules such as 'idle > 30% for 5min', 'host_memory > 95%', 'seconds_since_step > 10min', 'on failed'
     (docs/monitoring.md)."""
     alert_command: str | None = None
     """Shell command to run for each alert; it gets the alert as JSON on stdin and its text in STOKER_ALERT."""
     alert_webhook: str | None = None
     """URL that each alert is posted to in Slack's format; default: the variable STOKER_ALERT_WEBHOOK."""
-    alert_exit: Annotated[bool, Parameter(negative=())] = False
+    alert_exit: bool = False
     """Also stop the run at an alert, as SIGTERM does: training saves its state and exits with code 75."""
     metrics_port: int | None = None
     """Port for Prometheus, http://HOST:PORT/metrics; 0: a free port, which an event reports."""
     metrics_host: str = "127.0.0.1"
     """Address of that port; 0.0.0.0: all interfaces, so that other machines can read the metrics."""
-    track: Annotated[tuple[Literal["wandb", "mlflow"], ...], Parameter(consume_multiple=True)] = ()
+    track: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Experiment trackers to log losses, speed, phases and metrics to: wandb, mlflow. Each reads its own variables."""
 
     def rules(self) -> list[Rule]:

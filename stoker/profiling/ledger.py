@@ -74,7 +74,7 @@ _MAX_CHANGES = 4096
 
 
 class EventClock(Protocol):
-    """Records events on the device; `DeviceClock` in `stoker/hardware/device.py`."""
+    """Records events on the device; `DeviceClock` in `torch_device.py`."""
 
     @property
     def on_host(self) -> bool:

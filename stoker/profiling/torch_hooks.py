@@ -13,16 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from stoker.errors import UsageError
 from stoker.profiling.hook.stoker_hook.instruments import Patch, patch_collectives, time_compilations, timed
 from stoker.profiling.ledger import Ledger
-
-if TYPE_CHECKING:
-    from stoker.hardware.device import Device, ReadyEvent, SideStream
+from stoker.profiling.torch_device import Copies, TorchDevice
 
 LR_KEY, GRAD_NORM_KEY = "lr", "grad_norm"
 _RECORD_NAMES = {"loss": "total"}
@@ -39,7 +37,7 @@ class LazyDeviceClock:
     def on_host(self) -> bool:
         return self._device is None
 
-    def use_device(self, device: "Device") -> None:
+    def use_device(self, device: TorchDevice) -> None:
         """From now on, events are recorded on the device. Waits for it once."""
         self._device = device.make_clock()
 
@@ -58,7 +56,7 @@ class TorchHooks:
     """
 
     def __init__(self, ledger: Ledger, clock: LazyDeviceClock, device_name: str | None) -> None:
-        self.device: Device | None = None
+        self.device: TorchDevice | None = None
         self._ledger = ledger
         self._clock = clock
         self._device_name = device_name
@@ -104,7 +102,7 @@ class TorchHooks:
 
     def peak_bytes(self) -> int:
         """Peak allocated memory of the device; without a device, the resident memory of this process."""
-        return psutil.Process().memory_info().rss if self.device is None else self.device.memory().peak
+        return psutil.Process().memory_info().rss if self.device is None else self.device.peak_bytes()
 
     def close(self) -> None:
         """Restores all patched functions."""
@@ -152,10 +150,8 @@ class TorchHooks:
         device = self._torch_device
         if device.index is None:
             device = torch.device(device.type, torch.accelerator.current_device_index())
-        from stoker.hardware.device import Device
-
         self._device_pending = False
-        self.device = Device(device)
+        self.device = TorchDevice(torch, device)
         self._clock.use_device(self.device)
 
 
@@ -167,9 +163,8 @@ class ScalarLogger:
         self._lr: float | None = None
         self._not_finite: str | None = None
         self._is_reported = False
-        self._stream: SideStream | None = None
         self._device_values: dict[str, list[Any]] = {}
-        self._pending_copy: tuple[list[str], list[Any], ReadyEvent] | None = None
+        self._pending_copy: tuple[list[str], Copies] | None = None
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Raises UsageError for a value that is neither a number nor a tensor of one number."""
@@ -186,14 +181,15 @@ class ScalarLogger:
                 needed = "a number, or a tensor of one number"
                 raise UsageError(f"m.log({key}=…) needs {needed}; it is a {type(value).__name__}.") from error
 
-    def take(self, device: "Device | None", *, wait: bool = False) -> tuple[dict[str, Any], str | None]:
+    def take(self, device: TorchDevice | None, *, wait: bool = False) -> tuple[dict[str, Any], str | None]:
         """(fields of `StepWindow`: means of the finite losses, newest lr; the first loss that was not finite, once), of
         the values on the host; starts the copies of the others. wait: for the copies."""
         self._read_copies(wait=wait)
         if device is None:  # not known yet, or not used by torch: keep only the newest values
             self._device_values = {name: values[-1:] for name, values in self._device_values.items()}
         elif self._device_values and self._pending_copy is None:
-            self._start_copy(device)
+            self._pending_copy = list(self._device_values), device.scalars_to_host([*self._device_values.values()])
+            self._device_values = {}
             if wait:
                 self._read_copies(wait=True)
         means = {name: total / count for name, (total, count) in self._sums.items()}
@@ -212,26 +208,14 @@ class ScalarLogger:
             self._is_reported = True
             self._not_finite = f"{'loss' if name == 'total' else name} is {value}"
 
-    def _start_copy(self, device: "Device") -> None:
-        import torch
-
-        target = device.torch_device
-        stacked = [
-            torch.stack([value.float().to(target) for value in values]) for values in self._device_values.values()
-        ]
-        self._stream = self._stream or device.make_stream()  # only one: torch has few streams and reuses them
-        copies, ready = self._stream.to_host(stacked)
-        self._pending_copy = (list(self._device_values), copies, ready)
-        self._device_values = {}
-
     def _read_copies(self, *, wait: bool) -> None:
         if self._pending_copy is None:
             return
-        names, copies, ready = self._pending_copy
+        names, copies = self._pending_copy
         if wait:
-            ready.synchronize()
-        if ready.done():
+            copies.synchronize()
+        if copies.done():
             self._pending_copy = None
-            for name, values in zip(names, copies, strict=True):
+            for name, values in zip(names, copies.tensors, strict=True):
                 for value in values.tolist():
                     self._add_value(name, value)

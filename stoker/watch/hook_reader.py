@@ -8,7 +8,6 @@ the run folder: they are mapped, and a page that network storage cannot return w
 import contextlib
 import dataclasses
 import os
-import re
 import statistics
 import struct
 import tempfile
@@ -20,13 +19,13 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from stoker import regular_files
-from stoker.data.formats.messages import message_class
 from stoker.profiling import hook
 from stoker.profiling.calls import describe_growth
 from stoker.profiling.hook.stoker_hook.clock import HEADER_BYTES, SLOTS, STATE_BYTES
 from stoker.profiling.telemetry.machine import read_life
 from stoker.runs.schemas import StepWindow
 from stoker.storage.local_files import temporary_folder
+from stoker.watch.tensorflow_trace import input_wait_s
 
 HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
@@ -39,9 +38,6 @@ MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
 time is longer than a wait for a lock or a device in a healthy step (heuristic)."""
 
 _MAX_RANK, _MAX_VALUE = 1 << 20, 1e15
-
-_INPUT_WAIT_OP = re.compile(rb"^(?:MultiDevice)?Iterator\w{0,60}GetNext\w{0,60}Op::(?:DoCompute|ComputeAsync)")
-"""The fetch of a batch by a step of TensorFlow; prefetching by the input pipeline has other names."""
 
 SLOT_PHASES = {
     "startup": "startup", "input_wait": "input_wait", "maybe_wait": "input_wait", "compute": "compute",
@@ -185,23 +181,6 @@ def _device_phase_seconds(host: Mapping[str, float], values: Mapping[str, float]
     phases["unattributed"] = min(unseen_s, rest_s)
     phases["sync" if values["syncs"] >= values["steps"] > 0 else "host"] = rest_s - phases["unattributed"]
     return phases
-
-
-def input_wait_s(trace: bytes) -> float:
-    """Seconds in which a step fetched a batch, by a trace of TensorFlow's profiler; overlapping ones count once. Raises
-    ValueError if the bytes are not a trace."""
-    from google.protobuf.message import DecodeError
-
-    try:
-        events = message_class("ProfilerTrace").FromString(trace).trace_events
-    except DecodeError as error:
-        raise ValueError("these bytes are not a Trace") from error
-    waits = (event for event in events if _INPUT_WAIT_OP.match(event.name))
-    total_ps = end_ps = 0
-    for start_ps, duration_ps in sorted((event.timestamp_ps, event.duration_ps) for event in waits):
-        total_ps += max(0, start_ps + duration_ps - max(start_ps, end_ps))
-        end_ps = max(end_ps, start_ps + duration_ps)
-    return total_ps / 1e12
 
 
 Key = TypeVar("Key")

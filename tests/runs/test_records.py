@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 from stoker.diagnosis.reader import read_run
 from stoker.errors import UsageError
-from stoker.runs import evaluation
 from stoker.findings.finding import Evidence, Finding
 from stoker.profiling.telemetry.environment import describe
-from stoker.runs import records, schemas
+from stoker.runs import evaluation, records, schemas
 from stoker.runs.records import (
     EVENTS,
     STEPS,

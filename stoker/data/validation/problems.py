@@ -1,4 +1,4 @@
-"""What can be wrong with a data set: every kind of problem (`problems.toml`), what training does, and how to fix it.
+"""What can be wrong with a data set: every kind of problem (`knowledge/problems.toml`), what training does, the fix.
 
 The readers (`formats/`) and the cleaning (`clean.py`) add what they meet to a `ProblemCollector`. The index keeps the
 counts and a few examples; `stoker data check` (`check.py`) shows everything, also problems inside image files. Not
@@ -7,12 +7,12 @@ here: errors that end the reading (`DataError`; their texts are in `knowledge/da
 
 import math
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Literal
 
 import msgspec
 
 from stoker.findings.finding import Severity
+from stoker.knowledge import read_toml
 
 DEFAULT_MAX_BAD_FRACTION = 0.01
 """Fraction of the images that may be unusable, by default."""
@@ -38,10 +38,7 @@ class ProblemKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where it is not that of the action."""
 
 
-PROBLEM_KINDS = msgspec.toml.decode(
-    (resources.files("stoker.data.validation") / "problems.toml").read_text(encoding="utf-8"),
-    type=dict[str, ProblemKind],
-)
+PROBLEM_KINDS = msgspec.convert(read_toml("problems.toml"), dict[str, ProblemKind])
 """In the order of reports."""
 
 
