@@ -1,10 +1,14 @@
-"""The command line: one module per group of commands. Each command imports its code when it runs; what its parameters
-mean is a table of knowledge/commands.toml, which `described` adds to its docstring, where cyclopts reads it."""
+"""The command line: the app and the commands that need no trainer (`runs.py`). Each command imports its code when it
+runs; what its parameters mean is a table of knowledge/commands.toml, which `described` adds to its docstring, where
+cyclopts reads it. The trainer adds its commands (`trainer.py`)."""
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, get_args
+
+from cyclopts import Parameter, Token, convert
 
 from stoker.knowledge import read_toml
 from stoker.printable import print_json
@@ -30,3 +34,21 @@ def described(command: Command) -> Command:
 def show(value: Any, print_value: Callable[[Any], None], *, json: bool) -> None:
     """Prints the result of a command: as JSON, or by `print_value` for people."""
     (print_json if json else print_value)(value)
+
+
+def _convert_whole(kind: Any, tokens: Sequence[Token]) -> Any:
+    """The value of a flag; cyclopts alone would round 3.7 to 4 where a whole number is wanted. Raises ValueError."""
+    for token in tokens if _is_whole(kind) else ():
+        if re.fullmatch(r"[-+]?\d*\.\d*[1-9].*", token.value):
+            flag = f"{token.keyword}: " if len(tokens) > 1 else ""  # of a single value, cyclopts names it
+            raise ValueError(f"{flag}{token.value} is not a whole number")
+    return convert(kind, tokens)
+
+
+def _is_whole(kind: Any) -> bool:
+    parts = get_args(kind)
+    return kind is int or (float not in parts and any(map(_is_whole, parts)))
+
+
+PARAMETER = Parameter(negative=(), consume_multiple=True, converter=_convert_whole)
+"""The default of all commands."""

@@ -121,7 +121,7 @@ def stats(
     from stoker.hardware.device import select_device
     from stoker.models.table import check_image_size
     from stoker.report.dataset import check_output_path, print_stats
-    from stoker.report.html import write_dataset_stats
+    from stoker.report.dataset_page import write_dataset_stats
     from stoker.training.defaults.derive import derive_for_plan, derive_model_input
 
     user_config = reading.settings(data, image_size=image_size, model=model)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from stoker.cli import described, show
+from stoker.cli import PARAMETER, described, show
 from stoker.cli.quick_import import quick_imports
-from stoker.cli.train import PARAMETER, flags_of, join_settings, train
+from stoker.cli.train import flags_of, join_settings, train
 from stoker.config.durations import parse_time_s
 from stoker.config.flag_names import translate
 from stoker.config.settings import Config, check

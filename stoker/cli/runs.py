@@ -1,4 +1,4 @@
-"""The commands that record and read runs: `watch`, `why` and `report`. Each imports its code when it runs."""
+"""The commands that record and read runs: `watch`, `why`, `compare`, `report`. Each imports its code when it runs."""
 
 import functools
 import sys
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stoker.cli import described, show
+from stoker.cli import described, show, trainer
 from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_json, print_text
 
@@ -86,6 +86,7 @@ def why(
         show(explain_log(Path(str(run))), print_log_explanation, json=json)
     else:
         if probe:
+            trainer.require("stoker why --probe")
             from stoker.report.explain import run_probes
 
             run_probes(str(run), lambda text: print_text(text, file=sys.stderr))
@@ -103,6 +104,24 @@ def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "Runs
     summary = summarize_runs(runs_dir, price_per_device_hour, lambda count: show(f"\r{count:,} runs"))
     show("\r\x1b[K")
     return summary
+
+
+@described
+def compare(before: str, after: str, /, *, threshold: float = 0.05, json: bool = False) -> None:
+    """Compares the images per second of two runs; exit code 1 if the second is slower by more than the threshold.
+
+    For CI: the 95 % interval of the ratio must be below 1 - threshold as a whole. What
+    differs between the runs is printed as by `stoker why --compare`.
+    """
+    from stoker.report.compare import check_speed, print_comparison
+    from stoker.report.compare import compare as compare_runs
+
+    speed = check_speed(before, after, threshold)
+    comparison = compare_runs(before, after)
+    comparison.speed = speed
+    show(comparison, print_comparison, json=json)
+    if speed.is_regression:
+        sys.exit(1)
 
 
 @described
@@ -128,14 +147,12 @@ def report(
         summary = _summarize_runs(all_, price_per_device_hour)
         show(summary, lambda runs: print_text(write_runs_summary(runs, out)), json=json)
     elif (Path(str(run)) / "study.json").exists():
-        from stoker.search.page import study_json, write_study
-        from stoker.search.study import Study
-
-        study = Study(Path(str(run)))
+        page = trainer.require("The report of a search", "stoker.search.page")
+        study = page.Study(Path(str(run)))
         if json:
-            print_json(study_json(study))
+            print_json(page.study_json(study))
         else:
-            print_text(write_study(study, out))
+            print_text(page.write_study(study, out))
     elif json:
         from stoker.report.run_report import collect
 

@@ -4,13 +4,12 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, Parameter, Token, convert
+from cyclopts import App, Parameter
 
-from stoker.cli import described
+from stoker.cli import PARAMETER, described
 from stoker.cli.quick_import import quick_imports
 from stoker.config.durations import join_length
 from stoker.config.settings import Config, from_toml
@@ -31,24 +30,6 @@ EXAMPLES = (
     ("stoker train FOLDER --epochs 20 --weights imagenet", "your images"),
     ("stoker train gs://bucket/coco --run-dir gs://bucket/runs/first", "data and run in a bucket"),
 )
-
-
-def _convert_whole(kind: Any, tokens: Sequence[Token]) -> Any:
-    """The value of a flag; cyclopts alone would round 3.7 to 4 where a whole number is wanted. Raises ValueError."""
-    for token in tokens if _is_whole(kind) else ():
-        if re.fullmatch(r"[-+]?\d*\.\d*[1-9].*", token.value):
-            flag = f"{token.keyword}: " if len(tokens) > 1 else ""  # of a single value, cyclopts names it
-            raise ValueError(f"{flag}{token.value} is not a whole number")
-    return convert(kind, tokens)
-
-
-def _is_whole(kind: Any) -> bool:
-    parts = get_args(kind)
-    return kind is int or (float not in parts and any(map(_is_whole, parts)))
-
-
-PARAMETER = Parameter(negative=(), consume_multiple=True, converter=_convert_whole)
-"""The default of all commands."""
 
 
 def flags_of(command: App) -> dict[str, bool]:
@@ -128,7 +109,8 @@ def train(
     if log_format == "json":
         return  # its last line is the event `finished`
 
-    from stoker.report.terminal import print_metrics, redirect_to_devnull
+    from stoker.report.console import redirect_to_devnull
+    from stoker.report.terminal import print_metrics
     from stoker.storage.uri import display_path
 
     run = display_path(result.run)

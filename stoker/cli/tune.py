@@ -1,4 +1,4 @@
-"""The commands that measure configurations against each other: `tune`, and `compare` for runs."""
+"""`stoker tune`: measures configurations against each other."""
 
 import functools
 import sys
@@ -52,21 +52,3 @@ def tune(
         show(tune_lr(request, on_progress), print_lr_result, json=json)
     else:
         show(run_tuning(request, on_progress), print_result, json=json)
-
-
-@described
-def compare(before: str, after: str, /, *, threshold: float = 0.05, json: bool = False) -> None:
-    """Compares the images per second of two runs; exit code 1 if the second is slower by more than the threshold.
-
-    For CI: the 95 % interval of the ratio must be below 1 - threshold as a whole. What
-    differs between the runs is printed as by `stoker why --compare`.
-    """
-    from stoker.report.compare import check_speed, print_comparison
-    from stoker.report.compare import compare as compare_runs
-
-    speed = check_speed(before, after, threshold)
-    comparison = compare_runs(before, after)
-    comparison.speed = speed
-    show(comparison, print_comparison, json=json)
-    if speed.is_regression:
-        sys.exit(1)

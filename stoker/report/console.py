@@ -114,3 +114,11 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 def plain_text(text: object, style: str = "", *, newlines: bool = False) -> Text:
     """A text without control characters, in one line. newlines: keep its lines; those after the first are indented."""
     return Text(printable(text, newlines=newlines), style)
+
+
+def redirect_to_devnull(file: TextIO) -> None:
+    """Redirects a stream to /dev/null: else its buffered data would fail again when Python exits (exit code 120)."""
+    with contextlib.suppress(OSError, ValueError):  # without a file descriptor, or closed: nothing can fail later
+        devnull_fd = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull_fd, file.fileno())
+        os.close(devnull_fd)

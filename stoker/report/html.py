@@ -1,17 +1,17 @@
 """`stoker report RUN`: one HTML file per run, without network or server, and readable without JavaScript.
 
-The data comes from `run_report.collect`; with `--all`, from `runs_summary.summarize_runs`; `stoker data stats --out`
-makes a page in the same frame. The pages are templates in `page/`; here are the rows of their tables. plotly.js is in
-the file; its content security policy forbids all requests."""
+The data comes from `run_report.collect`; with `--all`, from `runs_summary.summarize_runs`; other pages are made in
+the same frame (`render_template`). The pages are templates in `page/`; here are the rows of their tables. plotly.js is
+in the file; its content security policy forbids all requests."""
 
 import functools
 import os
 import shlex
 import time
 from collections.abc import Mapping
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 
@@ -33,16 +33,13 @@ from stoker.report.page.markup import Child, Markup, bar, clean, join, table, ta
 from stoker.report.run_report import RunReport, collect, sum_error_types
 from stoker.report.runs_summary import RunsSummary, make_tables, summary_rows
 from stoker.report.sizing import flatten, gpu_names
-from stoker.report.terminal import COCO_TITLES
-from stoker.runs.evaluation import COCO_SUMMARY, Evaluation, Metrics, Thumbnail, read_thumbnails
+from stoker.runs.evaluation import COCO_SUMMARY, COCO_TITLES, Evaluation, Metrics, Thumbnail, read_thumbnails
 from stoker.runs.records import PHASES, REPORT
 from stoker.secrets import mask_argv
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
-if TYPE_CHECKING:
-    from stoker.data.validation.stats import DatasetStats
-
+PAGE = Path(__file__).parent / "page"
 RUNS_REPORT = "runs-report.html"
 MAX_CLASS_ROWS = 100
 """Classes in a table, the most frequent first; the JSON has all."""
@@ -67,16 +64,6 @@ def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Pa
     return write_page(render_runs_summary(runs_summary), out or default, private=True)
 
 
-def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
-    """Writes the page of `stoker data stats`. Raises StorageError if it cannot be written."""
-    from stoker.report.page import dataset  # NumPy, which a report of runs does not need
-
-    charts = draw.Charts()
-    values = dataset.page_values(stats, charts)
-    command = f"stoker data stats {shlex.quote(stats.data)} --json"
-    return write_page(render_template("dataset.html", stats.data, command, charts=charts, **values), out)
-
-
 def write_page(page: str, path: Path, *, private: bool = False) -> Path:
     """private: only the user may read it, as the records that it is made of: it quotes commands and output of jobs."""
     with writing("The report cannot be written.", path, fix="choose another file with --out"):
@@ -89,7 +76,7 @@ def render(report: RunReport, thumbnails: Mapping[int, Thumbnail] | None = None)
     """The page. An external job has no sections for metrics, images and settings. thumbnails: of `evaluation`."""
     argv = report.environment.get("argv")
     return render_template(
-        "run.html",
+        PAGE / "run.html",
         report.run,
         f"stoker report {shlex.quote(report.run)} --json",
         report=report,
@@ -107,11 +94,11 @@ def render_runs_summary(runs_summary: RunsSummary) -> str:
     """The page of many runs."""
     folder = runs_summary.folder
     values = {"summary": runs_summary, "tables": make_tables(runs_summary), "totals": list(summary_rows(runs_summary))}
-    return render_template("runs.html", folder, f"stoker why --all {shlex.quote(folder)} --json", **values)
+    return render_template(PAGE / "runs.html", folder, f"stoker why --all {shlex.quote(folder)} --json", **values)
 
 
-def render_template(template: str, source: str, json_command: str, **values: Any) -> str:
-    """source: what the page is about."""
+def render_template(template: Path, source: str, json_command: str, **values: Any) -> str:
+    """template: a file that extends `page/page.html`. source: what the page is about."""
     common = {
         "charts": draw.Charts(),
         "source": source,
@@ -119,13 +106,13 @@ def render_template(template: str, source: str, json_command: str, **values: Any
         "version": metadata.version("stoker"),
         "generated_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
-    return _templates().get_template(template).render(common | values)
+    return _templates(template.parent).get_template(template.name).render(common | values)
 
 
 @functools.cache
-def _templates() -> jinja2.Environment:
+def _templates(folder: Path) -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("stoker.report", "page"),
+        loader=jinja2.FileSystemLoader([folder, PAGE]),
         autoescape=True,
         finalize=clean,
         undefined=jinja2.StrictUndefined,
@@ -150,7 +137,7 @@ def _templates() -> jinja2.Environment:
 
 
 def _read_asset(name: str) -> Markup:
-    return Markup((resources.files("stoker.report.page") / name).read_text(encoding="utf-8"))
+    return Markup((PAGE / name).read_text(encoding="utf-8"))
 
 
 def _plotly() -> Markup:

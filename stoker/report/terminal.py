@@ -6,7 +6,6 @@ an output that fails (full disk, closed terminal) is kept in `last_error` and ne
 """
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -19,8 +18,16 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from stoker.report import format as fmt
-from stoker.report.console import make_console, plain_text, print_renderables, render_plain, supports_cursor, table
-from stoker.runs.evaluation import COCO_SUMMARY, Metrics
+from stoker.report.console import (
+    make_console,
+    plain_text,
+    print_renderables,
+    redirect_to_devnull,
+    render_plain,
+    supports_cursor,
+    table,
+)
+from stoker.runs.evaluation import COCO_SUMMARY, COCO_TITLES, Metrics
 from stoker.runs.schemas import StepWindow
 
 PLAIN_PROGRESS_INTERVAL_S = 10.0
@@ -135,10 +142,6 @@ class Screen(contextlib.AbstractContextManager["Screen"]):
             self.last_error = error
 
 
-COCO_TITLES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large",
-           "AR 1", "AR 10", "AR 100", "AR small", "AR medium", "AR large")  # fmt: skip
-
-
 def print_settings(rows: Iterable[tuple[str, object, str | None]]) -> None:
     """Prints the table of `Screen.settings` to stdout."""
     print_renderables([_settings(rows)])
@@ -184,11 +187,3 @@ def _details(window: StepWindow, memory: tuple[int, int] | None) -> Iterator[str
         yield f"device busy {fmt.percentage(window.phases.get('compute', 0.0) / (window.wall_s * window.devices))}"
     if memory is not None:
         yield f"memory {fmt.memory(*memory)}"
-
-
-def redirect_to_devnull(file: TextIO) -> None:
-    """Redirects a stream to /dev/null: else its buffered data would fail again when Python exits (exit code 120)."""
-    with contextlib.suppress(OSError, ValueError):  # without a file descriptor, or closed: nothing can fail later
-        devnull_fd = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull_fd, file.fileno())
-        os.close(devnull_fd)

@@ -56,6 +56,9 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
 COCO_SUMMARY = Metrics.__struct_fields__[:12]
 """The fields of Metrics in COCO's order."""
+COCO_TITLES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large",
+           "AR 1", "AR 10", "AR 100", "AR small", "AR medium", "AR large")  # fmt: skip
+"""What they are called."""
 NUM_RECALL_POINTS = 101
 """Values of a precision-recall curve, at the recalls 0, 0.01, …, 1, as in COCO."""
 HISTOGRAM_BINS = 20

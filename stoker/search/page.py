@@ -34,7 +34,8 @@ def render_study(study: Study) -> str:
         "importance": _importance(charts, spec, trials),
     }
     folder = str(study.folder)
-    return render_template("study.html", folder, f"stoker report {shlex.quote(folder)} --json", charts=charts, **values)
+    template, command = Path(__file__).with_name("study.html"), f"stoker report {shlex.quote(folder)} --json"
+    return render_template(template, folder, command, charts=charts, **values)
 
 
 def study_json(study: Study) -> dict[str, Any]:

@@ -5,13 +5,15 @@ settings and hyperparameters), torchvision `references/detection/train.py`, Tens
 `TrainingArguments` of Hugging Face that detection examples use. None is taken from stoker's table.
 """
 
+import functools
 import shlex
 from pathlib import Path
 
 import pytest
 
 import stoker
-from stoker.cli.app import app, find_flags
+from stoker.cli.app import app
+from stoker.cli.commands import find_flags
 from stoker.config.flag_names import translate as translate_arguments
 from stoker.config.flag_names import translate_keywords
 from stoker.config.settings import from_fields, from_toml
@@ -20,7 +22,7 @@ from stoker.knowledge import read_toml
 
 
 def translate(arguments: list[str]) -> tuple[list[str], list[str]]:
-    return translate_arguments(arguments, find_flags)
+    return translate_arguments(arguments, functools.partial(find_flags, app))
 
 
 ULTRALYTICS = [

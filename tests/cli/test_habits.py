@@ -1,5 +1,6 @@
 """What users of other tools type, taken from their documentation and projects (habits.toml): what stoker answers."""
 
+import functools
 import re
 import shlex
 import sys
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from stoker.cli.app import app, find_flags, main
+from stoker.cli.app import app, main
+from stoker.cli.commands import find_flags
 from stoker.config.flag_names import translate
 
 HABITS = tomllib.loads((Path(__file__).parent / "habits.toml").read_text())["habits"]
@@ -30,7 +32,7 @@ def test_a_command_of_another_tool_is_understood_or_answered(
     monkeypatch.chdir(tmp_path)
     typed = shlex.split(habit["typed"])
     if "becomes" in habit:
-        arguments, _ = translate(typed, find_flags)
+        arguments, _ = translate(typed, functools.partial(find_flags, app))
         assert arguments == shlex.split(habit["becomes"])
         app.parse_args(arguments, exit_on_error=False)
     dry = ["--dry-run"] if habit.get("becomes", "").startswith("train") else []  # no processes of `--devices 2`
@@ -53,5 +55,5 @@ def test_the_commands_of_the_readme_are_commands() -> None:
     assert len(lines) >= 7
     assert len(typed) == 2
     for command in [line.removeprefix("stoker ") for line in lines if "install-completion" not in line] + typed:
-        arguments, _ = translate(shlex.split(command), find_flags)
+        arguments, _ = translate(shlex.split(command), functools.partial(find_flags, app))
         app.parse_args(arguments, exit_on_error=False)

@@ -15,7 +15,7 @@ from stoker.data.index import open_index
 from stoker.data.validation.stats import GRID_SIZE, DatasetStats, ModelInput, compute_stats
 from stoker.errors import DataError, UsageError
 from stoker.report.dataset import print_stats
-from stoker.report.html import write_dataset_stats
+from stoker.report.dataset_page import write_dataset_stats
 
 PAPER = AnchorConfig((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))
 

@@ -1,5 +1,6 @@
 """`stoker plan` from the data to the screen. A stand-in of known speed predicts steps, except in the slow test."""
 
+import functools
 import io
 import json
 import re
@@ -14,7 +15,8 @@ import msgspec
 import pytest
 
 import stoker
-from stoker.cli.app import app, find_flags
+from stoker.cli.app import app
+from stoker.cli.commands import find_flags
 from stoker.config.durations import join_length, parse_time_s
 from stoker.config.flag_names import translate
 from stoker.config.settings import Config, from_fields
@@ -227,14 +229,14 @@ def test_from_python(data: Path) -> None:
 def test_flags() -> None:
     arguments, _ = translate(
         ["plan", "images", "--imgsz", "640", "--machine", "g5.xlarge", "--gpus", "1", "2", "--batch", "8"],
-        find_flags,
+        functools.partial(find_flags, app),
     )
     _, bound, _ = app.parse_args(arguments)
     assert bound.arguments["on"] == ("g5.xlarge",)
     assert bound.arguments["gpus"] == (1, 2)
     assert bound.arguments["config"].data.image_size == (640, 640)
     with pytest.raises(UsageError, match="--max-time") as caught:
-        translate(["plan", "images", "--max-time", "2h"], find_flags)
+        translate(["plan", "images", "--max-time", "2h"], functools.partial(find_flags, app))
     assert "--by" in str(caught.value)
 
 

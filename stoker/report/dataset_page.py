@@ -1,7 +1,10 @@
-"""The statistics of a data set (`data/validation/stats.py`) as charts and rows, for the page of `stoker data stats
---out`: the template `dataset.html`. `report/dataset.py` prints the same numbers."""
+"""The page of `stoker data stats --out`: the statistics of a data set (`data/validation/stats.py`) as charts and rows.
 
+The template is `dataset.html`; `dataset.py` prints the same numbers."""
+
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from stoker.data.validation.stats import (
@@ -14,11 +17,21 @@ from stoker.data.validation.stats import (
     Distribution,
 )
 from stoker.report.format import count, number, percentage
+from stoker.report.html import render_template, write_page
 from stoker.report.page.charts import FRACTIONS, Charts, Trace, bars, color, curve, escape_name
 from stoker.report.page.markup import Markup
 
 MAX_CLASSES = 30
 """Bars of classes; the table has all."""
+
+
+def write_dataset_stats(stats: DatasetStats, out: Path) -> Path:
+    """Writes the page. Raises StorageError if it cannot be written."""
+    charts = Charts()
+    values = page_values(stats, charts)
+    command = f"stoker data stats {shlex.quote(stats.data)} --json"
+    template = Path(__file__).with_name("dataset.html")
+    return write_page(render_template(template, stats.data, command, charts=charts, **values), out)
 
 
 def page_values(stats: DatasetStats, charts: Charts) -> dict[str, Any]:
