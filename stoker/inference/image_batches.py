@@ -35,6 +35,9 @@ from stoker.inference.video import Frame
 
 PREFETCH_BATCHES = 3
 """Batches that are decoded ahead of the device."""
+MAX_HELD_BYTES = 1 << 28
+"""Of given pixels and frames of videos, in a batch and in all batches ahead: 8 frames of 3,840 × 2,160. Of larger ones
+fewer are read ahead, and in a batch."""
 
 Region = tuple[int, int, int, int]
 """x0, y0, x1, y1 in pixels of the image; x1 and y1 are exclusive."""
@@ -102,13 +105,14 @@ class InputImage:
     So memory holds only a few batches of windows and their images, for any number of files.
     """
 
-    def __init__(self, source: ImageSource) -> None:
+    def __init__(self, source: ImageSource, error: DataError | None = None) -> None:
         self.source = source
         self.path = source if isinstance(source, Path) else None
         self._pixels = None if isinstance(source, Path) else load_pixels(source)
         self.size: tuple[int, int] = (0, 0) if self._pixels is None else self._pixels.shape[:2]
         """Height and width, upright; zeros until it is read."""
-        self.error: DataError | None = None
+        self.held_bytes = 0 if self._pixels is None else self._pixels.nbytes
+        self.error = error
         """The error of reading it."""
         self.pending_windows = 1
         """Number of windows that are not read yet."""
@@ -121,7 +125,7 @@ class InputImage:
         """
         region = window.region
         try:
-            if region is None and self.path is not None:
+            if region is None and self.path is not None and self.error is None:
                 self.size = decode_into_buffer(buffer, k, read_image(self.path), self.path, resize)
             else:
                 x0, y0, x1, y1 = region or (0, 0, self.size[1], self.size[0])
@@ -159,10 +163,18 @@ class InferenceWindow(NamedTuple):
     """Whether it is the last window of its image."""
 
 
+def _iter_images(sources: Iterable[ImageSource]) -> Iterator[InputImage]:
+    """The images; where a video is damaged, an unreadable one is the last: the frames before it are not lost."""
+    try:
+        yield from map(InputImage, sources)
+    except DataError as error:
+        yield InputImage(Path(error.location or ""), error)
+
+
 def iter_windows(sources: Iterable[ImageSource], tiling: Tiling | None) -> Iterator[InferenceWindow]:
     """The windows of images, in order; an image larger than a tile has itself and then its tiles as windows."""
     window_index = 0
-    for image in map(InputImage, sources):
+    for image in _iter_images(sources):
         regions: list[Region | None] = [None]
         if tiling is not None:
             if image.path is not None:
@@ -207,17 +219,32 @@ def iter_batches(
         ready.block_main_stream()
         return as_batch(tensors)
 
+    def take_windows() -> list[InferenceWindow]:
+        taken: list[InferenceWindow] = []
+        for window in islice(windows, batch_size):
+            taken.append(window)
+            if held_bytes(taken) >= MAX_HELD_BYTES:
+                break
+        return taken
+
     with ThreadPoolExecutor(workers, "stoker-predict") as pool:
-        while batch_windows := list(islice(windows, batch_size)):
+        while batch_windows := take_windows():
             buffer = HostBatchBuffer(device, batch_size, image_size, 1)
             futures = [
                 pool.submit(window.image.read, buffer, k, window, resize) for k, window in enumerate(batch_windows)
             ]
             pending.append((buffer, batch_windows, futures))
-            if len(pending) > PREFETCH_BATCHES:
+            while len(pending) > PREFETCH_BATCHES or (
+                pending and sum(held_bytes(ahead) for _, ahead, _ in pending) >= MAX_HELD_BYTES
+            ):
                 yield finish(*pending.popleft())
         while pending:
             yield finish(*pending.popleft())
+
+
+def held_bytes(windows: Iterable[InferenceWindow]) -> int:
+    """Of the pixels that the windows keep in memory."""
+    return sum(window.image.held_bytes for window in windows if window.is_last)
 
 
 def num_decode_workers(sources: Iterable[ImageSource], batch_size: int) -> int:

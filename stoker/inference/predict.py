@@ -237,7 +237,7 @@ def predict_to_dir(
             except DataError as error:
                 results[-1]["error"] = str(error)
                 failed.append(error)
-                yield f"{display_path(path)}: not read to its end: {error.cause}"
+                yield f"{display_path(path)}: not read completely: {error.cause}"
             yield f"{display_path(path)}: {results[-1]['frames']:,} frames"
     finally:
         _write_results(out, results)  # also after an interruption
@@ -261,6 +261,8 @@ def _save_video(predictions: Iterator[Prediction], target: Path, is_endless: boo
         if is_endless:
             stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         for prediction in predictions:
+            if prediction.error is not None:
+                raise prediction.error
             lines.write(encode_json(prediction.to_dict()) + b"\n")
             write_frame(prediction.draw(), prediction.time_s or 0.0)
             yield prediction

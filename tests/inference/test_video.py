@@ -4,6 +4,7 @@ import json
 import os
 import struct
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stoker.errors import DataError, PreflightError, UsageError
-from stoker.inference import video
+from stoker.errors import DataError, PreflightError, StorageError, UsageError
+from stoker.inference import image_batches, video
 from stoker.inference.video import read_frames, video_writer
 from tests.inference.test_results import double
 
@@ -114,6 +115,97 @@ def test_what_is_no_video_is_refused(clip: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(video, "MAX_FRAME_PIXELS", 1000)
     with pytest.raises(DataError, match="162 × 122 pixels"):
         list(read_frames(clip))
+
+
+def noisy(path: Path, codec: str, pixel_format: str, **options: str) -> Path:
+    """40 frames of 160 × 120."""
+    random = np.random.default_rng(0)
+    with av.open(str(path), "w", options=options) as container:
+        container.metadata["title"] = "a title"
+        stream = container.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = 160, 120, pixel_format
+        for _ in range(40):
+            frame = av.VideoFrame.from_ndarray(random.integers(0, 255, (120, 160, 3), np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["mp4", "avi"])
+def test_the_frames_before_the_damage_are_kept(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"clip.{kind}"
+    if kind == "mp4":
+        noisy(path, "mpeg4", "yuv420p", movflags="faststart")
+    else:
+        noisy(path, "mjpeg", "yuvj420p")
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+    frames: list[int] = []
+    with pytest.raises(DataError, match="video cannot be read"):
+        frames.extend(frame.number for frame in read_frames(path))
+    assert 20 <= len(frames) < 40
+    with pytest.raises(DataError, match="1 of 1 files could not be read"):
+        list(double().predict_to_dir([str(path)], tmp_path / "out", conf=0.1))
+    (entry,) = json.loads((tmp_path / "out/predictions.json").read_text())
+    assert entry["frames"] == len(frames) == len((tmp_path / f"out/{entry['results']}").read_text().splitlines())
+    assert "damaged" in entry["error"] or "nvalid data" in entry["error"]
+    assert len(list(read_frames(tmp_path / "out" / entry["results"].removesuffix(".jsonl")))) == len(frames)
+    seen: list[int | None] = []
+    with pytest.raises(DataError, match="video cannot be read"):
+        seen.extend(one.frame for one in double().predict(path, stream=True))
+    assert seen == frames
+
+
+def test_what_pyav_raises_for_a_damaged_file_is_an_error_of_the_video(tmp_path: Path) -> None:
+    data = noisy(tmp_path / "clip.mp4", "mpeg4", "yuv420p").read_bytes()
+    unknown = tmp_path / "unknown.mp4"
+    unknown.write_bytes(data.replace(b"mp4v", b"zzzz").replace(b"esds", b"zzzz"))
+    with pytest.raises(DataError, match="video cannot be read"):
+        list(read_frames(unknown))
+    title = tmp_path / "title.mp4"
+    title.write_bytes(data.replace(b"a title", b"\xff\xfe title"[:7]))
+    assert len(list(read_frames(title))) == 40, "text that is not UTF-8 is no damage"
+    sizes, empty = data.index(b"stsz"), tmp_path / "empty.mp4"
+    empty.write_bytes(data[: sizes + 8] + struct.pack(">II", 1, 0x7FFFFFFF) + data[sizes + 16 :])
+    with pytest.raises(DataError, match="no frame of it can be decoded"):
+        list(read_frames(empty))
+
+
+def test_a_video_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    for width in (16_390, 65_535):
+        with pytest.raises(StorageError, match="video cannot be written"), video_writer(tmp_path / "wide.mp4") as write:
+            write(Image.new("RGB", (width, 4)), 0.0)
+    assert not list(tmp_path.iterdir())
+    noisy(tmp_path / "wide.avi", "mjpeg", "yuvj420p")
+    data = (tmp_path / "wide.avi").read_bytes()
+    assert data.count(b"\xff\xc0\x00\x11\x08\x00\x78\x00\xa0") == 40, "height and width of each JPEG"
+    (tmp_path / "wide.avi").write_bytes(data.replace(b"\x11\x08\x00\x78\x00\xa0", b"\x11\x08\x00\x08\x40\x10"))
+    with pytest.raises(DataError, match="16400 ×"):
+        list(read_frames(tmp_path / "wide.avi"))
+
+
+def test_a_gap_that_mp4_has_no_number_for_becomes_shorter(tmp_path: Path) -> None:
+    with video_writer(tmp_path / "clip.mp4") as write:
+        for time_s in (0.0, 4e9, 8e9, 1e18, 1e18 + 4e9):
+            write(Image.new("RGB", (64, 48)), time_s)
+    assert [frame.time_s for frame in read_frames(tmp_path / "clip.mp4")] == [0, 3600, 7200, 10_800, 14_400]
+
+
+def test_of_large_frames_few_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def frames() -> Iterator[np.ndarray[Any, Any]]:
+        for n in range(40):
+            taken.append(n)
+            yield pixels(0)
+
+    for limit, most in ((3 * pixels(0).nbytes, 10), (1 << 30, 40)):
+        taken.clear()
+        monkeypatch.setattr(image_batches, "MAX_HELD_BYTES", limit)
+        predictions = double().predict(frames(), stream=True)
+        first = next(iter(predictions))
+        assert len(taken) <= most
+        assert len([first, *predictions]) == 40
 
 
 def test_a_video_that_ends_early_does_not_stop_the_others(clip: Path, tmp_path: Path) -> None:
