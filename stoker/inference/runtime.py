@@ -7,6 +7,7 @@ without stoker; the package `export` writes them. Needs the format's runtime, bu
 
 import dataclasses
 import importlib
+import math
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ METADATA_FILE = "metadata.json"
 """Name in the archive of a .pt2 file, and in the one at the end of a .tflite file."""
 MAX_METADATA_BYTES = 1 << 24
 """Most of it are the names of classes: 100,000 of them, twice."""
+MAX_BATCH_PIXELS = 1 << 28
+"""Of a file with a fixed batch size: 655 images of 640 × 640, 0.8 GB."""
+MAX_BOXES = 20_000
+"""Of an image; the models here have at most 1,000 candidates of each of a few levels, whatever --max-detections is."""
 INPUTS = ("images", "content", "score_threshold")
 """Of all formats; ONNX files have `iou_threshold`, too."""
 OUTPUTS = ("boxes", "scores", "labels", "count")
@@ -72,17 +77,24 @@ class ExportedModel(nn.Module):
     def __init__(self, path: Path, *, num_threads: int, trust_file: bool = False) -> None:
         super().__init__()
         self._trust_file = trust_file
+        self._path = path
         try:
             meta = self._open(path, num_threads)
             self.iou_threshold = msgspec.convert(meta, FileSettings, strict=False).iou_threshold
         except PreflightError:
             raise
         except Exception as error:  # the runtimes' exceptions have no other common base
-            cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise WeightsError(f"The {self.title} file cannot be read.", location=path, cause=cause) from error
+            what = f"The {self.title} file cannot be read."
+            raise WeightsError(what, location=path, cause=_first_line(error)) from error
         if METADATA_KEY not in meta:
             raise make_error(WeightsError, "not-exported-by-stoker", path, title=self.title, entry=METADATA_KEY)
         self.metadata = read_metadata(meta[METADATA_KEY], path)
+        size, pixels = self.batch_size, math.prod(self.metadata.image_size)
+        if size is not None and not (size > 0 and size * pixels <= MAX_BATCH_PIXELS):
+            cause = (
+                f"it is for {size:,} images of {pixels:,} pixels at once; at most {MAX_BATCH_PIXELS:,} pixels are read"
+            )
+            raise WeightsError(f"The batch of the {self.title} file is out of range.", location=path, cause=cause)
 
     def _open(self, path: Path, num_threads: int) -> dict[str, str]:
         """Opens the file; its metadata, which lacks METADATA_KEY if it is not stoker's. Raises anything."""
@@ -91,6 +103,41 @@ class ExportedModel(nn.Module):
     def _call(self, inputs: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
         """The file's OUTPUTS for its inputs by name: images, content, thresholds; without `iou_threshold` its own."""
         raise NotImplementedError
+
+    def _detect(self, inputs: dict[str, NDArray[Any]]) -> FileDetections:
+        """The outputs for a batch. Raises WeightsError for what does not fit the metadata: an author may write any."""
+        try:
+            columns = [np.asarray(column) for column in self._call(inputs)]
+        except Exception as error:  # the runtimes' exceptions have no other common base
+            what = f"The {self.title} file cannot be run."
+            raise WeightsError(what, location=self._path, cause=_first_line(error)) from error
+        batch, most = len(inputs["images"]), columns[1].shape[-1] if columns[1].ndim else 0
+        shapes = [(batch, most, 4), (batch, most), (batch, most), (batch,)]
+        cause = next(
+            (
+                f"{name} is {column.dtype}{list(column.shape)}, not numbers of the shape {list(shape)}"
+                for name, column, shape in zip(OUTPUTS, columns, shapes, strict=True)
+                if column.shape != shape or column.dtype.kind not in "fiu"
+            ),
+            f"it gives {most:,} boxes; at most {MAX_BOXES:,} are read" if most > MAX_BOXES else None,
+        )
+        if cause is None:
+            boxes, scores, labels, count = columns
+            valid = np.arange(most) < count[:, None]
+            ranges = (
+                ("count", count, most),
+                ("scores", scores[valid], 1),
+                ("labels", labels[valid], len(self.metadata.class_names) - 1),
+            )
+            wrong = [f"{name} outside 0 … {last}" for name, values, last in ranges if not _are_within(values, last)]
+            wrong += [] if np.isfinite(boxes[valid]).all() else ["boxes that are not finite"]
+            cause = f"it gives {wrong[0]}" if wrong else None
+        if cause is not None:
+            what = f"The outputs of the {self.title} file do not fit its metadata."
+            raise WeightsError(what, location=self._path, cause=cause)
+        return FileDetections(
+            boxes.astype(np.float32), scores.astype(np.float32), labels.astype(np.int64), count.astype(np.int64)
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """images: uint8 [B, 3, H, W], on the CPU. Returned unchanged: `decode` runs the whole graph."""
@@ -143,7 +190,8 @@ class ExportedModel(nn.Module):
         for start in range(0, len(images), self.batch_size or len(images)):
             indices = np.arange(start, start + (self.batch_size or len(images))).clip(max=len(images) - 1)
             feed = {"images": np.ascontiguousarray(images[indices]), "content": resized_size[indices].astype(np.int32)}
-            results.append(self._call(feed | thresholds))
+            found = self._detect(feed | thresholds)
+            results.append((found.boxes, found.scores, found.labels, found.count))
         return FileDetections(*(np.concatenate(column)[: len(images)] for column in zip(*results, strict=True)))
 
 
@@ -180,6 +228,10 @@ class OpenVinoModel(ExportedModel):
     def _open(self, path: Path, num_threads: int) -> dict[str, str]:
         openvino = require_package("openvino", f"Running {path}", "openvino")
         core = openvino.Core()
+        regular_files.open_file(path.with_suffix(".bin")).close()  # OpenVINO would wait for a FIFO
+        with regular_files.open_file(path) as file:
+            if not file.read(100).lstrip().startswith(b"<"):  # OpenVINO reads other formats, whatever their suffix
+                raise ValueError("it is no XML")
         model = core.read_model(path)
         if not model.has_rt_info([METADATA_KEY]):
             return {}
@@ -257,6 +309,16 @@ def _read_archive(path: Path) -> dict[str, str]:
                         )
                     return msgspec.json.decode(archive.read(entry), type=dict[str, str])
     return {}
+
+
+def _are_within(values: NDArray[Any], last: int) -> bool:
+    return bool(((values >= 0) & (values <= last)).all())  # also False for NaN
+
+
+def _first_line(error: Exception) -> str:
+    """What a runtime says; OpenVINO begins with lines of its own source."""
+    lines = [line for line in str(error).strip().splitlines() if not line.startswith("Exception from ")]
+    return lines[0] if lines else type(error).__name__
 
 
 def require_package(name: str, what: str, extra: str = "onnx") -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -208,4 +209,91 @@ def test_metadata_that_is_no_table_of_texts_is_named(tmp_path: Path, suffix: str
     path = exported_files.write_archive(tmp_path / f"best{suffix}", text)
     with pytest.raises(WeightsError, match="cannot be read") as refused:
         load(path, trust_file=True)
+    assert refused.value.location == str(path)
+
+
+FOUND = exported_files.DETECTED
+WRONG_OUTPUTS: dict[str, dict[str, Any]] = {
+    "boxes that are not finite": {"boxes": FOUND["boxes"] * np.nan},
+    "boxes that are not finite, either": {"boxes": FOUND["boxes"] * np.inf},
+    "boxes is": {"boxes": FOUND["boxes"][..., :3]},
+    "boxes is, too": {"boxes": FOUND["boxes"][0]},
+    "scores outside": {"scores": FOUND["scores"] * np.nan},
+    "scores outside, too": {"scores": FOUND["scores"] * 7},
+    "boxes is float32[1, 1, 4]": {"scores": np.ones((1, 2), np.float32)},
+    "labels outside": {"labels": FOUND["labels"] * 99},
+    "labels outside, too": {"labels": FOUND["labels"] * -5},
+    "count outside": {"count": FOUND["count"] * -1},
+    "count outside, too": {"count": FOUND["count"] * 10**12},
+    "count outside, either": {"count": np.array([np.nan], np.float32)},
+    "count is": {"count": np.array(1)},
+    "boxes is float32[2": {name: np.concatenate([value, value]) for name, value in FOUND.items()},
+    "30,000 boxes": {
+        **{name: np.repeat(FOUND[name], 30_000, axis=1) for name in ("boxes", "scores", "labels")},
+        "count": np.array([30_000]),
+    },
+    "labels": {"labels": None},
+    "count": {"count": None},
+}
+
+
+def as_openvino(path: Path) -> Path:
+    """The ONNX file as one of OpenVINO."""
+    openvino = pytest.importorskip("openvino", reason="needs the extra openvino")
+    model = openvino.Core().read_model(path)
+    model.set_rt_info(json.dumps(GOOD), ["stoker"])
+    openvino.save_model(model, path.with_suffix(".xml"), compress_to_fp16=False)
+    return path.with_suffix(".xml")
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".xml"])
+@pytest.mark.parametrize("text", WRONG_OUTPUTS)
+def test_outputs_that_do_not_fit_the_metadata_are_named(tmp_path: Path, text: str, suffix: str) -> None:
+    outputs = {name: value for name, value in (FOUND | WRONG_OUTPUTS[text]).items() if value is not None}
+    path = exported_files.write_detector(tmp_path / "best.onnx", outputs)
+    path = path if suffix == ".onnx" else as_openvino(path)
+    model = load(path)
+    with pytest.raises(WeightsError, match=r"do not fit its metadata|cannot be run") as refused:
+        model.predict([np.zeros((128, 128, 3), np.uint8)] * 2)
+    assert refused.value.location == str(path)
+    assert text.partition(",")[0] in str(refused.value.cause) or "boxes is" in text
+    good = load(exported_files.write_detector(tmp_path / "good.onnx", FOUND))
+    found = good.predict([np.zeros((128, 128, 3), np.uint8)] * 2)
+    assert [(one.boxes.tolist(), one.labels.tolist()) for one in found] == [([[16, 16, 80, 80]], [1])] * 2
+
+
+@pytest.mark.parametrize("batch", [10**9, 0])
+def test_a_batch_that_fills_the_memory_is_refused(tmp_path: Path, batch: int) -> None:
+    texts = {**GOOD, "batch_size": str(batch)}
+    files = [
+        exported_files.write_detector(tmp_path / "best.onnx", FOUND, batch=batch),
+        exported_files.write_archive(tmp_path / "best.pt2", json.dumps(texts)),
+    ]
+    program = types.SimpleNamespace(module=lambda: torch.nn.Identity())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.export, "load", lambda _path: program)
+        for path in files:
+            with bounded(megabytes=500), pytest.raises(WeightsError, match=r"batch of the .* file is out of range"):
+                load(path, trust_file=True).predict(np.zeros((128, 128, 3), np.uint8))
+
+
+def test_a_file_of_another_format_is_not_read_as_openvino(tmp_path: Path) -> None:
+    """OpenVINO would take it: an ONNX file names other files with weights, which onnxruntime keeps to its folder."""
+    path = as_openvino(exported_files.write_detector(tmp_path / "best.onnx", FOUND))
+    exported_files.write_detector(tmp_path / "best.onnx", FOUND).rename(path)
+    with pytest.raises(WeightsError, match="it is no XML"):
+        load(path)
+
+
+@pytest.mark.parametrize("kind", ["missing", "FIFO", "short"])
+def test_weights_of_openvino_that_are_no_file(tmp_path: Path, kind: str) -> None:
+    path = as_openvino(exported_files.write_detector(tmp_path / "best.onnx", FOUND))
+    data = path.with_suffix(".bin").read_bytes()
+    path.with_suffix(".bin").unlink()
+    if kind == "FIFO":
+        os.mkfifo(path.with_suffix(".bin"))
+    elif kind == "short":
+        path.with_suffix(".bin").write_bytes(data[: len(data) // 2])
+    with bounded(seconds=20), pytest.raises(WeightsError, match="cannot be read") as refused:
+        load(path)
     assert refused.value.location == str(path)
