@@ -9,6 +9,8 @@ import os
 import shutil
 import signal
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +25,9 @@ from stoker.printable import print_text
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+END_TIMEOUT_S = 60.0
+"""Of Python's own end, after a command has done everything."""
 
 app = App(
     name="stoker",
@@ -65,7 +70,14 @@ def main() -> None:
     if "torch" in sys.modules and trainer.require("stoker").is_rank():
         sys.stderr.flush()
         os._exit(code)  # a thread of gloo that frees a tensor while Python ends aborts it (PyTorch issue 190489)
+    threading.Thread(target=_end_soon, args=(code,), daemon=True).start()
     sys.exit(code)
+
+
+def _end_soon(code: int) -> None:
+    """Ends the process if Python waits for threads or exit handlers that never end, as a tracker may leave behind."""
+    time.sleep(END_TIMEOUT_S)
+    os._exit(code)
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

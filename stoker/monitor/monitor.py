@@ -3,7 +3,8 @@ the log in JSON, experiment trackers.
 
 A sink that fails is disabled with a warning event; the run continues. Trackers (Weights & Biases, MLflow) are optional
 extras of the package: each reads its own variables (WANDB_PROJECT, WANDB_MODE; MLFLOW_TRACKING_URI,
-MLFLOW_EXPERIMENT_NAME) and credentials. A later attempt of a run continues the same tracked run.
+MLFLOW_EXPERIMENT_NAME) and credentials. A later attempt of a run continues the same tracked run. Each has a thread of
+its own, because its server may hang: nothing else waits for it, but for START_TIMEOUT_S and CLOSE_TIMEOUT_S.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import queue
 import sys
 import threading
 import time
@@ -30,8 +32,11 @@ from stoker.runs.records import DEVICES, EVENTS, STEPS, WARNING_KINDS, RunFolder
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 POLL_INTERVAL_S = 1.0
-CLOSE_TIMEOUT_S = 30.0
-"""For the remaining lines at the end of the run. A sink that hangs is abandoned: the thread is a daemon."""
+START_TIMEOUT_S, CLOSE_TIMEOUT_S = 60.0, 30.0
+"""Of a tracker, which goes on starting afterwards; for the remaining lines at the end of the run, and then of each
+tracker. What hangs is abandoned: all threads are daemons."""
+MAX_PENDING = 3600
+"""Lines that wait for a tracker, of an hour; those that come then are lost."""
 PROGRESS_EVERY_S = 60.0
 """Between the lines of progress of `--log-format json`."""
 _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
@@ -65,7 +70,9 @@ def monitoring(
         if options.metrics_port is not None:
             sinks["metrics"] = _serve_metrics(folder, options.metrics_host, options.metrics_port, alerts, stack)
         for name in options.track:
-            sinks[name] = _start_tracker(folder, name, stack)
+            tracker = TrackerThread(folder, name)
+            stack.callback(tracker.close)
+            sinks[name] = tracker.observe
         if not sinks:
             yield
             return
@@ -101,7 +108,83 @@ def _serve_metrics(
     return exporter.observe
 
 
-def _start_tracker(folder: RunFolder, name: str, stack: contextlib.ExitStack) -> Callable[[RecordLine], None]:
+class TrackerThread:
+    """Passes values to a tracker, which may raise, hang in any call, or call `sys.exit`.
+
+    Raises ConfigError if it is not installed or, in the first attempt of a run, does not start: before the run costs
+    anything. A later attempt goes on without it."""
+
+    _error: BaseException | None = None
+
+    def __init__(self, folder: RunFolder, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._pending: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
+        self._started = threading.Event()
+        self._step = self._num_lost = 0
+        self._failed = self._is_logging = self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S):
+            text = f"has not started after {START_TIMEOUT_S:g} s; the run goes on, and its values wait"
+            folder.event("warning", f"{name} {text}")
+        error = self._error
+        if isinstance(error, ImportError):
+            fix = f"pip install 'stoker[{name}]'"
+            raise ConfigError(f"--track {name} needs its package.", cause=str(error), fix=fix) from error
+        if error is not None and folder.attempt == 1:  # no credentials, no server, …
+            cause = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"--track {name} does not start.", cause=cause) from error
+
+    def observe(self, line: RecordLine) -> None:
+        """Queues the values of a line. Never blocks."""
+        self._step = max(self._step, line.step) if isinstance(line, StepWindow) else self._step
+        self._failed |= isinstance(line, Event) and line.kind == "failed"
+        if values := tracker_metrics(line):
+            if self._error is None and self._pending.qsize() < MAX_PENDING:
+                self._pending.put((values, self._step))
+            else:
+                self._num_lost += 1
+
+    def close(self) -> None:
+        """Waits until everything is logged, at most CLOSE_TIMEOUT_S, and says what is lost."""
+        self._pending.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        self._closed = True
+        num_lost = self._num_lost + self._is_logging + max(0, self._pending.qsize() - 1)
+        if self._thread.is_alive():
+            text = f"{self._name} did not end within {CLOSE_TIMEOUT_S:g} s: {num_lost} lines of values may be lost"
+            self._folder.event("warning", text)
+        elif num_lost:
+            self._folder.event("warning", f"{num_lost} lines of values are not in {self._name}")
+
+    def _run(self) -> None:
+        try:
+            tracker = _make_tracker(self._folder, self._name)
+        except BaseException as error:  # noqa: BLE001 (also `sys.exit`)
+            self._disable(f"{self._name} does not start", error)
+            return
+        finally:
+            self._started.set()
+        try:
+            while (item := self._pending.get()) is not None:
+                self._is_logging = True
+                tracker.log(*item)
+                self._is_logging = False
+        except BaseException as error:  # noqa: BLE001 (whatever a tracker raises: the run continues without it)
+            self._disable(f"monitoring ({self._name}) is disabled after an error", error)
+        try:
+            tracker.close(failed=self._failed)
+        except BaseException as error:  # noqa: BLE001 (its last values may be lost; the run is complete)
+            self._disable(f"{self._name} could not be closed", error)
+
+    def _disable(self, text: str, error: BaseException) -> None:
+        self._error = error
+        if not self._closed:  # else the run's records are closed, and `close` has said it
+            self._folder.event("warning", f"{text}: {type(error).__name__}: {error}")
+
+
+def _make_tracker(folder: RunFolder, name: str) -> "WandbTracker | MlflowTracker":
     first_event = next(read_lines(folder.path, EVENTS, Event), None)
     tables = read_settings(folder.path) or {}
     settings = {
@@ -110,31 +193,7 @@ def _start_tracker(folder: RunFolder, name: str, stack: contextlib.ExitStack) ->
     # the same for all attempts
     identity = f"{folder.path.absolute()} {0.0 if first_event is None else first_event.t}"
     run_id = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    try:
-        tracker = TRACKERS[name](name=folder.path.name, run_id=run_id, settings=settings)
-    except ImportError as error:
-        raise ConfigError(
-            f"--track {name} needs its package.", cause=str(error), fix=f"pip install 'stoker[{name}]'"
-        ) from error
-    except Exception as error:  # no credentials, no server, …: reported before the run costs anything
-        raise ConfigError(f"--track {name} does not start.", cause=f"{type(error).__name__}: {error}") from error
-    step, failed = 0, False
-
-    def observe(line: RecordLine) -> None:
-        nonlocal step, failed
-        step = max(step, line.step) if isinstance(line, StepWindow) else step
-        failed |= isinstance(line, Event) and line.kind == "failed"
-        if values := tracker_metrics(line):
-            tracker.log(values, step)
-
-    def close() -> None:
-        try:
-            tracker.close(failed=failed)
-        except Exception as error:  # noqa: BLE001 (its last values may be lost; the run is complete)
-            folder.event("warning", f"{name} could not be closed: {type(error).__name__}: {error}")
-
-    stack.callback(close)
-    return observe
+    return TRACKERS[name](name=folder.path.name, run_id=run_id, settings=settings)
 
 
 class WandbTracker:

@@ -367,7 +367,84 @@ def test_a_failing_tracker_does_not_stop_the_run(folder: RunFolder, monkeypatch:
     warnings = [event.text for event in events(folder, "warning")]
     assert warnings == [
         "monitoring (wandb) is disabled after an error: ConnectionError: no 4 values at 1",
-        "wandb could not be closed: ConnectionError: failed=False",
+        "wandb could not be closed: ConnectionError: failed=True",
+        "1 lines of values are not in wandb",
+    ]
+
+
+@pytest.mark.parametrize("call", ["start", "log", "close"])
+@pytest.mark.parametrize("way", ["hangs", "exits"])
+def test_a_tracker_that_hangs_or_exits_loses_its_values_only(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, call: str, way: str
+) -> None:
+    """Two lines; the log, another sink, gets all of them, and the block ends."""
+    released, reached = threading.Event(), threading.Event()
+
+    def misbehave(now: str) -> None:
+        if now == call:
+            reached.set()
+            if way == "exits":
+                sys.exit(7)
+            released.wait(600)
+
+    class Hostile:
+        def __init__(self, **_: Any) -> None:
+            misbehave("start")
+
+        def log(self, _values: dict[str, float], _step: int) -> None:
+            misbehave("log")
+
+        def close(self, *, failed: bool) -> None:  # noqa: ARG002
+            misbehave("close")
+
+    monkeypatch.setitem(monitor.TRACKERS, "wandb", Hostile)
+    for name in ("START_TIMEOUT_S", "CLOSE_TIMEOUT_S"):
+        monkeypatch.setattr(monitor, name, 0.5 if way == "hangs" else 60)
+    log = io.StringIO()
+    options = MonitoringOptions(track=("wandb",))
+    try:
+        with monitoring(folder, options, stop=must_not_stop, log="json", log_file=log):
+            folder.append(STEPS, window(1.0))
+            folder.append(STEPS, window(2.0))
+            folder.event("info", "the last line")
+    finally:
+        released.set()
+    assert reached.is_set()
+    assert "the last line" in log.getvalue()
+    num_lost = 0 if call == "close" else 2
+    expected = {
+        ("start", "hangs"): ["wandb has not started after 0.5 s; the run goes on, and its values wait"],
+        ("start", "exits"): ["wandb does not start: SystemExit: 7"],
+        ("log", "exits"): ["monitoring (wandb) is disabled after an error: SystemExit: 7"],
+        ("close", "exits"): ["wandb could not be closed: SystemExit: 7"],
+    }.get((call, way), [])
+    if way == "hangs":
+        expected.append(f"wandb did not end within 0.5 s: {num_lost} lines of values may be lost")
+    elif num_lost:
+        expected.append("2 lines of values are not in wandb")
+    assert [event.text for event in events(folder, "warning")] == expected
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no server"), SystemExit(7)])
+def test_a_tracker_that_does_not_start_ends_a_first_attempt_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setitem(monitor.TRACKERS, "wandb", refuse)  # type: ignore[arg-type]
+    first = RunFolder(tmp_path, attempt=1)
+    options = MonitoringOptions(track=("wandb",))
+    with pytest.raises(ConfigError, match="does not start"), monitoring(first, options, stop=must_not_stop):
+        raise AssertionError("started")
+    first.close()
+    second, entered = RunFolder(tmp_path, attempt=2), False
+    with monitoring(second, options, stop=must_not_stop):
+        entered = True
+    second.close()
+    assert entered
+    assert f"wandb does not start: {type(error).__name__}: {error}" in [
+        event.text for event in events(second, "warning")
     ]
 
 
