@@ -33,6 +33,7 @@ from stoker.storage.local_files import write_atomic
 
 with needs_package("optuna", "`stoker search`"):
     import optuna
+    from optuna.distributions import distribution_to_json
     from optuna.pruners import BasePruner, HyperbandPruner, NopPruner, SuccessiveHalvingPruner
     from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
     from optuna.storages import JournalStorage
@@ -61,6 +62,8 @@ MAX_STARTS = 10
 RUNG_ATTRIBUTE = "completed_rung_"
 MAX_SPEC_BYTES, MAX_JOURNAL_BYTES = 1 << 20, 1 << 23
 """Of study.json; of the journal, which has about 2 kB a trial and takes a hundred times its size in memory."""
+TRIAL_BYTES, EVALUATION_BYTES = 1_000, 140
+"""Of the journal, measured: for a trial, besides its parameters; for each of its evaluations."""
 _Count = Annotated[int, msgspec.Meta(ge=1, le=5_000)]
 _DAMAGED = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, msgspec.DecodeError)
 
@@ -363,10 +366,24 @@ def read_spec(folder: Path) -> StudySpec:
 
 
 def _write_spec(folder: Path, spec: StudySpec) -> None:
+    """Raises ConfigError, before anything is written, for a study that could not be read again."""
+    data = msgspec.json.format(msgspec.json.encode(spec))
+    entries = [json.dumps(distribution_to_json(one)) for one in spec.space.distributions().values()]
+    trial_bytes = TRIAL_BYTES + EVALUATION_BYTES * spec.evaluations + sum(len(entry) + 50 for entry in entries)
+    if spec.trials > (largest := MAX_JOURNAL_BYTES // trial_bytes):
+        cause = f"a trial takes about {trial_bytes:,} bytes of the journal, of which {MAX_JOURNAL_BYTES:,} are read"
+        raise ConfigError(f"{spec.trials:,} trials are too many.", cause=cause, fix=f"--trials {largest}")
+    try:
+        msgspec.json.decode(data, type=StudySpec)
+    except msgspec.ValidationError as error:
+        raise ConfigError("The study is out of range.", location=folder, cause=str(error)) from error
+    if len(data) > MAX_SPEC_BYTES:
+        cause = f"{STUDY} would have {len(data):,} bytes; at most {MAX_SPEC_BYTES:,} are read"
+        raise ConfigError("The study is too large.", location=folder, cause=cause)
     with writing("The study cannot be written.", folder):
         (folder / LOCKS).mkdir(parents=True, exist_ok=True)
         (folder / TRIALS).mkdir(exist_ok=True)
-        write_atomic(folder / STUDY, msgspec.json.format(msgspec.json.encode(spec)))
+        write_atomic(folder / STUDY, data)
 
 
 def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict[str, Any]:

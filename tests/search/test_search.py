@@ -14,7 +14,17 @@ import pytest
 from stoker.errors import ConfigError, UsageError
 from stoker.search import page
 from stoker.search.space import Range, Space, default_space, defaults_in, make_space, read_space
-from stoker.search.study import JOURNAL, Claim, Study, StudySpec, TrialState, best_trials, create, importances
+from stoker.search.study import (
+    JOURNAL,
+    MAX_JOURNAL_BYTES,
+    Claim,
+    Study,
+    StudySpec,
+    TrialState,
+    best_trials,
+    create,
+    importances,
+)
 from stoker.search.worker import MAX_STARTS, work
 from tests.search.fake_worker import EVALUATIONS, objective
 
@@ -56,6 +66,43 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     create(folder, make_spec())
     assert work(folder, objective) == 20
     return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trials": 3_300}, r"(?s)3,300 trials are too many.*--trials 3\d\d\d"),
+        ({"trials": 10**9}, "too many"),
+        ({"trials": 900, "evaluations": 100}, "too many"),
+        ({"trials": 100, "space": Space({"lr": LR, "model": [f"name-{n:09}" for n in range(5_000)]})}, "too many"),
+        ({"round": 6_000}, r"(?s)out of range.*round"),
+        ({"evaluations": 9_000, "trials": 2}, r"(?s)out of range.*evaluations"),
+        ({"settings": {"data": "x" * (1 << 20)}}, "too large"),
+    ],
+)
+def test_a_study_that_could_not_be_read_again_is_not_written(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create(tmp_path / "new", make_spec(**changes))
+    assert not (tmp_path / "new").exists()
+    if set(changes) == {"trials"}:
+        create(tmp_path / "old", make_spec())
+        before = (tmp_path / "old" / "study.json").read_bytes()
+        with pytest.raises(ConfigError, match=message):
+            create(tmp_path / "old", make_spec(**changes))
+        assert (tmp_path / "old" / "study.json").read_bytes() == before
+
+
+def test_what_a_trial_takes_of_the_journal_is_what_is_expected(undisturbed: Path, tmp_path: Path) -> None:
+    """A journal with as many trials as are allowed can be read."""
+    create(tmp_path / "study", make_spec(pruner="none"))
+    assert work(tmp_path / "study", objective) == 20
+    for folder in (undisturbed, tmp_path / "study"):
+        with pytest.raises(ConfigError) as refused:
+            create(tmp_path / "large", make_spec(trials=5_000))
+        largest = int(str(refused.value.fix).split()[-1])
+        assert (folder / JOURNAL).stat().st_size / 20 * largest < MAX_JOURNAL_BYTES
 
 
 def test_two_workers_killed_once_each_try_what_one_undisturbed_worker_tries(tmp_path: Path, undisturbed: Path) -> None:
