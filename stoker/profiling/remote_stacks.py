@@ -585,7 +585,7 @@ def _symbol_in(fd: int, name: str) -> tuple[int, bool] | None:
 def _namespace_id(pid: int) -> int:
     """The ID of a process in the innermost namespace of processes that it is in. Raises EndedError."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")  # its name may be any bytes
     except OSError as error:
         raise EndedError from error
     found = re.search(r"^NSpid:.*?(\d+)$", status, re.MULTILINE)

@@ -52,6 +52,8 @@ PROCESS_POLL_S = 2.0
 """Time between polls of the processes, a tenth of that until one was sampled."""
 MAX_FAILURES, MAX_FAILING_S = 5, 30.0
 """Polls at which a process cannot be read, and its age, from which it is skipped: a new one has no interpreter yet."""
+MAX_REPORTS = 20
+"""Changes of the status that are reported."""
 STOP_TIMEOUT_S = 5.0
 
 PERMISSION_HINT = (
@@ -157,6 +159,8 @@ class _Process:
         self.recent_cpu_s = 0.0
         """Since the poll before the newest one."""
         self.failures, self.seen_s = 0, time.monotonic()
+        self.is_given_up = False
+        """It is sampled no more: it may not be read, or its memory is forged."""
         self.is_new = True
         """It has no window yet."""
         self.trains = False
@@ -171,7 +175,9 @@ class _Process:
         with contextlib.suppress(psutil.Error):  # it ended, or may not be read
             process = psutil.Process(pid)
             env, self.cwd, self.parent = process.environ(), process.cwd(), process.ppid()
-        self.rank = next((int(env[name]) for name in _RANK_VARIABLES if env.get(name, "").isdecimal()), 0)
+        self.rank = next(
+            (int(env[name]) for name in _RANK_VARIABLES if re.fullmatch("[0-9]{1,7}", env.get(name, ""))), 0
+        )
 
     def begin(self) -> None:
         """A window. Raises what `RemoteStacks` does."""
@@ -197,9 +203,10 @@ def _runnable_seconds(pid: int, thread: int | None = None) -> float | None:
 class StackSampler:
     """Samples a job's Python processes inside a `with` block, in a thread.
 
-    pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_ranks:
-    PID → rank of the live processes that train, as far as the hook knows them; then only these and their loader workers
-    are sampled. own_rank: `pid` is the only process of this rank that trains: other ranks have samplers of their own.
+    pid: the root of the job; on_status: called when the status changes from RECORDED, with the reason if stacks of the
+    job or of one of its processes are not recorded; training_ranks: PID → rank of the live processes that train, as far
+    as the hook knows them; then only these and their loader workers are sampled. own_rank: `pid` is the only process of
+    this rank that trains: other ranks have samplers of their own.
     """
 
     def __init__(
@@ -207,13 +214,13 @@ class StackSampler:
         folder: RunFolder,
         pid: int,
         *,
-        on_unavailable: Callable[[str], None],
+        on_status: Callable[[str], None],
         training_ranks: Callable[[], Mapping[int, int]] = dict,
         own_rank: int | None = None,
     ) -> None:
         self._folder = folder
         self._pid = pid
-        self._on_unavailable = on_unavailable
+        self._on_status = on_status
         self._training_ranks = training_ranks
         self._own_rank = own_rank
         self._processes: dict[tuple[int, int], _Process] = {}
@@ -227,6 +234,7 @@ class StackSampler:
         """How often the rate was set."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = self._is_unreadable = False
+        self._status, self._num_reports = RECORDED, 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._thread_main, name="stacks", daemon=True)
 
@@ -242,10 +250,8 @@ class StackSampler:
     def _thread_main(self) -> None:
         try:
             self._sample_until_stopped()
-        except PermissionError as error:
-            self._on_unavailable(f"not recorded: {error}")
         except Exception as error:  # noqa: BLE001 (the job goes on, and an event says so)
-            self._on_unavailable(f"not recorded from here on: {type(error).__name__}: {error}")
+            self._report(f"not recorded from here on: {type(error).__name__}: {error}")
         finally:
             for target in self._processes.values():
                 target.close()
@@ -289,34 +295,58 @@ class StackSampler:
                     except EndedError:
                         self._end(target)
                         target.close()
+                    except Exception as error:  # noqa: BLE001 (what it forged must not end the samples of others)
+                        self._end(target)
+                        self._give_up(target, f"{type(error).__name__}: {error}")
             num_samples += 1
             samples_s += time.thread_time() - begin_s
         for target in self._processes.values():
             self._end(target)
         # a measured loop may be shorter than a window
         if not self._any_sampled and (self._own_rank is None or self._is_unreadable):
-            self._on_unavailable(f"not recorded: {self._last_failure}")
+            self._report(f"not recorded: {self._last_failure}")
 
     def _begin(self, targets: list[_Process]) -> None:
-        """Windows of those that have none. Raises PermissionError if the job may not be read."""
+        """Windows of those that have none."""
         for target in targets:
-            if target.window is not None or target.role == HELPER:
+            if target.window is not None or target.role == HELPER or target.is_given_up:
                 continue
             try:
                 target.begin()
-            except PermissionError as error:
-                self._last_failure = f"reading another process is not permitted here ({PERMISSION_HINT})"
-                if not self._any_sampled:
-                    raise PermissionError(self._last_failure) from error
-                target.failures += 1
+            except PermissionError:
+                self._give_up(target, f"reading another process is not permitted here ({PERMISSION_HINT})")
             except UnreadableError as error:
                 self._last_failure, self._is_unreadable = str(error), True
                 target.failures += 1
             except EndedError:
                 target.failures += 1
+            except Exception as error:  # noqa: BLE001 (a name or a file that it forged)
+                self._give_up(target, f"{type(error).__name__}: {error}")
+
+    def _give_up(self, target: _Process, reason: str) -> None:
+        """Samples this process no more; the others go on."""
+        target.is_given_up = self._is_unreadable = True
+        target.close()
+        self._last_failure = reason
+        if any(not other.is_given_up for other in self._processes.values()):
+            self._report(f"{RECORDED}; process {target.pid} no more: {reason}")
+        else:
+            self._report(f"not recorded{' from here on' if self._any_sampled else ''}: {reason}")
+
+    def _report(self, status: str) -> None:
+        """Of the stacks of the whole job; a job may have any number of processes that cannot be read."""
+        if status != self._status and self._num_reports < MAX_REPORTS:
+            self._status, self._num_reports = status, self._num_reports + 1
+            self._on_status(status)
 
     def _end(self, target: _Process) -> None:
         """Writes the window of a process."""
+        try:
+            self._end_window(target)
+        except Exception as error:  # noqa: BLE001 (the names of its functions and files may be forged, too)
+            self._give_up(target, f"{type(error).__name__}: {error}")
+
+    def _end_window(self, target: _Process) -> None:
         window, target.window = target.window, None
         if window is None:
             return
@@ -350,6 +380,8 @@ class StackSampler:
             windows += [
                 make_window(found, role=name, runnable=can_run, **fields) for name, (found, can_run) in working.items()
             ]
+        if self._status.startswith("not "):  # of processes that have ended, or were given up
+            self._report(RECORDED)
         for line in filter(None, windows):
             name = STACKS if target.rank == 0 else f"{RANKS}/{target.rank:04d}/{STACKS}"
             (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -389,7 +421,7 @@ class StackSampler:
         self._processes, self._not_python = alive, not_python
         found = [
             target for target in alive.values()
-            if target.failures < MAX_FAILURES or now_s - target.seen_s < MAX_FAILING_S
+            if not target.is_given_up and (target.failures < MAX_FAILURES or now_s - target.seen_s < MAX_FAILING_S)
         ]  # fmt: skip
         known_ranks = self._training_ranks()
         if self._own_rank is not None:
@@ -470,7 +502,7 @@ def record(path: str, attempt: str, pid: str, rank: str) -> None:
     folder, training = RunFolder(Path(path), int(attempt)), dict[int, int]()
     sampler = StackSampler(
         folder, int(pid), own_rank=int(rank),
-        on_unavailable=lambda reason: folder.event("info", f"stacks: {reason}"),
+        on_status=lambda reason: folder.event("info", f"stacks: {reason}"),
         training_ranks=lambda: training,
     )  # fmt: skip
     with sampler:

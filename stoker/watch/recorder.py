@@ -157,7 +157,7 @@ class Recorder:
         sampler = stacks.StackSampler(
             self._folder,
             job,
-            on_unavailable=lambda reason: self.set_coverage(STACKS_SOURCE, reason),
+            on_status=lambda reason: self.set_coverage(STACKS_SOURCE, reason),
             training_ranks=lambda: self._hook_reader.training_ranks,
         )
         with TelemetrySampler(self._folder, pid=job), sampler:

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from stoker.profiling import frames, remote_stacks, stacks
 from stoker.profiling.calls import read_source_lines
 from stoker.profiling.frames import Frame
 from stoker.profiling.remote_stacks import EndedError, RemoteStacks, UnreadableError, find_symbol
-from stoker.runs.records import RunFolder
+from stoker.runs.records import STACKS, RunFolder, read_lines
+from stoker.runs.schemas import StackWindow
 from tests.bounded import bounded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
@@ -160,8 +162,64 @@ def test_the_sampler_gives_up_with_a_reason(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(RemoteStacks, "read", refuse)
     folder, reasons = RunFolder(tmp_path, 1), list[str]()
-    sampler = stacks.StackSampler(folder, os.getpid(), on_unavailable=reasons.append)
+    sampler = stacks.StackSampler(folder, os.getpid(), on_status=reasons.append)
     with sampler:
         sampler._thread.join(60)
     folder.close()
-    assert reasons == ["not recorded from here on: UnreadableError: it takes too much"]
+    assert reasons == ["not recorded: UnreadableError: it takes too much"]
+
+
+FAMILY = """
+import ctypes, subprocess, sys
+child = None
+if sys.argv[1:]:
+    child = subprocess.Popen([sys.executable, "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+ctypes.CDLL(None).prctl(15, b"\\xff\\xfe)", 0, 0, 0)  # PR_SET_NAME
+print(child.pid if child else "ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("method", ["__init__", "read", "forget"])
+@pytest.mark.parametrize(
+    "error",
+    [UnreadableError("it takes too much"), PermissionError(1, "no"), ValueError("forged"), RecursionError("forged")],
+    ids=repr,
+)
+def test_one_process_that_cannot_be_sampled_does_not_end_the_samples_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
+) -> None:
+    monkeypatch.setattr(stacks, "FIRST_WINDOW_S", 0.2)
+    (tmp_path / "job.py").write_text(FAMILY)
+    command = [sys.executable, "-S", tmp_path / "job.py", "with a child"]
+    job = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "RANK": "9" * 5000}
+    )
+    assert job.stdout is not None
+    child = int(job.stdout.readline())
+    original, refused = getattr(RemoteStacks, method), threading.Event()
+
+    def refuse(reader: RemoteStacks, *arguments: object) -> object:
+        if job.pid in (reader.__dict__.get("pid"), *arguments):
+            refused.set()
+            raise error
+        return original(reader, *arguments)
+
+    monkeypatch.setattr(RemoteStacks, method, refuse)
+    folder, reasons = RunFolder(tmp_path, 1), list[str]()
+    with stacks.StackSampler(folder, job.pid, on_status=reasons.append) as sampler:
+        for _ in range(6000):
+            if refused.is_set() and child in sampled_pids(tmp_path):
+                break
+            sampler._stop.wait(0.01)
+        assert sampler._thread.is_alive()
+    folder.close()
+    job.communicate(b"\n")
+    assert sampled_pids(tmp_path) == {child}
+    assert len(reasons) == (0 if method == "__init__" and isinstance(error, UnreadableError) else 1)
+    assert all(reason.startswith(f"{stacks.RECORDED}; process {job.pid} no more: ") for reason in reasons)
+
+
+def sampled_pids(run: Path) -> set[int]:
+    return {window.pid for window in read_lines(run, STACKS, StackWindow)}

@@ -56,7 +56,7 @@ def until(what: Iterator[bool]) -> None:
 def sampled(pid: int, run: Path, name: str = STACKS) -> tuple[list[StackWindow], list[str]]:
     """(the lines of at least one window, what was said)"""
     folder, reasons = RunFolder(run, 4), []
-    with stacks.StackSampler(folder, pid, on_unavailable=reasons.append):
+    with stacks.StackSampler(folder, pid, on_status=reasons.append):
         until(bool(reasons) or (run / name).exists() for _ in range(3000))
     folder.close()
     return list(read_lines(run, name, StackWindow)), reasons
@@ -82,7 +82,7 @@ def test_a_shell_that_becomes_python_is_sampled(tmp_path: Path) -> None:
     process = subprocess.Popen(["sh", "-c", shim, sys.executable], cwd=tmp_path, stdin=subprocess.PIPE)
     until((life := read_life(process.pid)) is not None and life.cpu_s > 0.05 for _ in range(3000))
     folder, reasons = RunFolder(tmp_path, 4), list[str]()
-    sampler = stacks.StackSampler(folder, process.pid, on_unavailable=reasons.append)
+    sampler = stacks.StackSampler(folder, process.pid, on_status=reasons.append)
     assert sampler._find_targets(time.monotonic()) == []
     assert process.stdin is not None
     process.stdin.write(b"\n")
@@ -98,7 +98,7 @@ def test_a_shell_that_becomes_python_is_sampled(tmp_path: Path) -> None:
 def test_a_job_without_python_has_a_reason(tmp_path: Path) -> None:
     folder, reasons = RunFolder(tmp_path, 1), []
     process = subprocess.Popen(["sleep", "60"])
-    with stacks.StackSampler(folder, process.pid, on_unavailable=reasons.append):
+    with stacks.StackSampler(folder, process.pid, on_status=reasons.append):
         pass
     process.kill()
     process.wait()
@@ -170,7 +170,7 @@ def test_of_a_job_with_the_hook_only_processes_that_train_are_sampled(tmp_path: 
     children = [job(WAITS, folder) for folder in folders]
     trainers: dict[int, int] = {}
     sampler = stacks.StackSampler(
-        RunFolder(tmp_path, 1), os.getpid(), on_unavailable=print, training_ranks=lambda: trainers,
+        RunFolder(tmp_path, 1), os.getpid(), on_status=print, training_ranks=lambda: trainers,
     )  # fmt: skip
     pids = {child.pid for child in children}
     assert {target.pid for target in sampler._find_targets(0.0)} >= {os.getpid(), *pids}
@@ -303,7 +303,7 @@ def test_the_rate_follows_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def spent(cost_s: float, other_s: float = 0.0, length_s: int = 1000) -> list[float]:
         """CPU-seconds so far, at each second."""
-        sampler = stacks.StackSampler(RunFolder(Path(os.devnull).parent, 1), 1, on_unavailable=print)
+        sampler = stacks.StackSampler(RunFolder(Path(os.devnull).parent, 1), 1, on_status=print)
         so_far, found = other_s, list[float]()
         for second in range(length_s):
             sampler._follow_cost(cost_s, so_far, float(second))
@@ -325,7 +325,7 @@ def test_samples_that_are_expensive_because_they_are_rare_are_tried_more_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
-    sampler = stacks.StackSampler(RunFolder(tmp_path, 1), 1, on_unavailable=print)
+    sampler = stacks.StackSampler(RunFolder(tmp_path, 1), 1, on_status=print)
     so_far, rates, cost_s = 0.4, list[float](), 0.01
     for second in range(20, 140, 2):
         sampler._follow_cost(cost_s, so_far, float(second))
@@ -339,7 +339,7 @@ def test_samples_that_are_expensive_because_they_are_rare_are_tried_more_often(
 
 def test_a_process_that_imports_is_sampled_half_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
-    sampler = stacks.StackSampler(RunFolder(Path(os.devnull).parent, 1), 1, on_unavailable=print)
+    sampler = stacks.StackSampler(RunFolder(Path(os.devnull).parent, 1), 1, on_status=print)
     rates = []
     for starting in (True, False):
         sampler._follow_cost(0.002, 0.1, 2.0, starting=starting)
@@ -359,7 +359,7 @@ def test_workers_are_sampled_in_turn(tmp_path: Path) -> None:
         workers.update({line.pid: line for line in lines if line.role == "worker" and line.places[0].line})
         return len(workers) == 2
 
-    with stacks.StackSampler(folder, process.pid, on_unavailable=print):
+    with stacks.StackSampler(folder, process.pid, on_status=print):
         until(both_are_seen() for _ in range(12000))
     process.kill()
     process.communicate()
@@ -377,7 +377,7 @@ def test_the_samples_of_the_last_seconds_are_not_lost(
         monkeypatch.setattr(stacks, name, 3600.0)
     process = job(WAITS, tmp_path)
     folder = RunFolder(tmp_path, 1)
-    sampler = stacks.StackSampler(folder, process.pid, on_unavailable=print)
+    sampler = stacks.StackSampler(folder, process.pid, on_status=print)
     with sampler:
         until(any(target.window for target in list(sampler._processes.values())) for _ in range(6000))
         if ending == "exits":
