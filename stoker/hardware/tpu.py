@@ -12,6 +12,7 @@ from stoker.errors import UsageError
 from stoker.knowledge import read_toml
 
 GOOGLE_VENDOR = "0x1ae0"
+MAX_COMMAND_BYTES = 4096
 LOCK_FILE = "tmp/libtpu_lockfile"
 """libtpu makes it when it opens the chips, below the root."""
 
@@ -82,7 +83,8 @@ def holders(root: Path = Path("/")) -> dict[int, str]:
         try:
             targets = {str(link.readlink()) for link in (process / "fd").iterdir()}
             if targets & files:
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                with (process / "cmdline").open("rb") as file:  # a process may forge it, of any length
+                    command = file.read(MAX_COMMAND_BYTES).replace(b"\0", b" ").decode(errors="replace").strip()
                 found[int(process.name)] = command
         except OSError:  # it has ended, or belongs to another user
             continue

@@ -20,6 +20,7 @@ from stoker import regular_files
 from stoker.errors import UsageError, writing
 from stoker.launching.jobs import read_log, read_tail, recorded_end
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, State
+from stoker.profiling.telemetry.machine import ForeignProcess
 from stoker.training.supervisor import Supervisor
 
 START_S = 1.0
@@ -121,7 +122,7 @@ def _find(job: Job) -> psutil.Process | None:
     not name the run is never signalled."""
     pid, _, started_s = job.id.partition("@")
     try:
-        process = psutil.Process(int(pid))
+        process = ForeignProcess(int(pid))
         is_same = abs(process.create_time() - float(started_s)) <= _CLOCK_TOLERANCE_S
         if not is_same or process.status() == psutil.STATUS_ZOMBIE:
             return None

@@ -20,7 +20,7 @@ from stoker.hardware.cuda_trial import TorchFacts, build_with, kernel_driver, ru
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.tables import DRIVERS_BY_MAJOR
 from stoker.profiling.telemetry.gpu import EXCLUSIVE, PROHIBITED, DriverState, GpuState
-from stoker.profiling.telemetry.machine import KernelLine
+from stoker.profiling.telemetry.machine import ForeignProcess, KernelLine
 from stoker.report import format as fmt
 
 DRIVER_TIMEOUT_S = 5.0
@@ -213,7 +213,7 @@ def _other_users(gpu: GpuState, place: str) -> Iterator[Finding]:
 def _command(pid: int) -> str:
     """The command line of a process and its user; empty for one that is not visible."""
     try:
-        process = psutil.Process(pid)
+        process = ForeignProcess(pid)
         return f"{' '.join(process.cmdline())[:120] or process.name()} (user {process.username()})"
     except psutil.Error:
         return ""

@@ -500,24 +500,31 @@ def _frame_reader(layout: _Layout) -> tuple[Callable[[bytes, int], tuple[int, ..
 
 
 _PYTHON_FILE = re.compile(r"(?:^|/)(?:lib)?python(\d)\.(\d+)[\w.-]*$")
+_LIBRARY = re.compile(r"/libpython\d[\w.]*\.so")
 _PYTHON_FOLDER = re.compile(r"/lib/python(\d)\.(\d+)/")
 
 
 def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
     """(address of _PyRuntime, version) of a process. Raises UnreadableError, PermissionError, EndedError."""
+    starts: dict[str, int] = {}
+    folder, is_empty = None, True
     try:
-        maps = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
         program = os.readlink(f"/proc/{pid}/exe")
+        with open(f"/proc/{pid}/maps", errors="surrogateescape") as maps:  # a process may have 65,530 lines of 4 KiB
+            for line in maps:
+                is_empty, folder = False, folder or _PYTHON_FOLDER.search(line)
+                fields = line.rstrip("\n").split(maxsplit=5)
+                if (
+                    len(fields) == 6
+                    and int(fields[2], 16) == 0
+                    and (fields[5] == program or _LIBRARY.search(fields[5]))
+                ):
+                    starts.setdefault(fields[5], int(fields[0].partition("-")[0], 16))
     except (FileNotFoundError, ProcessLookupError) as error:
         raise EndedError from error
-    if not maps:
+    if is_empty:
         raise EndedError
-    starts: dict[str, int] = {}
-    for line in maps:
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and int(fields[2], 16) == 0:
-            starts.setdefault(fields[5], int(fields[0].partition("-")[0], 16))
-    libraries = [name for name in starts if re.search(r"/libpython\d[\w.]*\.so", name)]
+    libraries = [name for name in starts if _LIBRARY.search(name)]
     for file in [*libraries[:MAX_LIBRARIES], program]:
         if file not in starts:
             continue
@@ -527,7 +534,7 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
         if symbol is None:
             continue
         address, is_relative = symbol
-        matches = [_PYTHON_FILE.search(file), *map(_PYTHON_FOLDER.search, maps)]
+        matches = [_PYTHON_FILE.search(file), folder]
         version = next(((int(found[1]), int(found[2])) for found in matches if found is not None), None)
         if version is None:
             raise UnreadableError(f"the version of the Python {file} is not known")

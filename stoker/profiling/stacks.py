@@ -26,7 +26,7 @@ import psutil
 
 from stoker.profiling.frames import HELPER, CompiledCalls, Frame, Samples, find_role, make_window, working_threads
 from stoker.profiling.remote_stacks import EndedError, RemoteStacks, UnreadableError
-from stoker.profiling.telemetry.machine import list_process_tree, read, read_life
+from stoker.profiling.telemetry.machine import ForeignProcess, list_process_tree, read, read_life
 from stoker.runs.records import RANKS, STACKS, RunFolder
 
 WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
@@ -87,7 +87,8 @@ def is_python(pid: int) -> bool:
     if _PYTHON.search(_program(pid)):
         return True
     try:
-        return re.search(r"/libpython\d", Path(f"/proc/{pid}/maps").read_text(errors="replace")) is not None
+        with open(f"/proc/{pid}/maps", errors="replace") as file:  # line by line: it may have 65,530 of 4 KiB
+            return any(re.search(r"/libpython\d", line) for line in file)
     except OSError:  # it ended, or may not be read
         return False
 
@@ -173,7 +174,7 @@ class _Process:
         env: dict[str, str] = {}
         self.cwd, self.parent = "", 0
         with contextlib.suppress(psutil.Error):  # it ended, or may not be read
-            process = psutil.Process(pid)
+            process = ForeignProcess(pid)
             env, self.cwd, self.parent = process.environ(), process.cwd(), process.ppid()
         self.rank = next(
             (int(env[name]) for name in _RANK_VARIABLES if re.fullmatch("[0-9]{1,7}", env.get(name, ""))), 0

@@ -38,7 +38,7 @@ from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_text
 from stoker.profiling import stacks
 from stoker.profiling.telemetry.environment import describe_job
-from stoker.profiling.telemetry.machine import read_life
+from stoker.profiling.telemetry.machine import ForeignProcess, read_life
 from stoker.runs.records import OUTPUT
 from stoker.secrets import mask_argv
 from stoker.watch import output_relay
@@ -359,7 +359,7 @@ def _open_process(pid: int) -> AttachedProcess:
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, pidfd)
         try:
-            process, life = psutil.Process(pid), read_life(pid)
+            process, life = ForeignProcess(pid), read_life(pid)
             if life is None:
                 raise UsageError(f"Process {pid} has already ended.", cause="its parent has not reaped it yet")
             _check_watchable(process)
@@ -388,7 +388,7 @@ def _describe_environment(job: AttachedProcess) -> dict[str, Any]:
     """environment.json of a running job: its variables and limits, not those of stoker."""
     env: dict[str, str] = {}
     with contextlib.suppress(psutil.Error):  # it may not be read
-        env = psutil.Process(job.pid).environ()
+        env = ForeignProcess(job.pid).environ()
     program = os.path.join(job.cwd, job.command[0])
     if "/" not in job.command[0]:
         program = shutil.which(job.command[0], path=env.get("PATH")) or job.command[0]

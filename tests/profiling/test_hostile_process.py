@@ -9,19 +9,25 @@ import struct
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stoker.preflight import gpu_rules
 from stoker.profiling import frames, remote_stacks, stacks
 from stoker.profiling.calls import read_source_lines
 from stoker.profiling.frames import Frame
 from stoker.profiling.remote_stacks import EndedError, RemoteStacks, UnreadableError, find_symbol
+from stoker.profiling.telemetry import sampler
+from stoker.profiling.telemetry.host import OtherProcesses
 from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
+from stoker.watch import watch
 from tests.bounded import bounded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
@@ -162,9 +168,8 @@ def test_the_sampler_gives_up_with_a_reason(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(RemoteStacks, "read", refuse)
     folder, reasons = RunFolder(tmp_path, 1), list[str]()
-    sampler = stacks.StackSampler(folder, os.getpid(), on_status=reasons.append)
-    with sampler:
-        sampler._thread.join(60)
+    with stacks.StackSampler(folder, os.getpid(), on_status=reasons.append) as opened:
+        opened._thread.join(60)
     folder.close()
     assert reasons == ["not recorded: UnreadableError: it takes too much"]
 
@@ -208,17 +213,57 @@ def test_one_process_that_cannot_be_sampled_does_not_end_the_samples_of_the_othe
 
     monkeypatch.setattr(RemoteStacks, method, refuse)
     folder, reasons = RunFolder(tmp_path, 1), list[str]()
-    with stacks.StackSampler(folder, job.pid, on_status=reasons.append) as sampler:
+    with stacks.StackSampler(folder, job.pid, on_status=reasons.append) as opened:
         for _ in range(6000):
             if refused.is_set() and child in sampled_pids(tmp_path):
                 break
-            sampler._stop.wait(0.01)
-        assert sampler._thread.is_alive()
+            opened._stop.wait(0.01)
+        assert opened._thread.is_alive()
     folder.close()
     job.communicate(b"\n")
     assert sampled_pids(tmp_path) == {child}
     assert len(reasons) == (0 if method == "__init__" and isinstance(error, UnreadableError) else 1)
     assert all(reason.startswith(f"{stacks.RECORDED}; process {job.pid} no more: ") for reason in reasons)
+
+
+ENDLESS = """
+import ctypes, struct, sys
+libc, size = ctypes.CDLL(None, use_errno=True), 1 << 40
+libc.mmap.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+start = libc.mmap(None, size, 1, 0x4022, -1, 0)  # PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
+stat = [int(n) for n in open("/proc/self/stat").read().rpartition(")")[2].split()[1:]]
+code, data, stack = stat[22:24], stat[41:44], stat[24]
+areas = struct.pack("<11QQIi", *code, *data, libc.sbrk(0), stack, start, start + size, start, start + size, 0, 0, -1)
+libc.prctl(15, b"a-program-of-15", 0, 0, 0)
+failed = libc.prctl(35, 14, areas, len(areas), 0)  # PR_SET_MM, PR_SET_MM_MAP
+print("not permitted" if failed else "ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_command_and_variables_of_a_terabyte_are_read_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any process can have them, of whatever user."""
+    job = subprocess.Popen([sys.executable, "-S", "-c", ENDLESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert job.stdout is not None
+    if job.stdout.readline() != b"ready\n":
+        job.communicate()
+        pytest.skip("this kernel does not let a process set where its command is")
+    monkeypatch.setattr(psutil, "process_iter", lambda _: iter([types.SimpleNamespace(pid=job.pid, info=BUSY)]))
+    try:
+        with bounded(seconds=20, megabytes=256):
+            assert list(OtherProcesses().sample(1.0, 2.0, set())) == ["a-program-of-15"]
+            assert stacks._Process(job.pid).rank == 0
+            assert sampler._variables_of(job.pid) == {}
+            assert gpu_rules._command(job.pid).endswith(")")
+            process = watch._open_process(job.pid)
+            assert watch._describe_environment(process)["argv"]
+    finally:
+        job.communicate(b"\n")
+    os.close(process.pidfd)
+
+
+BUSY = {"cpu_percent": 100.0}
 
 
 def sampled_pids(run: Path) -> set[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stoker.profiling.telemetry import host
 from stoker.profiling.telemetry.host import OTHERS_INTERVAL_S, HostSampler, OtherProcesses
 
 
@@ -35,6 +36,7 @@ def test_the_busiest_are_named_with_their_script_and_those_of_the_run_are_not(mo
     }  # fmt: skip
     shown = [Shown(10 + number, command, cores) for number, (command, cores) in enumerate(used.items())]
     readings: list[int] = []
+    monkeypatch.setattr(host, "ForeignProcess", lambda pid: shown[pid - 10])
     monkeypatch.setattr(psutil, "process_iter", lambda _: readings.append(1) or iter(shown))
     others = OtherProcesses()
     assert others.sample(0.0, 0.1, {10}) == {}
@@ -60,11 +62,11 @@ def test_a_real_process_that_is_not_of_the_run_is_named(tmp_path: Path) -> None:
     )
     run = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        host = HostSampler(pid=run.pid)
+        sampler = HostSampler(pid=run.pid)
         names: set[str] = set()
         for _ in range(20):
             time.sleep(0.5)
-            names |= host.sample().busiest_processes.keys()
+            names |= sampler.sample().busiest_processes.keys()
             if any("busy.py" in name for name in names):
                 break
         assert any("busy.py" in name for name in names), names

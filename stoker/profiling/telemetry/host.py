@@ -19,7 +19,7 @@ import psutil
 
 from stoker.hardware.cgroup import Cgroup, usable_cores
 from stoker.profiling.telemetry import machine
-from stoker.profiling.telemetry.machine import TimeoutWorker, read, read_or_none
+from stoker.profiling.telemetry.machine import ForeignProcess, TimeoutWorker, read, read_or_none
 from stoker.runs.schemas import DeviceSample, GpuSample
 
 FREE_BYTES_TIMEOUT_S = 0.2
@@ -171,7 +171,7 @@ class OtherProcesses:
                 used = (process.info["cpu_percent"] or 0.0) / 100
                 if used >= MIN_PROCESS_CORES and process.pid not in run_pids:
                     with contextlib.suppress(psutil.Error):  # it ended meanwhile
-                        name = _command_name(process)
+                        name = _command_name(ForeignProcess(process.pid))
                         cores[name] = cores.get(name, 0.0) + used
             self._cores = dict(sorted(cores.items(), key=lambda item: -item[1])[:MAX_NAMES])
         return self._cores

@@ -14,10 +14,13 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
+
+import psutil
 
 from stoker.knowledge import read_toml
 
@@ -26,20 +29,48 @@ Answer = TypeVar("Answer")
 KERNEL_PATTERNS: dict[str, str] = read_toml("kernel_log.toml")
 """Kind of failure → pattern of its lines in the kernel log."""
 
+MAX_READ_BYTES = 2**21
+"""The command and the variables of a process have together at most a quarter of its stack (execve(2)), mostly 8 MiB."""
 _RECORD_BYTES = 8192
 """The longest record of /dev/kmsg (kernel documentation: ABI/testing/dev-kmsg); a shorter buffer is an error."""
 
 
-def read(path: str) -> bytes:
-    """The whole file, of which the kernel may return a page at a time. Raises OSError."""
+def read(path: str, max_bytes: int = MAX_READ_BYTES) -> bytes:
+    """The whole file, of which the kernel may return a page at a time, or its beginning. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = b""
-        while chunk := os.read(fd, 65536):
+        while len(data) < max_bytes and (chunk := os.read(fd, 65536)):
             data += chunk
         return data
     finally:
         os.close(fd)
+
+
+class ForeignProcess(psutil.Process):
+    """A process that may have forged its command and its variables. psutil reads all of them, and they may be terabytes
+    long (prctl's PR_SET_MM_MAP); here it is their beginning."""
+
+    def cmdline(self) -> list[str]:
+        if not sys.platform.startswith("linux"):
+            return super().cmdline()
+        data = self._read("cmdline")
+        separator = "\0" if data.endswith("\0") else " "  # else it has written a title over them
+        return data.removesuffix(separator).split(separator) if data else []
+
+    def environ(self) -> dict[str, str]:
+        if not sys.platform.startswith("linux"):
+            return super().environ()
+        pairs = (entry.partition("=") for entry in self._read("environ").split("\0"))
+        return {name: value for name, equals, value in pairs if equals}
+
+    def _read(self, name: str) -> str:
+        try:
+            return os.fsdecode(read(f"/proc/{self.pid}/{name}"))
+        except PermissionError as error:
+            raise psutil.AccessDenied(self.pid) from error
+        except OSError as error:
+            raise psutil.NoSuchProcess(self.pid) from error
 
 
 class Life(NamedTuple):

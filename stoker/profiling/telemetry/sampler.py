@@ -19,7 +19,7 @@ import pynvml
 from stoker.errors import system_limit
 from stoker.profiling.telemetry.gpu import Gpu, GpuSampler, handle_pointer
 from stoker.profiling.telemetry.host import HostSampler
-from stoker.profiling.telemetry.machine import TimeoutWorker
+from stoker.profiling.telemetry.machine import ForeignProcess, TimeoutWorker
 from stoker.profiling.telemetry.tpu import TpuSampler
 from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
@@ -41,7 +41,7 @@ def _variables_of(pid: int | None) -> Mapping[str, str]:
     """The environment of a watched job, which names its GPUs; of this process if there is none, or it may not be
     read."""
     with contextlib.suppress(psutil.Error):
-        return os.environ if pid is None else psutil.Process(pid).environ()
+        return os.environ if pid is None else ForeignProcess(pid).environ()
     return os.environ
 
 
