@@ -19,6 +19,8 @@ MAX_BYTES = 1 << 30
 """The largest file that is read as a whole, by default. Raw pixels of 18,900 × 18,900 RGB have this size."""
 MAX_ANNOTATION_BYTES = 1 << 34
 """The largest annotation file of a whole data set: those of Objects365 and Open Images have 2 to 6 GB."""
+MAX_TOML_BYTES = 1 << 20
+"""A file of settings, which has a few kilobytes."""
 _KINDS = {stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 """O_NONBLOCK: opening a FIFO would wait for its writer. The open file is tested: no other can take its place."""

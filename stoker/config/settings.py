@@ -29,8 +29,6 @@ from stoker.config.sync_method import parse_sync
 from stoker.errors import ConfigError, did_you_mean, make_error, nearest
 from stoker.knowledge import read_toml
 
-MAX_TOML_BYTES = 1 << 20
-"""Of a config.toml, which has a few kilobytes."""
 AUTO: Any = None
 """The value of a field that is not set yet."""
 
@@ -299,7 +297,7 @@ def to_toml(config: Config, reasons: dict[str, str]) -> str:
 def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
     """Config and reasons of a config.toml. Raises ConfigError that names the file and the key."""
     try:
-        text = regular_files.read_text(path, max_bytes=MAX_TOML_BYTES)
+        text = regular_files.read_text(path, max_bytes=regular_files.MAX_TOML_BYTES)
         tables = tomllib.loads(text)
     except FileNotFoundError as error:
         raise ConfigError("The configuration file does not exist.", location=path) from error

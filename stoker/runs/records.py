@@ -22,7 +22,7 @@ import msgspec
 from stoker import regular_files
 from stoker.errors import UsageError, make_error, writing
 from stoker.printable import printable
-from stoker.runs.schemas import Event
+from stoker.runs.schemas import Event, SettingsData
 from stoker.secrets import mask_secrets, without_secrets
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import LEASE_FILE, StorageUri, expand_variables, is_uri, parse_uri, working_copy
@@ -226,14 +226,17 @@ def _open_records(path: Path) -> BinaryIO:
 
 
 def read_settings(run: Path) -> dict[str, Any] | None:
-    """The tables of config.toml; None when the run has none. Values are not checked (`config.settings.from_toml` does
-    that). Raises UsageError when the file is damaged."""
+    """The tables of config.toml; None when the run has none. Only values that other versions have as well are checked
+    (`config.settings.from_toml` checks all). Raises UsageError when the file is damaged."""
     path = run / CONFIG
     try:
-        return tomllib.loads(regular_files.read_text(path))
+        tables = tomllib.loads(regular_files.read_text(path, max_bytes=regular_files.MAX_TOML_BYTES))
+        msgspec.convert(tables.get("reasons", {}), dict[str, str])
+        msgspec.convert(tables, dict[str, SettingsData])
+        return tables
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
         fix = "restore the file, or remove it: the run is then read without its settings"
         raise UsageError("The run's settings are damaged.", location=path, cause=str(error), fix=fix) from error
 

@@ -263,6 +263,16 @@ _Facts = TypedDict("_Facts", {
 }, total=False)  # fmt: skip
 _Job = TypedDict("_Job", {"pid": Positive, "start_ticks": Count, "boot": str})
 _Kernels = TypedDict("_Kernels", {"convs": bool, "loss": bool})
+Number = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+SettingsData = TypedDict("SettingsData", {
+    "backbone_norm": str, "batch_size": Positive, "brightness": Number, "cache": str, "contrast": Number, "data": str,
+    "device": str, "hue": Number, "image_size": tuple[Positive, Positive],
+    "max_duration": Annotated[str, msgspec.Meta(max_length=64)] | Number, "mosaic": Number, "precision": str,
+    "price_per_device_hour": Amount, "saturation": Number, "scale_range": tuple[Number, Number], "stages": Positive,
+    "trainable_backbone_layers": Count, "weights": str, "workers": Count | str,
+}, total=False)  # fmt: skip
+"""What is read of the settings of a run, in its config.toml and in the event `resumed`: every version had these
+types."""
 _Metrics = TypedDict("_Metrics", {"ap": Fraction | None, "boxes": Count}, total=False)
 EventData = TypedDict("EventData", {
     "alert_delivery": bool, "best_ap": Annotated[float, msgspec.Meta(ge=-1, le=1)], "count": Count,
@@ -271,7 +281,7 @@ EventData = TypedDict("EventData", {
     "handled_error": list[str], "job": _Job, "kernel": list[str], "kernels": _Kernels, "lr": Amount, "measured": Any,
     "metrics": _Metrics, "micro_batch_size": Positive, "not_finite": str, "oom_kills": Count, "output_head": Count,
     "output_offset": Count, "pids": list[int], "price_per_device_hour": Amount, "ranks": Positive,
-    "rollback_step": Count, "settings": dict[str, Any], "stages": Positive, "storage": Any, "suggested_lr": Amount,
+    "rollback_step": Count, "settings": SettingsData, "stages": Positive, "storage": Any, "suggested_lr": Amount,
     "traceback": list[str], "workers": Count, "write_s": Amount, "xid": Count,
 }, total=False)  # fmt: skip
 """What is read of the data of events, which others may have written; a test finds readers of other keys."""

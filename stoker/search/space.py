@@ -15,7 +15,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from stoker import regular_files
 from stoker.config.architectures import find_architecture
-from stoker.config.settings import MAX_TOML_BYTES, SECTION_OF, SECTIONS, Config, check, from_fields, setting_rows
+from stoker.config.settings import SECTION_OF, SECTIONS, Config, check, from_fields, setting_rows
 from stoker.errors import ConfigError, did_you_mean
 from stoker.knowledge import read_toml
 
@@ -73,7 +73,7 @@ class Space(msgspec.Struct, frozen=True):
 def read_space(path: Path, parts: Sequence[str] = ()) -> Space:
     """A space.toml; parts: the names of a space of networks, instead of settings. Raises ConfigError."""
     try:
-        table = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_TOML_BYTES))
+        table = tomllib.loads(regular_files.read_text(path, max_bytes=regular_files.MAX_TOML_BYTES))
     except OSError as error:
         raise ConfigError("The space cannot be read.", location=path, cause=error.strerror) from error
     except (ValueError, RecursionError) as error:

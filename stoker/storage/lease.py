@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import psutil
@@ -31,6 +32,7 @@ RENEW_INTERVAL_S = 20.0
 """Two successive renewals may fail before the lease expires."""
 POLL_INTERVAL_S = 1.0
 MESSAGE_INTERVAL_S = 10.0
+MAX_LEASE_BYTES = 1 << 16
 
 
 class LeaseHolder(msgspec.Struct, kw_only=True, frozen=True):
@@ -42,12 +44,12 @@ class LeaseHolder(msgspec.Struct, kw_only=True, frozen=True):
     host: str
     machine: str
     """Boot id of the machine and PID namespace: within it, process ids can be compared."""
-    pid: int
-    process_start: float
+    pid: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    process_start: Annotated[float, msgspec.Meta(ge=0, le=1e18)]
     """Start time of the process in the units of `_process_start`: distinguishes processes that reuse a process id."""
-    renew_time: float
+    renew_time: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
     """Unix time."""
-    lease_duration_s: float = LEASE_DURATION_S
+    lease_duration_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = LEASE_DURATION_S
     released: bool = False
 
     def __str__(self) -> str:
@@ -189,11 +191,14 @@ def _supports_conditional_writes(store: Store, uri: StorageUri) -> bool:
 
 
 def read_lease_file(path: Path) -> LeaseHolder | None:
-    """A local copy of lease.json; None when there is none."""
+    """A local copy of lease.json; None when there is none. Raises UsageError when it is damaged."""
     try:
-        return msgspec.json.decode(regular_files.read_bytes(path), type=LeaseHolder)
+        return msgspec.json.decode(regular_files.read_bytes(path, max_bytes=MAX_LEASE_BYTES), type=LeaseHolder)
     except FileNotFoundError:
         return None
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        what, fix = "The copy of the run's lease cannot be read.", "remove it if no process trains the run"
+        raise UsageError(what, location=path, cause=str(error), fix=fix) from error
 
 
 def _read_lease(store: Store, uri: StorageUri) -> tuple[LeaseHolder, ObjectInfo] | None:
@@ -206,7 +211,7 @@ def _read_lease(store: Store, uri: StorageUri) -> tuple[LeaseHolder, ObjectInfo]
         if store.stat(uri.key) == info:
             try:
                 return msgspec.json.decode(data, type=LeaseHolder), info
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 what, fix = "The lease of the run is damaged.", "remove it if no process trains the run"
                 raise StorageError(what, location=uri, cause=str(error), fix=fix) from error
     return None

@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import termios
 
@@ -62,12 +63,18 @@ class RotatingLog:
             if status.st_size < self._max_bytes and status.st_nlink:
                 return
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            if os.path.exists(self._path) and os.path.samestat(status, os.stat(self._path)):
+            if os.path.lexists(self._path) and os.path.samestat(status, os.lstat(self._path)):
                 stem, suffix = os.path.splitext(self._path)
                 os.replace(self._path, f"{stem}.1{suffix}")
             os.close(self._fd)
         self._fd = -1
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        # not through a link, and a FIFO without a reader is an error; the file that is open cannot become another
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(self._path, flags, 0o600)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it is no file", self._path)
+        self._fd = fd
 
 
 def relay(source: int, target: int, log: RotatingLog, standby: socket.socket) -> bool:

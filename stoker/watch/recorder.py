@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from stoker import regular_files
 from stoker.errors import writing
 from stoker.hardware.cgroup import Cgroup
 from stoker.knowledge import read_toml
@@ -84,18 +85,20 @@ def open_run_folder(
     else:
         path = Path(run).expanduser()
     described = describe_job(command) if environment is None else dict(environment)
-    data = {"coverage": dict(coverage), **_output_position(path / OUTPUT), **data}
+    with writing("The job's output cannot be recorded there.", path / OUTPUT, fix=fix):
+        data = {"coverage": dict(coverage), **_output_position(path / OUTPUT), **data}
     with recording(path, described, command_text, fix=fix, **data) as opened:
         yield opened
 
 
 def _output_position(log: Path) -> dict[str, int]:
     """Where this attempt begins in output.log, and the checksum that identifies that file."""
-    size = log.stat().st_size if log.exists() else 0
-    if not size:
+    if not os.path.lexists(log):
         return {"output_offset": 0}
-    with log.open("rb") as file:
-        return {"output_offset": size, "output_head": zlib.crc32(file.read(min(size, CHECKSUM_BYTES)))}
+    with regular_files.open_file(log, flags=regular_files.NO_LINKS) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = {"output_head": zlib.crc32(file.read(min(size, CHECKSUM_BYTES)))} if size else {}
+        return {"output_offset": size, **head}
 
 
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
@@ -312,9 +315,9 @@ class LogTail:
         """The data since the last call."""
         while True:
             if self._file is None:
-                if not self._path.exists():
+                if not os.path.lexists(self._path):
                     return
-                self._file = self._path.open("rb")
+                self._file = regular_files.open_file(self._path, flags=regular_files.NO_LINKS)
                 self._file.seek(self._start)
                 self._start = 0
             rotated = self._is_rotated(self._file)  # checked first: then all earlier data is in the old file
@@ -327,7 +330,7 @@ class LogTail:
 
     def _is_rotated(self, file: BinaryIO) -> bool:
         try:
-            return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+            return not os.path.samestat(os.fstat(file.fileno()), self._path.lstat())
         except FileNotFoundError:  # between two files
             return True
 

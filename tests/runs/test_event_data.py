@@ -4,18 +4,24 @@ import ast
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
+from stoker.config.settings import from_run
 from stoker.diagnosis.termination import read_output
+from stoker.errors import StokerError
+from stoker.launching.elastic import read_batch
 from stoker.report.explain import explain_run
 from stoker.report.html import write_report
+from stoker.report.run_report import collect, read_settings_rows
 from stoker.report.runs_summary import summarize_runs
 from stoker.runs import schemas
-from stoker.runs.records import EVENTS, STACKS
+from stoker.runs.records import CONFIG, EVENTS, STACKS
 from stoker.training.checkpoint import read_rollbacks
 from stoker.training.state import BatchSizes, read_initial_ranks, read_sizes
 from tests.bounded import bounded
@@ -104,6 +110,48 @@ def test_any_value_of_any_key_leaves_a_run_that_is_explained(tmp_path: Path, val
             read_rollbacks(run)
         summary = summarize_runs(tmp_path)
     assert (summary.runs, summary.num_unreadable) == (1 + len(runs), 0)
+
+
+@pytest.mark.parametrize(
+    "value", [*HOSTILE, "9" * 400, [10**400, 1], {"a": {"b": [1]}}], ids=lambda value: str(value)[:20]
+)
+def test_any_value_of_any_setting_leaves_a_run_that_is_explained_or_damaged(tmp_path: Path, value: object) -> None:
+    """In the event `resumed`, whose line is then named, and in config.toml, which is an error that names it."""
+    runs = [run_with(tmp_path / f"event-{key}", "resumed", {"settings": {key: value}}) for key in SETTINGS]
+    for run in runs:
+        (run / CONFIG).write_text('[data]\ndata = "coco"\n')
+    tables = [
+        {"run": value},
+        {"reasons": value},
+        {"reasons": {"lr": value}},
+        *({"run": {key: value}} for key in SETTINGS),
+    ]
+    for number, table in enumerate(tables if value is not None else []):
+        runs.append(run_with(tmp_path / f"config-{number}", "resumed", {}))
+        (runs[-1] / CONFIG).write_text(tomli_w.dumps(table))
+    with bounded(seconds=60, megabytes=512):
+        for run in runs:
+            errors = []
+            for read in (explain_run, read_settings_rows, read_batch, lambda run: from_run(run / CONFIG)):
+                try:
+                    read(run)
+                except StokerError as error:
+                    errors.append(str(error))
+            assert all(CONFIG in error for error in errors), run.name
+            if not errors:
+                collect(run)
+        summary = summarize_runs(tmp_path)
+    assert all(CONFIG in run.error and "damaged" in run.error for run in summary.unreadable)
+
+
+SETTINGS = list(schemas.SettingsData.__annotations__)
+
+
+def test_each_setting_that_is_read_has_a_type() -> None:
+    files = [path for part in ("diagnosis", "report") for path in (ROOT / "stoker" / part).rglob("*.py")]
+    read = {key for path in files for key in re.findall(r"settings\.get\(\s*\"(\w+)\"", path.read_text())}
+    assert len(read) > 10
+    assert sorted(read - set(SETTINGS)) == []
 
 
 def test_a_report_of_a_run_with_damaged_events(tmp_path: Path) -> None:

@@ -1,16 +1,22 @@
 """The lease of a run in a bucket: one holder at a time, on both kinds of store."""
 
+import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from stoker.errors import Conflict, StorageError, UsageError
+from stoker.report.explain import explain_run
 from stoker.storage.lease import Lease, LeaseHolder, LeaseLost, acquire
 from stoker.storage.store import open_store
 from stoker.storage.uri import StorageUri, parse_uri
+from tests.bounded import bounded
+from tests.fixtures.special_files import replace_by
+from tests.report.runs import write_run
 from tests.storage.proxy import Conditions
 from tests.storage.servers import ServedBucket, Server, apply
 
@@ -162,3 +168,19 @@ def test_own_renewal_is_recognized_after_lost_responses(
         proxy.conditions = Conditions()
         lease.renew()
         lease.renew()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[]", "[" * 100_000, '{"token":1}', "fifo", "folder", "zero",
+     json.dumps({"token": "x", "user": "u", "host": "h", "machine": "m", "pid": 10**30, "process_start": 1.0,
+                 "renew_time": 1e300})],
+    ids=lambda text: text[:12],
+)  # fmt: skip
+def test_a_copy_that_is_no_lease_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
+    run = write_run(tmp_path / "run", end=None)
+    path = run / "lease.json"
+    replace_by(content, path, size_bytes=0) if content in ("fifo", "folder", "zero") else path.write_text(content)
+    with bounded(seconds=20, megabytes=256), pytest.raises(UsageError, match="copy of the run's lease") as caught:
+        explain_run(run)
+    assert caught.value.location == str(path)
