@@ -24,7 +24,7 @@ from glob import has_magic
 from hashlib import blake2b
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 from stoker.data.formats.coco import SPLIT_ALIASES, read_entries
@@ -37,6 +37,7 @@ from stoker.errors import DataError, StokerError, StorageError, make_error, near
 from stoker.storage.local_files import atomic_path, cache_folder, format_bytes, safe_name, write_atomic
 from stoker.storage.store import ObjectInfo, Store, download, open_store
 from stoker.storage.uri import StorageUri, parse_uri
+from stoker.storage.web import open_url
 
 COPY_THREADS = 64
 """Annotation files that are copied concurrently: the time of each is the latency of the store, 10 … 100 ms."""
@@ -108,15 +109,6 @@ def resolve_images(uri: StorageUri) -> Path:
     return sync_mirror(folder_uri)[0] / uri.key.removeprefix(folder_uri.key).lstrip("/")
 
 
-class _HttpRedirects(urllib.request.HTTPRedirectHandler):
-    """Python's own also follows a redirect to ftp."""
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        if not newurl.lower().startswith(("http://", "https://")):
-            raise ValueError(f"it redirects to {newurl}")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 def download_image(url: str) -> Path:
     """The local copy of an image or video at an http(s) URL, which may have a query; downloaded again by each call.
 
@@ -128,7 +120,7 @@ def download_image(url: str) -> Path:
         if invalid_name_reason(uri.key) is not None:
             raise ValueError("a web server lists no folders")
         request = urllib.request.Request(url, headers={"User-Agent": "stoker"})
-        with urllib.request.build_opener(_HttpRedirects).open(request, timeout=DOWNLOAD_TIMEOUT_S / 4) as response:
+        with open_url(request, timeout_s=DOWNLOAD_TIMEOUT_S / 4) as response:
             while part := response.read1(1 << 20):
                 data += part
                 if len(data) > MAX_DOWNLOAD_BYTES or time.monotonic() > end_s:

@@ -22,6 +22,7 @@ from stoker.monitor.alerts import ALERT_DELIVERY
 from stoker.monitor.options import MonitoringOptions
 from stoker.runs.records import RunFolder
 from stoker.secrets import mask_secrets
+from stoker.storage.web import open_url
 
 COMMAND_TIMEOUT_S, WEBHOOK_TIMEOUT_S = 60.0, 10.0
 """Timeouts of a command, and of one attempt of a webhook."""
@@ -121,7 +122,7 @@ class Delivery:
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                with urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S):
+                with open_url(request, timeout_s=WEBHOOK_TIMEOUT_S):
                     return
             except urllib.error.HTTPError as error:
                 cause = f"{error.code} {error.reason}"  # without the address, which is a secret

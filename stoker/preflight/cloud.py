@@ -26,6 +26,7 @@ from stoker.preflight.catalog import describe
 from stoker.profiling.telemetry.environment import describe_storage, detect_cloud, detect_machine_type
 from stoker.storage.clients import bucket_region, find_endpoint
 from stoker.storage.uri import StorageUri
+from stoker.storage.web import open_url
 
 TIMEOUT_S, KNOWN_TIMEOUT_S = 0.5, 5.0
 """Of one request: to a service of which nothing is known, and to one that has answered, or which the firmware or a
@@ -189,9 +190,9 @@ def _is_over(events: str) -> bool:
 
 def _request(url: str, headers: dict[str, str], *, timeout_s: float, method: str = "GET") -> str | None:
     """The text at a URL; None where it is missing or concealed. Raises _NoService."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(urllib.request.Request(url, headers=headers, method=method), timeout=timeout_s) as response:
+        request = urllib.request.Request(url, headers=headers, method=method)
+        with open_url(request, timeout_s=timeout_s, proxies={}) as response:
             flavor = headers.get(FLAVOR)
             if flavor and response.headers.get(FLAVOR) != flavor:  # a captive portal, or another program
                 raise _NoService(f"{url} is not a metadata service")
@@ -271,7 +272,7 @@ def _google_location(bucket: str, env: Mapping[str, str]) -> str | None:
 def _read_field(url: str, headers: dict[str, str], timeout_s: float, name: str) -> str | None:
     """A text of the JSON object at a URL; None when it cannot be read, which the caller reports as unknown."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_s) as response:
+        with open_url(urllib.request.Request(url, headers=headers), timeout_s=timeout_s) as response:
             found = json.loads(response.read(MAX_ANSWER_BYTES))[name]
     except (OSError, ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
         return None

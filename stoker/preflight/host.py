@@ -232,8 +232,10 @@ def clock_skew_s(url: str) -> float | None:
     import urllib.error
     import urllib.request
 
+    from stoker.storage.web import open_url
+
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_HTTP_TIMEOUT_S) as response:
+        with open_url(urllib.request.Request(url, method="HEAD"), timeout_s=_HTTP_TIMEOUT_S) as response:
             date = response.headers["Date"]
     except urllib.error.HTTPError as error:  # an answer, too
         date = error.headers["Date"]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.errors import StorageError, make_error, needs_package
 from stoker.storage.uri import StorageUri
+from stoker.storage.web import open_url
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -213,8 +214,7 @@ def _query_metadata(url: str, headers: dict[str, str], *, method: str = "GET") -
     """The response of a metadata service; None when there is no service or it refuses."""
     request = urllib.request.Request(url, headers=headers, method=method)
     try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=METADATA_TIMEOUT_S) as response:
+        with open_url(request, timeout_s=METADATA_TIMEOUT_S, proxies={}) as response:
             return str(response.read(4096), "utf-8", "replace").strip()
     except (OSError, urllib.error.URLError):
         return None
@@ -258,7 +258,7 @@ def bucket_region(bucket: str) -> str | None:
     url = f"{endpoint[0] if endpoint else 'https://s3.amazonaws.com'}/{bucket}"
     request = urllib.request.Request(url, method="HEAD")
     try:
-        with urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S) as response:
+        with open_url(request, timeout_s=CONNECT_TIMEOUT_S) as response:
             region = response.headers.get("x-amz-bucket-region")
     except urllib.error.HTTPError as error:
         region = error.headers.get("x-amz-bucket-region")
