@@ -8,11 +8,12 @@ import ast
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from stoker import regular_files
+from stoker.runs.schemas import Amount, Count, Number
 
 MAX_SOURCE_BYTES = 2_000_000
 """Larger files are generated; they are not parsed."""
@@ -275,7 +276,22 @@ def find_growing_line(file: str, name: str) -> int:
     return min(lines, default=0)
 
 
-def describe_growth(holders: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+class GrowingHolder(TypedDict):
+    """What the hook writes of a container that grows (`stoker_hook/growth.py`)."""
+
+    file: str
+    name: str
+    type: str
+    items: str
+    before: Count
+    after: Count
+    seconds: Amount
+    bytes: Number
+    graph: bool
+    grown: Number
+
+
+def describe_growth(holders: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What the hook found, as `schemas.Holder`: with the line that adds to it, `losses in train.py:41`."""
     described = []
     for holder in holders:
@@ -286,8 +302,8 @@ def describe_growth(holders: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             f"`{holder['name']}` in {place}: a {holder['type']}, {holder['after']:,} entries{items}, "
             f"{holder['after'] - holder['before']:,} more in {holder['seconds']:,.0f} s"
         )
-        kept = {name: holder[name] for name in ("name", "bytes", "graph", "grown")}
-        described.append({"text": text, "place": place, **kept})
+        kept = {"bytes": holder["bytes"], "graph": holder["graph"], "grown": holder["grown"]}
+        described.append({"text": text, "place": place, "name": holder["name"], **kept})
     return described
 
 

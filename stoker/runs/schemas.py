@@ -12,6 +12,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Number = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 Role = Annotated[str, msgspec.Meta(pattern="^(training|worker|thread)$")]
 
 
@@ -255,15 +256,16 @@ PROBE_KINDS = ("cached_batch", "double_batch", "no_allreduce", "compiled", "fewe
 """What a probe changes."""
 
 
+Mistake = dict[str, str | bool | Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]]
+"""What the hook of a watched job saw in its training loop: `kind`, `place` and values."""
 _Facts = TypedDict("_Facts", {
     "num_images": Count, "boxes": Count, "pretrained": list[str], "median_pixels": Amount, "anchor_coverage": Fraction,
     "anchor_sizes": list[Amount], "predicted_step_s": Amount, "predicted_step_error": Amount, "recompiled": str,
     "growth": list[Holder],
-    "mistakes": list[dict[str, str | bool | Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]]],
+    "mistakes": list[Mistake],
 }, total=False)  # fmt: skip
 _Job = TypedDict("_Job", {"pid": Positive, "start_ticks": Count, "boot": str})
 _Kernels = TypedDict("_Kernels", {"convs": bool, "loss": bool})
-Number = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 SettingsData = TypedDict("SettingsData", {
     "backbone_norm": str, "batch_size": Positive, "brightness": Number, "cache": str, "contrast": Number, "data": str,
     "device": str, "hue": Number, "image_size": tuple[Positive, Positive],

@@ -7,11 +7,13 @@ the run folder: they are mapped, and a page that network storage cannot return w
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import statistics
 import struct
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -20,17 +22,21 @@ import msgspec
 
 from stoker import regular_files
 from stoker.profiling import hook
-from stoker.profiling.calls import describe_growth
+from stoker.profiling.calls import GrowingHolder, describe_growth
 from stoker.profiling.hook.stoker_hook.clock import HEADER_BYTES, SLOTS, STATE_BYTES
 from stoker.profiling.telemetry.machine import read_life
-from stoker.runs.schemas import StepWindow
+from stoker.runs.schemas import Mistake, StepWindow
 from stoker.storage.local_files import temporary_folder
 from stoker.watch.tensorflow_trace import input_wait_s
 
 HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
-MAX_TRACE_BYTES, MAX_ERROR_BYTES = 1 << 28, 1 << 16
-"""Read of a trace of TensorFlow's profiler, which has some MB, and of other files that the hook leaves."""
+MAX_TRACE_BYTES, MAX_ERROR_BYTES = 1 << 24, 1 << 16
+"""Read of a trace of TensorFlow's profiler, which has some MB and takes 30 times as much memory, and of other files
+that the hook leaves."""
+MAX_STATES, MAX_RANKS, MAX_REPORTS, MAX_KINDS, MAX_FAILURES = 10_000, 256, 256, 64, 20
+"""Processes of a job, its ranks on this machine, files with the same ending, kinds of mistakes, and failures that a
+process reports: the job may leave any number of files."""
 MAX_EXIT_S = 60.0
 """Time before the end of a job in which a process ended that explains it: launchers wait for the other ranks."""
 MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
@@ -98,7 +104,7 @@ class _Header(msgspec.Struct):
 def read_hook_state(path: Path) -> HookState | None:
     """None while the file is being created, and for one that the hook has not written."""
     try:
-        with regular_files.open_file(path) as file:
+        with regular_files.open_file(path, flags=regular_files.NO_LINKS) as file:
             data = file.read(STATE_BYTES)
         header = msgspec.json.decode(data[:HEADER_BYTES], type=_Header)
         slots = header.slots
@@ -184,6 +190,7 @@ def _device_phase_seconds(host: Mapping[str, float], values: Mapping[str, float]
 
 
 Key = TypeVar("Key")
+Report = TypeVar("Report")
 Sum = tuple[str, str]
 """("phase", name) in seconds, ("cpu", name of a phase) in CPU-seconds of the training thread, or ("count", name)."""
 
@@ -347,8 +354,12 @@ class HookReader:
     """All processes of a job. directory: of their state files; None: there is no hook. devices: GPUs, at least 1."""
 
     def __init__(self, directory: Path | None, *, devices: int, now_s: float) -> None:
-        self._directory = directory or Path(os.devnull)
+        self._directory = Path(os.devnull)
         self.is_on = directory is not None
+        if directory is not None:  # this folder, also where the job has put a link to another one in its place
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._directory = Path(f"/proc/self/fd/{fd}")
+            weakref.finalize(self, os.close, fd)
         self._devices = devices
         self._ranks: dict[int, RankTimeBreakdown] = {}
         self._states: dict[str, HookState] = {}
@@ -368,7 +379,10 @@ class HookReader:
         self._read_traces()
         begins_s: dict[int, float] = {}
         for path in sorted(self._list(".state")):
-            if path.name not in self._gone and (state := read_hook_state(path)) is not None:
+            is_new = path.name not in self._states
+            if path.name in self._gone or (is_new and len(self._states) >= MAX_STATES):
+                continue
+            if (state := read_hook_state(path)) is not None:
                 self._update(state, now_s)
                 begins_s[state.pid] = max(begins_s.get(state.pid, 0.0), state.values["begin"])
         for state in self._states.values():
@@ -378,7 +392,7 @@ class HookReader:
         self.training_ranks = {
             state.pid: rank for rank, states in living.items() for state in states if state.values["steps"]
         }
-        for rank in (living.keys() | ended.keys()) - self._ranks.keys():
+        for rank in sorted((living.keys() | ended.keys()) - self._ranks.keys())[: MAX_RANKS - len(self._ranks)]:
             self._ranks[rank] = RankTimeBreakdown(self._window_start_s)
         for rank, breakdown in self._ranks.items():
             breakdown.update(living.get(rank, []), ended.get(rank, []), now_s)
@@ -402,10 +416,10 @@ class HookReader:
 
     def _read_traces(self) -> None:
         """Traces of TensorFlow's profiler: a text line with the seconds of the traced steps, then the trace."""
-        for path in self._list(".trace"):
+        for path in self._list(".trace")[:1]:
             with contextlib.suppress(ValueError, OSError):  # an unreadable trace does not change the fraction
                 try:
-                    header, _, trace = regular_files.read_bytes(path, max_bytes=MAX_TRACE_BYTES).partition(b"\n")
+                    header, _, trace = self._read(path, MAX_TRACE_BYTES).partition(b"\n")
                 finally:
                     path.unlink()
                 fraction = input_wait_s(trace) / max(float(header), 1e-9)
@@ -419,6 +433,12 @@ class HookReader:
         """Whether a process of the job has done a step."""
         return any(breakdown.steps for breakdown in self._ranks.values())
 
+    def _failures(self, path: Path) -> list[str]:
+        try:
+            return self._read(path, MAX_ERROR_BYTES).decode(errors="replace").splitlines()[:MAX_FAILURES]
+        except OSError as error:
+            return [f"{path.name} cannot be read: {error.strerror}"]
+
     def num_loader_workers(self) -> int | None:
         """Number of loader processes of a training process; None if not known."""
         counts = (state.values["workers"] for state in self._states.values() if state.values["steps"])
@@ -430,14 +450,15 @@ class HookReader:
 
     def growing(self) -> list[dict[str, Any]]:
         """What holds the memory that grows, of the process that reported last (`stoker_hook/growth.py`)."""
-        return describe_growth(next(reversed(self._reports(".growth")), []))
+        return describe_growth(next(reversed(list(self._reports(".growth", GrowingHolder))), []))
 
     def mistakes(self) -> list[dict[str, Any]]:
         """What the hook has reported (`stoker_hook/mistakes.py`), each kind once: `kind`, `place` and values."""
         found: dict[str, dict[str, Any]] = {}
-        for report in self._reports(".mistakes"):
+        for report in self._reports(".mistakes", Mistake):
             for mistake in report:
-                found.setdefault(str(mistake.get("kind")), mistake)
+                if isinstance(kind := mistake.get("kind"), str) and (kind in found or len(found) < MAX_KINDS):
+                    found.setdefault(kind, mistake)
         return list(found.values())
 
     def handled_error(self, exit_code: int) -> list[str]:
@@ -445,7 +466,7 @@ class HookReader:
         did so shortly before the job ended, with its exit code or under a launcher, which has 1; empty: none."""
         for path in self._oldest_first(".exit"):
             with contextlib.suppress(OSError, ValueError):  # it vanished, or the hook has not written it
-                status, *lines = regular_files.read_text(path, errors="replace", max_bytes=MAX_ERROR_BYTES).splitlines()
+                status, *lines = self._read(path, MAX_ERROR_BYTES).decode(errors="replace").splitlines()
                 if time.time() - path.stat().st_mtime < MAX_EXIT_S and exit_code in (1, int(status) & 0xFF):
                     return lines
         return []
@@ -457,18 +478,25 @@ class HookReader:
         except OSError:  # there is no hook, or the folder is gone
             return []
 
-    def _reports(self, ending: str) -> list[list[dict[str, Any]]]:
-        """Of files that are whole lists; those that cannot be read are left out."""
-        reports = []
+    def _reports(self, ending: str, kind: type[Report]) -> Iterator[list[Report]]:
+        """Of files that are whole lists; those that are not what the hook writes are left out."""
         for path in self._oldest_first(ending):
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                data = regular_files.read_bytes(path, max_bytes=MAX_ERROR_BYTES)
-                reports.append(msgspec.json.decode(data, type=list[dict[str, Any]]))
-        return reports
+            with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
+                yield msgspec.json.decode(self._read(path, MAX_ERROR_BYTES), type=list[kind])  # type: ignore[valid-type]
 
     def _oldest_first(self, ending: str) -> list[Path]:
-        """Files that vanish meanwhile are first."""
-        return sorted(self._list(ending), key=lambda path: path.stat().st_mtime if path.exists() else 0.0)
+        """The newest MAX_REPORTS. Files that vanish meanwhile are first."""
+
+        def written_s(path: Path) -> float:
+            with contextlib.suppress(OSError):
+                return path.lstat().st_mtime
+            return 0.0
+
+        return sorted(self._list(ending), key=written_s)[-MAX_REPORTS:]
+
+    @staticmethod
+    def _read(path: Path, max_bytes: int) -> bytes:
+        return regular_files.read_bytes(path, max_bytes=max_bytes, flags=regular_files.NO_LINKS)
 
     def next_windows(self, now_s: float, wall_s: float) -> dict[int, StepWindow]:
         """The window since the last one, for each rank that trains, the lowest first; before the first step, for the
@@ -488,7 +516,8 @@ class HookReader:
         trainers = [state for state in self._states.values() if state.values["steps"]]
         names = {name for state in trainers or self._states.values() for name in state.frameworks}
         frameworks = ", ".join(sorted(names))
-        failures = "; ".join(sorted({line for path in self._directory.glob("errors-*") for line in _lines(path)}))
+        paths = itertools.islice(self._directory.glob("errors-*"), MAX_REPORTS)
+        failures = "; ".join(sorted({line for path in paths for line in self._failures(path)}))
         failed = f"; errors: {failures}" if failures else ""
         if trainers:
             loader_note = "" if all(state.values["batches"] for state in trainers) else ", without a known data loader"
@@ -502,13 +531,6 @@ class HookReader:
             return f"not recorded: no process of the job has loaded torch or Keras{failed}"
         reasons = "it is not Python, runs with -I or -E, or sets another PYTHONPATH"
         return f"not recorded: no Python process of the job has loaded the hook ({reasons}){failed}"
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return regular_files.read_text(path, errors="replace", max_bytes=MAX_ERROR_BYTES).splitlines()
-    except OSError as error:
-        return [f"{path.name} cannot be read: {error.strerror}"]
 
 
 @contextlib.contextmanager

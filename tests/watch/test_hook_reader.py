@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from stoker.profiling.hook.stoker_hook import clock as hook
 from stoker.profiling.hook.stoker_hook import growth
-from stoker.runs.records import PHASES
+from stoker.runs.records import EVENTS, PHASES, STEPS, RunFolder, read_lines
+from stoker.runs.schemas import Event, StepWindow
 from stoker.storage.local_files import temporary_folder
 from stoker.watch import hook_reader
 from stoker.watch.hook_reader import (
@@ -30,6 +31,7 @@ from stoker.watch.hook_reader import (
     phase_seconds,
     read_hook_state,
 )
+from stoker.watch.recorder import Recorder
 from tests.bounded import bounded
 from tests.fixtures.special_files import replace_by
 
@@ -443,3 +445,80 @@ def test_the_file_of_an_ended_process_is_read_once(tmp_path: Path, monkeypatch: 
     reader.poll()
     monkeypatch.setattr(hook_reader, "read_hook_state", lambda path: pytest.fail(f"{path.name} is read again"))
     reader.poll()
+
+
+FORGED = [
+    "", "[", "{}", "[{}]", "[5]", "[" * 60_000, '[{"kind":5}]', '[{"kind":{"a":[1]}}]', '[{"kind":"x","place":null}]',
+    '[{"file":5,"name":[],"items":1,"type":2,"before":"x"}]',
+    json.dumps([{**growth._describe("/dev/zero:main", "losses", [1.0] * 70, 10, 70), "seconds": 1e300, "grown": 1}]),
+    json.dumps([{"kind": f"{number}", "place": "a.py:1"} for number in range(2000)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORGED, ids=lambda text: text[:20])
+@pytest.mark.parametrize("ending", [".growth", ".mistakes", ".exit", ".trace"])
+def test_a_forged_report_does_not_end_the_record_of_the_steps(tmp_path: Path, ending: str, text: str) -> None:
+    state_dir, run = tmp_path / "state", tmp_path / "run"
+    for folder in (state_dir, run):
+        folder.mkdir()
+    (run / "environment.json").write_text('{"gpu": {"gpus": []}}')
+    write_state(state_dir, make_state(steps=3.0, compute=3.0, batches=3.0), pid=os.getpid())
+    for number in range(300):
+        (state_dir / f"{number}{ending}").write_text(text)
+    folder = RunFolder(run, 1)
+    recorder = Recorder(folder, ["python"], output=lambda: iter([]), hook_dir=state_dir)
+    recorder._stop.set()
+    with bounded(seconds=20, megabytes=256):
+        recorder._thread_main()
+        recorder.write_end(1)
+    folder.close()
+    assert [window.step for window in read_lines(run, STEPS, StepWindow)] == [3]
+    events = list(read_lines(run, EVENTS, Event))
+    assert not [event.text for event in events if "steps.jsonl ends here" in event.text or "damaged" in event.data]
+
+
+def test_any_number_of_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_STATES", "MAX_RANKS", "MAX_REPORTS"):
+        monkeypatch.setattr(hook_reader, name, {"MAX_STATES": 30, "MAX_RANKS": 5, "MAX_REPORTS": 7}[name])
+    for number in range(60):
+        state = make_state(f"{number}.state", rank=float(number), steps=1.0, compute=1.0)
+        write_state(tmp_path, state, pid=4_000_000 + number)
+        (tmp_path / f"errors-{number}").write_text("".join(f"{number} {line}\n" for line in range(3000)))
+    (tmp_path / "1-1.trace").write_bytes(b"1.0\n" + b'"\0' * (8 << 20))
+    (tmp_path / "1-2.trace").write_bytes(b"1.0\n" + b'"\0' * (32 << 20))
+    reader = HookReader(tmp_path, devices=1, now_s=0.0)
+    with bounded(seconds=20, megabytes=700):
+        for _ in range(3):
+            reader.poll()
+    assert len(reader._states) == 30
+    assert len(reader.next_windows(10.0, 10.0)) == 5
+    assert reader.status().count("; ") == 7 * hook_reader.MAX_FAILURES
+    assert not list(tmp_path.glob("*.trace"))
+
+
+def test_a_link_to_another_folder_in_place_of_the_states_is_not_followed(tmp_path: Path) -> None:
+    state_dir, other = tmp_path / "state", tmp_path / "other"
+    state_dir.mkdir()
+    other.mkdir()
+    for name in ("1.state", "1-1.trace", "errors-1", "1.exit"):
+        (other / name).write_text("secret")
+    reader = HookReader(state_dir, devices=1, now_s=0.0)
+    state_dir.rename(tmp_path / "moved")
+    state_dir.symlink_to(other)
+    (tmp_path / "moved" / "errors-2").symlink_to(other / "errors-1")
+    reader.poll()
+    assert "secret" not in reader.status()
+    assert reader.handled_error(1) == []
+    assert len(list(other.iterdir())) == 4
+
+
+def test_a_state_file_is_read_only_for_all_but_its_process(tmp_path: Path) -> None:
+    """Who truncates a file ends the processes that have mapped it."""
+    clock = hook.PhaseClock(str(tmp_path))
+    clock.publish("torch 2")
+    (path,) = tmp_path.glob("*.state")
+    assert path.stat().st_mode & 0o777 == 0o400
+    clock.update()
+    path.unlink()
+    clock.update()
+    assert clock.enabled

@@ -137,7 +137,8 @@ class PhaseClock:
                 return
             self.is_published = True
             path = os.path.join(self._directory, f"{os.getpid()}-{self.values[BEGIN]:.6f}.state")
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            # read-only for others: who truncates it ends this process by SIGBUS
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
             try:
                 os.write(fd, self._header() + bytes(STATE_BYTES - HEADER_BYTES))  # not sparse: no SIGBUS later
                 self._mapping = mmap.mmap(fd, STATE_BYTES)
