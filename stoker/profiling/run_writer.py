@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -40,7 +41,8 @@ def get_rank_and_world_size() -> tuple[int, int]:
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return (int(rank), int(world_size)) if rank.isdigit() and world_size.isdigit() else (0, 1)
+    is_known = all(re.fullmatch("[0-9]{1,7}", text) for text in (rank, world_size))
+    return (int(rank), int(world_size)) if is_known else (0, 1)
 
 
 class RankRecorder:

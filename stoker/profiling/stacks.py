@@ -27,7 +27,7 @@ import psutil
 from stoker.profiling.frames import HELPER, CompiledCalls, Frame, Samples, find_role, make_window, working_threads
 from stoker.profiling.remote_stacks import EndedError, RemoteStacks, UnreadableError
 from stoker.profiling.telemetry.machine import ForeignProcess, list_process_tree, read, read_life
-from stoker.runs.records import RANKS, STACKS, RunFolder
+from stoker.runs.records import RANKS, STACKS, RunFolder, is_still_open
 
 WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 """Time of a line; the first one of a process is short, because only its stacks tell whether it trains."""
@@ -456,28 +456,38 @@ class OwnProcessSampler:
         if not sys.executable:
             raise OSError("this Python was started inside of another program")
         allow_reading(pid)
-        # without `site`, whose startup files are for the job: a hook, a coverage tool
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", _CODE, json.dumps([*map(str, sys.path)]), str(folder.path.absolute()),
-             str(folder.attempt), str(pid), str(rank)],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        pipe, self._fd = os.pipe()
+        self._status = os.fstat(self._fd)
+        os.set_blocking(self._fd, False)  # a stopped process reads nothing
+        try:
+            # without `site`, whose startup files are for the job: a hook, a coverage tool
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-E", "-c", _CODE, json.dumps([*map(str, sys.path)]),
+                 str(folder.path.absolute()), str(folder.attempt), str(pid), str(rank)],
+                stdin=pipe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        except BaseException:
+            os.close(self._fd)
+            raise
+        finally:
+            os.close(pipe)
 
     def note_steps(self) -> None:
         """The first steps are done: what is sampled from now on is in another window than the start."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
-            self._process.stdin.write(_STEPS)
-            self._process.stdin.flush()
+        self._write(_STEPS)
+
+    def _write(self, data: bytes) -> None:
+        if is_still_open(self._fd, self._status):
+            with contextlib.suppress(OSError):  # it has ended, or does not read
+                os.write(self._fd, data)
 
     def stop(self) -> None:
         """Lets it write its last windows. A process that hangs is killed."""
-        code, stdin = self._process.poll(), self._process.stdin
-        if code:
+        if (code := self._process.poll()) is not None:
             self._folder.event("info", f"stacks: the process that samples them ended with exit code {code}")
-        assert stdin is not None
-        with contextlib.suppress(OSError), stdin:  # OSError: it has ended
-            stdin.write(b".")  # closing alone is not seen while a forked worker has the other end, too
+        self._write(b".")  # closing alone is not seen while a forked worker has the other end, too
+        if is_still_open(self._fd, self._status):
+            os.close(self._fd)
         try:
             self._process.wait(STOP_TIMEOUT_S + 1.0)
         except subprocess.TimeoutExpired:

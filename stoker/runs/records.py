@@ -6,6 +6,7 @@ compares the two. Not here: the fields of the records (`schemas.py`) and checkpo
 """
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -84,7 +85,9 @@ class RunFolder:
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
         self.attempt = attempt
-        self._files: dict[str, int] = {}
+        self._files: dict[str, tuple[int, os.stat_result]] = {}
+        """Descriptors, and what they were opened as: a measured program may close them, and its own files get their
+        numbers."""
         self._incomplete: set[str] = set()
         self._dropped_lines = 0
         self._lock = threading.RLock()
@@ -99,13 +102,16 @@ class RunFolder:
                 data = self._encoder.encode(short) + b"\n"
             try:
                 if name not in self._files:
-                    fd = self._files[name] = _open_for_appending(self.path / name)
-                    size = os.fstat(fd).st_size
+                    fd = _open_for_appending(self.path / name)
+                    status = os.fstat(fd)
+                    self._files[name], size = (fd, status), status.st_size
                     if size and os.pread(fd, 1, size - 1) != b"\n":
                         self._incomplete.add(name)
                 if name in self._incomplete:  # ends the incomplete line that a killed process or a full disk left
                     data = b"\n" + data
-                written = os.write(self._files[name], data)
+                if (fd := self._own_fd(name)) is None:
+                    raise OSError(errno.EBADF, "the program has closed this descriptor")
+                written = os.write(fd, data)
             except OSError:  # reported below, when writing works again
                 if not self._files:
                     raise
@@ -135,9 +141,21 @@ class RunFolder:
 
     def close(self) -> None:
         with self._lock:
-            for handle in self._files.values():
-                os.close(handle)
+            for fd in filter(None, map(self._own_fd, self._files)):
+                os.close(fd)
             self._files.clear()
+
+    def _own_fd(self, name: str) -> int | None:
+        """None: it is closed, or another file by now."""
+        fd, status = self._files[name]
+        return fd if is_still_open(fd, status) else None
+
+
+def is_still_open(fd: int, status: os.stat_result) -> bool:
+    """Whether a descriptor is open, and the file that it was."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(fd), status)
+    return False
 
 
 def _open_for_appending(path: Path) -> int:
@@ -326,11 +344,11 @@ def recording(
     with contextlib.ExitStack() as stack:
         with writing("The run's folder cannot be written.", path, fix="make room, or " + fix):
             path.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path / ".lock", "a", opener=regular_files.no_links))
-            if (held := lock(file)) is False:
+            flags = os.O_WRONLY | os.O_CREAT | regular_files.NO_LINKS
+            fd = regular_files.open_fd(path / ".lock", flags=flags)
+            stack.callback(_release, fd, os.fstat(fd))
+            if (held := lock(fd)) is False:
                 raise UsageError("Another job is being recorded there.", location=path, fix=fix)
-            if held:  # until here: a process that the job left behind inherits the descriptor, and would hold it on
-                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
             folder = RunFolder(path, last_attempt(path) + 1)
             stack.callback(folder.close)
             write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
@@ -339,7 +357,15 @@ def recording(
             if held is None:
                 text = "this file system has no locks: a second job could write to the same run folder"
                 folder.event("warning", text)
-        yield folder, file.fileno()
+        yield folder, fd
+
+
+def _release(fd: int, status: os.stat_result) -> None:
+    """Unlocks, too: a process that the job left behind inherits the descriptor, and would hold the lock on."""
+    if is_still_open(fd, status):
+        with contextlib.suppress(OSError):  # this file system has no locks
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -363,7 +389,7 @@ def holder_of_lock(run: Path) -> str | None:
     return None
 
 
-def lock(file: IO[str]) -> bool | None:
+def lock(file: IO[str] | int) -> bool | None:
     """`locked` for an open file; a process that inherits its descriptor holds the lock too."""
     for _ in range(20):
         try:

@@ -480,3 +480,79 @@ def test_an_exception_is_recorded_with_where_it_was_raised(tmp_path: Path) -> No
     (finding, *_) = diagnose(tmp_path / "run")
     assert finding.id == "disk_full"
     assert (finding.place or "").startswith("test_measure.py:")
+
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = """
+import fcntl, os, signal, sys, time
+import stoker
+what, run = sys.argv[1:]
+if what == "closes the standard descriptors":
+    for fd in range(3):
+        os.close(fd)
+if what == "removes its folder":
+    os.chdir(run)
+    os.rmdir(run)
+with stoker.measure(run) as m:
+    with m.step():
+        pass
+    m._write_window()
+    sampler = m._stacks._process
+    if what == "closes all":
+        os.closerange(3, 4096)
+        opened = [os.open(os.devnull, os.O_RDWR) for _ in range(64)]
+        own = os.open(f"{run}-own", os.O_RDWR | os.O_CREAT)
+        for fd in opened:
+            os.dup2(own, fd)
+    elif what.startswith("fills the pipe"):
+        os.kill(sampler.pid, signal.SIGSTOP)
+        try:
+            while True:
+                os.write(m._stacks._fd, bytes(65536))
+        except BlockingIOError:
+            m._stacks.note_steps()
+    elif what == "forges the pipe":
+        os.write(m._stacks._fd, b"\\xff" * 1000)
+        sampler.wait()
+    elif what == "kills it and reaps it":
+        os.kill(sampler.pid, signal.SIGKILL)
+        os.waitpid(sampler.pid, 0)
+    with m.step():
+        pass
+if what == "closes all":
+    assert os.fstat(own).st_size == 0, "records are in a file of the program"
+    assert all(os.path.samestat(os.fstat(fd), os.fstat(own)) for fd in opened), "its files are closed"
+open(f"{run}-ended", "w").close()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="stacks are for Linux")
+@pytest.mark.parametrize(
+    ("what", "kinds"),
+    [
+        ("nothing", ["started", "finished"]),
+        ("closes all", ["started"]),
+        ("fills the pipe", ["started", "finished"]),
+        ("forges the pipe", ["started", "info", "finished"]),
+        ("kills it and reaps it", ["started", "info", "finished"]),
+        ("closes the standard descriptors", ["started", "finished"]),
+        ("removes its folder", ["started", "finished"]),
+        ("has an odd environment", ["started", "finished"]),
+    ],
+)
+def test_whatever_the_program_does_to_its_descriptors_it_goes_on(tmp_path: Path, what: str, kinds: list[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    odd = {"RANK": "9" * 5000, "WORLD_SIZE": "\u00b2", "A\udcff": "\udcff", "PYTHONPATH": f"{ROOT}:/\udcff"}
+    environment = os.environ | (odd if what == "has an odd environment" else {})
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTILE, what, run],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert (tmp_path / "run-ended").exists()
+    assert [event.kind for event in events(run)] == kinds

@@ -61,12 +61,12 @@ def describe_job(argv: list[str], env: Mapping[str, str] = os.environ) -> dict[s
     its program (None if that is not in a Python environment); details of its torch are not known."""
     packages, python = _installed_packages(argv[0])
     described = _describe(env, argv, NO_DIRS, ())
-    return described | {"packages": packages, "python": python, "torch": None, "cwd": os.getcwd()}
+    return described | {"packages": packages, "python": python, "torch": None, "cwd": _working_folder()}
 
 
 def describe_loop(*, dirs: Mapping[str, str | Path] = NO_DIRS) -> dict[str, Any]:
     """The environment of this process, with a training loop that stoker did not write."""
-    return _describe(os.environ, sys.argv, dirs, ("stoker", *JOB_PACKAGES)) | {"cwd": os.getcwd()}
+    return _describe(os.environ, sys.argv, dirs, ("stoker", *JOB_PACKAGES)) | {"cwd": _working_folder()}
 
 
 def _describe(
@@ -198,3 +198,11 @@ def _filesystem(path: str, root: Path) -> str | None:
         if contains and len(mount_point) >= best_length:  # of two mounts on one point, the later one is visible
             kind, best_length = source.split()[0], len(mount_point)
     return kind
+
+
+def _working_folder() -> str:
+    """Empty: it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""

@@ -123,7 +123,7 @@ class PhaseClock:
         ranks = (
             os.environ.get(name, "") for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "RANK")
         )
-        self.values[RANK] = next((float(rank) for rank in ranks if rank.isdigit()), -1.0)
+        self.values[RANK] = next((float(rank) for rank in ranks if rank.isdecimal() and len(rank) < 8), -1.0)
 
     def publish(self, framework: str = "") -> None:
         """Creates the state file and adds the framework to it."""

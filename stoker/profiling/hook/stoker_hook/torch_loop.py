@@ -307,7 +307,7 @@ def _task_has_several_ranks(world_size: int) -> bool:
     counts = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
     # a batch script of Slurm has a number, and is no task
     alone = 1 if "SLURM_LOCALID" in os.environ else world_size
-    return world_size > next((int(count) for count in counts if count.isdigit()), alone)
+    return world_size > next((int(count) for count in counts if count.isdecimal() and len(count) < 8), alone)
 
 
 def _begin_exchange() -> "Any":
