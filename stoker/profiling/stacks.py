@@ -60,6 +60,7 @@ PERMISSION_HINT = (
     "it needs the user of the job and kernel.yama.ptrace_scope 0, or root; in a container CAP_SYS_PTRACE: "
     "docker run --cap-add SYS_PTRACE"
 )
+NOT_PERMITTED = f"reading another process is not permitted here ({PERMISSION_HINT})"
 RECORDED = "sampled from outside the job"
 
 _PR_SET_PTRACER = 0x59616D61
@@ -83,13 +84,15 @@ def _program(pid: int) -> str:
 
 
 def is_python(pid: int) -> bool:
-    """By the name of the program, else by whether Python's library is loaded."""
+    """By the name of the program, else by whether Python's library is loaded. Raises PermissionError."""
     if _PYTHON.search(_program(pid)):
         return True
     try:
         with open(f"/proc/{pid}/maps", errors="replace") as file:  # line by line: it may have 65,530 of 4 KiB
             return any(re.search(r"/libpython\d", line) for line in file)
-    except OSError:  # it ended, or may not be read
+    except PermissionError:
+        raise
+    except OSError:  # it ended
         return False
 
 
@@ -315,7 +318,7 @@ class StackSampler:
             try:
                 target.begin()
             except PermissionError:
-                self._give_up(target, f"reading another process is not permitted here ({PERMISSION_HINT})")
+                self._give_up(target, NOT_PERMITTED)
             except UnreadableError as error:
                 self._last_failure, self._is_unreadable = str(error), True
                 target.failures += 1
@@ -412,9 +415,12 @@ class StackSampler:
             known = self._processes.get(key)
             if known is None:  # a shell, as the one that pyenv starts, may become Python by exec
                 program = _program(pid)
-                if self._not_python.get(key) != program and is_python(pid):
-                    known = _Process(pid)
-                elif life.cpu_s > 0:  # else it has only begun
+                try:
+                    if self._not_python.get(key) != program and is_python(pid):
+                        known = _Process(pid)
+                except PermissionError:  # so nothing says whether it is Python
+                    self._last_failure = NOT_PERMITTED
+                if known is None and life.cpu_s > 0:  # else it has only begun
                     not_python[key] = program
             if known is not None:
                 known.recent_cpu_s, known.cpu_s = life.cpu_s - known.cpu_s, life.cpu_s

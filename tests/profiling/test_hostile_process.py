@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -268,3 +269,46 @@ BUSY = {"cpu_percent": 100.0}
 
 def sampled_pids(run: Path) -> set[int]:
     return {window.pid for window in read_lines(run, STACKS, StackWindow)}
+
+
+CLOSED = """
+import ctypes, sys
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+SAMPLES_IT = """
+import contextlib, subprocess, sys
+from pathlib import Path
+from stoker.errors import UsageError
+from stoker.profiling import remote_stacks, stacks
+from stoker.runs.records import RunFolder
+from stoker.watch import watch
+job = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+job.stdout.readline()
+try:
+    for read in (remote_stacks.RemoteStacks, watch._open_process):
+        try:
+            read(job.pid)
+            print("may be read")
+        except (PermissionError, UsageError) as error:
+            print(type(error).__name__)
+    folder = RunFolder(Path("."), 1)
+    with stacks.StackSampler(folder, job.pid, on_status=print) as sampler:
+        while not sampler._not_python:
+            sampler._stop.wait(0.01)
+    print(stacks._Process(job.pid).cwd, [process.is_given_up for process in sampler._processes.values()])
+finally:
+    job.communicate(b"\\n")
+"""
+
+
+def test_a_process_that_may_not_be_read_is_no_crash_and_has_a_reason(tmp_path: Path) -> None:
+    """As in a user namespace, or of another user: a process that hides itself from those without CAP_SYS_PTRACE."""
+    as_others = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    if as_others and shutil.which("setpriv") is None:
+        pytest.skip("root may read all, and this system has no setpriv")
+    command = [*as_others, sys.executable, "-c", SAMPLES_IT, CLOSED]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["PermissionError", "UsageError", f"not recorded: {stacks.NOT_PERMITTED}", " []"]
