@@ -69,6 +69,7 @@ REASONS = {
     "training/local_ranks.py": OWN_RUN,
     "training/ranks.py read_reports": OWN_RUN,
     "training/run.py": KERNEL,
+    "watch/hook_reader.py __init__": "a folder that this process has made",
     "watch/output_relay.py": OWN_RUN,
     "watch/recorder.py": OWN_RUN,
     "watch/watch.py": KERNEL,

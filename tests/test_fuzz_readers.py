@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import msgspec.inspect
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -421,3 +422,97 @@ def test_mutated_files_end_in_a_result_or_a_stoker_error(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
     fuzz(sources[name], examples)
+
+
+HOSTILE = st.sampled_from(
+    (None, True, -1, 0, 10**18, -(10**30), 10**400, 0.5, 1e300, -1e300, 1e-300, "", "text", "\0\x1b[31m", "9" * 5000,
+     "/dev/zero", "../..", "</script>", [], [[]], [None] * 99, {}, {"a": 1}, {"ap": "x"}, [{"kind": 3}], [1, "a", {}])
+)  # fmt: skip
+
+
+def schema_values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
+    """Values that the schema allows, mostly the extremes, in which any part may be something else."""
+    found: st.SearchStrategy[Any]
+    if isinstance(kind, msgspec.inspect.Metadata):
+        found = schema_values(kind.type)
+    elif isinstance(kind, msgspec.inspect.UnionType):
+        found = st.one_of([schema_values(one) for one in kind.types])
+    elif isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+        low, high = (-1e300 if kind.ge is None else kind.ge), (1e300 if kind.le is None else kind.le)
+        whole = isinstance(kind, msgspec.inspect.IntType)
+        low, high = (max(low, -(2**62)), min(high, 2**62)) if whole else (low, high)
+        found = st.sampled_from([int(n) if whole else float(n) for n in (low, high, min(high, max(low, 3)))])
+    elif isinstance(kind, msgspec.inspect.StrType):
+        found = st.sampled_from(("training", "worker", "", "a (a.py:3)", "recorded: torch", "x" * 300))
+    elif isinstance(kind, msgspec.inspect.ListType | msgspec.inspect.VarTupleType):
+        found = st.lists(schema_values(kind.item_type), max_size=3)
+    elif isinstance(kind, msgspec.inspect.TupleType):
+        found = st.tuples(*map(schema_values, kind.item_types)).map(list)
+    elif isinstance(kind, msgspec.inspect.DictType):
+        keys = st.sampled_from((*records.PHASES[:4], *records.INPUT_STAGES, "total", "inside the job", "kind", "place"))
+        found = st.dictionaries(keys, schema_values(kind.value_type), max_size=3)
+    elif isinstance(kind, msgspec.inspect.TypedDictType | msgspec.inspect.StructType):
+        fields = {field.name: schema_values(field.type) for field in kind.fields}
+        is_needed = {field.name: field.required for field in kind.fields}
+        found = st.fixed_dictionaries(
+            {name: value for name, value in fields.items() if is_needed[name]},
+            optional={name: value for name, value in fields.items() if not is_needed[name]},
+        )
+    elif isinstance(kind, msgspec.inspect.BoolType):
+        found = st.booleans()
+    elif isinstance(kind, msgspec.inspect.NoneType):
+        return st.none()
+    else:
+        assert isinstance(kind, msgspec.inspect.AnyType), kind
+        return HOSTILE
+    return st.integers(0, 24).flatmap(lambda number: found if number else HOSTILE)
+
+
+def schema_lines(kind: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
+    """A line of records. Its time and attempt are mostly those of the run, else nothing is read of it."""
+    info = msgspec.inspect.type_info(kind)
+    assert isinstance(info, msgspec.inspect.StructType)
+    fields = {field.name: schema_values(field.type) for field in info.fields}
+    fields |= {
+        "t": st.one_of(st.sampled_from((1.78e9 + 5, 1.78e9 + 900)), fields["t"]),
+        "attempt": st.one_of(st.just(1), fields["attempt"]),
+    }
+    if kind is schemas.Event:
+        fields |= {"kind": st.sampled_from(records.EVENT_KINDS), "data": EVENT_DATA}
+    return st.fixed_dictionaries(fields)
+
+
+EVENT_DATA = schema_values(msgspec.inspect.type_info(schemas.EventData))
+LINES = {
+    **RECORDS, records.TRACES: schemas.TraceWindow, records.STACKS: schemas.StackWindow, records.PROBES: schemas.Probe,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_lines_by_the_schema_with_other_types_and_extremes(tmp_path: Path, name: str, examples: int) -> None:
+    """Of all kinds, in each file of a run: a result or an error that names the file."""
+    run = tmp_path / "told" / "run"
+    write_run(run, samples=3, end=None)
+    (run / "output.log").write_text("epoch 1\nValueError: no\n")
+    original = (run / name).read_bytes() if (run / name).exists() else b""
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(schema_lines(LINES[name]), min_size=1, max_size=6))
+    def check(lines: list[dict[str, Any]]) -> None:
+        (run / name).write_bytes(original + "".join(json.dumps(line) + "\n" for line in lines).encode())
+        readers: list[Callable[[Path], Any]] = [collect]
+        if name == records.EVENTS:
+            readers += [lambda run: read_sizes(run, BatchSizes(8, 8)), read_rollbacks]
+        errors = []
+        with bounded(seconds=20, megabytes=512):
+            for read in readers:
+                try:
+                    read(run)
+                except StokerError as error:
+                    errors.append(str(error))
+            summary = summarize_runs(run.parent)
+        assert all(name in error for error in errors)
+        assert not any(re.match(r"\w+(Error|Exception): ", row.error) for row in summary.unreadable)
+
+    check()

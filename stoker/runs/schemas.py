@@ -13,6 +13,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Number = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 Role = Annotated[str, msgspec.Meta(pattern="^(training|worker|thread)$")]
 
 
@@ -28,54 +30,54 @@ class Record(msgspec.Struct, kw_only=True):
 class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of steps.jsonl: at least one second of a run. The phases of a window add up to wall_s × devices."""
 
-    t: float
+    t: Amount
     """Unix time, seconds, at the end of the window."""
-    attempt: int
+    attempt: Whole
     """1 for the first start of the run, one more after each restart."""
-    step: int
+    step: Whole
     """Optimizer steps done at the end of the window."""
-    window_steps: int
+    window_steps: Whole
     """Optimizer steps inside the window."""
-    num_images: int
+    num_images: Whole
     """Images trained on inside the window."""
-    wall_s: float
+    wall_s: Number
     """Length of the window, seconds."""
-    devices: int
+    devices: Whole
     """Number of devices that the phases cover."""
-    ranks: int = 1
+    ranks: Whole = 1
     """Ranks that train alike: together they have so many times the images."""
-    phases: dict[str, float]
+    phases: dict[str, Number]
     """Device-seconds by phase; a phase that took no time is absent."""
-    input_wait_stages: dict[str, float] = {}
+    input_wait_stages: dict[str, Number] = {}
     """Device-seconds of `input_wait` by loader stage, one of INPUT_STAGES; they add up to it."""
-    losses: dict[str, float] = {}
+    losses: dict[str, Finite] = {}
     """Mean of each loss over the finite steps of the window, and `total`."""
-    lr: float | None = None
+    lr: Finite | None = None
     """Learning rate of the last step."""
-    grad_norm: float | None = None
+    grad_norm: Finite | None = None
     """Mean norm of the gradient before clipping, over the finite steps."""
-    skipped_steps: int = 0
+    skipped_steps: Whole = 0
     """Steps of the window that were skipped because a gradient was not finite."""
-    memory_peak_bytes: int | None = None
+    memory_peak_bytes: Whole | None = None
     """Peak device memory allocated so far; on a CPU the resident memory of the process."""
-    host_bound_steps: int | None = None
+    host_bound_steps: Whole | None = None
     """Host-bound steps of the window: the device had finished all earlier work when the host issued the last kernel,
     so it waited for the host inside the step. None: not measured (on a CPU, host and device are one)."""
-    thread_cpu_s: dict[str, float] = {}
+    thread_cpu_s: dict[str, Number] = {}
     """CPU-seconds of the training thread by the phase that the thread was in (not the device); absent: not measured."""
-    process_cpu_s: float | None = None
+    process_cpu_s: Number | None = None
     """CPU-seconds of the training process in the window: all its threads, without its children. More than
     `thread_cpu_s` adds up to: other threads of it compute."""
-    recompiles: int | None = None
+    recompiles: Whole | None = None
     """Compilations of the window of functions that had been compiled before. None: not measured (TensorFlow's traces
     and JAX's compilations are)."""
-    recompiled_s: float = 0.0
+    recompiled_s: Number = 0.0
     """Seconds of these of the function of a watched job in JAX that took most; they are in `phases` as well."""
-    worker_starts: int = 0
+    worker_starts: Whole = 0
     """Loaders of a watched PyTorch job that started worker processes in the window, after the first step."""
-    worker_start_s: float = 0.0
+    worker_start_s: Number = 0.0
     """Seconds of starting and ending these, and of the wait for their first batch; they are in other phases as well."""
-    steps_without_gradients: int = 0
+    steps_without_gradients: Whole = 0
     """Steps of a watched PyTorch job in the window in which no parameter of the optimizer had a gradient."""
 
 
@@ -256,7 +258,7 @@ PROBE_KINDS = ("cached_batch", "double_batch", "no_allreduce", "compiled", "fewe
 """What a probe changes."""
 
 
-Mistake = dict[str, str | bool | Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]]
+Mistake = dict[str, str | bool | Finite]
 """What the hook of a watched job saw in its training loop: `kind`, `place` and values."""
 _Facts = TypedDict("_Facts", {
     "num_images": Count, "boxes": Count, "pretrained": list[str], "median_pixels": Amount, "anchor_coverage": Fraction,

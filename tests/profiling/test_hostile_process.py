@@ -94,6 +94,27 @@ def test_random_memory_ends_and_is_read_within_bounds(version: tuple[int, int], 
         found.reader.close()
 
 
+@pytest.mark.parametrize("version", [(3, 13), (3, 14)], ids=str)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), pages=st.integers(1, 8), largest=st.sampled_from((64, 512, 4096, 2**20, 2**64)))
+def test_random_offsets_end_and_are_read_within_bounds(
+    version: tuple[int, int], seed: int, pages: int, largest: int
+) -> None:
+    """From Python 3.13 on the memory itself says where things are in it."""
+    chance, size = random.Random(seed), pages * 4096
+    offsets = [chance.randrange(largest) & ~7 for _ in range(47)]
+    words = [chance.choice((chance.randrange(size) & ~7, chance.randrange(9))) for _ in range(size // 8 - 49)]
+    with pytest.MonkeyPatch.context() as patch:
+        found = Forged(patch, struct.pack(f"<8s{48 + len(words)}Q", b"xdebugpy", 0, 0, *offsets[:46], *words))
+        found.reader.version = version
+        with bounded(seconds=60, megabytes=512), contextlib.suppress(UnreadableError, struct.error):
+            found.reader._layout = found.reader._find_layout()
+            found.reader._read_frame, found.reader._code_index = remote_stacks._frame_reader(found.reader._layout)
+            for _ in range(3):
+                found.sample()
+        found.reader.close()
+
+
 def test_a_ring_of_interpreters_ends(forged: Forged) -> None:
     layout = forged.reader._layout
     forged.put(layout.interpreters, 0x10000)
