@@ -109,9 +109,9 @@ class RunFolder:
                         self._incomplete.add(name)
                 if name in self._incomplete:  # ends the incomplete line that a killed process or a full disk left
                     data = b"\n" + data
-                if (fd := self._own_fd(name)) is None:
+                if (own := self._own_fd(name)) is None:
                     raise OSError(errno.EBADF, "the program has closed this descriptor")
-                written = os.write(fd, data)
+                written = os.write(own, data)
             except OSError:  # reported below, when writing works again
                 if not self._files:
                     raise
@@ -249,8 +249,8 @@ def read_settings(run: Path) -> dict[str, Any] | None:
     path = run / CONFIG
     try:
         tables = tomllib.loads(regular_files.read_text(path, max_bytes=regular_files.MAX_TOML_BYTES))
-        msgspec.convert(tables.get("reasons", {}), dict[str, str])
-        msgspec.convert(tables, dict[str, SettingsData])
+        for section, table in tables.items():
+            msgspec.convert(table, dict[str, str] if section == "reasons" else SettingsData)
         return tables
     except FileNotFoundError:
         return None

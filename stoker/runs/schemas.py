@@ -275,8 +275,8 @@ SettingsData = TypedDict("SettingsData", {
     "price_per_device_hour": Amount, "saturation": Number, "scale_range": tuple[Number, Number], "stages": Positive,
     "trainable_backbone_layers": Count, "weights": str, "workers": Count | str,
 }, total=False)  # fmt: skip
-"""What is read of the settings of a run, in its config.toml and in the event `resumed`: every version had these
-types."""
+"""What is read of the settings of a run, in its config.toml and in the event `resumed`, with the types that any version
+had."""
 _Metrics = TypedDict("_Metrics", {"ap": Fraction | None, "boxes": Count}, total=False)
 EventData = TypedDict("EventData", {
     "alert_delivery": bool, "best_ap": Annotated[float, msgspec.Meta(ge=-1, le=1)], "count": Count,

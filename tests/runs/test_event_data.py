@@ -119,7 +119,7 @@ def test_any_value_of_any_setting_leaves_a_run_that_is_explained_or_damaged(tmp_
     """In the event `resumed`, whose line is then named, and in config.toml, which is an error that names it."""
     runs = [run_with(tmp_path / f"event-{key}", "resumed", {"settings": {key: value}}) for key in SETTINGS]
     for run in runs:
-        (run / CONFIG).write_text('[data]\ndata = "coco"\n')
+        (run / CONFIG).write_text('[data]\ndata = "coco"\n[reasons]\nimage_size = "why"\nworkers = "why"\n')
     tables = [
         {"run": value},
         {"reasons": value},

@@ -101,8 +101,8 @@ def page() -> str:
         "`stoker/findings/finding.py` and `stoker/runs/evaluation.py` by",
         "`python -m tests.runs.test_records`. What the files are for, and what phases, events and errors mean:",
         "[run-folder.md](run-folder.md). A field that is not measured is absent from its line.",
-        "`Count`: a whole number of at least 0. `Whole`: a whole number. `Amount`: a number of at least 0. `Number` and",
-        "`Finite`: a number, at most 1e15 and 1e300. `Role`: one of the texts that its field names.",
+        "`Count`: a whole number of at least 0. `Whole`: a whole number. `Amount`: a number of at least 0.",
+        "`Number` and `Finite`: a number, at most 1e15 and 1e300. `Role`: one of the texts that its field names.",
     ]
     for file, kinds in FILES.items():
         lines += ["", f"## `{file}`"]
