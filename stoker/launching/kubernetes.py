@@ -46,6 +46,10 @@ TIMEOUT_S = 30
 FOLLOW_S = 2.0
 
 
+GRACE_VARIABLE = "STOKER_GRACE_S"
+"""Tells the training how long its pod stays after SIGTERM (`training/stopper.py`, which needs torch)."""
+
+
 class Kubernetes(Place):
     name = "k8s"
     file = "{name}.yaml"
@@ -241,6 +245,9 @@ def _values(spec: LaunchSpec, *, is_job: bool) -> dict[str, Any]:
             {"name": "MASTER_ADDR", "value": master},
             {"name": "MASTER_PORT", "value": str(PORT)},
         ]
+    if GRACE_VARIABLE not in {*spec.env, *spec.secrets}:
+        grace_s = min(spec.grace_s, Kubernetes.spot_grace_s) if spec.spot else spec.grace_s
+        env.append({"name": GRACE_VARIABLE, "value": str(grace_s)})
     cpus, memory_gib = _schedulable(spec)
     resources: dict[str, str | int] = {"cpu": f"{round(cpus * 1000)}m", "memory": _mebibytes(memory_gib)}
     if spec.gpus:

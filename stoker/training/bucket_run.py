@@ -16,7 +16,6 @@ in the folder for checkpoints, unless --run-dir names another; the rest is copie
 
 import contextlib
 import dataclasses
-import math
 import os
 import re
 import shutil
@@ -130,7 +129,7 @@ class BackgroundUploader:
                 if (rest_s := end_s - self._clock()) <= 0:
                     break
                 if stop_request is not None and stop_request.requested_by is not None:
-                    rest_s = min(rest_s, PREEMPTED_TIMEOUT_S, stop_request.grace_s or math.inf)
+                    rest_s = min(rest_s, PREEMPTED_TIMEOUT_S, stop_request.rest_s())
                     end_s = self._clock() + rest_s
                     text = f"{self._uri} has not yet {', '.join(self._lacking())}; uploading, at most {rest_s:.0f} s"
                     self.report("warning", f"{stop_request.requested_by}: {text}")  # the machine may go before that
@@ -320,12 +319,13 @@ class BucketRun:
         """Uploads while the block trains; after a signal until the state is there. If another process takes the run,
         `stop_request` ends the training."""
         self._stop_request = stop_request
-        self._uploader = self._make_uploader(log_event, stop_request.fail)
-        self._uploader.start()
+        uploader = self._make_uploader(log_event, stop_request.fail)
+        uploader.start()
+        self._uploader = uploader  # now: nothing waits for a thread that could not be started
         try:
             yield
         except Preempted as error:
-            failure = self._uploader.finish(PREEMPTED_TIMEOUT_S, stop_request)
+            failure = uploader.finish(PREEMPTED_TIMEOUT_S, stop_request)
             if failure is None:
                 fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
                 raise type(error)(error.what, location=self.uri, fix=fix) from error

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from stoker.errors import Preempted, StokerError
+from stoker.errors import ConfigError, Preempted, StokerError
 from stoker.profiling.telemetry.environment import detect_cloud
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
@@ -187,6 +187,24 @@ MIN_TIME_LIMIT_MARGIN_S = 60.0
 """How long before a time limit the last save begins, or three of the longest saves: as usual in batch scripts."""
 
 
+GRACE_VARIABLE = "STOKER_GRACE_S"
+USED_OF_GRACE = 0.9
+"""The rest of a grace period is for the end of the process."""
+
+
+def grace_period_s(env: Mapping[str, str] = os.environ) -> float | None:
+    """Seconds between the SIGTERM and the SIGKILL of what runs this job, which says so by GRACE_VARIABLE; None: it does
+    not. Raises ConfigError."""
+    text = env.get(GRACE_VARIABLE, "")
+    try:
+        grace_s = float(text or 1)
+    except ValueError:
+        grace_s = -1.0
+    if not 0 < grace_s < 1e6:
+        raise ConfigError(f"{GRACE_VARIABLE} is {text!r}.", choices=["seconds"], fix=f"unset {GRACE_VARIABLE}")
+    return grace_s if text else None
+
+
 class Stopping(Exception):
     """The training is to save its state and end. Raised by `Stopper`, handled by the loop."""
 
@@ -199,7 +217,9 @@ class StopRequest:
     error: StokerError | None = None
     """Why the training must end without saving."""
     grace_s: float | None = None
-    """Seconds after the request in which the machine is still there, if a notice states them."""
+    """Seconds after the request in which the machine is still there, if a notice or the job states them."""
+    _granted_s: float = 0.0
+    """Moment of `time.monotonic` at which they began."""
     trace_requested: bool = False
     """After SIGUSR2: keep the next steps as a Chrome trace."""
     after_evaluation: Callable[[], str | None] | None = None
@@ -207,8 +227,16 @@ class StopRequest:
 
     def request(self, source: str, *, grace_s: float | None = None) -> None:
         """Asks for a stop, as a signal does. Callable from any thread."""
+        if self.grace_s is None and grace_s is not None:
+            self._granted_s, self.grace_s = time.monotonic(), grace_s
         if self.requested_by is None:
-            self.grace_s, self.requested_by = grace_s, source
+            self.requested_by = source
+
+    def rest_s(self) -> float:
+        """Seconds in which to finish; infinite if no grace period is stated."""
+        if self.grace_s is None:
+            return math.inf
+        return max(0.0, USED_OF_GRACE * self.grace_s - (time.monotonic() - self._granted_s))
 
     def fail(self, error: StokerError) -> None:
         """Ends the training with this error at its next step. Callable from any thread."""
@@ -231,7 +259,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
     does. SIGUSR2 asks for a trace. Repeated SIGTERMs change nothing: Slurm and torchrun each send one. SIGUSR1 is what
     a batch script lets Slurm send before the time limit (`#SBATCH --signal=B:USR1@60`). Outside the main thread Python
     allows no signal handlers, so the flags are never set there."""
-    stop_request = StopRequest()
+    stop_request, grace_s = StopRequest(), grace_period_s()
 
     def handle(signum: int, _: FrameType | None) -> None:
         if signum == signal.SIGUSR2:
@@ -239,7 +267,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
             return
         if signum == signal.SIGINT and stop_request.requested_by == "SIGINT":
             raise KeyboardInterrupt("a second time; earlier checkpoints are in the run")
-        stop_request.requested_by = signal.Signals(signum).name
+        name = signal.Signals(signum).name
+        stop_request.request(name, grace_s=grace_s if signum == signal.SIGTERM else None)
+        stop_request.requested_by = name
 
     with handling_signals(("SIGTERM", "SIGUSR1", "SIGINT", "SIGUSR2"), handle):
         yield stop_request

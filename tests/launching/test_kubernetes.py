@@ -214,7 +214,7 @@ def test_any_argument_survives_the_file(texts: list[str]):
     spec = make_spec(arguments=("train", *texts), env={f"V{number}": text for number, text in enumerate(texts)})
     container = render(spec)[0]["spec"]["template"]["spec"]["containers"][0]
     assert [as_kubelet_reads(text) for text in container["args"]] == ["train", *texts]
-    assert [as_kubelet_reads(row["value"]) for row in container["env"]] == texts
+    assert [as_kubelet_reads(row["value"]) for row in container["env"] if row["name"] != "STOKER_GRACE_S"] == texts
 
 
 def as_kubelet_reads(text: str) -> str:
@@ -359,6 +359,18 @@ def test_secrets_are_named_and_never_contained():
     spec = make_spec(secrets={"WANDB_API_KEY": ("wandb", "api-key")}, env={"A": "b"})
     env = render(spec)[0]["spec"]["template"]["spec"]["containers"][0]["env"]
     assert env[1] == {"name": "WANDB_API_KEY", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "api-key"}}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "values"),
+    [
+        (make_spec(grace_s=120), ["120"]), (make_spec(grace_s=120, spot=True), ["15"]),
+        (make_spec(env={"STOKER_GRACE_S": "9"}), ["9"]),
+    ],
+)  # fmt: skip
+def test_the_training_knows_how_long_its_pod_stays(spec: LaunchSpec, values: list[str]):
+    env = render(spec)[0]["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert [row["value"] for row in env if row["name"] == "STOKER_GRACE_S"] == values
 
 
 PATCH = """

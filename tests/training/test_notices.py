@@ -1,6 +1,9 @@
 """Notices of preemption, from a server that speaks the protocols of the clouds."""
 
+import math
+import os
 import queue
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from stoker.errors import Preempted
+from stoker.errors import ConfigError, Preempted
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.training import loop, stopper
 from stoker.training.run import train
-from stoker.training.stopper import Notice, NoticeWatcher, time_limit_s
+from stoker.training.stopper import Notice, NoticeWatcher, StopRequest, grace_period_s, stop_on_signals, time_limit_s
 from tests.drawn import draw
 from tests.fixtures.training_out_of_memory import settings
 from tests.training.metadata_server import MetadataServer, metadata_server
@@ -165,3 +168,32 @@ def test_the_margin_before_a_time_limit_covers_a_long_save() -> None:
         made._writer = SimpleNamespace(longest_write_s=longest_s)
         made._look_at_requests()
     assert requests == [60.0, 123.0]
+
+
+def test_sigterm_begins_the_grace_period_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_GRACE_S", "30")
+    with stop_on_signals() as request:
+        assert request.rest_s() == math.inf
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (request.requested_by, request.grace_s) == ("SIGTERM", 30)
+        assert request.rest_s() <= 27, "the rest is for the end of the process"
+        request.request("a later notice", grace_s=500)
+        assert request.rest_s() <= 27
+
+
+def test_the_grace_period_counts_from_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(stopper.time, "monotonic", lambda: now_s)
+    request = StopRequest()
+    request.request("SIGTERM", grace_s=30)
+    now_s = 120.0
+    assert request.rest_s() == pytest.approx(7)
+    now_s = 200.0
+    assert request.rest_s() == 0
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_grace_period_that_is_no_time_is_refused(text: str) -> None:
+    assert grace_period_s({}) is None
+    with pytest.raises(ConfigError, match="STOKER_GRACE_S"):
+        grace_period_s({"STOKER_GRACE_S": text})
