@@ -15,12 +15,22 @@ import pytest
 
 from stoker import regular_files
 from stoker.cli import app
+from stoker.config.settings import from_fields
 from stoker.data import index_cache
+from stoker.data.loading import process_main
+from stoker.data.loading.worker_pool import WorkerPool
 from stoker.errors import DataError, SystemLimitError, system_limit
+from stoker.monitor.options import MonitoringOptions
+from stoker.profiling.telemetry.machine import TimeoutWorker
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.records import DEVICES, EVENTS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event
+from stoker.training.local_ranks import make_places
+from stoker.training.ranks import joined
+from stoker.training.run import train
 from tests.drawn import draw
+from tests.storage.servers import Server, apply, google_server
+from tests.training.metadata_server import metadata_server
 
 LIMITS = [
     (OSError(errno.EMFILE, "Too many open files", "x.jpg"), "ulimit -n"),
@@ -152,3 +162,93 @@ def test_a_training_survives_a_lack_of_descriptors(tmp_path: Path) -> None:
     events = list(read_lines(run, EVENTS, Event))
     assert events[-1].kind == "finished"
     assert sum("devices.jsonl has gaps" in event.text for event in events) == 1
+
+
+THREADS = (
+    "stacks", "monitor", "metrics", "stoker-tensorboard", "telemetry", "stoker-watchdog", "stoker-loader",
+    "stoker-notices", "stoker-scorer", "stoker-lease", "stoker-uploads",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Server]:
+    with google_server() as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_a_thread_that_cannot_be_started_is_the_error_of_a_training(
+    name: str, served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it is, what ends the others on the way out hides it behind no error of its own."""
+    bucket, start, refused = served.bucket(), threading.Thread.start, []
+
+    def start_unless_refused(thread: threading.Thread) -> None:
+        if thread.name == name:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with metadata_server() as metadata:
+        apply(monkeypatch, bucket.environment)
+        monkeypatch.setenv("GCE_METADATA_HOST", metadata.address)
+        monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.setattr(threading.Thread, "start", start_unless_refused)
+        settings = from_fields(
+            {
+                "data": str(draw(tmp_path / "shapes", train=8, val=2)), "model": "retinanet_tiny_fpn",
+                "image_size": (64, 64), "batch_size": 2, "max_duration": "2", "workers": 1, "precision": "fp32",
+            }
+        )  # fmt: skip
+        with pytest.raises(RuntimeError, match="can't start new thread") as caught:
+            train(settings, run_dir=f"{bucket.uri}/runs/x", monitor=MonitoringOptions(metrics_port=0))
+    assert refused
+    assert system_limit(caught.value) is not None
+
+
+def refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_pool_that_gets_no_more_threads_can_still_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = WorkerPool(None, 1)  # type: ignore[arg-type]  # no samples are loaded
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            pool.resize(2)
+    pool.stop()
+    pool.join()
+    assert pool.is_idle
+
+
+def test_a_query_that_gets_no_thread_can_still_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = TimeoutWorker(lambda: 1, name="query")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            worker.call(1.0)
+    assert worker.stop()
+
+
+def test_a_rank_without_threads_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of libstdc++: it is not the network."""
+
+    def make_store(*_: object, **__: object) -> None:
+        raise RuntimeError("Resource temporarily unavailable")
+
+    place = make_places(2)[1]
+    monkeypatch.setattr("torch.distributed.TCPStore", make_store)
+    with pytest.raises(SystemLimitError, match="no more threads or processes"), joined(place):
+        pass
+
+
+def test_a_worker_process_names_the_limit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    process_main._or_exit(refuse)(threading.current_thread())
+    process_main._or_exit(lambda: {}["a bug"])()
+    shown = capfd.readouterr().err
+    assert codes == [1, 1]
+    assert "no more threads or processes" in shown
+    assert shown.count("Traceback") == 1
+    assert "KeyError" in shown

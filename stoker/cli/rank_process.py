@@ -28,11 +28,11 @@ def main() -> int:
         signal.signal(signum, lambda *_: os._exit(Preempted.exit_code))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankRequest)
-    threading.Thread(target=_end_with_starter, args=(sys.stdin.buffer,), name="starter", daemon=True).start()
-    with quick_imports():
-        from stoker.profiling.telemetry.host import process_start_s
-        from stoker.training.run import train
     try:
+        threading.Thread(target=_end_with_starter, args=(sys.stdin.buffer,), name="starter", daemon=True).start()
+        with quick_imports():
+            from stoker.profiling.telemetry.host import process_start_s
+            from stoker.training.run import train
         options = msgspec.structs.asdict(request)
         user_config = from_fields(options.pop("settings"))
         result = train(user_config, started_s=process_start_s(), exit_when_hung=True, **options)

@@ -93,8 +93,9 @@ class Lease:
                 except StorageError:  # the next write fails in the same way and reports it
                     continue
 
-        self._thread = threading.Thread(target=renew_loop, name="stoker-lease", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=renew_loop, name="stoker-lease", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def renew(self) -> None:
         """Raises LeaseLost; StorageError when the store does not respond (the lease is not lost yet)."""

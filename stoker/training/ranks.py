@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stoker import errors
-from stoker.errors import ConfigError, Preempted, RankError, StokerError
+from stoker.errors import ConfigError, Preempted, RankError, StokerError, system_limit
 from stoker.hardware.cgroup import CORES_VARIABLE, host_cores
 from stoker.storage.local_files import write_atomic
 from stoker.training.cluster import MEET_TIMEOUT_S, Devices, RankPlace, meet
@@ -197,14 +197,16 @@ class Ranks:
             heartbeats = Heartbeats(self._store, self.rank, self.world_size)
             self.barrier()  # all have written
         except (RuntimeError, ValueError, OSError) as error:
+            if (limit := system_limit(error)) is not None:
+                raise limit from error
             raise RankError(
                 f"Rank {self.rank} of {self.world_size} cannot reach the others.",
                 location=f"{place.host}:{place.port}, where rank 0 listens ({place.source})",
                 cause=str(error).partition("\n")[0],
                 fix="check that all ranks are started, that the name resolves, and that the port is open",
             ) from error
-        self.heartbeats = heartbeats
         heartbeats.start()
+        self.heartbeats = heartbeats
 
     def limit_exchanges(self) -> None:
         """From here on, an exchange fails after EXCHANGE_TIMEOUT_S."""

@@ -85,8 +85,8 @@ def train(
         null = None if ranks.is_main else stack.enter_context(Path(os.devnull).open("w"))  # rank 0 has the terminal
         screen = stack.enter_context(Screen(null or (sys.stderr if log_format == "json" else None)))
         stacks = OwnStacks()
-        stack.callback(stacks.stop)
         stacks.start()
+        stack.callback(stacks.stop)
         remote: bucket_run.BucketRun | None = None
 
         def choose_run() -> tuple[Path | None, Config, list[str]]:

@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -29,6 +30,7 @@ from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.thread_stacks import next_loader_thread, read_stacks
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
+from stoker.errors import system_limit
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PUBLISH_INTERVAL_S = 0.25
@@ -187,13 +189,15 @@ def load_payload(fd: int) -> dict[str, Any]:
 
 
 def _or_exit(function: Callable[..., None]) -> Callable[..., None]:
-    """A bug in this process ends it with its traceback on stderr; the training process then names it."""
+    """A bug in this process ends it with its traceback on stderr, a limit of the system with its name; the training
+    process then says that it ended."""
 
     def run(*arguments: Any) -> None:
         try:
             function(*arguments)
-        except BaseException:  # noqa: BLE001
-            traceback.print_exc()
+        except BaseException as error:  # noqa: BLE001
+            limit = system_limit(error)
+            print(f"stoker: {limit or traceback.format_exc()}", file=sys.stderr, flush=True)
             os._exit(1)
 
     return run

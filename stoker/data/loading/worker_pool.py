@@ -249,8 +249,8 @@ class WorkerPool:
             for _ in range(workers - len(self._threads)):
                 counters = Counters()
                 thread = threading.Thread(target=self._run_worker, args=(counters,), name=LOADER_THREAD, daemon=True)
-                self._threads[thread] = counters
                 thread.start()
+                self._threads[thread] = counters
             self._tasks_changed.notify_all()
 
     def submit_batch(self, batch_task: BatchTask) -> None:

@@ -246,10 +246,11 @@ class TimeoutWorker(Generic[Answer]):
             except Exception as error:  # noqa: BLE001 (raised in the calling thread)
                 answer.set_exception(error)
 
-        self._thread = threading.Thread(target=ask, name=self._name, daemon=True)
-        self._thread.start()
-        self._thread.join(timeout_s)
-        return None if self._thread.is_alive() else answer.result(0)
+        thread = threading.Thread(target=ask, name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread
+        thread.join(timeout_s)
+        return None if thread.is_alive() else answer.result(0)
 
     def stop(self, timeout_s: float = 0.2) -> bool:
         """Whether no query is running any more. A thread that hangs is abandoned."""
