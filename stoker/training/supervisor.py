@@ -20,6 +20,7 @@ from types import FrameType
 import msgspec
 
 from stoker.errors import ConfigError
+from stoker.hardware.cgroup import Cgroup
 from stoker.profiling.telemetry.host import REPLACED_AT
 
 VARIABLE = "STOKER_RESTART"
@@ -39,13 +40,15 @@ _PR_SET_PDEATHSIG = 1
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
     """Why an attempt was started by the supervisor. number: from 1; limit: N of --restarts; exit_code: of the attempt
-    before, negative: the signal that killed it; since: Unix time of the first attempt, seconds."""
+    before, negative: the signal that killed it; since: Unix time of the first attempt, seconds; oom_kills: processes of
+    the cgroup that the kernel killed for memory during the attempt before, if it ended by SIGKILL."""
 
     number: int
     limit: int
     reason: str
     exit_code: int
     since: float
+    oom_kills: int = 0
 
 
 def read_restart(env: Mapping[str, str] = os.environ) -> Restart | None:
@@ -89,11 +92,14 @@ def delay_s(restart: int) -> float:
     return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** (restart - 1))
 
 
-def describe_end(code: int) -> str:
-    """How an attempt ended. code: the exit code, or minus the number of the signal."""
+def describe_end(code: int, oom_kills: int | None = None) -> str:
+    """How an attempt ended. code: the exit code, or minus the number of the signal; oom_kills: that the kernel counted
+    in the cgroup meanwhile, None where it counts none."""
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return f"killed by {name}" + (" (the kernel, if memory was short)" if name == "SIGKILL" else "")
+        if name != "SIGKILL" or oom_kills == 0:
+            return f"killed by {name}"
+        return f"killed by {name} (the kernel" + (", out of memory)" if oom_kills else ", if memory was short)")
     return f"exit code {code}" + (f" ({MEANINGS[code]})" if code in MEANINGS else "")
 
 
@@ -108,6 +114,8 @@ class Supervisor:
         self._is_stopping = False
         self._since = time.time()
         self._child: subprocess.Popen[bytes] | None = None
+        self._oom_kills: int | None = None
+        """Kills by the kernel for memory in the cgroup during the newest attempt; None where they are not counted."""
         self._missed: list[int] = []
         """Signals that came before the child was there."""
 
@@ -126,13 +134,17 @@ class Supervisor:
                 return code
             number = 1 if restart is None else restart.number + 1
             if number > self._restarts:
-                _say(f"{describe_end(code)}; no restart is left of --restarts {self._restarts}")
+                _say(f"{describe_end(code, self._oom_kills)}; no restart is left of --restarts {self._restarts}")
                 return code if code > 0 else 128 - code
-            reason = describe_end(code)
+            reason = describe_end(code, self._oom_kills)
             _say(f"{reason}: restart {number} of {self._restarts} in {delay_s(number):g} s")
             if self._is_stopped_within(delay_s(number)):
                 return 75
-            restart = Restart(number=number, limit=self._restarts, reason=reason, exit_code=code, since=self._since)
+            oom_kills = (self._oom_kills or 0) if code == -signal.SIGKILL else 0
+            restart = Restart(
+                number=number, limit=self._restarts, reason=reason, exit_code=code, since=self._since,
+                oom_kills=oom_kills,
+            )  # fmt: skip
 
     def _is_stopped_within(self, seconds: float) -> bool:
         """Waits; whether a signal has ended the wait."""
@@ -147,6 +159,7 @@ class Supervisor:
         env.pop(VARIABLE, None)
         if restart is not None:
             env[VARIABLE] = msgspec.json.encode(restart).decode()
+        kills_before = Cgroup().oom_kills()
         # A session of its own: Ctrl-C in a terminal reaches the child once, through this process.
         child = subprocess.Popen(self._command, env=env, start_new_session=True, preexec_fn=die_with_parent())
         self._child = child
@@ -157,7 +170,9 @@ class Supervisor:
         if end is not None and end.si_status not in (0, 75):
             os.killpg(child.pid, signal.SIGKILL)  # processes that it left behind hold its lock, memory or GPU
         self._child = None
-        return child.wait()
+        code, kills = child.wait(), Cgroup().oom_kills()
+        self._oom_kills = None if kills is None or kills_before is None else kills - kills_before
+        return code
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         if signal.Signals(number).name in STOPPING:

@@ -196,6 +196,10 @@ CASES: dict[str, tuple[Case, Case]] = {
         {"host": lambda s: {"rss_bytes": 2 * GIB + 200 * MIB * (s > 15)}},
     ),
     "host_memory_near_limit: pressure": (_host(psi_memory=0.2), _host(psi_memory=0.05)),
+    "host_memory_near_limit: a killed attempt": (
+        _event("resumed", restart={"number": 1, "oom_kills": 1}),
+        _event("resumed", restart={"number": 1, "oom_kills": 0}),
+    ),
     "host_memory_near_limit: killed processes": ({"host": lambda s: {"oom_kills": int(s == 20)}}, _host(oom_kills=0)),
     "shared_memory_small": (
         _host(shm_used_bytes=60 * MIB, shm_total_bytes=64 * MIB),

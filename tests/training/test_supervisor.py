@@ -1,11 +1,13 @@
 """`--restarts`: which ends are restarted, how often and when; signals, and no process that is left behind."""
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -13,12 +15,13 @@ import pytest
 
 from stoker.errors import ConfigError, RunFinished
 from stoker.runs.records import EVENTS, RunFolder
-from stoker.training import run_selection
+from stoker.training import run_selection, supervisor
 from stoker.training.supervisor import VARIABLE, Restart, Supervisor, delay_s, read_restart, without_restarts
 
 COUNTING = """
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 log = Path(sys.argv[1])
 with log.open("a") as file:
     file.write(os.environ.get("STOKER_RESTART", "first") + "\\n")
@@ -55,6 +58,25 @@ def test_failures_are_restarted_until_n_are_used_up(codes: str, expected: int, t
     assert restarts[0].exit_code == first
     assert ("SIGKILL" if first < 0 else f"exit code {first}") in restarts[0].reason
     assert sum(waits) == pytest.approx(sum(delay_s(n + 1) for n in range(len(restarts))))
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason", "kills"),
+    [
+        ((0, 1), "killed by SIGKILL (the kernel, out of memory)", 1), ((3, 3), "killed by SIGKILL", 0),
+        ((None, None), "killed by SIGKILL (the kernel, if memory was short)", 0),
+    ],
+)  # fmt: skip
+def test_the_kernel_is_named_where_it_counts_its_kills(
+    counts: tuple[int | None, int | None], reason: str, kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """counts: of the cgroup, before and after the attempt that is killed."""
+    values = itertools.chain(counts, itertools.repeat(counts[1]))
+    monkeypatch.setattr(supervisor, "Cgroup", lambda: SimpleNamespace(oom_kills=lambda: next(values)))
+    code, attempts, _ = supervise(tmp_path, "-9,0", 3)
+    assert code == 0
+    restart = msgspec.json.decode(attempts[1], type=Restart)
+    assert (restart.reason, restart.oom_kills) == (reason, kills)
 
 
 def test_the_waits_grow_to_a_minute() -> None:

@@ -227,7 +227,7 @@ def host_memory_near_limit(run: RunRecords, cause: Cause) -> Finding | None:
     kill_severity: Severity | None = "critical" if host.oom_kills else None
     if kill_severity is not None:
         text = f"the kernel killed {host.oom_kills} processes of the cgroup because of memory"
-        evidence.append(make_evidence(text, host.oom_kills, "devices.jsonl: oom_kills"))
+        evidence.append(make_evidence(text, host.oom_kills, "devices.jsonl, events.jsonl: oom_kills"))
     used = host.memory_fraction.max_value
     used_severity = None if used is None else cause.severity(used)
     if used is not None and used_severity is not None:
