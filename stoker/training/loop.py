@@ -293,6 +293,6 @@ class Saver:
                 f"Stopped by {requested_by} at step {step:,}, and the state could not be saved.",
                 location=run,
                 cause=writer.failure,
-                fix="make room; the same command continues from the checkpoint before",
+                fix="make room, or the folder writable; the same command continues from the checkpoint before",
             )
         return make_error(Preempted, "stopped-and-saved", run, requested_by=requested_by, step=step, run=run)

@@ -231,8 +231,10 @@ def open_run_folder(
         folder.event("started" if folder.attempt == 1 else "resumed", text, **data)
     except OSError as error:
         location = path or name or RUNS_DIR
-        what, fix = "The run's folder cannot be written.", "make room or name another folder: --run-dir DIR"
-        raise StorageError(what, location=location, cause=str(error), fix=fix) from error
+        fix = "make room, or the folder writable, or name another one: --run-dir DIR"
+        raise StorageError(
+            "The run's folder cannot be written.", location=location, cause=str(error), fix=fix
+        ) from error
     return folder
 
 
