@@ -70,7 +70,7 @@ test-xla: .venv-xla/.ready  ## steps through XLA's CPU client: Python 3.11, torc
 		'torch_xla==2.9.*' 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.115'
 	touch $@
 
-chaos: setup  ## the table of docs/faults.md, with times; 8 minutes on free cores
+chaos: setup  ## the table of docs/faults.md, with times; 12 minutes on free cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --durations=0 -m slow tests/chaos
 
 soak: setup  ## 20 minutes of random faults; MINUTES=5 is shorter

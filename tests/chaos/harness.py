@@ -5,10 +5,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
@@ -85,7 +88,8 @@ def start(
     env: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    arguments = [*merge_flags(flags), "--run-dir", str(folder / "run")]
+    run_dir = () if "--run-dir" in flags else ("--run-dir", str(folder / "run"))
+    arguments = [*merge_flags(flags), *run_dir]
     command = [*prefix, sys.executable, "-m", "stoker", "train", str(data), *arguments]
     marked = {**(env or {}), FOLDER_VARIABLE: str(folder)}
     return subprocess.Popen(
@@ -93,15 +97,16 @@ def start(
     )
 
 
-def assert_same_weights(run: Path, undisturbed: Path) -> None:
-    """Final and best weights, and the scores of every evaluation, are those of the undisturbed run, bit for bit."""
+def assert_same_weights(run: Path, undisturbed: Path, *, lost_events: bool = False) -> None:
+    """Final and best weights, and the scores of every evaluation, are those of the undisturbed run, bit for bit.
+    lost_events: the disk has lost some of the scores."""
     for name in ("final.safetensors", "best.safetensors"):
         assert (run / name).read_bytes() == (undisturbed / name).read_bytes(), name
     scores = [
         {event.step: event.data["metrics"] for event in read_lines(folder, EVENTS, Event) if event.kind == "evaluated"}
         for folder in (run, undisturbed)
     ]
-    assert scores[0] == scores[1]
+    assert scores[0] == scores[1] or (lost_events and scores[0].items() <= scores[1].items())
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -115,3 +120,59 @@ def processes_of(folder: Path) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system of this size. Skips where it cannot be mounted."""
+    folder.mkdir(exist_ok=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class CgroupOfTest:
+    """A cgroup of version 1 or 2. path: of its files; join: the prefix of a command that runs in it."""
+
+    path: Path
+
+    @property
+    def join(self) -> list[str]:
+        return ["sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$@"', "sh"]
+
+    @property
+    def memory_limit(self) -> Path:
+        return self._first("memory.max", "memory.limit_in_bytes")
+
+    def memory_used(self) -> int:
+        return int(self._first("memory.current", "memory.usage_in_bytes").read_text())
+
+    def _first(self, *names: str) -> Path:
+        return next(self.path / name for name in names if (self.path / name).exists())
+
+
+@contextmanager
+def cgroup(controller: str) -> Iterator[CgroupOfTest]:
+    """A new cgroup with this controller, "memory" or "pids". Skips where none can be made."""
+    root = Path("/sys/fs/cgroup")
+    parent = root / controller if (root / controller).is_dir() else root
+    group = parent / f"stoker-chaos-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    try:
+        if not (group / {"pids": "pids.max", "memory": "memory.stat"}[controller]).exists():
+            pytest.skip(f"the controller {controller} is not available in a cgroup made here")
+        yield CgroupOfTest(group)
+    finally:
+        while group.exists():
+            try:
+                group.rmdir()
+            except OSError:  # until its processes have ended
+                time.sleep(0.05)

@@ -8,16 +8,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from stoker.runs.records import HANG, QUARANTINE
 from stoker.training.checkpoint import is_complete, list_checkpoints
-from tests.chaos.harness import Ended, assert_same_weights, processes_of, start, train
-from tests.drawn import draw
+from tests.chaos.harness import Ended, assert_same_weights, cgroup, processes_of, small_disk, start, train
 from tests.fixtures.chaos_faults import wait_for_checkpoint
 from tests.training.metadata_server import metadata_server
 
@@ -26,18 +23,6 @@ pytestmark = pytest.mark.slow
 EVALUATOR, LOADER = "stoker.training.evaluator", "stoker.data.loading.loader"
 STEP, EVALUATION = "stoker.training.make_step:train_step", f"{EVALUATOR}:detect"
 RESTARTS = ("--restarts", "3")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return draw(tmp_path_factory.mktemp("drawn") / "shapes")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    ended = train(data, tmp_path_factory.mktemp("undisturbed"))
-    assert ended.code == 0, ended.output
-    return ended.run
 
 
 @pytest.mark.parametrize(
@@ -162,19 +147,6 @@ def test_a_spot_notice(data: Path, undisturbed: Path, tmp_path: Path) -> None:
     assert_same_weights(again.run, undisturbed)
 
 
-@contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A file system of this size. Skips where it cannot be mounted."""
-    folder.mkdir(exist_ok=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"no file system can be mounted: {mounted.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
 def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_later(
     data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -281,26 +253,12 @@ def test_corrupt_images_above_the_limit(data: Path, tmp_path: Path) -> None:
 def test_host_memory_near_the_limit_of_a_real_cgroup(data: Path, tmp_path: Path) -> None:
     """Version 1 or 2. The limit is lowered, while the run trains, to a little more than what it
     uses without the page cache."""
-    version_1, version_2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    root = version_1 if version_1.exists() else version_2
-    group = root / f"stoker-chaos-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made: {error}")
-    names = (
-        ("memory.limit_in_bytes", "memory.usage_in_bytes") if root == version_1 else ("memory.max", "memory.current")
-    )
-    try:
-        if not (group / names[0]).exists():
-            pytest.skip("the memory controller is not available")
-        join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-        process = start(data, tmp_path, "--steps", "400", prefix=["sh", "-c", join, "sh"])
+    with cgroup("memory") as group:
+        process = start(data, tmp_path, "--steps", "400", prefix=group.join)
         wait_for_checkpoint(process, tmp_path / "run")
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = dict(line.split() for line in (group.path / "memory.stat").read_text().splitlines())
         page_cache = int(stat["active_file"]) + int(stat["inactive_file"])  # the first to use a file is charged for it
-        used = int((group / names[1]).read_text()) - page_cache
-        (group / names[0]).write_text(str(int(used * 1.03)))
+        group.memory_limit.write_text(str(int((group.memory_used() - page_cache) * 1.03)))
         run = Ended(0, "", tmp_path / "run")
         while process.poll() is None and not run.texts("low_host_memory"):
             time.sleep(0.05)
@@ -308,11 +266,5 @@ def test_host_memory_near_the_limit_of_a_real_cgroup(data: Path, tmp_path: Path)
         (event,) = [event for event in run.events if event.kind == "low_host_memory"][:1]
         process.terminate()
         process.communicate(timeout=60)
-    finally:
-        while group.exists():
-            try:
-                group.rmdir()
-            except OSError:
-                time.sleep(0.05)
     assert event.data["limit"] == "the cgroup"
     assert event.data["used_bytes"] > 0.9 * event.data["limit_bytes"]
