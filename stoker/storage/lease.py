@@ -28,6 +28,7 @@ from stoker.storage.store import ObjectInfo, Store, open_store
 from stoker.storage.uri import StorageUri
 
 LEASE_DURATION_S = 60.0
+RELEASE_TIMEOUT_S = 5.0
 RENEW_INTERVAL_S = 20.0
 """Two successive renewals may fail before the lease expires."""
 POLL_INTERVAL_S = 1.0
@@ -133,8 +134,15 @@ class Lease:
             self._thread.join(LEASE_DURATION_S)
         if self._lost is None:
             released = msgspec.structs.replace(self._holder, renew_time=time.time(), released=True)
-            with contextlib.suppress(StorageError):
-                self._store.write(self._uri.key, msgspec.json.encode(released), if_match=self._info.etag)
+
+            def write() -> None:
+                with contextlib.suppress(StorageError):
+                    self._store.write(self._uri.key, msgspec.json.encode(released), if_match=self._info.etag)
+
+            # A store that is cut off is asked for two minutes, and the machine may go before.
+            thread = threading.Thread(target=write, name="stoker-lease-release", daemon=True)
+            thread.start()
+            thread.join(RELEASE_TIMEOUT_S)
 
 
 def acquire(
