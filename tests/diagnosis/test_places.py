@@ -135,6 +135,13 @@ def test_a_tree_leaves_out_what_is_too_small_to_draw(tmp_path: Path) -> None:
     assert tree.samples == 1000
 
 
+def test_a_place_without_samples_takes_no_time(tmp_path: Path) -> None:
+    nothing = Place(line="train.py:3", function="f", kind="python", samples=0)
+    stacks = [window(1, Place(line="train.py:9", function="main", kind="compute", samples=20), nothing)]
+    (tree,) = place_trees(read_run(make_run(tmp_path / "run", seconds=45, stacks=stacks)))
+    assert [node.name for node in tree.nodes] == ["main (train.py:9)"]
+
+
 RECORDED = Path(__file__).with_name("stack_samples")
 IDLE = {"cpu_core_utilization": [0.2] * 4, "process_cpu": 0.3, "threads_running": 0.4}
 WAITS = {"external": True, "config": None, "num_images": 0, "seconds": 60, "host": lambda _: IDLE,

@@ -42,6 +42,7 @@ def place_trees(run: RunRecords) -> list[PlaceNode]:
         sampled = [
             _Sampled((*_path(total), *filter(None, [leaf])), total.kind, total.seconds * count / total.samples, count)
             for total in groups[role, rank, is_startup]
+            if total.samples
             for leaf, count in total.leaves.items()
         ]
         trees.append(_make_node(f"{name}{', start' * is_startup}", sampled, 0, sampled))
