@@ -11,14 +11,18 @@ RUN python -m venv /opt/uv \
  && /opt/uv/bin/pip install --no-cache-dir uv==0.13.9 \
  && python -m venv --without-pip /opt/stoker
 WORKDIR /source
-COPY pyproject.toml requirements.lock ./
-RUN /opt/uv/bin/uv pip install --compile-bytecode --constraint requirements.lock --requirement pyproject.toml
+COPY requirements.lock ./
+COPY packages/stoker-watch/pyproject.toml packages/stoker-watch/
+COPY packages/stoker/pyproject.toml packages/stoker/
+RUN /opt/uv/bin/uv pip compile --quiet --generate-hashes --constraint requirements.lock --no-emit-package stoker-watch \
+      --output-file packages.txt packages/stoker-watch/pyproject.toml packages/stoker/pyproject.toml \
+ && /opt/uv/bin/uv pip install --compile-bytecode --require-hashes --requirement packages.txt
 
 # stoker alone: a change of its source changes no layer of the packages.
 FROM packages AS stoker
-COPY README.md LICENSE ./
-COPY stoker stoker
-RUN /opt/uv/bin/uv pip install --compile-bytecode --no-deps --prefix /app --build-constraint requirements.lock .
+COPY packages packages
+RUN /opt/uv/bin/uv pip install --compile-bytecode --no-deps --prefix /app --build-constraint requirements.lock \
+      packages/stoker-watch packages/stoker
 
 FROM base
 # gcc is for torch.compile: Triton compiles its launchers. tini passes SIGTERM on from the first moment, and reaps.

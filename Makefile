@@ -2,15 +2,18 @@
 PYTHON ?= python3
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 BIN := .venv/bin
+PACKAGES := packages/stoker-watch packages/stoker
+SOURCES := .:packages/stoker-watch:packages/stoker
 # Two processes with one thread each: tests share the cores, not the threads of one test.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The ends of what is supported: a Python of pyenv, else one on the PATH, and what depends on the version of torch.
 PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
+WHEEL_PYTHONS := 3.10 3.13
 python_version = $(or $(lastword $(sort $(wildcard $(PYENV)/$(1).*/bin/python))),python$(1))
-VERSION_TESTS := tests/models tests/training tests/hardware tests/data/test_augment_device.py tests/data/test_device_batches.py
+VERSION_TESTS := $(addprefix tests/trainer/,models training hardware data/test_augment_device.py data/test_device_batches.py)
 
-.PHONY: setup lock peers demo docs test test-slow test-long test-oldest test-newest test-xla chaos soak check
+.PHONY: setup lock peers demo docs test test-watch test-wheel test-slow test-long test-oldest test-newest test-xla chaos soak check
 .PHONY: bench bench-diagnose bench-diagnose-quick bench-gpu gpu-goal gpu-kit clean
 
 setup: .venv/.ready
@@ -19,14 +22,15 @@ setup: .venv/.ready
 	$(PYTHON) -m venv .uv
 	.uv/bin/pip install --quiet --disable-pip-version-check 'uv>=0.5'
 
-.venv/.ready: requirements.lock pyproject.toml $(filter .uv/bin/uv,$(UV))
+.venv/.ready: requirements.lock $(PACKAGES:=/pyproject.toml) $(filter .uv/bin/uv,$(UV))
 	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
 	$(UV) pip sync --quiet --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation $(PACKAGES:%=--editable %)
 	touch $@
 
 lock: $(filter .uv/bin/uv,$(UV))  ## after a change of the dependencies
-	$(UV) pip compile --quiet --universal --generate-hashes --no-header --group dev --extra onnx --extra search pyproject.toml -o requirements.lock
+	$(UV) pip compile --quiet --universal --generate-hashes --no-header --group dev --extra onnx --extra search \
+		--no-emit-package stoker-watch $(PACKAGES:=/pyproject.toml) -o requirements.lock
 
 peers: $(filter .uv/bin/uv,$(UV))  ## the peers of the benchmarks; 7 GB, in .peers
 	test -x .peers/bin/python || $(UV) venv --quiet --python $(or $(wildcard $(BIN)/python),$(PYTHON)) .peers
@@ -38,11 +42,26 @@ demo: setup
 test: setup
 	$(PYTEST) -m "not slow and not gpu"
 
+test-watch: setup  ## those of stoker-watch
+	$(PYTEST) -m "not slow and not gpu" tests/watch
+
 test-slow: setup
 	$(PYTEST) --durations=40 --durations-min=15 -m "slow and not long and not gpu"
 
 test-long: setup  ## tests/long.txt: what CI leaves out; before a release
 	$(PYTEST) --durations=40 --durations-min=15 -m "long and not gpu"
+
+test-wheel: $(foreach version,$(WHEEL_PYTHONS),.venv-wheel-$(version)/.ready)  ## those of stoker-watch, without torch and NumPy: its wheel
+	$(foreach version,$(WHEEL_PYTHONS),OMP_NUM_THREADS=1 .venv-wheel-$(version)/bin/python -m pytest -c tests/watch/pytest.ini \
+		--rootdir . -n 2 --dist worksteal -m "not slow and not gpu" tests/watch &&) true
+
+# The packages of the tests are those of the lock, but for Python 3.10, of which it knows nothing.
+.venv-wheel-%/.ready: packages/stoker-watch/pyproject.toml $(filter .uv/bin/uv,$(UV))
+	$(UV) venv --quiet --clear --python $(call python_version,$*) .venv-wheel-$*
+	rm -rf build/wheel && $(UV) build --quiet --wheel --out-dir build/wheel packages/stoker-watch
+	$(UV) pip install --quiet --python .venv-wheel-$*/bin/python build/wheel/*.whl \
+		pytest pytest-timeout pytest-xdist hypothesis 'moto[server]' $(if $(filter 3.10,$*),,--constraint requirements.lock)
+	touch $@
 
 test-oldest: .venv-oldest/.ready  ## Python 3.11, torch 2.11; 3 GB, in .venv-oldest
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(VERSION_TESTS)
@@ -50,23 +69,23 @@ test-oldest: .venv-oldest/.ready  ## Python 3.11, torch 2.11; 3 GB, in .venv-old
 test-newest: .venv-newest/.ready  ## Python 3.13, the newest torch; 6 GB, in .venv-newest
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(VERSION_TESTS)
 
-.venv-oldest/.ready: pyproject.toml $(filter .uv/bin/uv,$(UV))
+.venv-oldest/.ready: $(PACKAGES:=/pyproject.toml) $(filter .uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(call python_version,3.11) .venv-oldest
-	$(UV) pip install --quiet --python .venv-oldest/bin/python --group dev --editable . 'torch==2.11.*' 'torchvision==0.26.*'
+	$(UV) pip install --quiet --python .venv-oldest/bin/python --group dev $(PACKAGES:%=--editable %) 'torch==2.11.*' 'torchvision==0.26.*'
 	touch $@
 
-.venv-newest/.ready: pyproject.toml $(filter .uv/bin/uv,$(UV))
+.venv-newest/.ready: $(PACKAGES:=/pyproject.toml) $(filter .uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(call python_version,3.13) .venv-newest
-	$(UV) pip install --quiet --python .venv-newest/bin/python --group dev --editable .
+	$(UV) pip install --quiet --python .venv-newest/bin/python --group dev $(PACKAGES:%=--editable %)
 	touch $@
 
 test-xla: .venv-xla/.ready  ## steps through XLA's CPU client: Python 3.11, torch 2.9 with torch_xla 2.9; 7 GB, in .venv-xla
 	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" \
 		.venv-xla/bin/python -m pytest -p no:xdist tests/xla
 
-.venv-xla/.ready: pyproject.toml tests/xla/requirements.txt $(filter .uv/bin/uv,$(UV))
+.venv-xla/.ready: $(PACKAGES:=/pyproject.toml) tests/xla/requirements.txt $(filter .uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(call python_version,3.11) .venv-xla
-	$(UV) pip install --quiet --python .venv-xla/bin/python --overrides tests/xla/requirements.txt --editable . \
+	$(UV) pip install --quiet --python .venv-xla/bin/python --overrides tests/xla/requirements.txt $(PACKAGES:%=--editable %) \
 		'torch_xla==2.9.*' 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.115'
 	touch $@
 
@@ -102,16 +121,16 @@ bench-diagnose-wild: setup  ## 50 minutes, on an idle machine; TensorFlow from `
 	$(BIN)/python -m benchmarks diagnose_wild --json benchmarks/results/diagnose-wild-cpu.json
 
 bench-gpu:  ## about an hour; uses the system Python where there is no .venv
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks gpu --json benchmarks/results/gpu-all.json
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks loader --runs 3 --json benchmarks/results/loader-gpu.json
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks nvjpeg --json benchmarks/results/nvjpeg-gpu.json
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks plan --gpu --json benchmarks/results/plan-gpu.json
+	PYTHONPATH=$(SOURCES) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks gpu --json benchmarks/results/gpu-all.json
+	PYTHONPATH=$(SOURCES) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks loader --runs 3 --json benchmarks/results/loader-gpu.json
+	PYTHONPATH=$(SOURCES) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks nvjpeg --json benchmarks/results/nvjpeg-gpu.json
+	PYTHONPATH=$(SOURCES) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks plan --gpu --json benchmarks/results/plan-gpu.json
 
 gpu-goal:  ## what was measured on a GPU, next to goals and predictions
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks gpu --goal
+	PYTHONPATH=$(SOURCES) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks gpu --goal
 
 gpu-kit:  ## .kit/: wheels, data and a script for a GPU machine without network (docs/gpu-status.md)
 	PYTHON=$(PYTHON) bash scripts/gpu-kit.sh
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .venv-xla .uv .peers .kit
+	rm -rf .venv .venv-wheel-* .venv-oldest .venv-newest .venv-xla .uv .peers .kit

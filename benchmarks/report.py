@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import StokerError
+from stoker_watch.errors import StokerError
 
 
 @dataclass(frozen=True)

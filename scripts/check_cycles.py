@@ -1,4 +1,4 @@
-"""Fails when modules of `stoker` import each other in a circle, including imports inside functions.
+"""Fails when modules of a package import each other in a circle, including imports inside functions.
 
 usage: python scripts/check_cycles.py     Prints each circle; exit 1 if there is one.
 """
@@ -38,13 +38,13 @@ def find_cycles(imports: Mapping[str, Set[str]]) -> list[list[str]]:
     return cycles
 
 
-def package_imports(package: str) -> dict[str, Set[str]]:
-    graph = grimp.build_graph(package, cache_dir=None)
+def package_imports(*packages: str) -> dict[str, Set[str]]:
+    graph = grimp.build_graph(*packages, cache_dir=None)
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 
 def main() -> int:
-    imports = package_imports("stoker")
+    imports = package_imports("stoker_watch", "stoker")
     cycles = find_cycles(imports)
     for cycle in cycles:
         print("import cycle: " + " ↔ ".join(cycle))

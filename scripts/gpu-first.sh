@@ -29,14 +29,15 @@ install() {
   python3 -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path if p.endswith("-packages")]' \
     > "$site/machine.pth" || return
   python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
-    --target "$site" "$kit"/wheels/*.whl && touch "$cache/venv/.ready"
+    --target "$site" "$kit"/wheels/*.whl || return
+  cp "$site/plotly/package_data/plotly.min.js" packages/stoker-watch/stoker_watch/report/page/ && touch "$cache/venv/.ready"
 }
 if [ -f "$kit/cache.tar.gz" ] && [ ! -d "$cache/compiled" ]; then # of an earlier machine
   tar -xzf "$kit/cache.tar.gz" -C "$cache"
 fi
 [ -d "$cache/compiled" ] && echo "compiled programs of an earlier command: $(du -sm "$cache/compiled" | cut -f1) MiB"
 install || { echo "the wheels cannot be installed" | tee -a "$OUT/$1.log" >&2; exit 1; }
-export PATH="$cache/venv/bin:$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HOME=${HOME:-$cache}
+export PATH="$cache/venv/bin:$PATH" PYTHONPATH="$PWD:$PWD/packages/stoker-watch:$PWD/packages/stoker${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HOME=${HOME:-$cache}
 export STOKER_CACHE_DIR="$cache/stoker" STOKER_KIT_CACHE="$cache"
 export TORCHINDUCTOR_CACHE_DIR="$cache/compiled" TRITON_CACHE_DIR="$cache/triton" CUDA_CACHE_PATH="$cache/cuda"
 echo "environment: $SECONDS s"

@@ -4,6 +4,7 @@ A result names the commit it was measured at; where an older one names none, the
 says which code a benchmark measures; `git log COMMIT.. -- PATHS` then tells whether it changed since.
 """
 
+import glob
 import json
 import re
 import subprocess
@@ -15,10 +16,14 @@ MODELS = ("stoker/models", "stoker/training/step.py", "stoker/training/optim.py"
 TRAINING = (*MODELS, "stoker/training/loop.py", "stoker/training/defaults", "stoker/knowledge/recipes.toml")
 MEASURES: dict[str, tuple[str, ...]] = {
     "cache": ("stoker/data/images/pixel_cache.py", *LOADING),
-    "diagnose": ("stoker/diagnosis", "stoker/profiling", "stoker/knowledge/causes.toml"),
-    "diagnose_logs": ("stoker/diagnosis", "stoker/knowledge/endings.toml", "stoker/knowledge/output_lines.toml"),
-    "diagnose_programs": ("stoker/diagnosis", "stoker/watch", "stoker/knowledge/causes.toml"),
-    "diagnose_wild": ("stoker/diagnosis", "stoker/watch", "stoker/profiling", "stoker/knowledge/endings.toml"),
+    "diagnose": ("stoker_watch/diagnosis", "stoker_watch/recording", "stoker_watch/knowledge/causes.toml"),
+    "diagnose_logs": (
+        "stoker_watch/diagnosis", "stoker_watch/knowledge/endings.toml", "stoker_watch/knowledge/output_lines.toml",
+    ),
+    "diagnose_programs": ("stoker_watch/diagnosis", "stoker_watch/watch", "stoker_watch/knowledge/causes.toml"),
+    "diagnose_wild": (
+        "stoker_watch/diagnosis", "stoker_watch/watch", "stoker_watch/recording", "stoker_watch/knowledge/endings.toml",
+    ),
     "ember": TRAINING,
     "end_to_end": (*LOADING, *TRAINING),
     "evaluate": ("stoker/evaluation",),
@@ -29,7 +34,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "stoker/data/formats/finder.py", "stoker/data/formats/images.py", "stoker/data/validation/clean.py",
     ),
     "latency": (*MODELS, "stoker/inference"),
-    "ledger": ("stoker/profiling/ledger.py",),
+    "ledger": ("stoker_watch/recording/ledger.py",),
     "loader": LOADING,
     "plan": ("stoker/planning",),
     "pretraining": TRAINING,
@@ -43,10 +48,10 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "stages": ("stoker/training/stages.py", *MODELS),
     "startup": ("stoker/cli", "stoker/training/start.py", "stoker/training/run.py"),
     "step": MODELS,
-    "storage": ("stoker/storage",),
+    "storage": ("stoker_watch/storage",),
     "architecture": ("stoker/search/architecture.py", *MODELS),
     "lr": ("stoker/tuning/learning_rate.py", "stoker/training/lr_policy.py", *MODELS),
-    "watch_overhead": ("stoker/watch", "stoker/profiling"),
+    "watch_overhead": ("stoker_watch/watch", "stoker_watch/recording"),
     "tune": ("stoker/tuning", "stoker/training/trial.py", *LOADING),
 }  # fmt: skip
 """Benchmark → the code it measures."""
@@ -67,7 +72,8 @@ def stale_results(folder: Path) -> list[str]:
             lines.append(f"{file.name}: scripts/stale_results.py does not say what {name!r} measures")
             continue
         commit = content.get("commit") or git("log", "-1", "--format=%h", "--", str(file))
-        changes = git("log", "--format=%h", f"{commit.removesuffix('-dirty')}..", "--", *MEASURES[name]).splitlines()
+        paths = [path for measured in MEASURES[name] for path in glob.glob(f"packages/*/{measured}", root_dir=ROOT)]
+        changes = git("log", "--format=%h", f"{commit.removesuffix('-dirty')}..", "--", *paths).splitlines()
         if changes:
             lines.append(f"{file.name}: measured at {commit}, {len(changes)} later commits change what it measures")
     return lines

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator
 
 from stoker.data.validation.problems import PROBLEM_KINDS
-from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS
-from stoker.diagnosis.endings import endings
-from stoker.diagnosis.engine import CATALOG, catalog_hash
-from stoker.diagnosis.notes import NOTES
-from stoker.diagnosis.reference import all_entries, threshold_rows
+from stoker_watch.diagnosis.causes.cause import COMMON_THRESHOLDS
+from stoker_watch.diagnosis.endings import endings
+from stoker_watch.diagnosis.engine import CATALOG, catalog_hash
+from stoker_watch.diagnosis.notes import NOTES
+from stoker_watch.diagnosis.reference import all_entries, threshold_rows
 
 
 def render_page() -> str:

@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from stoker_watch.diagnosis.endings import endings
+from stoker_watch.diagnosis.engine import CATALOG
 
-from stoker.diagnosis.endings import endings
-from stoker.diagnosis.engine import CATALOG
 from tests.fixtures.benchmarks import run_quick
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
@@ -227,7 +227,7 @@ def test_the_simulated_driver_reports_the_fault(
     scene = modules["diagnose_driver"].scene(getattr(modules["diagnose_driver"], wrong), level, 3)
     script = f"""
 import time
-from stoker.profiling.telemetry.gpu import GpuSampler
+from stoker_watch.recording.telemetry.gpu import GpuSampler
 gpus = GpuSampler()
 gpus.sample()
 time.sleep(0.1)

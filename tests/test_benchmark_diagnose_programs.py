@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from stoker_watch.diagnosis.reference import all_entries
 
 from benchmarks.diagnosis import diagnose_programs
 from benchmarks.diagnosis.diagnose_edits import Changed, Edit
@@ -20,7 +21,6 @@ from benchmarks.diagnosis.diagnose_programs import (
     read_tables,
 )
 from benchmarks.diagnosis.wild.job import HEALTHY
-from stoker.diagnosis.reference import all_entries
 
 USED = {
     "ultralytics/yolov5", "ultralytics/ultralytics", "pytorch/vision", "facebookresearch/detr",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "stoker"
+ROOT = Path(__file__).parent.parent / "packages"
 OWN_PIPE = {"data/loading/processes.py", "data/loading/process_main.py"}
 """Messages between the loader and the processes that it starts, over a socket and memory that they inherit."""
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "pandas", "pd"}
@@ -28,9 +28,9 @@ RIGHT = {
         "takes external data from the file's own folder only: test_a_network_does_not_read_the_files_of_others",
     ("inference/runtime.py", "importlib.import_module"): "packages of stoker's extras, named by the callers",
     ("search/architecture.py", "onnxruntime.InferenceSession"): "a network that stoker made, from memory",
-    ("profiling/hook/stoker_hook/__init__.py", "__import__"): "modules of the hook, by its own table",
+    ("recording/hook/stoker_hook/__init__.py", "__import__"): "modules of the hook, by its own table",
     ("launching/spec.py", "importlib.import_module"): "a module of stoker, by its table PLACES",
-    ("profiling/callbacks/__init__.py", "importlib.import_module"): "frameworks, named by the callers",
+    ("recording/callbacks/__init__.py", "importlib.import_module"): "frameworks, named by the callers",
     ("__init__.py", "importlib.import_module"): "a module of stoker, by its table _HOME",
     ("cli/quick_import.py", "importlib.import_module"): "modules that the file lists",
 }  # fmt: skip

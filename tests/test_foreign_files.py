@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "stoker"
+ROOT = Path(__file__).parent.parent / "packages"
 READS = {
     "open", "read_text", "read_bytes", "mmap", "is_zipfile", "ZipFile", "TarFile", "is_tarfile", "fromfile", "memmap",
     "safe_open", "load_file",
@@ -51,12 +51,12 @@ REASONS = {
     "models/weights/load.py read_weights": CHECKED,
     "models/weights/model_file.py load_model": CHECKED,
     "planning/trace.py read": OWN_CACHE,
-    "profiling/callbacks/": "no file",
-    "profiling/hook/": HOOK,
-    "profiling/remote_stacks.py": "memory and mapped files of the watched process, with checks of their own",
-    "profiling/run_writer.py": KERNEL,
-    "profiling/telemetry/machine.py": KERNEL,
-    "profiling/trace.py _write_chrome": OWN_RUN,
+    "recording/callbacks/": "no file",
+    "recording/hook/": HOOK,
+    "recording/remote_stacks.py": "memory and mapped files of the watched process, with checks of their own",
+    "recording/run_writer.py": KERNEL,
+    "recording/telemetry/machine.py": KERNEL,
+    "training/trace.py _write_chrome": OWN_RUN,
     "regular_files.py": "the one place",
     "report/terminal.py": KERNEL,
     "storage/clients.py": "the user's own keys, or the address of a web server",

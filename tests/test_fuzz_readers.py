@@ -22,42 +22,42 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-
 from stoker.config.settings import from_toml
 from stoker.data.convert import TARGET_FORMATS, convert
 from stoker.data.formats.tfrecord_bytes import write_record
 from stoker.data.index import open_index
 from stoker.data.validation.check import check_dataset
-from stoker.diagnosis import reader
-from stoker.errors import StokerError
 from stoker.inference.runtime import RUNTIMES
 from stoker.launching.jobs import read_jobs
 from stoker.migration.pipeline import import_pipeline
-from stoker.models import build
 from stoker.models.weights.model_file import ModelMetadata, load_model
-from stoker.preflight.static import check_sources
-from stoker.profiling.hook.stoker_hook import clock
-from stoker.report.run_report import collect
-from stoker.report.runs_summary import summarize_runs
-from stoker.runs import records, schemas
-from stoker.runs.evaluation import read_evaluation
 from stoker.search.page import render_study, study_json
 from stoker.search.study import JOURNAL, STUDY, Study, create
 from stoker.search.worker import work
 from stoker.training.checkpoint import read_rollbacks
 from stoker.training.state import BatchSizes, read_sizes
-from stoker.watch.hook_reader import HookReader
+from stoker_watch.diagnosis import reader
+from stoker_watch.errors import StokerError
+from stoker_watch.recording.hook.stoker_hook import clock
+from stoker_watch.report.run_report import collect
+from stoker_watch.report.runs_summary import summarize_runs
+from stoker_watch.runs import records, schemas
+from stoker_watch.runs.evaluation import read_evaluation
+from stoker_watch.watch.hook_reader import HookReader
+
+from stoker.models import build
+from stoker.preflight.static import check_sources
 from tests.bounded import bounded
-from tests.data.tfrecords import unframe
 from tests.drawn import draw, run_stoker
 from tests.fixtures import exported_files
 from tests.fixtures.data_same_index import DAMAGED as EXPORTS
 from tests.fixtures.data_same_index import DRAWN, WRITE
 from tests.fixtures.training_checkpoint import newest, save
-from tests.models.samples import settings_of
-from tests.report.runs import write_run
-from tests.search.fake_worker import objective
-from tests.search.test_search import make_spec
+from tests.trainer.data.tfrecords import unframe
+from tests.trainer.models.samples import settings_of
+from tests.trainer.search.fake_worker import objective
+from tests.trainer.search.test_search import make_spec
+from tests.watch.report.runs import write_run
 
 RECORDS = {
     records.EVENTS: schemas.Event,

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from stoker_watch.runs.records import CONFIG, ENVIRONMENT, EVENTS
 
-from stoker.runs.records import CONFIG, ENVIRONMENT, EVENTS
-from tests.data.tfrecords import jpeg
 from tests.drawn import draw
 from tests.fixtures.special_files import replace_by
-from tests.report.runs import write_run
+from tests.trainer.data.tfrecords import jpeg
+from tests.watch.report.runs import write_run
 
 pytestmark = pytest.mark.slow
 MEMORY_BYTES, SECONDS = 3 << 29, 60
@@ -256,7 +256,8 @@ def test_an_event_with_an_odd_exit_code(stoker: Command, tmp_path: Path, code: s
 
 
 def test_a_checkpoint_that_is_a_deflated_zip_is_not_expanded(tmp_path: Path) -> None:
-    from stoker.runs.records import CHECKPOINTS
+    from stoker_watch.runs.records import CHECKPOINTS
+
     from tests.bounded import bounded
     from tests.fixtures.training_checkpoint import newest, save
 
@@ -285,8 +286,8 @@ def test_a_checkpoint_that_is_a_deflated_zip_is_not_expanded(tmp_path: Path) -> 
 
 
 def test_weights_in_a_deflated_zip_are_refused(tmp_path: Path) -> None:
-    from stoker.errors import WeightsError
     from stoker.models.weights.load import read_weights
+    from stoker_watch.errors import WeightsError
 
     plain = io.BytesIO()
     torch.save({"weight": torch.zeros(1_000_000)}, plain)

@@ -47,12 +47,12 @@ def test_the_root_of_the_package_has_few_files() -> None:
 @pytest.mark.parametrize(
     ("pattern", "place"),
     [
-        (r"^(?:class )?\w*Finding\b *(?:\(|:|=)", "stoker/findings/finding.py"),
-        (r"^(?:class )?\w*Severity\b *(?:\(|:|=)", "stoker/findings/finding.py"),
-        (r"^def finding_lines\b", "stoker/report/findings_terminal.py"),
-        (r"^ *(?:from rich\.table import|import rich\.table)", "stoker/report/console.py"),
-        (r"^def read_run\b", "stoker/diagnosis/reader.py"),
-        (r"^class \w*RunRecords\b", "stoker/diagnosis/run_data.py"),
+        (r"^(?:class )?\w*Finding\b *(?:\(|:|=)", "stoker_watch/findings/finding.py"),
+        (r"^(?:class )?\w*Severity\b *(?:\(|:|=)", "stoker_watch/findings/finding.py"),
+        (r"^def finding_lines\b", "stoker_watch/report/findings_terminal.py"),
+        (r"^ *(?:from rich\.table import|import rich\.table)", "stoker_watch/report/console.py"),
+        (r"^def read_run\b", "stoker_watch/diagnosis/reader.py"),
+        (r"^class \w*RunRecords\b", "stoker_watch/diagnosis/run_data.py"),
     ],
 )
 def test_there_is_one_of(pattern: str, place: str) -> None:

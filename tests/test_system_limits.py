@@ -12,25 +12,25 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-
-from stoker import regular_files
-from stoker.cli import app
 from stoker.config.settings import from_fields
-from stoker.data import index_cache
-from stoker.data.loading import process_main
 from stoker.data.loading.worker_pool import WorkerPool
-from stoker.errors import DataError, SystemLimitError, system_limit
-from stoker.monitor.options import MonitoringOptions
-from stoker.profiling.telemetry.machine import TimeoutWorker
-from stoker.profiling.telemetry.sampler import TelemetrySampler
-from stoker.runs.records import DEVICES, EVENTS, RunFolder, read_lines
-from stoker.runs.schemas import DeviceSample, Event
 from stoker.training.local_ranks import make_places
 from stoker.training.ranks import joined
 from stoker.training.run import train
+from stoker_watch import regular_files
+from stoker_watch.cli import app
+from stoker_watch.errors import DataError, SystemLimitError, system_limit
+from stoker_watch.monitor.options import MonitoringOptions
+from stoker_watch.recording.telemetry.machine import TimeoutWorker
+from stoker_watch.recording.telemetry.sampler import TelemetrySampler
+from stoker_watch.runs.records import DEVICES, EVENTS, RunFolder, read_lines
+from stoker_watch.runs.schemas import DeviceSample, Event
+
+from stoker.data import index_cache
+from stoker.data.loading import process_main
 from tests.drawn import draw
-from tests.storage.servers import Server, apply, google_server
-from tests.training.metadata_server import metadata_server
+from tests.trainer.training.metadata_server import metadata_server
+from tests.watch.storage.servers import Server, apply, google_server
 
 LIMITS = [
     (OSError(errno.EMFILE, "Too many open files", "x.jpg"), "ulimit -n"),
@@ -120,7 +120,7 @@ def test_telemetry_goes_on_when_descriptors_are_free_again(tmp_path: Path) -> No
 IN_BETWEEN = """
 import os, resource, sys, time
 from stoker.training import make_step
-from stoker.cli.app import main
+from stoker_watch.cli.app import main
 
 real, calls = make_step.train_step, 0
 taken = []

@@ -123,19 +123,19 @@ class EmulatedDevice:
 def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     """Seconds of a step of the slowest rank, exposed exchange and loss after the steps."""
     import torch
-
     from stoker.config.settings import OptimSettings
     from stoker.config.sync_method import parse_sync
     from stoker.hardware.device import Device
-    from stoker.models import build
-    from stoker.profiling.ledger import Ledger
-    from stoker.training import ddp
     from stoker.training.ddp import Ddp, Periodic
     from stoker.training.optim import OptimizerStep
     from stoker.training.parallel import One
     from stoker.training.state import Signals
-    from tests.models.samples import make_batch, settings_of
-    from tests.training.parallels import ignore, make_setup, step_of
+    from stoker_watch.recording.ledger import Ledger
+
+    from stoker.models import build
+    from stoker.training import ddp
+    from tests.trainer.models.samples import make_batch, settings_of
+    from tests.trainer.training.parallels import ignore, make_setup, step_of
 
     ddp.POWERSGD_START = 2  # so that few steps show it
     cpu = Device(torch.device("cpu"))
@@ -196,11 +196,11 @@ def choose(ranks: Any) -> tuple[str, str]:
     """(method, reason) of `--sync auto`, which measures link and compression as a training does; the step is that of
     the emulated device."""
     import torch
-
     from stoker.hardware.device import Device
+
     from stoker.models import build
     from stoker.training.defaults import sync_choice
-    from tests.models.samples import settings_of
+    from tests.trainer.models.samples import settings_of
 
     model = build(settings_of(MODEL, backbone_norm="bn"), CLASSES)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -221,8 +221,8 @@ def serve_rank() -> None:
         asked = json.loads(line)
         if asked["method"] == "link":
             import torch
-
             from stoker.hardware.device import Device
+
             from stoker.preflight import network
 
             found = network.measure(Device(torch.device("cpu")), 2.0)
@@ -420,9 +420,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def converge(method: str, seed: int, steps: int, data: Path) -> dict[str, Any]:
     """AP of a training on two ranks of this machine, with the same images for every method."""
-    from stoker.runs.records import EVENTS, read_lines
-    from stoker.runs.records import STEPS as WINDOWS
-    from stoker.runs.schemas import Event, StepWindow
+    from stoker_watch.runs.records import EVENTS, read_lines
+    from stoker_watch.runs.records import STEPS as WINDOWS
+    from stoker_watch.runs.schemas import Event, StepWindow
 
     with tempfile.TemporaryDirectory() as folder:
         command = [

@@ -168,7 +168,7 @@ def _simulated(
 
 
 SELDOM_S = 28.0
-"""Counters that are read every ten seconds have been read three times then (profiling/telemetry/gpu.py)."""
+"""Counters that are read every ten seconds have been read three times then (recording/telemetry/gpu.py)."""
 
 _SIMULATED = (
     _simulated("hot GPU", driver.hot, (0.25, 0.4), (0.7, 1), "fraction of the seconds", "gpu_clocks_low"),

@@ -1,7 +1,7 @@
 """What the stub of NVIDIA's driver reports in the simulated causes of `diagnose.py`: scenes, second by second.
 
 A healthy H100 at work, and the same with one fault. The format of the scenes, with its key names, is that of
-`tests/profiling/nvml_stub.c`. Simulated: no scene was recorded from a real GPU.
+`tests/watch/recording/nvml_stub.c`. Simulated: no scene was recorded from a real GPU.
 """
 
 import random

@@ -224,7 +224,7 @@ def object_server(files: Path, bucket: str, *, bytes_per_s: float | None, latenc
 @contextlib.contextmanager
 def driver(folder: Path, scene: str) -> Iterator[Around]:
     """NVIDIA's library, simulated: it says what the scene does, second by second from the start on."""
-    stub = HERE.parents[1] / "tests" / "profiling" / "nvml_stub.c"
+    stub = HERE.parents[1] / "tests/watch/recording/nvml_stub.c"
     library = folder.parent / "driver" / "libnvidia-ml.so.1"
     library.parent.mkdir(exist_ok=True)
     _compiled(stub, library, "-lpthread")

@@ -1,7 +1,7 @@
 """The object server of `diagnose.py`, a process: `python diagnose_server.py FOLDER BUCKET BYTES_PER_S LATENCY_S`.
 
-Google's API with the folder's files, behind a slow link; both are those of the tests (`tests/storage`). Prints its
-address, and ends with its standard input.
+Google's API with the folder's files, behind a slow link; both are those of the tests (`tests/watch/storage`). Prints
+its address, and ends with its standard input.
 """
 
 import sys
@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.storage.object_server import GoogleXml, ObjectServer
-from tests.storage.proxy import Conditions, Proxy
+from tests.watch.storage.object_server import GoogleXml, ObjectServer
+from tests.watch.storage.proxy import Conditions, Proxy
 
 
 def main() -> None:

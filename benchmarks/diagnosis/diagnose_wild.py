@@ -48,6 +48,7 @@ from benchmarks.diagnosis.diagnose_score import NO_ANSWER, NONE, wilson
 from benchmarks.diagnosis.wild.around import descendants, tree
 from benchmarks.diagnosis.wild.job import HEALTHY, Job, place
 from benchmarks.diagnosis.wild.jobs import JOBS
+from benchmarks.processes import source_paths
 from benchmarks.report import Bar, Report, options, publish
 
 HERE = Path(__file__).resolve().parent
@@ -232,10 +233,16 @@ class Bench:
         with job.around(folder) as around:
             command = [sys.executable, "-m", "stoker", "watch", "--run-dir", str(run), "--", interpreter(job.python)]
             command += self._words(job, folder, around.variables.get("FILE_SERVER", ""))
-            variables = {**os.environ, "PYTHONPATH": str(self.stoker), "CUDA_VISIBLE_DEVICES": ""}
+            variables = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(source_paths(self.stoker)),
+                "CUDA_VISIBLE_DEVICES": "",
+            }
             variables |= {"STOKER_CACHE_DIR": str(folder / "cache")} | job.variables | around.variables
             if "PYTHONPATH" in job.variables:  # of the job, after that of `stoker watch`
-                variables["PYTHONPATH"] = os.pathsep.join((str(self.stoker), job.variables["PYTHONPATH"]))
+                variables["PYTHONPATH"] = os.pathsep.join(
+                    (os.pathsep.join(source_paths(self.stoker)), job.variables["PYTHONPATH"])
+                )
             with (folder / "job.log").open("wb") as output:
                 process = subprocess.Popen(
                     [*around.before, *command], env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
@@ -274,7 +281,7 @@ class Bench:
     def _why(self, run: Path, folder: Path) -> tuple[NamedCause, ...]:
         done = subprocess.run(
             [sys.executable, "-m", "stoker", "why", str(run), "--json"],
-            env={**os.environ, "PYTHONPATH": str(self.stoker)}, capture_output=True, text=True, timeout=60, cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(source_paths(self.stoker))}, capture_output=True, text=True, timeout=60, cwd=folder,
         )  # fmt: skip
         (folder / "why.json").write_text(done.stdout or done.stderr)
         if done.returncode:  # this is a wrong answer too
@@ -400,13 +407,13 @@ def loss_is_right(outcome: Outcome) -> bool:
 
 def catalog_of(stoker: Path) -> str:
     program = (
-        "try:\n    from stoker.diagnosis.engine import catalog_hash\n"
-        "except ImportError:\n    from stoker.diagnosis.catalog import catalog_hash  # an older version\n"
+        "try:\n    from stoker_watch.diagnosis.engine import catalog_hash\n"
+        "except ImportError:\n    from stoker_watch.diagnosis.catalog import catalog_hash  # an older version\n"
         "print(catalog_hash())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(stoker)}, capture_output=True, text=True, check=True, cwd="/",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(source_paths(stoker))}, capture_output=True, text=True, check=True, cwd="/",
     )  # fmt: skip
     return done.stdout.strip()
 

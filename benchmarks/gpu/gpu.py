@@ -52,7 +52,7 @@ LEAST_S = 15.0
 """A part is not begun with less."""
 CACHE_BYTES = 16 * 2**20
 """Of the packed caches; a larger file does not come back from the machine."""
-ALONE = ("tests/gpu/test_nvml.py", "tests/gpu/test_ledger.py")
+ALONE = ("tests/trainer/gpu/test_nvml.py", "tests/trainer/gpu/test_ledger.py")
 """They measure the GPU's load or time."""
 
 

@@ -379,7 +379,7 @@ def other_lines(results: Results) -> list[str]:
         counts = {
             word: sum(one["outcome"] == word for one in results.tests) for word in ("passed", "failed", "skipped")
         }
-        lines.append("tests/gpu: " + ", ".join(f"{count} {word}" for word, count in counts.items()) + ".")
+        lines.append("tests/trainer/gpu: " + ", ".join(f"{count} {word}" for word, count in counts.items()) + ".")
         lines += [f"**failed**: {one['test']}: {one['error']}" for one in results.tests if one["outcome"] == "failed"]
     for part in results.parts:
         if part["exit"] != 0:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.processes import ROOT
+from benchmarks.processes import ROOT, source_paths
 from benchmarks.report import Report, options, publish
 
 SPEC = {"model": "retinanet_resnet50_fpn", "batch": 32, "slots": 100, "image_size": (800, 800)}
@@ -93,6 +93,7 @@ def flop_of(func: Any, args: Any) -> float | None:
 def make_counts() -> Any:
     """A dispatch mode with the parts that were entered (`enter`), in `parts`."""
     from stoker.planning.trace import _moved_bytes
+
     from tests import fakes
 
     class Counts(fakes.OperatorCounts):
@@ -123,8 +124,9 @@ def make_counts() -> Any:
 
 def build_model(trial: Any) -> Any:
     from stoker.config.settings import ModelSettings
-    from stoker.models import MODELS, build
     from stoker.models.layers.convolutions import use_fused_convs
+
+    from stoker.models import MODELS, build
 
     model = build(ModelSettings(**{**MODELS[trial.model].defaults, "model": trial.model}), trial.classes).train()
     use_fused_convs(model, trial.kernels)
@@ -135,14 +137,14 @@ def build_model(trial: Any) -> Any:
 def count_eager(trial: Any, *, outside: bool) -> dict[str, Part]:
     """outside: only what a run does besides forward, losses and backward, which are left out."""
     import torch
-
-    from benchmarks.gpu.gpu_case import DATA
     from stoker.config.settings import OptimSettings
     from stoker.data.augment import augment_batch
     from stoker.hardware.device import Device
     from stoker.planning.fake_accelerator import DEVICE, Autocast, fake_tensors, to_fake
     from stoker.training.optim import LossAccumulator, OptimizerStep
     from stoker.training.step import PlainStep, make_loss_fn
+
+    from benchmarks.gpu.gpu_case import DATA
     from tests import fakes
 
     optim = OptimSettings(
@@ -220,9 +222,8 @@ def count_casts(trial: Any) -> Part:
 
 def convolutions(graph: Any) -> Iterator[list[float]]:
     """FLOP and bytes of each convolution of a graph."""
-    from torch.utils import _pytree
-
     from stoker.planning.trace import _moved_bytes
+    from torch.utils import _pytree
 
     for node in graph.graph.nodes:
         if node.op == "call_function":
@@ -247,12 +248,12 @@ def trace(trial: Any) -> list[tuple[Any, list[Any]]]:
     """(graph, inputs) of augmentation, forward with losses, and backward, as a run compiles them."""
     import torch
     import torch._inductor.compile_fx
+    from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     from benchmarks.gpu.gpu_case import DATA
-    from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
     from stoker.training import step
     from tests import fakes
 
@@ -284,6 +285,7 @@ def trace(trial: Any) -> list[tuple[Any, list[Any]]]:
 def schedule(graph_module: Any, inputs: list[Any], *, is_backward: bool) -> list[Any]:
     """The kernels that Inductor makes of a graph on an H200."""
     import torch
+    from stoker.planning.fake_accelerator import DEVICE
     from torch import Tensor
     from torch._inductor.debug import DebugContext
     from torch._inductor.fx_passes.post_grad import post_grad_passes
@@ -292,8 +294,6 @@ def schedule(graph_module: Any, inputs: list[Any], *, is_backward: bool) -> list
     from torch._subclasses import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
     from torch.utils import _pytree
-
-    from stoker.planning.fake_accelerator import DEVICE
 
     class Mode(FakeTensorMode):
         avoid_device_init = property(lambda _: True)
@@ -383,13 +383,14 @@ MODES = {
 def in_child(name: str, spec: dict[str, Any]) -> dict[str, Part]:
     mode, kernels = MODES.get(name, ("outside", False))
     command = [sys.executable, str(Path(__file__).resolve()), "--child", mode, json.dumps({**spec, "kernels": kernels})]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(source_paths(ROOT)), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
     return {part: Part(**fields) for part, fields in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 def child(mode: str, given: dict[str, Any]) -> dict[str, Part]:
     from stoker.planning.fake_accelerator import install
+
     from tests.fakes import Trial
 
     install()

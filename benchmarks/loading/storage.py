@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.loading.object_server import running_server
+from benchmarks.processes import source_paths
 from benchmarks.report import Bar, Report, options, publish
 
 SIZE_BYTES = 110_000
@@ -44,7 +45,12 @@ CASES = {
 
 def one_run(python: str, who: str, port: int, count: int, how: tuple[str, ...]) -> dict[str, float]:
     command = [python, str(FOLDER / "storage_child.py"), who, str(port), str(count), str(SIZE_BYTES), *how]
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(source_paths(FOLDER.parents[1])),
+        "OMP_NUM_THREADS": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
         raise RuntimeError(f"{who} failed: {done.stderr[-500:]}")

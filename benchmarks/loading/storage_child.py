@@ -36,9 +36,9 @@ def serve_from(port: int) -> None:
 
 
 def stoker(arguments: argparse.Namespace) -> dict[str, float]:
-    from stoker.storage.fetcher import Fetcher
-    from stoker.storage.store import open_store
-    from stoker.storage.uri import parse_uri
+    from stoker_watch.storage.fetcher import Fetcher
+    from stoker_watch.storage.store import open_store
+    from stoker_watch.storage.uri import parse_uri
 
     serve_from(arguments.port)
     store = open_store(parse_uri("s3://bucket"))

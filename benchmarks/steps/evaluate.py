@@ -130,7 +130,6 @@ def measure_stoker(folder: Path) -> dict[str, Any]:
 
 def measure_stoker_files(folder: Path) -> dict[str, Any]:
     import msgspec
-
     from stoker.data.index import open_index
     from stoker.evaluation.detections import Detections
     from stoker.evaluation.evaluate import compute_metrics, ground_truth
@@ -202,7 +201,7 @@ def arrays(folder: Path) -> Any:
 
 
 def numbers(metrics: Any) -> list[float]:
-    from stoker.runs.evaluation import COCO_SUMMARY
+    from stoker_watch.runs.evaluation import COCO_SUMMARY
 
     values = [getattr(metrics, name) for name in COCO_SUMMARY]
     return [-1.0 if value is None else value for value in values]

@@ -32,11 +32,11 @@ class FirstStepDone(BaseException):
 
 def start(folder: Path) -> dict[str, Any]:
     """Runs the command to the end of its first step. Seconds of each of PARTS and of all, by the clock and of CPU."""
-    from stoker.profiling.telemetry.host import process_start_s
+    from stoker_watch.recording.telemetry.host import process_start_s
 
     began = process_start_s()
-    from stoker.cli.app import app
     from stoker.cli.quick_import import quick_imports
+    from stoker_watch.cli.app import app
 
     with quick_imports():  # as the command does
         from stoker import models

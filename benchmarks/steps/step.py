@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import ROOT
+from benchmarks.processes import ROOT, source_paths
 from benchmarks.report import Bar, Report, options, publish, spread
 
 BODIES = ("mobilenet_v2", "resnet50")
@@ -49,7 +49,7 @@ class Side:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**environment, "PYTHONPATH": str(ROOT)},
+            env={**environment, "PYTHONPATH": os.pathsep.join(source_paths(ROOT))},
         )
 
     def step(self) -> dict[str, float]:
@@ -78,7 +78,6 @@ def contest(backbone: str, precisions: tuple[str, ...], side: int, count: int) -
 def run(arguments: argparse.Namespace) -> Report:
     n, side, count, large = (2, 64, 2, 128) if arguments.quick else (7, 320, 8, 800)
     import torch
-
     from stoker.hardware.device import select_device
 
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"

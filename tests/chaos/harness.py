@@ -12,9 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from stoker.runs.records import EVENTS, read_lines
-from stoker.runs.schemas import Event
+from stoker_watch.runs.records import EVENTS, read_lines
+from stoker_watch.runs.schemas import Event
 
 FOLDER_VARIABLE = "STOKER_CHAOS_FOLDER"
 """Marks all processes of a command, whatever starts them."""

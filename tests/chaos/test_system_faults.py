@@ -13,23 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from stoker.runs.records import EVENTS, QUARANTINE
 from stoker.training.checkpoint import is_complete, list_checkpoints
-from tests.chaos.harness import (
-    Ended,
-    assert_same_weights,
-    cgroup,
-    processes_of,
-    small_disk,
-    start,
-    train,
-)
+from stoker_watch.runs.records import EVENTS, QUARANTINE
+
+from tests.chaos.harness import Ended, assert_same_weights, cgroup, processes_of, small_disk, start, train
 from tests.drawn import run_stoker
 from tests.fixtures.chaos_faults import wait_for_checkpoint
 from tests.fixtures.training_uploads import name_of
-from tests.storage.proxy import Conditions, Fault, Proxy
-from tests.storage.servers import google_server
+from tests.watch.storage.proxy import Conditions, Fault, Proxy
+from tests.watch.storage.servers import google_server
 
 pytestmark = pytest.mark.slow
 

@@ -4,16 +4,16 @@ import copy
 import dataclasses
 
 import torch
-from torch import Tensor
-from torch_xla.debug import metrics
-
 from stoker.config.settings import OptimSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device, select_device
-from stoker.models import Detector, build
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn, train_step
-from tests.models.samples import make_batch, settings_of
+from torch import Tensor
+from torch_xla.debug import metrics
+
+from stoker.models import Detector, build
+from tests.trainer.models.samples import make_batch, settings_of
 
 CLASSES = 5
 LR = 2**-15

@@ -1,0 +1,226 @@
+"""Adds up the places of stack samples (`schemas.Place`) over a run: lines of the job's own code, and what they called.
+
+`recording/stacks.py` records them, `RunRecords.places` has the sums, rules look them up by `find_places`.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Set
+from typing import NamedTuple
+
+from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
+from stoker_watch.knowledge import read_toml
+from stoker_watch.runs.schemas import LOOP_IN_STEP, StackWindow
+
+MAX_PLACES = 2000
+"""Places of a process that are counted; a job has some hundred."""
+MIN_SHARE = 0.005
+"""Fraction of the samples of a tree, or of a thread, below which a place is left out."""
+_Z = 1.96
+"""Standard errors of a 95 % interval."""
+
+
+class _Group(NamedTuple):
+    """What the samples of a place are a fraction of."""
+
+    role: str
+    rank: int
+    is_startup: bool
+
+
+class _Key(NamedTuple):
+    group: _Group
+    kind: str
+    line: str
+    function: str
+    call: str
+    part: str
+
+
+@dataclasses.dataclass
+class _Count:
+    samples: int = 0
+    seconds: float = 0.0
+    windows: int = 0
+    bursts: int = 0
+    leaves: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    callers: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def add(self, other: "_Count") -> None:
+        for name in ("samples", "seconds", "windows", "bursts"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.leaves.update(other.leaves)
+        self.callers.update(other.callers)
+
+
+@dataclasses.dataclass
+class _Process:
+    kinds: set[str] = dataclasses.field(default_factory=set)
+    groups: dict[_Group, _Count] = dataclasses.field(default_factory=dict)
+    places: dict[_Key, _Count] = dataclasses.field(default_factory=dict)
+    newest: dict[str, set[_Key]] = dataclasses.field(default_factory=dict)
+    """Role → places of its newest line."""
+
+
+class PlaceCounter:
+    """Counts the places of all processes."""
+
+    def __init__(self) -> None:
+        self._processes: dict[tuple[int, int], _Process] = {}
+
+    def add(self, rank: int, window: StackWindow, *, is_startup: bool) -> None:
+        if not window.places or not window.samples:
+            return
+        process = self._processes.setdefault((window.attempt, window.pid), _Process())
+        if window.role != "thread":
+            process.kinds.update(window.main_thread if window.role == "training" else [window.role])
+        group = _Group(window.role, rank, is_startup)
+        process.groups.setdefault(group, _Count()).add(_Count(window.samples, window.wall_s, 1))
+        seen: set[_Key] = set()
+        for place in window.places:
+            # copy.deepcopy of a model ends in torch's frames, so its samples are recorded as compute.
+            kind = (
+                "python" if place.kind in ("compute", LOOP_IN_STEP) and NEVER_A_STEP.match(place.call) else place.kind
+            )
+            key = _Key(group, kind, place.line, place.function, place.call, place.part)
+            if key not in process.places and len(process.places) >= MAX_PLACES:
+                continue
+            is_new = key not in seen
+            count = _Count(
+                samples=place.samples,
+                seconds=window.wall_s * place.samples / window.samples,
+                windows=int(is_new),
+                bursts=int(is_new and key not in process.newest.get(window.role, ())),
+                leaves=collections.Counter({place.leaf: place.samples}),
+                callers=collections.Counter({place.callers: place.samples}),
+            )
+            process.places.setdefault(key, _Count()).add(count)
+            seen.add(key)
+        process.newest[window.role] = seen
+
+    def totals(self, launcher_kinds: Set[str]) -> tuple[list[PlaceTotal], dict[tuple[str, int], float]]:
+        """(the places, the largest first; (role, rank) → seconds after the start that the samples cover), without
+        processes that were seen in `launcher_kinds` only, unless all were."""
+        known = [process for process in self._processes.values() if process.kinds - launcher_kinds]
+        groups: dict[_Group, _Count] = {}
+        places: dict[_Key, _Count] = {}
+        for process in known or self._processes.values():
+            for group, count in process.groups.items():
+                groups.setdefault(group, _Count()).add(count)
+            for key, count in process.places.items():
+                places.setdefault(key, _Count()).add(count)
+        totals = [_make_total(key, count, groups[key.group]) for key, count in places.items()]
+        seconds: dict[tuple[str, int], float] = {}
+        for group, count in groups.items():
+            if group.is_startup:
+                continue
+            seconds[group.role, group.rank] = seconds.get((group.role, group.rank), 0.0) + count.seconds
+        for role, rank in seconds:
+            if role == "thread":  # its windows are only those in which it worked
+                seconds[role, rank] = max(seconds[role, rank], seconds.get(("training", rank), 0.0))
+        return sorted(totals, key=lambda total: -total.seconds), seconds
+
+
+def find_places(
+    run: RunRecords,
+    role: str = "training",
+    *,
+    rank: int | None = None,
+    kind: str = "",
+    line: str = "",
+    call: str = "",
+    leaf: str = "",
+    include_startup: bool = False,
+) -> PlaceTotal | None:
+    """The sum of all places of a role that match; None without any. Its texts are those of the largest of them.
+
+    rank: None means all; kind, line, call, leaf: patterns that match anywhere in the text.
+    """
+    found: list[PlaceTotal] = []
+    for total in run.places:
+        if (
+            total.role != role
+            or (total.part and not total.line)
+            or (rank is not None and total.rank != rank)
+            or (total.is_startup and not include_startup)
+        ):
+            continue
+        if not all(re.search(*pair) for pair in ((kind, total.kind), (line, total.line), (call, total.call))):
+            continue
+        leaves = {name: count for name, count in total.leaves.items() if re.search(leaf, name)}
+        if leaves:
+            found.append(scale_to_leaves(total, leaves))
+    return merge_places(found)
+
+
+def merge_places(found: Iterable[PlaceTotal]) -> PlaceTotal | None:
+    """Their sum, with the texts of the largest; None without any."""
+    ordered = sorted(found, key=lambda total: -total.seconds)
+    if not ordered:
+        return None
+    leaves: collections.Counter[str] = collections.Counter()
+    for total in ordered:
+        leaves.update(total.leaves)
+    error_s = math.hypot(*(total.high_s - total.low_s for total in ordered)) / 2
+    seconds = sum(total.seconds for total in ordered)
+    return dataclasses.replace(
+        ordered[0],
+        leaves=dict(leaves),
+        samples=sum(total.samples for total in ordered),
+        seconds=seconds,
+        low_s=max(0.0, seconds - error_s),
+        high_s=seconds + error_s,
+        windows=max(total.windows for total in ordered),
+        window_fraction=max(total.window_fraction for total in ordered),
+        bursts=max(total.bursts for total in ordered),
+    )
+
+
+def _make_total(key: _Key, count: _Count, group: _Count) -> PlaceTotal:
+    low, high = wilson(count.seconds / group.seconds if group.seconds > 0 else 0.0, group.samples)
+    return PlaceTotal(
+        **key.group._asdict(),
+        kind=key.kind,
+        line=key.line,
+        function=key.function,
+        call=key.call,
+        part=key.part,
+        leaves=dict(count.leaves),
+        callers=count.callers.most_common(1)[0][0],
+        samples=count.samples,
+        seconds=count.seconds,
+        low_s=low * group.seconds,
+        high_s=high * group.seconds,
+        windows=count.windows,
+        window_fraction=count.windows / group.windows,
+        bursts=count.bursts,
+    )
+
+
+def scale_to_leaves(total: PlaceTotal, leaves: dict[str, int]) -> PlaceTotal:
+    """The part of a place that is in these innermost frames."""
+    samples = sum(leaves.values())
+    ratio = samples / total.samples if total.samples else 0.0
+    if ratio == 1:
+        return total
+    scaled = {name: getattr(total, name) * ratio for name in ("seconds", "low_s", "high_s")}
+    return dataclasses.replace(total, leaves=leaves, samples=samples, **scaled)
+
+
+def wilson(fraction: float, count: int) -> tuple[float, float]:
+    """95 % interval of a fraction of `count` samples; more than all, which only broken records say, is all."""
+    fraction = min(1.0, fraction)
+    center = fraction + _Z**2 / (2 * count)
+    error = _Z * math.sqrt(fraction * (1 - fraction) / count + _Z**2 / (4 * count**2))
+    scale = 1 + _Z**2 / count
+    return max(0.0, (center - error) / scale), min(1.0, (center + error) / scale)
+
+
+NEVER_A_STEP = re.compile(
+    r"(<class ')?(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv|urllib|requests|yaml|xml|sqlite3"
+    rf"|cv2|numpy|scipy|{'|'.join(read_toml('frames.toml')['host_packages'])})\."
+)
+"""Calls that no forward pass, backward pass or optimizer step needs: of the standard library, and of packages that
+compute on the host alone. numpy, scipy and OpenCV are in no list of frames: a matcher inside of a step calls them."""

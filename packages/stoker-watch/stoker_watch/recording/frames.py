@@ -1,0 +1,519 @@
+"""What the Python stacks of a job say: the kind of work, the role of a process, and the line of its own code it was in.
+
+Pure functions over frames. `knowledge/frames.toml` has functions of frameworks by file and name; other frames
+are the job's own code, and `find_place` says in which of its lines the thread was. `calls.py` reads what such a line
+calls. Who samples: `stacks.py`, and for stoker's own trainings `training/own_stacks.py`.
+"""
+
+import collections
+import functools
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from stoker_watch.knowledge import read_toml
+from stoker_watch.recording.calls import WRAPPER, find_call, find_loop, is_after_step, is_wrapper, read_source_lines
+from stoker_watch.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS, Place, StackWindow
+
+MAX_FRAMES = 5
+MAX_CALLERS = 6
+MAX_PLACES, MAX_LEAVES = 40, 25
+"""Places of a line; of these, those with their innermost frame: a figure that is drawn has hundreds. The rest is one
+sum."""
+
+KINDS = (
+    "input_wait", "decode", "compute", "sync", "comm", "checkpoint", "compile", "gc", "python", "other", "idle",
+)  # fmt: skip
+"""Kinds of work of the main thread; docs/run-folder.md describes them."""
+
+MIN_TRAINING = 0.1
+"""Samples of training for each one of a helper from which a process trains: a launcher sleeps (heuristic)."""
+HELPER = "helper"
+"""A process that does not train: a loader worker, a launcher. Not one of KINDS."""
+
+
+class Frame(NamedTuple):
+    """A frame; a stack has the innermost frame first. function: may include its class; end: line and column, in bytes
+    of UTF-8, at which the expression ends that it runs; None: not known, or no code of the job."""
+
+    function: str
+    file: str
+    line: int
+    end: tuple[int, int] | None = None
+
+
+class FrameRule(NamedTuple):
+    """A row of frames.toml, which explains the fields."""
+
+    kind: str
+    file: re.Pattern[str]
+    function: re.Pattern[str]
+    covers_callees: bool
+
+
+def _rule(kind: str, file: str, function: str = ".+", covers_callees: bool = False) -> FrameRule:
+    return FrameRule(kind, re.compile(f"(^|/)(?:{file})"), re.compile(f"(?:{function})$"), covers_callees)
+
+
+_TABLE = read_toml("frames.toml")
+RULES = {name: [_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame", "idle", "part")}
+_LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
+
+PACKAGE_ROOT = "/site-packages/stoker/"
+"""How the files of a training of stoker's own begin (`training/own_stacks.py`)."""
+
+_LAYER_FILE = re.compile(r"/torch/nn/modules/(?!loss|distance)\w+\.py|/keras/(src/)?layers/|/(flax|haiku|equinox)/")
+"""Files of layers and of their calls, but for those of losses: a loop over layers is part of any model."""
+_LOSS_FILE = re.compile(r"/torch/nn/modules/(loss|distance)\.py")
+_BACKWARD_FILE = re.compile(r"/torch/autograd/(graph|__init__)\.py")
+_PART_OF_BACKWARD = re.compile(r"/torch/(autograd/function|utils/checkpoint|optim/\w+)\.py")
+"""Files whose calls of own code belong to a backward pass: a function's own one, layers again, an update of weights."""
+_TRAINER_FILE = re.compile(
+    r"/(site|dist)-packages/(lightning|pytorch_lightning|transformers|accelerate|(tf_)?keras|skorch|ignite|fastai)/"
+)
+"""Files of packages that have a training loop."""
+_JAX_FILE = re.compile(r"/jax/_src/")
+_JAX_CALL = re.compile(r"(jax|flax|optax|chex|haiku|equinox)\.")
+_JAX_OPERATION = re.compile(r"(?!jax\._src\.(api|pjit|pmap|profiler|stages|traceback_util)\b)" + _JAX_CALL.pattern)
+"""Calls of JAX itself, not of a function that it has compiled."""
+_EXPORT_CALL = re.compile(r"torch\.(jit\.(trace|script)|onnx\.export|export\.export)\b")
+"""Calls that trace a model in order to write it to a file."""
+_HOST_FILE = re.compile(rf"/(site|dist)-packages/({'|'.join(_TABLE['host_packages'])})/")
+_LOADER_FILE = re.compile(r"/torch/utils/data/")
+_LOADER_THREAD_FILE = re.compile(
+    r"/tensorflow/python/ops/script_ops\.py|/(tf_)?keras/(src/)?(trainers/data_adapters/|utils/data_utils\.py)"
+    r"|/torch/utils/data/|/multiprocessing/pool\.py|/prefetch_generator/|/grain/"
+)
+"""Files of loaders that call the job's own code in threads."""
+_CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
+_AROUND_FILE = re.compile(r"/stoker(?:_watch/recording|/profiling)/|/(tqdm/\w+|rich/progress)\.py$")
+"""Files of what only passes on what a loop goes over: stoker's own, bars of progress."""
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
+_NOT_JOB_CODE = re.compile(
+    r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/__autograph_generated_file|/stoker(?:_watch/recording|/profiling)/"
+)
+
+
+Stack = list[Frame]
+Samples = list[tuple[Stack, int]]
+"""Stacks of a main thread, each with its number of samples."""
+
+
+def find_role(samples: Samples) -> str:
+    """The role of a process by its stacks: "training", "worker", HELPER; empty: they tell nothing, as an import."""
+    counts: collections.Counter[str] = collections.Counter()
+    for stack, count in samples:
+        rule = _find_worker_rule(stack)
+        kind = rule.kind if rule is not None else classify(stack, active=False)
+        if rule is not None or kind == HELPER:
+            counts["worker" if kind == "worker" else HELPER] += count
+        elif kind not in ("other", "idle"):  # a launcher imports the framework, too
+            counts["training"] += count
+    # also one that was a fork a moment ago, or starts processes; imports of a launcher have a few such samples
+    if counts["training"] and counts["training"] >= MIN_TRAINING * counts[HELPER]:
+        return "training" if counts["training"] >= counts["worker"] else "worker"
+    return next((role for role in ("worker", HELPER) if counts[role]), "")
+
+
+CompiledCalls = set[tuple[str, str]]
+"""(line, call) in which JAX has compiled a function of the job, whose runs have no Python frame of their own."""
+
+
+def make_window(
+    samples: Samples,
+    *,
+    role: str,
+    cwd: str = "",
+    runnable: float | None = None,
+    compiled: CompiledCalls | None = None,
+    **fields: Any,
+) -> StackWindow | None:
+    """The line of some samples; None without any. runnable: fraction of the time in which the thread could run;
+    compiled: of earlier lines of the process, to be extended; fields: further ones of `StackWindow`."""
+    places: collections.Counter[Place] = collections.Counter()
+    callers: dict[Place, collections.Counter[str]] = {}
+    main_thread: collections.Counter[str] = collections.Counter()
+    frames: collections.Counter[str] = collections.Counter()
+    total = sum(count for _, count in samples)
+    if not total:
+        return None
+    kinds: list[tuple[Stack, int, str]] = []
+    for stack, count in samples:
+        inner = _inside_worker(stack) if role == "worker" else stack
+        kind = classify(inner, active=False)
+        kinds.append((inner, count, "idle" if kind == HELPER else kind))
+    # Frames that no rule knows may wait: the CPU time that is left for them does.
+    unknown = sum(count for stack, count, kind in kinds if stack and kind == "idle" and not _is_waiting(stack))
+    busy = sum(count for _, count, kind in kinds if kind in ("compute", "decode", "compile"))
+    active = runnable is None or runnable * total - busy >= unknown / 2
+    compiled = set() if compiled is None else compiled
+    compiled.update(at for stack, _, kind in kinds if kind == "compile" and (at := _find_compiled(stack)))
+    for stack, count, kind in kinds:
+        resolved = classify(stack, active=active and not _is_waiting(stack)) if kind == "idle" else kind
+        if compiled and resolved in ("python", "idle") and _line_and_call(stack) in compiled:
+            resolved = "compute"
+        resolved = "idle" if resolved == HELPER else resolved
+        if (resolved == "compute" and _is_on_host(stack)) or (resolved == "compile" and _is_export(stack)):
+            resolved = "python"
+        part = find_part(stack)
+        is_users = not part or any(is_job_code(frame) for frame in stack)
+        of_place, own = resolved, None
+        if role == "training" and resolved in ("compute", "sync") and is_users:
+            resolved, of_place, own = _place_of_training(stack, resolved, compiled)
+        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, own)
+        if not is_users:
+            line, function = "", f"{function} ({line})"
+            resolved = of_place = "python" if resolved == "other" and not _is_importing(stack) else resolved
+        main_thread[resolved] += count
+        key = Place(line=line, function=function, call=call, leaf=leaf, kind=of_place, part=part, samples=0)
+        places[key] += count
+        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, own) if line else ""] += count
+        if (job_frame := innermost_job_frame(stack, cwd)) is not None:
+            frames[job_frame] += count
+    for key, _ in places.most_common()[MAX_LEAVES:]:
+        if key.leaf:
+            whole = msgspec.structs.replace(key, leaf="")
+            places[whole] += places.pop(key)
+            callers.setdefault(whole, collections.Counter()).update(callers.pop(key))
+    listed = [
+        msgspec.structs.replace(key, samples=count, callers=callers[key].most_common(1)[0][0])
+        for key, count in places.most_common(MAX_PLACES)
+    ]
+    if rest := total - sum(place.samples for place in listed):
+        listed.append(Place(kind="other", samples=rest))
+    return StackWindow(
+        samples=total,
+        main_thread={kind: count / total for kind, count in main_thread.most_common()},
+        frames={name: count / total for name, count in frames.most_common(MAX_FRAMES)},
+        role=role,
+        places=listed,
+        **fields,
+    )
+
+
+def _place_of_training(stack: Stack, kind: str, compiled: CompiledCalls) -> tuple[str, str, Frame | None]:
+    """(kind of work, kind of its place, frame of that) of a training thread that computes or waits for the device. No
+    frame: the innermost one of own code."""
+    computes = kind == "compute"
+    if computes and (frame := _line_after_step(stack)) is not None:
+        return kind, AFTER_STEP, frame
+    if _loops_without_grad(stack):
+        return "python", "python", None
+    if computes and (frame := _line_in_loop(stack)) is not None:
+        return kind, LOOP_IN_STEP, frame
+    if computes and _is_work_of_a_line(stack, compiled):
+        return "python", "python", None
+    if computes and (frame := _line_without_gradients(stack)) is not None:
+        return kind, WITHOUT_GRADIENTS, frame
+    return kind, kind, None
+
+
+def _find_compiled(stack: Stack) -> tuple[str, str] | None:
+    """(line, call) of a stack in which JAX compiles a function of the job; None: none, or one of its own."""
+    found = _line_and_call(stack)
+    if not any(_JAX_FILE.search(frame.file) for frame in stack) or not all(found):
+        return None
+    return None if any(map(_JAX_OPERATION.match, (found[1], find_place(stack)[2]))) else found
+
+
+def _is_work_of_a_line(stack: Stack, compiled: CompiledCalls) -> bool:
+    """Whether a stack that computes is no part of a step: operations of JAX one by one, what is done to gradients."""
+    return _runs_operations_of_jax(stack, compiled) or _is_gradient_hook(stack)
+
+
+def _runs_operations_of_jax(stack: Stack, compiled: CompiledCalls) -> bool:
+    """Whether a line of the job calls a function of JAX that is in no compiled step: its operations run one by one."""
+    if not any(_JAX_FILE.search(frame.file) for frame in stack) or _line_and_call(stack) in compiled:
+        return False
+    return _JAX_OPERATION.match(find_place(stack)[2]) is not None
+
+
+def _is_gradient_hook(stack: Stack) -> bool:
+    """Whether a backward pass of torch has called own code that is no part of it, as what is done to each gradient."""
+    inner = list(itertools.takewhile(lambda frame: not _BACKWARD_FILE.search(frame.file), stack))
+    if len(inner) == len(stack) or any(_PART_OF_BACKWARD.search(frame.file) for frame in inner):
+        return False
+    return any(map(is_job_code, inner))
+
+
+def _is_on_host(stack: Stack) -> bool:
+    """Whether a line of the job has called a package that computes on the host alone, as for a figure."""
+    return any(_HOST_FILE.search(frame.file) for frame in itertools.takewhile(lambda f: not is_job_code(f), stack))
+
+
+def _is_export(stack: Stack) -> bool:
+    """Whether a line of the job traces a model by itself, to write it to a file: no compilation that a step needs."""
+    return _EXPORT_CALL.match(_line_and_call(stack)[1]) is not None
+
+
+def _line_and_call(stack: Stack) -> tuple[str, str]:
+    """The innermost line of the job's own code, and what it calls by its text; empty: not known."""
+    own = next(filter(is_job_code, stack), None)
+    if own is None:
+        return "", ""
+    return f"{own.file}:{own.line}", find_call(own.file, own.line, _base_name(own.function), WRAPPER)
+
+
+def working_threads(
+    others: Mapping[int, Samples], total: int, find_runnable: Callable[[int], float | None]
+) -> dict[str, tuple[Samples, float]]:
+    """Role → (samples of threads besides the main one in the job's own code, filled up to `total`, those of the main
+    thread; fraction of them in which the thread could run): "worker", what a loader calls in its threads, also where
+    it waits; "thread", other work. find_runnable: fraction of the time in which a thread could run, None if it ended;
+    where that is much less, it waits in a function that no rule knows."""
+    found: dict[str, Samples] = {"worker": [], "thread": []}
+    can_run = dict.fromkeys(found, 0.0)
+    for thread, samples in others.items():
+        runnable = find_runnable(thread)
+        loads: Samples = []
+        works: Samples = []
+        for stack, count in samples:
+            inner = _inside_loader(stack)
+            if any(map(is_job_code, inner)):
+                loads.append((inner, count))
+            # of one that has ended, only what a rule knows
+            elif any(map(is_job_code, stack)) and classify(stack, active=runnable is not None) != "idle":
+                works.append((stack, count))
+        num_loads, num_works = (sum(count for _, count in own) for own in (loads, works))
+        can_run["worker"] += num_loads if runnable is None else min(runnable * total, num_loads)
+        if runnable is None or runnable * total >= num_works / 2:
+            found["thread"] += works
+            can_run["thread"] += num_works
+        found["worker"] += loads
+    result: dict[str, tuple[Samples, float]] = {}
+    for role, own in found.items():
+        if own:
+            num_own = sum(count for _, count in own)
+            filled = [*own, *([([], total - num_own)] if num_own < total else [])]
+            result[role] = filled, can_run[role] / max(total, num_own)
+    return result
+
+
+def _inside_loader(stack: Sequence[Frame]) -> Stack:
+    """The frames inside of the innermost one of a loader; empty: no loader has called them."""
+    index = next((index for index, frame in enumerate(stack) if _LOADER_THREAD_FILE.search(frame.file)), 0)
+    return list(stack[:index])
+
+
+def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:
+    rules = (_find_rule("worker", frame.function, frame.file) for frame in stack)
+    return next((rule for rule in rules if rule is not None), None)
+
+
+def _inside_worker(stack: Sequence[Frame]) -> Stack:
+    """What a loader worker does: the frames inside of its loop, without those of the loader itself."""
+    inner = list(itertools.takewhile(lambda frame: _find_worker_rule([frame]) is None, stack))
+    while inner and _LOADER_FILE.search(inner[-1].file):
+        inner.pop()
+    return inner
+
+
+def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> tuple[str, str, str, str]:
+    """(line, function, call, leaf) of a stack, as in `Place`. A program that is installed as a whole has the frames of
+    its own package as its own code. at: the frame of the line, if it is not the innermost one of own code."""
+    stack = [frame for frame in stack if not _AROUND_FILE.search(frame.file)]
+    is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
+    if True not in is_own:
+        packages = [found[1] if (found := _PACKAGE.search(frame.file)) else "" for frame in stack]
+        package = next((name for name in reversed(packages) if name), None)
+        is_own = [name == package for name in packages]
+    if True not in is_own:
+        return "", "", "", _describe_leaf(stack[0]) if stack else ""
+    index = is_own.index(True) if at is None else stack.index(at)
+    own = stack[index]
+    callee = stack[index - 1] if index else None
+    meant = next((frame for frame in reversed(stack[:index]) if not _is_wrapper(frame)), callee)
+    for frame in dict.fromkeys((meant, callee)):
+        function = "" if frame is None else WRAPPER if _is_wrapper(frame) else _base_name(frame.function)
+        if name := find_call(own.file, own.line, _base_name(own.function), function, own.end):
+            break
+    if meant is not None and not name:
+        name = _module_path(meant)
+    # imports have thousands of innermost frames
+    leaf = _describe_leaf(stack[0]) if index > 1 and not name.startswith("import ") else ""
+    line = f"{_relative_file(own.file, cwd)}:{own.line}"
+    if not is_job_code(own):  # its class says which of many transforms it is
+        return line, own.function.rpartition("<locals>.")[2], name, leaf
+    outer = (_base_name(frame.function) for frame in stack[index:] if frame.file == own.file)
+    function = next((text for text in outer if not text.endswith(("comp>", "genexpr>", "lambda>"))), "")
+    return line, function or _base_name(own.function), name, leaf
+
+
+def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> str:
+    """`Place.callers` of a stack, up to what a loader has called. at: as of `find_place`."""
+    if at is None and any(map(is_job_code, inside := _inside_loader(stack))):
+        stack = inside
+    own = [frame for frame in stack if is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file)]
+    if at is not None:
+        own = own[own.index(at) :]
+    outer = [frame for inner, frame in itertools.pairwise(own) if frame[:2] != inner[:2] and frame[1:3] != inner[1:3]]
+    return " < ".join(f"{_relative_file(frame.file, cwd)}:{frame.line}" for frame in outer[:MAX_CALLERS])
+
+
+def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
+    """The frame of the training loop, if it is in a line after the step; None: it is not."""
+    for index, frame in reversed([*enumerate(stack)]):
+        if is_job_code(frame) and is_after_step(frame.file, frame.line, _base_name(frame.function)):
+            # a function of the line itself, as a lambda, says more than the line
+            while index and stack[index - 1][1:3] == frame[1:3]:
+                index -= 1
+            return stack[index]
+    return None
+
+
+def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost frame of own code in a Python loop inside of the training step; None: none, or one over layers."""
+    found: Frame | None = None
+    for frame in _without_loss(stack):
+        if found is None and _LAYER_FILE.search(frame.file):
+            return None
+        if not is_job_code(frame):
+            if found is not None and _TRAINER_FILE.search(frame.file):
+                return found
+            continue
+        at = find_loop(frame.file, frame.line, _base_name(frame.function))
+        found = found or (frame if at.in_loop else None)
+        if at.has_step:
+            return found if at.in_step else None
+    return None
+
+
+def _without_loss(stack: Sequence[Frame]) -> Sequence[Frame]:
+    """The stack without the frames of a loss or a distance that is called as a module."""
+    first = next((index for index, frame in enumerate(stack) if is_job_code(frame)), len(stack))
+    is_loss = any(_LOSS_FILE.search(frame.file) for frame in stack[:first])
+    return stack[first:] if is_loss else stack
+
+
+def _loops_without_grad(stack: Sequence[Frame]) -> bool:
+    """Whether own code inside of the training step is in a Python loop with gradients off that runs no layers: it
+    selects boxes or pairs one by one, and is no part of the model."""
+    if _line_after_step(stack) is not None:
+        return False
+    found = False
+    for frame in _without_loss(stack):
+        if not found and _LAYER_FILE.search(frame.file):
+            return False
+        if is_job_code(frame):
+            at = find_loop(frame.file, frame.line, _base_name(frame.function))
+            found = found or (at.in_loop and at.without_grad)
+            if at.has_step:
+                return found and at.in_step
+    return False
+
+
+def _line_without_gradients(stack: Sequence[Frame]) -> Frame | None:
+    """The outermost frame of own code in a line with gradients off, of a stack that runs layers; None: none."""
+    if not any(_LAYER_FILE.search(frame.file) for frame in stack):
+        return None
+    for frame in reversed(stack):
+        if is_job_code(frame) and find_loop(frame.file, frame.line, _base_name(frame.function)).without_grad:
+            return frame
+    return None
+
+
+def find_part(stack: Sequence[Frame]) -> str:
+    """The part of stoker that a stack of its own training is in, by its outermost frame in frames.toml; else empty."""
+    if not stack or not stack[-1].file.startswith(PACKAGE_ROOT):
+        return ""
+    rules = (_find_rule("part", frame.function, frame.file) for frame in reversed(stack))
+    return next((rule.kind for rule in rules if rule is not None), "training loop")
+
+
+def _is_wrapper(frame: Frame) -> bool:
+    return is_wrapper(_base_name(frame.function), frame.file)
+
+
+def _describe_leaf(frame: Frame) -> str:
+    return f"{_base_name(frame.function)} ({'/'.join(frame.file.split('/')[-2:])})"
+
+
+def _module_path(frame: Frame) -> str:
+    """How the function of an installed module is imported."""
+    module = re.sub(
+        r".*/(?:site|dist)-packages/|.*/lib/python[\d.]+t?/|^<frozen |>$|(/__init__)?\.pyc?$", "", frame.file
+    )
+    return f"{module.replace('/', '.')}.{_base_name(frame.function)}"
+
+
+def is_job_code(frame: Frame) -> bool:
+    """Whether the frame is in a file of the job: not installed, not of Python itself, not generated."""
+    return is_job_file(frame.file)
+
+
+@functools.lru_cache(maxsize=16384)
+def is_job_file(file: str) -> bool:
+    """As `is_job_code`, by the path."""
+    return bool(file) and _NOT_JOB_CODE.search(file) is None
+
+
+def classify(stack: Sequence[Frame], *, active: bool) -> str:
+    """The kind of work of a thread: one of KINDS or HELPER. stack: innermost frame first; active: it is runnable."""
+    if _find_worker_rule(stack) is not None:
+        return HELPER
+    if _is_importing(stack):
+        return "other"
+    # code of an import is not training
+    rules = [_find_rule("frame", frame.function, frame.file) for frame in stack
+             if frame.function != "<module>" or "importlib" in frame.file]  # fmt: skip
+    kinds = [rule.kind for rule in rules if rule is not None]
+    covering_kind = next((rule.kind for rule in reversed(rules) if rule is not None and rule.covers_callees), None)
+    line_kind = _kind_from_source_line(stack[0]) if stack else None
+    if covering_kind == "input_wait" and "decode" in (kinds[0], line_kind):
+        return "decode"  # a loader without workers: the training thread decodes
+    if kind := covering_kind or line_kind or next(iter(kinds), None):
+        return kind
+    if not active or _is_waiting(stack):
+        return "idle"
+    return "python" if any(is_job_code(frame) for frame in stack) else "other"
+
+
+def innermost_job_frame(stack: Sequence[Frame], cwd: str = "") -> str | None:
+    """`function (file:line)` of the innermost frame in a file of the job, relative to its working directory `cwd`."""
+    frame = next(filter(is_job_code, stack), None)
+    if frame is None:
+        return None
+    return f"{frame.function.rpartition('<locals>.')[2]} ({_relative_file(frame.file, cwd)}:{frame.line})"
+
+
+def _relative_file(file: str, cwd: str) -> str:
+    """Relative to the working directory, or its last parts."""
+    if cwd and file.startswith(cwd.rstrip("/") + "/"):
+        return file[len(cwd.rstrip("/")) + 1 :]
+    return "/".join(file.split("/")[-3:]) if file.count("/") > 2 else file
+
+
+def _is_waiting(stack: Sequence[Frame]) -> bool:
+    """Whether the innermost function is known to wait without a core."""
+    if not stack:
+        return False
+    return _find_rule("idle", *stack[0][:2]) is not None or _kind_from_source_line(stack[0]) == "idle"
+
+
+def _is_importing(stack: Sequence[Frame]) -> bool:
+    """Whether an installed module is being imported."""
+    inner = itertools.takewhile(lambda frame: not is_job_code(frame), stack)
+    return any(_base_name(frame.function) == "_find_and_load" for frame in inner)
+
+
+@functools.lru_cache(maxsize=32768)
+def _find_rule(table: str, function: str, file: str) -> FrameRule | None:
+    """The first row of a table of frames.toml that matches a frame."""
+    name = _base_name(function)
+    return next((rule for rule in RULES[table] if rule.file.search(file) and rule.function.match(name)), None)
+
+
+def _base_name(function: str) -> str:
+    """The function's name without its class and enclosing functions."""
+    return function.rpartition(".")[2]
+
+
+def _kind_from_source_line(frame: Frame) -> str | None:
+    """The kind by the text of the source line, if the frame is in a file of the job."""
+    if not is_job_code(frame) or not frame.file.startswith("/") or not frame.file.isprintable():
+        return None
+    text = "".join(read_source_lines(frame.file)[frame.line - 1 : frame.line])
+    return next((kind for kind, pattern in _LINE_PATTERNS if pattern.search(text)), None)

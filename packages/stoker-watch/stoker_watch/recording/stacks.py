@@ -1,0 +1,531 @@
+"""Samples the Python stacks of a watched or measured job into stacks.jsonl (data source 1).
+
+They are read from outside, from the memory of its processes (`remote_stacks.py`), without stopping the job. A sample
+takes some 50 µs while the CPU's caches have what it needs, and several times that while a job computes; the rate keeps
+all of it below MAX_CPU_FRACTION of a core. What they say is in `frames.py`. If stacks cannot be read, that is reported
+once.
+"""
+
+import collections
+import contextlib
+import ctypes
+import json
+import os
+import random
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from stoker_watch.recording.frames import HELPER, CompiledCalls, Frame, Samples, find_role, make_window, working_threads
+from stoker_watch.recording.remote_stacks import EndedError, RemoteStacks, UnreadableError
+from stoker_watch.recording.telemetry.machine import ForeignProcess, list_process_tree, read, read_life
+from stoker_watch.runs.records import RANKS, STACKS, RunFolder, is_still_open
+
+WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
+"""Time of a line; the first one of a process is short, because only its stacks tell whether it trains."""
+MAX_RATE_HZ, MIN_RATE_HZ = 50.0, 1.0
+"""Samples a second: as many as may be taken for MAX_CPU_FRACTION."""
+TRIAL_HZ, TRIAL_POLLS = 20.0, 8
+"""Where fewer are affordable, so many are tried at each eighth poll: a sample costs more where samples are rare, as
+what it reads and runs is in no cache any more (of one job 1.3 ms at 12 a second, and 5.3 ms at 1.5)."""
+MAX_CPU_FRACTION = 0.01
+"""Fraction of a core that sampling may take, half of what watching may (benchmarks/diagnosis/watch_overhead.py)."""
+START_S, SPENT_IN_S = 60.0, 30.0
+"""Time of a job for which samples may be taken in advance, so that a short one has enough; and in which they are."""
+STARTING_S = 20.0
+"""Time in which a process that does not train yet takes half as many: its imports need few."""
+MAX_PROCESSES = 8
+"""The busiest Python processes are sampled, besides one loader worker."""
+HELPER_RECHECK_S = 120.0
+"""Time after which a process that waited for others is sampled again: it may train now."""
+MAX_TREE = 512
+"""Processes of a job that are looked at."""
+PROCESS_POLL_S = 2.0
+"""Time between polls of the processes, a tenth of that until one was sampled."""
+MAX_FAILURES, MAX_FAILING_S = 5, 30.0
+"""Polls at which a process cannot be read, and its age, from which it is skipped: a new one has no interpreter yet."""
+MAX_REPORTS = 20
+"""Changes of the status that are reported."""
+STOP_TIMEOUT_S = 5.0
+
+PERMISSION_HINT = (
+    "it needs the user of the job and kernel.yama.ptrace_scope 0, or root; in a container CAP_SYS_PTRACE: "
+    "docker run --cap-add SYS_PTRACE"
+)
+NOT_PERMITTED = f"reading another process is not permitted here ({PERMISSION_HINT})"
+RECORDED = "sampled from outside the job"
+
+_PR_SET_PTRACER = 0x59616D61
+"""linux/prctl.h."""
+_PYTHON = re.compile(r"(^|/)(python|pypy)[\d.]*\w?$")
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
+
+
+def affordable_rate(cost_s: float, highest_hz: float, fraction: float = MAX_CPU_FRACTION) -> float:
+    """Samples a second of which each takes cost_s CPU-seconds, at most; fraction: of a core that they may take."""
+    return min(highest_hz, max(MIN_RATE_HZ, fraction / max(cost_s, 1e-9)))
+
+
+def _program(pid: int) -> str:
+    """Path of the program that a process runs; empty: it ended, or may not be read."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return ""
+
+
+def is_python(pid: int) -> bool:
+    """By the name of the program, else by whether Python's library is loaded. Raises PermissionError."""
+    if _PYTHON.search(_program(pid)):
+        return True
+    try:
+        with open(f"/proc/{pid}/maps", errors="replace") as file:  # line by line: it may have 65,530 of 4 KiB
+            return any(re.search(r"/libpython\d", line) for line in file)
+    except PermissionError:
+        raise
+    except OSError:  # it ended
+        return False
+
+
+def allow_reading(pid: int) -> None:
+    """Lets a process and its descendants read the memory of this one, where Yama permits that to ancestors only."""
+    with contextlib.suppress(OSError):  # a kernel without Yama, which allows it anyway
+        if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+class _Window:
+    """Samples of a process for a line of stacks.jsonl, from now on."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.start_s = self._runnable_at_s = time.monotonic()
+        self._start_life = read_life(pid)
+        self._start_runnable_s = self._end_runnable_s = _runnable_seconds(pid)
+        self._start_threads_s: dict[int, float | None] = {}
+        with contextlib.suppress(OSError):  # it ended
+            for name in os.listdir(f"/proc/{pid}/task"):
+                self._start_threads_s[int(name)] = _runnable_seconds(pid, int(name))
+        self.counts: dict[int, collections.Counter[tuple[Frame, ...]]] = {}
+        """Thread → samples of each stack."""
+
+    def add(self, stacks: Mapping[int, list[Frame]]) -> None:
+        """A sample: thread → stack."""
+        for thread, stack in stacks.items():
+            self.counts.setdefault(thread, collections.Counter())[tuple(stack)] += 1
+        if (now_s := time.monotonic()) - self._runnable_at_s > 0.25:  # for the case that the process ends
+            self._runnable_at_s = now_s
+            self._end_runnable_s = _runnable_seconds(self._pid) or self._end_runnable_s
+
+    def age_s(self) -> float:
+        return time.monotonic() - self.start_s
+
+    def samples(self) -> tuple[Samples, dict[int, Samples]]:
+        """(those of the main thread, kernel's ID → those of each other thread)"""
+        found = {
+            thread: [(list(stack), count) for stack, count in counts.items()] for thread, counts in self.counts.items()
+        }
+        return found.pop(self._pid, []), found
+
+    def cpu_fractions(self) -> tuple[float | None, float | None]:
+        """Cores that the process used, and the fraction of time in which its main thread could run; None: not known."""
+        wall_s, life, start = self.age_s(), read_life(self._pid), self._start_life
+        process_cpu, runnable = None, None
+        if wall_s > 0 and life is not None and start is not None and life.start_ticks == start.start_ticks:
+            process_cpu = max(0.0, life.cpu_s - start.cpu_s) / wall_s
+        self._end_runnable_s = _runnable_seconds(self._pid) or self._end_runnable_s
+        if wall_s > 0 and self._start_runnable_s is not None and self._end_runnable_s is not None:
+            runnable = (self._end_runnable_s - self._start_runnable_s) / wall_s
+        return process_cpu, runnable
+
+    def thread_runnable(self, thread: int) -> float | None:
+        """The fraction of the window in which a thread ran or waited for a core; None: it ended."""
+        seconds, wall_s = _runnable_seconds(self._pid, thread), max(1e-3, self.age_s())
+        return None if seconds is None else (seconds - (self._start_threads_s.get(thread) or 0.0)) / wall_s
+
+
+class _Process:
+    """A Python process of the job. role: of `StackWindow`, HELPER, or empty: not known yet."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.role = ""
+        self.cpu_s = 0.0
+        self.recent_cpu_s = 0.0
+        """Since the poll before the newest one."""
+        self.failures, self.seen_s = 0, time.monotonic()
+        self.is_given_up = False
+        """It is sampled no more: it may not be read, or its memory is forged."""
+        self.is_new = True
+        """It has no window yet."""
+        self.trains = False
+        """The hook has counted a step of it."""
+        self.sampled_s = 0.0
+        """Monotonic time at which its newest window began."""
+        self.window: _Window | None = None
+        self.stacks: RemoteStacks | None = None
+        self.compiled: CompiledCalls = set()
+        env: dict[str, str] = {}
+        self.cwd, self.parent = "", 0
+        with contextlib.suppress(psutil.Error):  # it ended, or may not be read
+            process = ForeignProcess(pid)
+            env, self.cwd, self.parent = process.environ(), process.cwd(), process.ppid()
+        self.rank = next(
+            (int(env[name]) for name in _RANK_VARIABLES if re.fullmatch("[0-9]{1,7}", env.get(name, ""))), 0
+        )
+
+    def begin(self) -> None:
+        """A window. Raises what `RemoteStacks` does."""
+        if self.stacks is None:
+            self.stacks = RemoteStacks(self.pid)
+        self.window, self.sampled_s = _Window(self.pid), time.monotonic()
+
+    def close(self) -> None:
+        if self.stacks is not None:
+            self.stacks.close()
+        self.stacks = self.window = None
+
+
+def _runnable_seconds(pid: int, thread: int | None = None) -> float | None:
+    """Seconds in which a thread (None: the main one) ran or waited for a core; None: not known."""
+    try:
+        running_ns, waiting_ns, _ = read(f"/proc/{pid}/task/{thread or pid}/schedstat").split()
+    except (OSError, ValueError):
+        return None
+    return (int(running_ns) + int(waiting_ns)) / 1e9
+
+
+class StackSampler:
+    """Samples a job's Python processes inside a `with` block, in a thread.
+
+    pid: the root of the job; on_status: called when the status changes from RECORDED, with the reason if stacks of the
+    job or of one of its processes are not recorded; training_ranks: PID → rank of the live processes that train, as far
+    as the hook knows them; then only these and their loader workers are sampled. own_rank: `pid` is the only process of
+    this rank that trains: other ranks have samplers of their own.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        pid: int,
+        *,
+        on_status: Callable[[str], None],
+        training_ranks: Callable[[], Mapping[int, int]] = dict,
+        own_rank: int | None = None,
+    ) -> None:
+        self._folder = folder
+        self._pid = pid
+        self._on_status = on_status
+        self._training_ranks = training_ranks
+        self._own_rank = own_rank
+        self._processes: dict[tuple[int, int], _Process] = {}
+        """PID and start → process."""
+        self._not_python: dict[tuple[int, int], str] = {}
+        """The same → program."""
+        self._rate_hz = MAX_RATE_HZ
+        self._cost_s = 0.0
+        """CPU-seconds of a sample of all processes."""
+        self._num_rates = 0
+        """How often the rate was set."""
+        self._last_failure = "no Python process of the job was seen"
+        self._any_sampled = self._is_unreadable = False
+        self._status, self._num_reports = RECORDED, 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._thread_main, name="stacks", daemon=True)
+
+    def __enter__(self) -> "StackSampler":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Writes the windows that have begun."""
+        self._stop.set()
+        self._thread.join(STOP_TIMEOUT_S)  # a thread that hangs is abandoned
+
+    def _thread_main(self) -> None:
+        try:
+            self._sample_until_stopped()
+        except Exception as error:  # noqa: BLE001 (the job goes on, and an event says so)
+            self._report(f"not recorded from here on: {type(error).__name__}: {error}")
+        finally:
+            for target in self._processes.values():
+                target.close()
+
+    def _sample_until_stopped(self) -> None:
+        start_s = polled_s = time.monotonic()
+        samples_s, num_samples, is_due, targets = 0.0, 0, True, list[_Process]()
+        # at random times: what happens in every step must not happen in every sample
+        while not self._stop.wait(random.uniform(0.5, 1.5) / self._rate_hz):
+            now_s = time.monotonic()
+            if is_due or now_s - polled_s >= (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10):
+                earlier, targets, is_due = targets, self._find_targets(now_s), False
+                for target in earlier:
+                    if target not in targets:
+                        self._end(target)
+                        target.close()
+                self._begin(targets)
+                if num_samples:
+                    starting = now_s - start_s < STARTING_S and not any(target.trains for target in targets)
+                    self._follow_cost(samples_s / num_samples, time.thread_time(), now_s - start_s, starting=starting)
+                polled_s, samples_s, num_samples = now_s, 0.0, 0
+            for target in targets:
+                starts = not target.trains and target.pid in self._training_ranks()
+                target.trains |= starts
+                if starts:  # what it does from now on is a window of its own, and costs less than imports
+                    self._cost_s, samples_s, num_samples, self._rate_hz = 0.0, 0.0, 0, MAX_RATE_HZ
+                if target.window is None:
+                    continue
+                is_old = target.window.age_s() >= (FIRST_WINDOW_S if target.is_new else WINDOW_S)
+                if is_old or (starts and target.window.counts):
+                    self._end(target)
+                    if target.role == "worker":
+                        is_due = True  # another one's turn
+                        continue
+                    self._begin([target])
+            begin_s = time.thread_time()
+            for target in targets:
+                if target.window is not None and target.stacks is not None:
+                    try:
+                        target.window.add(target.stacks.read())
+                    except EndedError:
+                        self._end(target)
+                        target.close()
+                    except Exception as error:  # noqa: BLE001 (what it forged must not end the samples of others)
+                        self._end(target)
+                        self._give_up(target, f"{type(error).__name__}: {error}")
+            num_samples += 1
+            samples_s += time.thread_time() - begin_s
+        for target in self._processes.values():
+            self._end(target)
+        # a measured loop may be shorter than a window
+        if not self._any_sampled and (self._own_rank is None or self._is_unreadable):
+            self._report(f"not recorded: {self._last_failure}")
+
+    def _begin(self, targets: list[_Process]) -> None:
+        """Windows of those that have none."""
+        for target in targets:
+            if target.window is not None or target.role == HELPER or target.is_given_up:
+                continue
+            try:
+                target.begin()
+            except PermissionError:
+                self._give_up(target, NOT_PERMITTED)
+            except UnreadableError as error:
+                self._last_failure, self._is_unreadable = str(error), True
+                target.failures += 1
+            except EndedError:
+                target.failures += 1
+            except Exception as error:  # noqa: BLE001 (a name or a file that it forged)
+                self._give_up(target, f"{type(error).__name__}: {error}")
+
+    def _give_up(self, target: _Process, reason: str) -> None:
+        """Samples this process no more; the others go on."""
+        target.is_given_up = self._is_unreadable = True
+        target.close()
+        self._last_failure = reason
+        if any(not other.is_given_up for other in self._processes.values()):
+            self._report(f"{RECORDED}; process {target.pid} no more: {reason}")
+        else:
+            self._report(f"not recorded{' from here on' if self._any_sampled else ''}: {reason}")
+
+    def _report(self, status: str) -> None:
+        """Of the stacks of the whole job; a job may have any number of processes that cannot be read."""
+        if status != self._status and self._num_reports < MAX_REPORTS:
+            self._status, self._num_reports = status, self._num_reports + 1
+            self._on_status(status)
+
+    def _end(self, target: _Process) -> None:
+        """Writes the window of a process."""
+        try:
+            self._end_window(target)
+        except Exception as error:  # noqa: BLE001 (the names of its functions and files may be forged, too)
+            self._give_up(target, f"{type(error).__name__}: {error}")
+
+    def _end_window(self, target: _Process) -> None:
+        window, target.window = target.window, None
+        if window is None:
+            return
+        samples, others = window.samples()
+        if not samples:
+            self._last_failure = "its main thread has no Python frames"
+            target.failures += 1
+            return
+        target.failures = 0
+        self._any_sampled = True
+        target.is_new = False
+        if target.stacks is not None:
+            target.stacks.forget()
+        role = find_role(samples)
+        if role and target.role != "training":
+            target.role = role
+        if target.role != HELPER:
+            self._write(target, window, samples, others)
+
+    def _write(self, target: _Process, window: _Window, samples: Samples, others: Mapping[int, Samples]) -> None:
+        process_cpu, runnable = window.cpu_fractions()
+        fields: dict[str, Any] = {
+            "cwd": target.cwd, "t": time.time(), "attempt": self._folder.attempt, "pid": target.pid,
+            "wall_s": window.age_s(),
+        }  # fmt: skip
+        role = target.role or "training"
+        of_process = fields | {"runnable": runnable, "process_cpu": process_cpu, "compiled": target.compiled}
+        windows = [make_window(samples, role=role, **of_process)]
+        if role == "training":
+            working = working_threads(others, sum(count for _, count in samples), window.thread_runnable)
+            windows += [
+                make_window(found, role=name, runnable=can_run, **fields) for name, (found, can_run) in working.items()
+            ]
+        if self._status.startswith("not "):  # of processes that have ended, or were given up
+            self._report(RECORDED)
+        for line in filter(None, windows):
+            name = STACKS if target.rank == 0 else f"{RANKS}/{target.rank:04d}/{STACKS}"
+            (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+            self._folder.append(name, line)
+
+    def _follow_cost(self, cost_s: float, spent_s: float, elapsed_s: float, *, starting: bool = False) -> None:
+        """The rate for the next seconds. cost_s: CPU-seconds of a sample of all processes in the last ones; spent_s:
+        all that this thread took so far; much of it is for what is new at the start, as source files."""
+        self._cost_s = (self._cost_s + cost_s) / 2 if self._cost_s else cost_s
+        left_s = MAX_CPU_FRACTION * (START_S + elapsed_s) - spent_s
+        fraction = min(left_s / SPENT_IN_S, MAX_CPU_FRACTION / 2) if starting else left_s / SPENT_IN_S
+        self._rate_hz = affordable_rate(self._cost_s, MAX_RATE_HZ, fraction)
+        self._num_rates += 1
+        is_trial = self._num_rates % TRIAL_POLLS == 0 and self._rate_hz < TRIAL_HZ and not starting
+        if is_trial and left_s > PROCESS_POLL_S * TRIAL_HZ * self._cost_s:
+            self._rate_hz, self._cost_s = TRIAL_HZ, 0.0
+
+    def _find_targets(self, now_s: float) -> list[_Process]:
+        """Those that train or may train, the busiest first, and the loader worker whose turn it is."""
+        alive: dict[tuple[int, int], _Process] = {}
+        not_python: dict[tuple[int, int], str] = {}
+        for pid in list_process_tree(self._pid, limit=MAX_TREE):
+            life = None if pid == os.getpid() != self._pid else read_life(pid)
+            if life is None:
+                continue
+            key = pid, life.start_ticks
+            known = self._processes.get(key)
+            if known is None:  # a shell, as the one that pyenv starts, may become Python by exec
+                program = _program(pid)
+                try:
+                    if self._not_python.get(key) != program and is_python(pid):
+                        known = _Process(pid)
+                except PermissionError:  # so nothing says whether it is Python
+                    self._last_failure = NOT_PERMITTED
+                if known is None and life.cpu_s > 0:  # else it has only begun
+                    not_python[key] = program
+            if known is not None:
+                known.recent_cpu_s, known.cpu_s = life.cpu_s - known.cpu_s, life.cpu_s
+                alive[key] = known
+        self._processes, self._not_python = alive, not_python
+        found = [
+            target for target in alive.values()
+            if not target.is_given_up and (target.failures < MAX_FAILURES or now_s - target.seen_s < MAX_FAILING_S)
+        ]  # fmt: skip
+        known_ranks = self._training_ranks()
+        if self._own_rank is not None:
+            found = [target for target in found if target.pid == self._pid or target.rank == self._own_rank]
+            known_ranks = {self._pid: self._own_rank}
+        training_pids = {target.pid for target in found if target.pid in known_ranks or target.role == "training"}
+        for target in found:
+            if target.pid in known_ranks:
+                target.rank = known_ranks[target.pid]  # children of `mp.spawn` have no RANK
+                target.role = "training"
+            elif target.role == "" and target.parent in training_pids:
+                target.role = "worker"  # until a stack says more
+            elif target.role == HELPER and now_s - target.sampled_s > HELPER_RECHECK_S:
+                target.role = ""
+        is_known = any(target.pid in known_ranks for target in found)
+        training = [target for target in found
+                    if target.pid in known_ranks or (not is_known and target.role in ("training", ""))]  # fmt: skip
+        training.sort(key=lambda target: -target.recent_cpu_s)
+        workers = [target for target in found if target.role == "worker"]
+        current = [target for target in workers if target.window is not None]
+        turn = current or sorted(workers, key=lambda target: target.sampled_s)
+        return training[:MAX_PROCESSES] + turn[:1]
+
+
+class OwnProcessSampler:
+    """Samples this process and its loader workers, from a process of its own: a thread of this one would see only where
+    the interpreter's lock is free. rank: of this process, for a job with several. Raises OSError."""
+
+    def __init__(self, folder: RunFolder, rank: int) -> None:
+        pid, self._folder = os.getpid(), folder
+        if not sys.executable:
+            raise OSError("this Python was started inside of another program")
+        allow_reading(pid)
+        pipe, self._fd = os.pipe()
+        self._status = os.fstat(self._fd)
+        os.set_blocking(self._fd, False)  # a stopped process reads nothing
+        try:
+            # without `site`, whose startup files are for the job: a hook, a coverage tool
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-E", "-c", _CODE, json.dumps([*map(str, sys.path)]),
+                 str(folder.path.absolute()), str(folder.attempt), str(pid), str(rank)],
+                stdin=pipe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        except BaseException:
+            os.close(self._fd)
+            raise
+        finally:
+            os.close(pipe)
+
+    def note_steps(self) -> None:
+        """The first steps are done: what is sampled from now on is in another window than the start."""
+        self._write(_STEPS)
+
+    def _write(self, data: bytes) -> None:
+        if is_still_open(self._fd, self._status):
+            with contextlib.suppress(OSError):  # it has ended, or does not read
+                os.write(self._fd, data)
+
+    def stop(self) -> None:
+        """Lets it write its last windows. A process that hangs is killed."""
+        if (code := self._process.poll()) is not None:
+            self._folder.event("info", f"stacks: the process that samples them ended with exit code {code}")
+        self._write(b".")  # closing alone is not seen while a forked worker has the other end, too
+        if is_still_open(self._fd, self._status):
+            os.close(self._fd)
+        try:
+            self._process.wait(STOP_TIMEOUT_S + 1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_CODE = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from stoker_watch.recording.stacks import record
+record(*sys.argv[2:])
+"""
+
+
+_STEPS = b"s"
+"""What `record` reads when the first steps are done."""
+
+
+def record(path: str, attempt: str, pid: str, rank: str) -> None:
+    """In a process of its own: samples the process that has started it, until that writes anything but _STEPS to its
+    stdin, or ends."""
+    folder, training = RunFolder(Path(path), int(attempt)), dict[int, int]()
+    sampler = StackSampler(
+        folder, int(pid), own_rank=int(rank),
+        on_status=lambda reason: folder.event("info", f"stacks: {reason}"),
+        training_ranks=lambda: training,
+    )  # fmt: skip
+    with sampler:
+        while os.getppid() == int(pid):
+            if select.select([0], [], [], 1.0)[0]:
+                if os.read(0, 1) != _STEPS:
+                    break
+                training[int(pid)] = int(rank)
+    folder.close()

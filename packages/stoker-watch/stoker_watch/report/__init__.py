@@ -1,0 +1,1 @@
+"""Shows runs as text (`explain.py`), as pages (`html.py`), and against each other (`compare.py`)."""

@@ -1,0 +1,271 @@
+"""`stoker report RUN`: one HTML file per run, without network or server, and readable without JavaScript.
+
+The data comes from `run_report.collect`; with `--all`, from `runs_summary.summarize_runs`; other pages are made in
+the same frame (`render_template`). The pages are templates in `page/`; here are the rows of their tables. plotly.js is
+in the file; its content security policy forbids all requests."""
+
+import functools
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from stoker_watch.errors import writing
+from stoker_watch.report import format as fmt
+from stoker_watch.report.explain import (
+    ERROR_TYPE_ADVICE,
+    PHASE_COLORS,
+    PROBE_HEADS,
+    PhaseTime,
+    RunExplanation,
+    open_records,
+    probe_rows,
+)
+from stoker_watch.report.page import charts as draw
+from stoker_watch.report.page.icicle import icicle
+from stoker_watch.report.page.images import render_image
+from stoker_watch.report.page.markup import Child, Markup, bar, clean, join, table, tag
+from stoker_watch.report.run_report import RunReport, collect, sum_error_types
+from stoker_watch.report.runs_summary import RunsSummary, make_tables, summary_rows
+from stoker_watch.report.sizing import flatten, gpu_names
+from stoker_watch.runs.evaluation import COCO_SUMMARY, COCO_TITLES, Evaluation, Metrics, Thumbnail, read_thumbnails
+from stoker_watch.runs.records import PHASES, REPORT
+from stoker_watch.secrets import mask_argv
+from stoker_watch.storage.local_files import write_atomic
+from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
+
+PAGE = Path(__file__).parent / "page"
+RUNS_REPORT = "runs-report.html"
+MAX_CLASS_ROWS = 100
+"""Classes in a table, the most frequent first; the JSON has all."""
+
+
+def write_report(run: str | Path, out: Path | None = None, *, price_per_device_hour: float | None = None) -> Path:
+    """Writes the page of a run to its folder (for a bucket: to NAME-report.html in the current folder) or to `out`;
+    returns its path. Raises UsageError if there is no such run, StorageError if the page cannot be written."""
+    path = open_records(run)
+    report = collect(path, price_per_device_hour)
+    page = render(report, {} if report.evaluation is None else read_thumbnails(path, report.evaluation.step))
+    folder = expand_variables(str(run))
+    default = Path(f"{parse_uri(folder).name}-{REPORT}") if is_uri(folder) else Path(folder) / REPORT
+    return write_page(page, out or default, private=True)
+
+
+def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Path:
+    """Writes the page of many runs, `runs-report.html`, to their folder or to `out`; for a bucket, to the current
+    folder. Raises StorageError if it cannot be written."""
+    folder = expand_variables(runs_summary.folder)
+    default = Path(RUNS_REPORT) if is_uri(folder) else Path(folder) / RUNS_REPORT
+    return write_page(render_runs_summary(runs_summary), out or default, private=True)
+
+
+def write_page(page: str, path: Path, *, private: bool = False) -> Path:
+    """private: only the user may read it, as the records that it is made of: it quotes commands and output of jobs."""
+    with writing("The report cannot be written.", path, fix="choose another file with --out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, page.encode(), private=private)
+    return path
+
+
+def render(report: RunReport, thumbnails: Mapping[int, Thumbnail] | None = None) -> str:
+    """The page. An external job has no sections for metrics, images and settings. thumbnails: of `evaluation`."""
+    argv = report.environment.get("argv")
+    return render_template(
+        PAGE / "run.html",
+        report.run,
+        f"stoker report {shlex.quote(report.run)} --json",
+        report=report,
+        thumbnails=thumbnails or {},
+        run_name=report.run.rstrip("/").rpartition("/")[2],
+        gpu_names=gpu_names(report.environment),
+        gpus=draw.gpus(report),
+        warnings=report.warnings,
+        argv=shlex.join(mask_argv(map(str, argv))) if isinstance(argv, list) else "",
+        started_at=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.start_t or 0.0)),
+    )
+
+
+def render_runs_summary(runs_summary: RunsSummary) -> str:
+    """The page of many runs."""
+    folder = runs_summary.folder
+    values = {"summary": runs_summary, "tables": make_tables(runs_summary), "totals": list(summary_rows(runs_summary))}
+    return render_template(PAGE / "runs.html", folder, f"stoker why --all {shlex.quote(folder)} --json", **values)
+
+
+def render_template(template: Path, source: str, json_command: str, **values: Any) -> str:
+    """template: a file that extends `page/page.html`. source: what the page is about."""
+    common = {
+        "charts": draw.Charts(),
+        "source": source,
+        "json_command": json_command,
+        "version": metadata.version("stoker-watch"),
+        "generated_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+    return _templates(template.parent).get_template(template.name).render(common | values)
+
+
+@functools.cache
+def _templates(folder: Path) -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, PAGE]),
+        autoescape=True,
+        finalize=clean,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    functions = (
+        class_names, class_rows, coco_metrics, confusion_rows, confusion_table, flatten, error_rows, event_rows,
+        icicle, join, ledger_order, metric_rows, phase_color, phase_name, phase_rows, probe_rows, quarantine_rows,
+        render_image, next_commands, setting_rows, table,
+    )  # fmt: skip
+    environment.globals |= {function.__name__: function for function in functions}
+    environment.globals |= {
+        "asset": _read_asset,
+        "plotly": _plotly,
+        "fmt": fmt,
+        "draw": draw,
+        "probe_heads": PROBE_HEADS,
+        "max_class_rows": MAX_CLASS_ROWS,
+    }
+    return environment
+
+
+def _read_asset(name: str) -> Markup:
+    return Markup((PAGE / name).read_text(encoding="utf-8"))
+
+
+def _plotly() -> Markup:
+    """A test checks that plotly contains no </script. The build of the package puts it there (`hatch_build.py`)."""
+    return _read_asset("plotly.min.js")
+
+
+def phase_name(phase: str) -> str:
+    return phase.replace("_", " ")
+
+
+def phase_color(phase: str) -> str:
+    return PHASE_COLORS.get(phase, "var(--c8)")
+
+
+def ledger_order(rows: list[PhaseTime]) -> list[PhaseTime]:
+    return sorted(rows, key=lambda row: PHASES.index(row.phase) if row.phase in PHASES else len(PHASES))
+
+
+# Rows of tables
+
+
+def phase_rows(explanation: RunExplanation) -> list[list[Child]]:
+    rows: list[list[Child]] = []
+    for name, row in explanation.rows():
+        swatch = tag("span", class_="key", style=f"background:{phase_color(row.phase)}", aria_hidden="true")
+        is_part = name.startswith(" ")
+        label = f"of this {name.strip()}" if is_part else tag("span", swatch, phase_name(name), class_="nobr")
+        rows.append([label, *explanation.time_cells(row.device_s, row.fraction), row.meaning])
+    return [*rows, ["total", *explanation.time_cells(explanation.device_s, 1.0), ""]]
+
+
+def coco_metrics(metrics: Metrics) -> list[tuple[str, float | None]]:
+    return [(title, getattr(metrics, name)) for title, name in zip(COCO_TITLES, COCO_SUMMARY, strict=True)]
+
+
+def metric_rows(metrics: Metrics) -> list[list[Child]]:
+    known = sorted((row for row in metrics.per_class if row.boxes), key=lambda row: -row.boxes)
+    return [
+        [row.name, fmt.count(row.boxes), fmt.metric(row.ap), fmt.metric(row.ap50)] for row in known[:MAX_CLASS_ROWS]
+    ]
+
+
+def class_names(evaluation: Evaluation) -> list[str]:
+    return [row.name for row in evaluation.classes]
+
+
+def class_rows(evaluation: Evaluation) -> list[list[Child]]:
+    rows: list[list[Child]] = []
+    known = sorted((row for row in evaluation.classes if row.boxes), key=lambda row: -row.boxes)
+    for row in known[:MAX_CLASS_ROWS]:
+        ap = tag("span", fmt.metric(row.ap), None if row.ap is None else [" ", bar(row.ap)], class_="nobr")
+        at_best = [fmt.MISSING if x is None else f"{x:.2f}" for x in (row.threshold, row.precision, row.recall, row.f1)]
+        error, count = max(row.error_types.items(), key=lambda item: item[1], default=("", 0))
+        most_frequent = f"{error} ({count:,})" if count else "none"
+        rows.append([row.name, fmt.count(row.boxes), ap, fmt.metric(row.ap50), *at_best, most_frequent])
+    return rows
+
+
+def error_rows(evaluation: Evaluation) -> list[list[Child]]:
+    counts = sum_error_types(evaluation)
+    highest = max(counts.values(), default=0)
+    return [
+        [name, fmt.count(count), bar(count / highest, color="var(--c3)"), *ERROR_TYPE_ADVICE[name]]
+        for name, count in counts.most_common()
+    ]
+
+
+def confusion_rows(evaluation: Evaluation) -> list[list[Child]]:
+    names = class_names(evaluation)
+    return [[names[row.gt_label], names[row.pred_label], fmt.count(row.count)] for row in evaluation.confusions[:10]]
+
+
+def confusion_table(evaluation: Evaluation) -> Markup | None:
+    """The confusion matrix; the darker a cell, the larger its fraction of the row. None if the run has none."""
+    if (matrix := evaluation.confusion_matrix) is None:
+        return None
+    classes = class_names(evaluation)
+    names = [*(classes[label] for label in matrix.labels), "other classes", "background"]
+    shown = [n for n in range(len(names)) if len(matrix.labels) < len(classes) or names[n] != "other classes"]
+    rows: list[list[Child]] = []
+    for i in shown:
+        cells: list[Child] = []
+        for j in shown:
+            count, color = matrix.counts[i][j], "var(--c1)" if i == j else "var(--c3)"
+            share = 60 * count / max(1, sum(matrix.counts[i]))
+            style = f"background:color-mix(in srgb, {color} {share:.0f}%, transparent)"
+            cells.append("" if i == j == len(names) - 1 else tag("span", fmt.count(count), class_="cell", style=style))
+        rows.append([names[i], *cells])
+    caption = "Confusion matrix: ground truth in rows, predictions in columns"
+    return table(caption, ["", *(names[n] for n in shown)], rows, right=range(1, len(shown) + 1))
+
+
+def next_commands(report: RunReport) -> list[tuple[str, str]]:
+    """(purpose, command) with the run's own paths, for a POSIX shell."""
+    run = report.run if is_uri(report.run) else os.path.abspath(expand_variables(report.run))
+    images = [*report.evaluation.worst, *report.evaluation.best] if report.evaluation else []
+    image = next((shlex.quote(image.path) for image in images if os.path.isfile(image.path)), "IMAGES")
+    return [
+        (purpose, command.format(run=shlex.quote(run), image=image))
+        for purpose, command in (
+            ("Detect objects in images:", "stoker predict {run} {image}"),
+            ("Write a file that needs no stoker:", "stoker export {run}"),
+            ("Evaluate again, or on another data set:", "stoker eval {run}"),
+        )
+    ]
+
+
+def quarantine_rows(report: RunReport) -> list[list[Child]]:
+    return [[row.path, row.error.partition("\n")[0], fmt.count(row.image_index)] for row in report.quarantined]
+
+
+def setting_rows(report: RunReport) -> dict[str, list[list[Child]]]:
+    """Section → its rows."""
+    rows: dict[str, list[list[Child]]] = {}
+    for row in report.settings:
+        reason = tag("b", "set by you") if row.reason is None else row.reason
+        rows.setdefault(row.section, []).append([row.name, row.value, reason])
+    return rows
+
+
+def event_rows(report: RunReport) -> list[list[Child]]:
+    return [
+        [
+            fmt.duration(max(0.0, event.t - (report.start_t or 0.0))),
+            event.kind.replace("_", " "),
+            fmt.count(event.step) if event.step is not None else "",
+            tag("span", event.text, class_="message"),
+        ]
+        for event in report.events
+    ]

@@ -1,0 +1,142 @@
+"""`stoker.train`, `stoker.check` and `stoker.plan`: the commands as functions, with the same settings and defaults.
+
+`stoker.load` and its model are in `stoker/inference/model.py`, the training itself is `stoker/training/run.py`.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+from stoker_watch.errors import UsageError
+from stoker_watch.monitor.options import MonitoringOptions
+
+from stoker.config.flag_names import translate_keywords
+from stoker.config.keywords import Settings
+from stoker.config.settings import from_fields
+from stoker.training import run as training_run
+from stoker.training.local_ranks import RankRequest, Result, choose_devices, must_start_ranks, run_ranks
+
+if TYPE_CHECKING:
+    from stoker.planning.check import CheckReport
+    from stoker.planning.plan import Plan
+
+
+def train(
+    data: str | os.PathLike[str] | None = None,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    accept_changed_data: bool = False,
+    devices: int | None = None,
+    trace: bool = False,
+    log_format: Literal["text", "json"] = "text",
+    monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
+    verbose: bool = False,
+    **settings: Unpack[Settings],
+) -> Result:
+    """Trains a detector, as `stoker train` does; returns the run folder, the steps and the final metrics.
+
+    data: folder or file with labeled images, a URI, or "demo", a small data set that stoker draws.
+    run_dir: folder of the run, default `runs/<data>-<model>-<n>`. An unfinished run there is continued.
+    resume: an unfinished run to continue with its own settings; `data` is not needed then.
+    accept_changed_data: continue an unfinished run also if images, boxes or class names of its data set changed.
+    devices: train on so many devices of this machine, each in a process of its own.
+    trace: keep the steps that are profiled every few minutes as Chrome traces too.
+    log_format: json writes JSON lines to stdout, and text for people to stderr.
+    monitor: alerts, metrics and trackers, like the flags of that group (docs/monitoring.md).
+    verbose: print every setting, not only those that matter most.
+    settings: the flags with underscores (docs/settings.md), for example `epochs=12`, `lr=0.01`, `image_size=640`; names
+    of other tools (`imgsz=640`) are translated with a note, as on the command line.
+
+    Raises StokerError; its message says what to do. Raises `stoker_watch.errors.Preempted` after SIGTERM or Ctrl-C,
+    when everything is saved: the same call continues.
+    """
+    fields = translate_keywords("train", settings, data=data, run_dir=run_dir, resume=resume, devices=devices)
+    run_dir, resume, devices = (fields.pop(name, None) for name in ("run_dir", "resume", "devices"))
+    user_config = from_fields(fields)
+    options: dict[str, Any] = {
+        "run_dir": None if run_dir is None else os.fspath(run_dir),
+        "resume": None if resume is None else os.fspath(resume),
+        "accept_changed_data": accept_changed_data,
+        "trace": trace,
+        "monitor": monitor,
+        "log_format": log_format,
+        "verbose": verbose,
+    }
+    devices = choose_devices(devices, user_config.run.stages)
+    if devices is not None and must_start_ranks(devices):
+        return run_ranks(devices, RankRequest(settings=user_config.set_fields(), **options))
+    return training_run.train(user_config, **options)
+
+
+def check(
+    data: str | os.PathLike[str] | None = None,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    devices: int | None = None,
+    deep: bool = False,
+    dockerfile: str | os.PathLike[str] | None = None,
+    requirements: str | os.PathLike[str] | None = None,
+    script: str | os.PathLike[str] | None = None,
+    **settings: Unpack[Settings],
+) -> "CheckReport":
+    """Tests everything that could stop or slow a training, as `stoker check` does (docs/check.md).
+
+    The report has the findings, the worst first; `report.blocked` says whether training would fail, or would run on the
+    CPU without `device="cpu"`. Raises StokerError for settings that do not exist or contradict each other.
+    """
+    from stoker.config.settings import check as check_settings
+    from stoker.planning.check import CheckRequest
+    from stoker.planning.check import check as run_checks
+    from stoker.training.run_selection import with_absolute_paths
+
+    fields = translate_keywords("check", settings, data=data, run_dir=run_dir, devices=devices)
+    run_dir, devices = (fields.pop(name, None) for name in ("run_dir", "devices"))
+    config = from_fields(fields)
+    check_settings(config)
+    request = CheckRequest(
+        config=with_absolute_paths(config),
+        run_dir=None if run_dir is None else os.fspath(run_dir),
+        devices=devices or 1,
+        deep=deep,
+        dockerfile=None if dockerfile is None else Path(dockerfile),
+        requirements=None if requirements is None else Path(requirements),
+        script=None if script is None else Path(script),
+    )
+    return run_checks(request)
+
+
+def plan(
+    data: str | os.PathLike[str],
+    *,
+    on: Sequence[str] = (),
+    gpus: Sequence[int] = (),
+    spot: bool = False,
+    by: str | None = None,
+    budget: float | None = None,
+    prices: str | os.PathLike[str] | None = None,
+    **settings: Unpack[Settings],
+) -> "Plan":
+    """Predicts memory, duration and cost of a training on machines that need not be here, as `stoker plan` does.
+
+    on: names of machines, `this` for the present one; none: this one and the whole table. gpus: numbers of GPUs; none:
+    those of each machine. by: the time limit, such as "6h"; budget: US dollars; prices: a file of your own prices
+    (docs/plan.md). `plan.rows` has a prediction per machine, `plan.recommendation` the choice. Raises StokerError.
+    """
+    from stoker_watch.durations import parse_time_s
+
+    from stoker.planning.plan import make_plan
+    from stoker.planning.recommend import Limits
+
+    fields = translate_keywords("plan", settings, data=data)
+    if "devices" in fields:
+        raise UsageError("A plan has no number of devices.", fix="gpus=[1, 8]: numbers of GPUs of a machine")
+    return make_plan(
+        from_fields(fields),
+        on=on,
+        gpus=gpus,
+        spot=spot,
+        limits=Limits(by_s=None if by is None else parse_time_s(by, "--by"), budget=budget),
+        prices=None if prices is None else Path(prices),
+    )

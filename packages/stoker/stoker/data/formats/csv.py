@@ -1,0 +1,382 @@
+"""CSV tables with one row per box.
+
+There is no standard: TensorFlow's tutorials, Keras-RetinaNet, Roboflow, Kaggle's competitions and Google's AutoML have
+different columns. They are recognized by their names, in any order and case; a table without a header by its values.
+Boxes are in pixels or normalized by image width and height; this is decided per table. A row without box and class is
+an image without objects. A row that cannot be read is dropped and reported; its image stays if another row names it.
+A table whose images are not in the folders near it is found, but not certain: another data set is preferred.
+"""
+
+import codecs
+import csv
+import io
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
+
+from stoker.data.formats import folders
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
+from stoker.data.formats.openimages import is_open_images, iter_csv
+from stoker.data.formats.tables import UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles, usable_size
+from stoker.data.validation.problems import ProblemCollector
+
+TABLE_DIRS = ("annotations", "labels", "data", "csv")
+
+
+def recognize(path: Path) -> DatasetLayout | None:
+    """The data set of a table, or of the tables in a folder; None for a folder without. Raises DataError if a file is
+    not a table of boxes, or if a split has several."""
+    if path.is_file():
+        if detect_csv_layout(path) is None:
+            first = read_text(path, folders.HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
+            choices = ["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"]
+            raise make_error(DataError, "csv-without-boxes", path, choices=choices, first=first)
+        return _make_layout(folders.root_of(path, TABLE_DIRS), [folders.file_part(path)], [])
+    for directory in (path, *folders.named_subdirs(path, TABLE_DIRS)):
+        if tables := _list_tables(directory):
+            parts = [_only_part(directory, files, split) for split, files in folders.files_by_split(tables)]
+            ignored = [table.name for table in tables if table not in [part.annotations for part in parts]]
+            return _make_layout(path, parts, [f"not read: {', '.join(ignored)}"] if ignored else [])
+    tables_of = [(split, own, _list_tables(own)) for split, own in folders.iter_split_dirs(path)]
+    parts = [_only_part(own, tables, split) for split, own, tables in tables_of if tables]
+    return _make_layout(path, parts, []) if parts else None
+
+
+def _only_part(folder: Path, tables: list[Path], split: str | None) -> SplitFiles:
+    if len(tables) > 1:
+        raise folders.several_files_error(folder, tables, split, fix="name one of the files instead of the folder")
+    return folders.file_part(tables[0], split)
+
+
+def _list_tables(folder: Path) -> list[Path]:
+    files = [path for path in folders.list_files(folder, ".csv") if not is_open_images(path)]
+    return [path for path in files if detect_csv_layout(path) is not None]
+
+
+def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
+    located, is_certain = [], False
+    for part in parts:
+        image_dirs = folders.unique(folders.iter_nearby_dirs(part.annotations.parent, root, part.split))
+        names = _read_first_names(part.annotations)
+        if any(_has_images(directory, names) for directory in (root, *image_dirs)):
+            is_certain = True
+        else:
+            image_dirs += tuple(path for path in folders.list_dirs_below(root) if _has_images(path, names))
+        located.append(replace(part, image_dirs=folders.unique(image_dirs)))
+    own_dir = parts[0].annotations.parent
+    if own_dir != root and own_dir.name.lower() in folders.SPLIT_BY_NAME:
+        notes += folders.check_unannotated_splits(root, parts)
+    names_of_tables = ", ".join(str(part.annotations.relative_to(root)) for part in parts)
+    return DatasetLayout(
+        format="csv",
+        description=f"CSV ({names_of_tables})",
+        root=root,
+        parts=tuple(located),
+        notes=tuple(notes),
+        is_certain=is_certain,
+    )
+
+
+def _read_first_names(table: Path) -> list[str]:
+    layout = detect_csv_layout(table)
+    if layout is None:
+        return []
+    rows = iter_rows(table, layout, max_bytes=folders.HEAD_BYTES)
+    values = (row[layout.file_column] for _, row in rows if layout.file_column < len(row))
+    return [name.replace("\\", "/") for name in islice(values, folders.MAX_PROBES)]
+
+
+def _has_images(folder: Path, names: list[str]) -> bool:
+    """Whether a folder has one of the named images, with or without the folders in the name or its suffix."""
+    if not folder.is_dir():
+        return False
+    base_names = [name.rpartition("/")[2] for name in names]
+    if any(name and (folder / name).is_file() for name in (*names, *base_names)):
+        return True
+    without_suffix = {name for name in base_names if "." not in name and name}
+    return bool(without_suffix) and any(os.path.splitext(name)[0] in without_suffix for name in os.listdir(folder))
+
+
+DELIMITERS = (",", ";", "\t", "|")
+
+
+class _ColumnNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`csv_columns.toml`: names of columns, only letters and digits, the most likely first."""
+
+    file: tuple[str, ...]
+    label: tuple[str, ...]
+    split: tuple[str, ...]
+    box: tuple[str, ...]
+    """Of a column with all four numbers."""
+    corners: tuple[tuple[str, str, str, str], ...]
+    center: tuple[tuple[str, str], ...]
+    width_height: tuple[tuple[str, str], ...]
+    image_size: tuple[tuple[str, str], ...]
+
+
+COLUMNS = msgspec.toml.decode(
+    (resources.files("stoker.data.formats") / "csv_columns.toml").read_text(encoding="utf-8"), type=_ColumnNames
+)
+_BOX_PREFIX = re.compile(r"(?:bbox|bndbox|boundingbox|box|bb|roi)(?=.)")
+_BOX_SIZE_NAMES = {"w": "boxw", "width": "boxw", "h": "boxh", "height": "boxh"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsvLayout:
+    """The meaning of the columns of a table, by column number."""
+
+    delimiter: str
+    header: tuple[str, ...]
+    """As written; empty if there is none."""
+    file_column: int
+    label_column: int | None
+    box_columns: tuple[int, ...]
+    """Four columns, or one with "[x, y, width, height]"."""
+    box_format: Literal["xyxy", "xywh", "cxcywh"]
+    size_columns: tuple[int, int] | None = None
+    """Height and width of the image."""
+    split_column: int | None = None
+    class_candidates: tuple[str, ...] = ()
+    """Text columns that could be the class, if no column has such a name."""
+    notes: tuple[str, ...] = field(default=())
+
+
+def detect_csv_layout(path: Path) -> CsvLayout | None:
+    """The layout of a table of boxes, from its first rows; None for any other file."""
+    try:
+        text = read_text(path, folders.HEAD_BYTES)
+    except DataError:  # not text, so not a table of boxes; reading it by name reports the reason
+        return None
+    for delimiter in DELIMITERS:
+        try:
+            rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
+        except csv.Error:
+            continue
+        rows = [[value.strip() for value in row] for row in rows if any(value.strip() for value in row)]
+        if rows and (layout := _detect_with_header(delimiter, rows) or _detect_without_header(delimiter, rows)):
+            return layout
+    return None
+
+
+def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
+    """(line, values) of every row except the header and empty ones. max_bytes: read only the rows in the first so many
+    bytes. Raises DataError if the file is not text."""
+    lines = io.StringIO(read_text(path, max_bytes), newline="")
+    stripped = ((line, list(map(str.strip, row))) for line, row in iter_csv(lines, path, delimiter=layout.delimiter))
+    yield from islice((row for row in stripped if any(row[1])), 1 if layout.header else 0, None)
+
+
+def read_text(path: Path, max_bytes: int | None = None) -> str:
+    """The text of a file, or the whole lines of its beginning. UTF-8, or UTF-16 with a byte order mark (Excel)."""
+    with regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES) as file:
+        data = file.read() if max_bytes is None else file.read(max_bytes)
+    is_whole = max_bytes is None or len(data) < max_bytes
+    encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(data, final=is_whole)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise make_error(DataError, "csv-not-utf-8", f"{path}:{line}", cause=str(error)) from error
+    return text if is_whole else text[: text.rfind("\n") + 1]
+
+
+def _normalize_column(name: str) -> str:
+    """A column's name without case, punctuation, and a word for box: "Bbox_X-min" is "xmin"."""
+    normalized = re.sub(r"[^a-z0-9]", "", name.lower())
+    prefix = None if normalized in COLUMNS.box else _BOX_PREFIX.match(normalized)
+    return normalized if prefix is None else _BOX_SIZE_NAMES.get(normalized[prefix.end() :], normalized[prefix.end() :])
+
+
+def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
+    names = [_normalize_column(name) for name in rows[0]]
+    column_by_name = {name: column for column, name in reversed(list(enumerate(names)))}
+
+    def first_match(*choices: tuple[str, ...]) -> tuple[int, ...] | None:
+        return next(
+            (tuple(column_by_name[n] for n in group) for group in choices if all(n in column_by_name for n in group)),
+            None,
+        )
+
+    box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy"
+    box_columns, notes = first_match(*COLUMNS.corners), []
+    if box_columns is None:
+        width_height, center = first_match(*COLUMNS.width_height), first_match(*COLUMNS.center)
+        corner = first_match(("x", "y"), *(group[:2] for group in COLUMNS.corners))
+        whole_box = first_match(*((name,) for name in COLUMNS.box))
+        if width_height is not None and (center or corner) is not None:
+            box_format = "cxcywh" if center is not None else "xywh"
+            box_columns = (*(center or corner or ()), *width_height)
+        elif whole_box is not None:
+            box_format, box_columns = "xywh", whole_box
+            notes.append(f"column {rows[0][whole_box[0]]!r} is read as x, y, width, height")
+        else:
+            return None
+    used = set(box_columns)
+
+    def first_unused(choices: tuple[str, ...]) -> int | None:
+        columns = (column_by_name[name] for name in choices if name in column_by_name)
+        return next((column for column in columns if column not in used), None)
+
+    file_column = first_unused(COLUMNS.file)
+    if file_column is None:
+        return None
+    used.add(file_column)
+    width_height = first_match(
+        *(group for group in COLUMNS.image_size if not {column_by_name.get(name) for name in group} & used)
+    )
+    split_column = first_unused(COLUMNS.split)
+    used |= {column for column in (*(width_height or ()), split_column) if column is not None}
+    label_column = first_unused(COLUMNS.label)
+    text_columns: list[int] = []
+    if label_column is None:
+        text_columns = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]
+        if len(text_columns) == 1:
+            label_column = text_columns[0]
+            notes.append(f"column {rows[0][label_column]!r} is read as the class")
+    return CsvLayout(
+        delimiter=delimiter,
+        header=tuple(rows[0]),
+        file_column=file_column,
+        label_column=label_column,
+        box_columns=box_columns,
+        box_format=box_format,
+        size_columns=None if width_height is None else (width_height[1], width_height[0]),
+        split_column=split_column,
+        class_candidates=tuple(rows[0][column] for column in text_columns) if label_column is None else (),
+        notes=tuple(notes),
+    )
+
+
+HEADERLESS = {
+    "image, x1, y1, x2, y2, class": (6, 0, 5, (1, 2, 3, 4), None),
+    "AutoML's split, image, class, x1, y1, …, x2, y2": (11, 1, 2, (3, 4, 7, 8), 0),
+}
+"""Layouts of Keras-RetinaNet, `path,x1,y1,x2,y2,class`, and AutoML, `TRAIN,path,label,x1,y1,,,x2,y2,,`: the number of
+columns, and which are the image, the class, the box, the split."""
+
+
+def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
+    first = rows[0]
+    for columns, (count, file_column, label_column, box_columns, split_column) in HEADERLESS.items():
+        if len(first) != count or not folders.is_image_name(first[file_column]):
+            continue
+        has_split = split_column is None or first[split_column].lower() in (*folders.SPLIT_BY_NAME, "unassigned")
+        values = [first[column] for column in box_columns]  # all empty for an image without objects
+        if has_split and (not any(values) or all(map(_is_number, values))):
+            return CsvLayout(
+                delimiter=delimiter,
+                header=(),
+                file_column=file_column,
+                label_column=label_column,
+                box_columns=box_columns,
+                box_format="xyxy",
+                split_column=split_column,
+                notes=(f"no header: the columns are read as {columns}",),
+            )
+    return None
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?", text) is not None
+
+
+def _is_text(rows: list[list[str]], column: int) -> bool:
+    values = [row[column] for row in rows if column < len(row) and row[column]]
+    return bool(values) and not any(_is_number(value) for value in values)
+
+
+NO_CLASS_COLUMN = "object"
+"""The class of all boxes of a table without classes."""
+
+
+def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
+    """Reads all tables of a data set. Raises DataError for one whose columns are unclear."""
+    builder = TableBuilder(layout, problems, box_id_kind="line")
+    locators: dict[tuple[Path, ...], ImageLocator] = {}
+    index_by_image: dict[tuple[int, Path, str], int] = {}
+    for part in layout.parts:
+        locator = locators.setdefault(part.image_dirs, ImageLocator(layout.root, part))
+        first_box = len(builder.boxes)
+        _read_table(part, locator, index_by_image, builder)
+        builder.detect_units(part.annotations, first_box)
+    if not builder.images:
+        fix = "export the annotations again"
+        raise DataError("The tables list no images.", location=layout.parts[0].annotations, fix=fix)
+    for locator in locators.values():
+        builder.notes += locator.notes()
+    return builder.build()
+
+
+def _read_table(
+    part: SplitFiles, locator: ImageLocator, index_by_image: dict[tuple[int, Path, str], int], builder: TableBuilder
+) -> None:
+    """Adds the images of a table, and its boxes in its own units."""
+    table, problems = part.annotations, builder.problems
+    layout = detect_csv_layout(table)
+    if layout is None:
+        raise DataError("The file is not a table of boxes any more.", location=table, fix="restore it, and try again")
+    if layout.class_candidates:
+        raise make_error(DataError, "csv-unclear-class", table, choices=layout.class_candidates)
+    builder.notes += [f"{table.name}: {note}" for note in layout.notes]
+    if layout.label_column is None:
+        builder.notes.append(f"{table.name} has no class column: the class of all boxes is {NO_CLASS_COLUMN!r}")
+    num_columns = max(layout.file_column, *layout.box_columns, layout.label_column or 0) + 1
+    for line, values in iter_rows(table, layout):
+        location = f"{table.name}:{line}: {layout.delimiter.join(values)[:80]!r}"
+        file_name = _cell(values, layout.file_column)
+        if len(values) < num_columns or not is_usable_name(file_name):
+            reason = "too few columns" if is_usable_name(file_name) else "no image"
+            problems.add("malformed-row", f"{location}, {reason}")
+            continue
+        folder, name = locator.locate(file_name)
+        named_split = folders.split_from_name(_cell(values, layout.split_column)) or part.split
+        is_assigned = named_split is not None or layout.split_column is None
+        split = locator.split_index(named_split, folder) if is_assigned else UNASSIGNED
+        if (image_index := index_by_image.get((split, folder, name))) is None:
+            height, width = (_cell(values, column) for column in layout.size_columns or (None, None))
+            image_index = builder.add_image(ImageFile(folder, name, split, usable_size(height, width)))
+            index_by_image[split, folder, name] = image_index
+        texts = [values[column] for column in layout.box_columns]
+        label = NO_CLASS_COLUMN if layout.label_column is None else values[layout.label_column]
+        bad: tuple[str, str] | None = None
+        if not any(texts):
+            bad = ("no-box", location) if label and layout.label_column is not None else None
+        elif (xyxy := _parse_xyxy(texts, layout)) is None:
+            bad = "malformed-row", f"{location}, the box is not four numbers"
+        elif not label:
+            bad = "no-class", location
+        else:
+            builder.boxes.append(Box(image_index, label, xyxy, line))
+        if bad is not None:
+            problems.add(*bad)
+            builder.bad_boxes.append(image_index)
+
+
+def _cell(values: list[str], column: int | None) -> str:
+    return values[column] if column is not None and column < len(values) else ""
+
+
+def _parse_xyxy(texts: list[str], layout: CsvLayout) -> tuple[float, float, float, float] | None:
+    """x1, y1, x2, y2; None if the texts are not four numbers."""
+    if len(texts) == 1:
+        text = texts[0].strip("[](){} ")
+        texts = text.split(";") if ";" in text else text.split()
+        texts = texts if len(texts) == 4 else text.replace(",", " ").split()
+    try:  # decimal commas, as Excel writes in many countries
+        a, b, c, d = (float(text.strip(" ,").replace(",", ".")) for text in texts)
+    except ValueError:
+        return None
+    if layout.box_format == "xyxy":
+        return a, b, c, d
+    if layout.box_format == "xywh":
+        return a, b, a + c, b + d
+    return a - c / 2, b - d / 2, a + c / 2, b + d / 2

@@ -1,0 +1,335 @@
+"""Finds the data set in a folder: which format it has, and what in the folder is not used.
+
+If a folder has several formats, the first in FORMATS is read, and a note tells what else is there and how to read it.
+Not here: reading (the modules of the formats, called by `index.py`), formats that are known and not read
+(`folders.py`), the demo (`demo.py`).
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from glob import has_magic
+from pathlib import Path
+from typing import NamedTuple
+
+from stoker_watch.errors import DataError, UsageError, make_error, nearest
+
+from stoker.data.formats import (
+    coco,
+    createml,
+    csv,
+    cvat,
+    folders,
+    jsonl,
+    kitti,
+    label_studio,
+    labelme,
+    openimages,
+    parquet,
+    tfrecord,
+    via,
+    voc,
+    webdataset,
+    yolo,
+)
+from stoker.data.formats.images import is_below
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, DatasetWriter
+from stoker.data.formats.yolo import YAML_SUFFIXES
+from stoker.data.images import source as image_source
+from stoker.data.validation.problems import ProblemCollector
+
+MAX_LISTED_NAMES = 8
+"""Names in a folder that an error message lists."""
+ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".7z", ".rar")
+
+
+class Format(NamedTuple):
+    """A row of the table of formats. What `recognize` looks for is in `formats.toml`, under the same name."""
+
+    recognize: Callable[[Path], DatasetLayout | None]
+    """The data set in a folder (not in subfolders), or of a file with one of `suffixes`; None if there is none."""
+    read: Callable[[DatasetLayout, ProblemCollector], AnnotationTable]
+    suffixes: tuple[str, ...] = ()
+    """The suffixes, in lower case, of files that can be a data set by themselves."""
+    write: type[DatasetWriter] | None = None
+    """What `stoker data convert` writes it with."""
+
+
+FORMATS = {
+    "coco": Format(coco.recognize, coco.read, (".json",), coco.CocoWriter),
+    "voc": Format(voc.recognize, voc.read, (), voc.VocWriter),
+    "kitti": Format(kitti.recognize, kitti.read),
+    "yolo": Format(yolo.recognize, yolo.read, (".yaml", ".yml", ".data"), yolo.YoloWriter),
+    "tfrecord": Format(tfrecord.recognize, tfrecord.read, tfrecord.SUFFIXES, tfrecord.TfRecordWriter),
+    "openimages": Format(openimages.recognize, openimages.read, (".csv",)),
+    "via": Format(via.recognize, via.read, (".json", ".csv")),
+    "csv": Format(csv.recognize, csv.read, (".csv",)),
+    "cvat": Format(cvat.recognize, cvat.read, (".xml",)),
+    "labelme": Format(labelme.recognize, labelme.read),
+    "label-studio": Format(label_studio.recognize, label_studio.read, (".json",)),
+    "createml": Format(createml.recognize, createml.read, (".json",)),
+    "jsonl": Format(jsonl.recognize, jsonl.read, jsonl.SUFFIXES),
+    "webdataset": Format(webdataset.recognize, webdataset.read, webdataset.SUFFIXES),
+    "parquet": Format(parquet.recognize, parquet.read, parquet.SUFFIXES),
+}
+"""In order of preference."""
+
+
+def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
+    """The layout of a data set: a folder, a file of one, or a pattern of TFRecord files. Reads no annotations. format:
+    detect only this one. Raises DataError if there is none or more than one, UsageError for an unknown format."""
+    if format is not None and format not in FORMATS:
+        raise UsageError(f"{format!r} is not a data format.", choices=FORMATS)
+    if not data.exists():
+        if has_magic(data.name) and (layout := tfrecord.from_glob(data)) is not None:
+            return layout
+        raise _path_not_found(data)
+    data = data.resolve()
+    if data.is_file():
+        return _detect_file(data, format)
+    root_layout = _detect_in_folder(data, format)
+    if root_layout is not None and root_layout.is_certain:
+        return root_layout
+    subdirs = ((path, _detect_in_folder(path, format)) for path in folders.list_subdirs(data).values())
+    nested = [(path, layout) for path, layout in subdirs if layout is not None]
+    candidates = [item for item in nested if item[1].is_certain] or ([] if root_layout is not None else nested)
+    if len(candidates) == 1:
+        path, layout = candidates[0]
+        notes = [f"read from the folder {path.name}/"]
+        if root_layout is not None:
+            hint = f"its images were not found; --format {root_layout.format} reads it"
+            notes.append(f"not read: {root_layout.description}, {hint}")
+        return replace(layout, notes=(*notes, *layout.notes))
+    if candidates:
+        if (merged := _merge_split_folders(data, candidates)) is not None:
+            return merged
+        names = [path.name for path, _ in candidates]
+        raise make_error(DataError, "several-data-sets", data, choices=names, count=len(names), example=data / names[0])
+    if root_layout is not None:
+        return root_layout
+    raise _no_annotations_found(data, format)
+
+
+def layout_of_files(data: Path, files: Sequence[tuple[str, str]]) -> DatasetLayout:
+    """The layout of a data set whose splits have annotation files of their own; their images are near them or in
+    `data`. files: (split, file), relative to the working folder, else to `data`. Raises DataError if a file does not
+    exist or the formats differ."""
+    layouts = [_layout_of_split(data, split, name) for split, name in files]
+    first = layouts[0]
+    if {layout.format for layout in layouts} != {first.format}:
+        formats = ", ".join(f"{name} is {layout.format}" for (_, name), layout in zip(files, layouts, strict=True))
+        raise DataError("The files of the splits have different formats.", cause=formats, fix="convert one of them")
+    root = data.resolve()
+    image_dirs = folders.list_image_dirs(root)
+    parts = [
+        replace(part, image_dirs=tuple(dict.fromkeys((*part.image_dirs, *image_dirs))))
+        for layout in layouts
+        for part in layout.parts
+    ]
+    return replace(
+        first,
+        description=f"{first.format} files of the splits",
+        root=root,
+        parts=tuple(parts),
+        notes=tuple(note for layout in layouts for note in layout.notes),
+        metadata_files=tuple(dict.fromkeys(path for layout in layouts for path in layout.metadata_files)),
+    )
+
+
+def root_of_files(files: Iterable[str]) -> Path:
+    """The folder that contains some annotation files and, by the rules of their formats, their images."""
+    roots = [_layout_of_split(Path(), "train", name).root for name in files]
+    return Path(os.path.commonpath(roots))
+
+
+def _layout_of_split(data: Path, split: str, name: str) -> DatasetLayout:
+    file = Path(name) if Path(name).exists() else data / name
+    if not file.is_file():
+        raise make_error(DataError, "split-file-not-found", Path(name).absolute(), split=split)
+    layout = _detect_file(file.resolve(), None)
+    if len(layout.parts) != 1:
+        raise make_error(DataError, "split-file-with-splits", file, split=split, file=file)
+    return replace(layout, parts=(replace(layout.parts[0], split=split),))
+
+
+def data_file_suffixes(format: str | None = None) -> tuple[str, ...]:
+    """The suffixes, in lower case, of files that are a data set by themselves."""
+    return tuple(suffix for name, spec in FORMATS.items() if format in (None, name) for suffix in spec.suffixes)
+
+
+def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -> DatasetLayout | None:
+    """One data set of split folders that are data sets of the same format; None if they are not."""
+    first = nested[0][1]
+    splits = [folders.SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
+    own_parts = [(split, part) for split, (_, layout) in zip(splits, nested, strict=True) for part in layout.parts]
+    metadata_files = tuple(path for _, layout in nested for path in layout.metadata_files)
+    if (
+        None in splits
+        or len(set(splits)) < len(splits)
+        or any(part.split not in (None, split) for split, part in own_parts)
+        or any(layout.format != first.format for _, layout in nested)
+        or any(path.suffix.lower() in YAML_SUFFIXES for path in metadata_files)
+    ):
+        return None
+    return replace(
+        first,
+        description=f"{first.description} per split folder",
+        root=root,
+        parts=folders.sort_parts(replace(part, split=split) for split, part in own_parts),
+        notes=tuple(f"{path.name}/: {note}" for path, layout in nested for note in layout.notes),
+        metadata_files=metadata_files,
+        others=(),
+    )
+
+
+def _detect_file(data: Path, format: str | None) -> DatasetLayout:
+    file_name = tfrecord.strip_shard_number(data.name).lower()
+    for name, spec in FORMATS.items():
+        is_candidate = format in (None, name) and file_name.endswith(spec.suffixes)
+        if is_candidate and (layout := spec.recognize(data)) is not None:
+            return layout
+    folders.refuse_unread(data)
+    if file_name.endswith(ARCHIVE_SUFFIXES):
+        raise make_error(DataError, "data-in-archive", data, name=data.name)
+    choices = ["a folder", *(f"*{suffix}" for suffix in data_file_suffixes(format) if not suffix.endswith(".gz"))]
+    in_format = f" in the format {format!r}" if format else ""
+    raise make_error(DataError, "file-is-no-data-set", data, choices=choices, name=data.name, in_format=in_format)
+
+
+def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
+    """The data set of a folder, with notes on other formats in it."""
+    layouts: list[DatasetLayout] = []
+    notes = []
+    for name, spec in FORMATS.items():
+        if format not in (None, name):
+            continue
+        try:
+            layout = spec.recognize(folder)
+        except DataError as error:
+            if not any(other.is_certain for other in layouts):
+                raise
+            # a format that is preferred to this one is found already
+            notes.append(f"not read: annotations in the format {name!r}, because of an error: {error.what.rstrip('.')}")
+            continue
+        if layout is not None:
+            layouts.append(layout)
+    if not layouts:
+        return None
+    chosen, *others = sorted(layouts, key=lambda layout: not layout.is_certain)
+    own_files = {part.annotations for part in chosen.parts if part.annotations.is_file()}
+    others = [other for other in others if {part.annotations for part in other.parts} - own_files]
+    return replace(chosen, others=tuple(others), notes=(*notes, *chosen.notes))
+
+
+def _path_not_found(data: Path) -> DataError:
+    parent = next(folder for folder in data.absolute().parents if folder.exists())
+    closest = nearest(data.name, sorted(os.listdir(parent))) if parent == data.absolute().parent else None
+    fix = f"did you mean {parent / closest}?" if closest else 'check the path; "demo" generates a small data set'
+    return make_error(DataError, "data-not-found", data.absolute(), fix=fix, name=str(data), parent=parent)
+
+
+def _no_annotations_found(data: Path, format: str | None) -> DataError:
+    contents = _describe_contents(data)
+    below: list[Path] = []  # the first folders with a data set, below those in which `detect_layout` looks
+    for folder, _ in _walk(data, 2 * MAX_DEPTH):
+        if len(below) < MAX_LISTED_DIRS and not is_below(str(folder), list(map(str, below))):
+            with contextlib.suppress(DataError, OSError):  # it is what the user may look at, not what is read
+                if (layout := _detect_in_folder(folder, format)) is not None and layout.is_certain:
+                    below.append(folder)
+    if below:
+        return make_error(DataError, "data-further-down", data, choices=below, contents=contents, folder=below[0])
+    folders.refuse_unread(data)
+    expected = "; ".join(text for name, text in folders.format_texts().expected.items() if format in (None, name))
+    in_format = f" in the format {format!r}" if format else ""
+    return make_error(DataError, "no-annotations", data, in_format=in_format, contents=contents, expected=expected)
+
+
+def _describe_contents(folder: Path) -> str:
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+    others = [name for name in names if not folders.is_image_name(name)]
+    listed = others[:MAX_LISTED_NAMES]
+    if len(others) > MAX_LISTED_NAMES:
+        listed.append(f"{len(others) - MAX_LISTED_NAMES} more")
+    if len(names) > len(others):
+        listed.append(_plural(len(names) - len(others), "image"))
+    only = "" if others else "only "
+    return f"it contains {only}{', '.join(listed)}" if listed else "the folder is empty"
+
+
+MAX_DEPTH = 3
+"""Levels of folders below the root that are searched."""
+OUTPUT_DIRS = ("runs", "predictions")
+"""Folders that stoker itself writes."""
+MAX_LISTED_DIRS = 5
+
+
+def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector) -> list[str]:
+    """Notes on what is not used; another format with more boxes is a problem, too. table: before images were dropped.
+    problems: those found so far."""
+    notes = [_describe_other(layout, table, other, problems) for other in layout.others]
+    num_unlisted = sum(problem.count for problem in problems.summarize(0) if problem.kind == "not-in-a-split")
+    names_by_dir: dict[str, set[str]] = {}
+    real_dirs = [os.path.realpath(layout.root / folder) for folder in table.folders]
+    for folder_index, name in zip(table.folder_index.tolist(), table.file_names, strict=True):
+        names_by_dir.setdefault(real_dirs[folder_index], set()).add(name)
+    annotation_dirs = {os.path.realpath(part.annotations) for part in layout.parts}
+    texts = []
+    num_unnamed = 0
+    for folder, files in _walk(layout.root):
+        real_dir = os.path.realpath(folder)
+        num_images = len({name for name in files if folders.is_image_name(name)} - names_by_dir.get(real_dir, set()))
+        if real_dir in names_by_dir:
+            num_unnamed += num_images
+            continue
+        num_labels = 0
+        has_labels = num_images > 0 or folder.name.lower() in folders.ANNOTATION_DIRS
+        if has_labels and folder != layout.root and not is_below(real_dir, annotation_dirs):
+            num_labels = sum(name.lower().endswith((".xml", ".txt")) for name in files)
+        counts = ((num_images, "image"), (num_labels, "annotation file"))
+        if parts := [_plural(count, noun) for count, noun in counts if count]:
+            place = "the folder" if folder == layout.root else f"{os.path.relpath(folder, layout.root)}/"
+            texts.append(f"{' and '.join(parts)} in {place}")
+    if len(texts) > MAX_LISTED_DIRS:
+        texts = [*texts[:MAX_LISTED_DIRS], f"data in {len(texts) - MAX_LISTED_DIRS} other folders"]
+    if num_unnamed > num_unlisted:
+        texts.append(f"{_plural(num_unnamed - num_unlisted, 'image')} next to others that no annotation names")
+    return [*notes, *([f"not used: {'; '.join(texts)}"] if texts else [])]
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("s" if count != 1 else "")
+
+
+def _describe_other(
+    layout: DatasetLayout, table: AnnotationTable, other: DatasetLayout, problems: ProblemCollector
+) -> str:
+    counts = ""
+    if image_source.path_to_uri(layout.root) is None:  # in a bucket, each image size would be a request
+        try:
+            num_boxes = len(FORMATS[other.format].read(other, ProblemCollector()).boxes)
+            num_more = num_boxes - len(table.boxes)
+            is_more = ", which are more" if num_more > 0 else ""
+            if num_more > 0:
+                text = f"{other.description}: {num_boxes:,}, {layout.description}: {len(table.boxes):,}"
+                problems.add("more-boxes-in-another-format", f"{text}; --format {other.format} reads it", num_more)
+            counts = f" ({len(table.boxes):,} boxes against {num_boxes:,} of the other{is_more})"
+        except (DataError, OSError) as error:
+            counts = f" (the other cannot be read: {error.what if isinstance(error, DataError) else error})"
+    both = f"found {layout.description} and {other.description}"
+    return f"{both}: read the first{counts}; --format {other.format} reads the other"
+
+
+def _walk(root: Path, max_depth: int = MAX_DEPTH) -> list[tuple[Path, list[str]]]:
+    """(folder, names of its files) of the root and the visible folders below it."""
+    found = []
+    for dirpath, dirnames, files in os.walk(root):
+        depth = len(Path(dirpath).relative_to(root).parts)
+        dirnames[:] = sorted(n for n in dirnames if not n.startswith(".") and not (depth == 0 and n in OUTPUT_DIRS))
+        if depth >= max_depth:
+            dirnames.clear()
+        found.append((Path(dirpath), [name for name in files if not name.startswith(".")]))
+        if len(found) >= folders.MAX_SEARCHED_DIRS:
+            break
+    return found

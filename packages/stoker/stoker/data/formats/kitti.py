@@ -1,0 +1,101 @@
+"""KITTI: `training/label_2/*.txt` with images in `training/image_2/`, a line per object, boxes in pixels.
+
+Also `labels/` with `images/` (NVIDIA TAO), a folder per split, and the lists `ImageSets/train.txt` and `val.txt`.
+`DontCare` regions are crowd boxes of each class: detections in them are neither right nor wrong. Only the class and the
+box of a line are read. Format: https://www.cvlibs.net/datasets/kitti/eval_object.php (its readme.txt).
+"""
+
+import os
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
+
+from stoker.data.formats import folders
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout
+from stoker.data.validation.problems import ProblemCollector
+
+_LINE = re.compile(rb"[^\s\d.+-]\S*(\s+[-+]?[\d.]+(e[-+]?\d+)?){14,15}\s*$", re.IGNORECASE)
+"""A class and 14 numbers, or 15 with a score."""
+
+
+def recognize(folder: Path) -> DatasetLayout | None:
+    """The KITTI data set in a folder (not in subfolders), or None."""
+
+    def has_labels(path: Path) -> bool:
+        heads = map(folders.read_head, folders.list_files(path, ".txt")[: folders.MAX_PROBES])
+        return any(_LINE.match(head.partition(b"\n")[0]) for head in heads)
+
+    found = folders.find_annotated_dirs(folder, has_labels)
+    if not found:
+        return None
+    parts = [folders.file_part(labels, split, folders.list_image_dirs(labels.parent)) for split, labels in found]
+    lists, notes = folders.split_lists(folder / "ImageSets"), []
+    if "train" not in lists and "trainval" in lists:
+        lists = {"train": lists["trainval"]}
+    if "train" in lists and len(parts) == 1:
+        parts = [replace(parts[0], split=name, image_list=lists[name]) for name in ("train", "val") if name in lists]
+        notes += ["not read: ImageSets/test.txt: the test images have no labels"] if "test" in lists else []
+    description = f"KITTI ({os.path.relpath(found[0][1], folder)}/)"
+    return DatasetLayout(format="kitti", description=description, root=folder, parts=tuple(parts), notes=tuple(notes))
+
+
+def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
+    """Reads all label files. Raises DataError if none of the listed images has one."""
+    builder = TableBuilder(layout, problems, box_id_kind="line")
+    ignored: list[Box] = []
+    unlisted: dict[str, tuple[Path, str]] = {}
+    for part in layout.parts:
+        locator = ImageLocator(layout.root, part)
+        files = {file.stem: file for file in folders.list_files(part.annotations, ".txt")}
+        found = {name: locator.find(f"{name}.png", f"{name}.jpg", name) for name in files}
+        images = {name: image or (part.image_dirs[0], f"{name}.png") for name, image in found.items()}
+        unlisted = images.copy() if part is layout.parts[0] else unlisted
+        for name in files if part.image_list is None else _read_list(part.image_list):
+            unlisted.pop(name, None)
+            if name not in files:
+                problems.add("no-annotation-file", f"{os.path.relpath(part.image_list or '', layout.root)}: {name}")
+                continue
+            location = os.path.relpath(files[name], layout.root)
+            builder.add_image(ImageFile(*images[name], part.split_index), location)
+            ignored += _read_labels(files[name], location, builder)
+        builder.notes += locator.notes()
+    for folder, name in unlisted.values():
+        problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
+    if not builder.images:
+        raise make_error(DataError, "kitti-without-labels", layout.parts[0].image_list)
+    classes = sorted({str(box.label) for box in builder.boxes})
+    builder.boxes += [box._replace(label=name) for box, name in product(ignored, classes)]
+    if ignored:
+        builder.notes.append(f"{len(ignored):,} × DontCare: a crowd box of each class, in which detections are ignored")
+    return builder.build()
+
+
+def _read_list(file: Path) -> list[str]:
+    """The names in a list, without a suffix or folders."""
+    lines = regular_files.read_text(file, encoding="utf-8-sig", errors="replace").splitlines()
+    return list(dict.fromkeys(Path(line.split()[0]).stem for line in lines if line.strip()))
+
+
+def _read_labels(file: Path, location: str, builder: TableBuilder) -> list[Box]:
+    """Adds the boxes of the image that was added last; returns its DontCare regions."""
+    ignored: list[Box] = []
+    text = regular_files.read_text(file, encoding="utf-8-sig", errors="replace")
+    for line, row in enumerate(text.splitlines(), 1):
+        if not row.strip():
+            continue
+        name, *values = row.split()
+        try:
+            x1, y1, x2, y2 = (float(value) for value in values[3:7])
+        except ValueError:
+            builder.drop_box("malformed-row", f"{location}:{line}: {row[:60]!r}")
+            continue
+        if name.lower() == "dontcare":
+            ignored.append(Box(len(builder.images) - 1, name, (x1, y1, x2, y2), line, is_crowd=True))
+        else:
+            builder.add_box(name, (x1, y1, x2, y2), line)
+    return ignored

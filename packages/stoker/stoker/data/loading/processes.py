@@ -1,0 +1,445 @@
+"""The loader's worker processes, as the training process sees them.
+
+With threads alone, the loader holds the interpreter's lock for about 0.46 ms per sample (`benchmarks/loading/gil.py`),
+so one process cannot feed a device that trains 2,000 images per second. Worker processes run the same worker threads on
+the same code (`process_main.py`) and write pixels and boxes into memory that the training process shares with them
+(`buffers.py`); between processes there is one short message per group of samples. A batch is the same, bit for bit:
+what a sample is depends on its position only, and results are applied in the order of the stream (`loader.py`).
+
+Not for images in a bucket, whose bytes the training process requests ahead, nor for JPEGs that the device decodes.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import numpy as np
+from stoker_watch.errors import OutOfMemoryError, PreflightError, StokerError, make_error
+from stoker_watch.hardware.cgroup import Cgroup
+
+from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout, create_memory
+from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
+from stoker.data.loading.stats import Counters
+from stoker.data.loading.thread_stacks import Stack
+from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from stoker.data.images.pixel_cache import PixelCache
+    from stoker.hardware.device import Device
+
+MIN_CORES = 8
+"""Cores from which on "auto" uses processes. One process decodes as fast as 1 / 0.46 ms allows, which four to eight
+cores do (2 to 4 ms of a core per image): with fewer cores, these are the limit and not the interpreter's lock."""
+CORES_PER_PROCESS, MAX_PROCESSES = 4, 8
+"""So that each process holds its lock for less than half of the time; 8 processes load more than 2,000 images/s."""
+MAX_GROUP_SIZE = 16
+"""Samples of a message: a message costs the training process some 20 µs."""
+MAX_REPORT_BYTES = 1 << 18
+POLL_INTERVAL_MS = 500
+"""How often a wait looks whether the loader was closed by another thread."""
+END_TIMEOUT_S = 5.0
+"""Seconds after which a process that does not end is killed."""
+
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from stoker.data.loading.process_main import main
+main(*map(int, sys.argv[2:]))
+"""
+"""Not as multiprocessing does: `fork` is unsafe with threads or CUDA, and `spawn` imports the user's script again."""
+
+
+def choose_worker_processes(
+    requested: int | Literal["auto"], *, is_cpu: bool, cores: int, is_remote: bool, jpeg_decoder: str
+) -> tuple[int, str]:
+    """(number of worker processes, 0: threads of the training process; the reason)."""
+    if requested == 0:
+        return 0, "--worker-processes 0"
+    if sys.platform != "linux":
+        return 0, "worker processes need Linux"
+    if is_remote:
+        return 0, "images of a bucket are requested ahead by the training process"
+    if jpeg_decoder != "cpu":
+        return 0, "the GPU decodes the images"
+    if requested != "auto":
+        return requested, f"--worker-processes {requested}"
+    if is_cpu:
+        return 0, "training on a CPU needs fewer images than one process loads"
+    if cores < MIN_CORES:
+        return 0, f"{cores} cores decode no more than one process can hand over"
+    count = min(MAX_PROCESSES, cores // CORES_PER_PROCESS)
+    return count, f"one for {CORES_PER_PROCESS} of {cores} cores, so that the interpreter's lock does not limit loading"
+
+
+class WorkerProcesses:
+    """Worker processes, which serve any number of loaders one after the other or at once. They start at once, while
+    the caller does something else; close them after the loaders. Raises PreflightError where they cannot be started."""
+
+    def __init__(self, count: int, device: "Device") -> None:
+        self.count, self._device = count, device
+        self._oom_kills = Cgroup().oom_kills()
+        self._lock = threading.Lock()
+        self._num_streams = 0
+        self._free_rings: list[Ring] = []
+        """Memory of streams that were closed: pinning takes long, so it is used again."""
+        self._controls: list[tuple[socket.socket, Connection]] = []
+        self._asked_for_stacks: set[int] = set()
+        """Processes whose answer is awaited."""
+        self._children: list[subprocess.Popen[bytes]] = []
+        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+        variables = {
+            # The environment's way to say what `device.configure_malloc` says; one thread per worker is enough.
+            "MALLOC_MMAP_THRESHOLD_": str(2**30),
+            "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        self.pin_failure: str | None = None
+        """Why memory could not be pinned, so that copies make the host wait."""
+        self.finalizer = weakref.finalize(self, _end, self._controls, self._children)
+        for number in range(count):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-c", _START, path, str(theirs.fileno()), str(number), str(os.getpid())]
+                self._controls.append((ours, Connection(os.dup(ours.fileno()))))
+                try:
+                    child = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        env=os.environ | variables,
+                        pass_fds=[theirs.fileno()],
+                        process_group=0,  # Ctrl-C in a terminal does not reach it while it starts
+                    )
+                except OSError as error:
+                    self.finalizer()
+                    raise make_error(
+                        PreflightError, "worker-not-started", cause=error.strerror or str(error)
+                    ) from error
+                self._children.append(child)
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def send(self, number: int, request: str, stream: int, *arguments: Any, fds: Sequence[int] = ()) -> None:
+        """Sends a request to process `number`. Raises StokerError where it has died."""
+        control_socket, control = self._controls[number]
+        try:
+            with self._lock:
+                control.send((request, stream, *arguments))
+                if fds:
+                    socket.send_fds(control_socket, [b"\0"], fds)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self.death_error(number) from None
+
+    def death_error(self, number: int) -> StokerError:
+        """How process `number` ended."""
+        child = self._children[number]
+        location = f"process {number + 1} of {self.count} (pid {child.pid})"
+        try:
+            code = child.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return StokerError("A worker process of the loader closed its connection.", location=location)
+        killed = code == -signal.SIGKILL
+        oom_kills = Cgroup().oom_kills()
+        if killed and oom_kills is not None and oom_kills > (self._oom_kills or 0):
+            return make_error(OutOfMemoryError, "worker-out-of-memory", location)
+        what = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        cause = "memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr"
+        return make_error(StokerError, "worker-ended", location, cause=cause, how=what)
+
+    def read_stacks(self, turn: int) -> list[Stack]:
+        """The stacks of loader threads that have arrived since the last call; asks the process whose turn it is for
+        another one. Does not wait, so a process that hangs has no newer ones. From one thread."""
+        arrived: list[Stack] = []
+        number = turn % self.count
+        for asked in sorted(self._asked_for_stacks):
+            control = self._controls[asked][1]
+            with contextlib.suppress(EOFError, OSError):  # it has ended: the loader says so
+                if control.poll():
+                    arrived += control.recv()
+                    self._asked_for_stacks.remove(asked)
+        if number not in self._asked_for_stacks:
+            with contextlib.suppress(StokerError, OSError):
+                self.send(number, "stacks", turn // self.count)
+                self._asked_for_stacks.add(number)
+        return arrived
+
+    def control_fds(self) -> list[int]:
+        return [control_socket.fileno() for control_socket, _ in self._controls]
+
+    def open_pool(
+        self, samples: SampleStream, spec: LoaderSpec, cache: "PixelCache | None", num_slots: int
+    ) -> "ProcessPool":
+        """The processes prepare for the samples of a loader, with memory for `num_slots` batches."""
+        layout = RingLayout(num_slots, spec.batch_size, spec.image_size, spec.max_boxes, self.count)
+        with self._lock:
+            self._num_streams += 1
+            number = self._num_streams
+            ring = next((ring for ring in self._free_rings if ring.layout == layout), None)
+            if ring is not None:
+                self._free_rings.remove(ring)
+        if ring is None:
+            ring = Ring(layout)
+            self.pin_failure = self._device.pin(ring.memory.ctypes.data, ring.memory.nbytes)
+        return ProcessPool(self, number, ring, samples, spec, cache)
+
+    def release(self, ring: Ring) -> None:
+        with self._lock:
+            self._free_rings.append(ring)
+
+    def close(self) -> None:
+        """Ends the processes and frees the memory of closed loaders. May be called twice."""
+        self.finalizer()
+        while self._free_rings:
+            self._device.unpin(self._free_rings.pop().memory.ctypes.data)
+
+
+def _end(controls: list[tuple[socket.socket, Connection]], children: list[subprocess.Popen[bytes]]) -> None:
+    for control_socket, control in controls:
+        control.close()
+        control_socket.close()  # which ends the process
+    for child in children:
+        try:
+            child.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+class ProcessPool:
+    """The same as `WorkerPool`, on worker processes, with buffers in shared memory; may start again after a stop."""
+
+    def __init__(
+        self,
+        processes: WorkerProcesses,
+        number: int,
+        ring: Ring,
+        samples: SampleStream,
+        spec: LoaderSpec,
+        cache: "PixelCache | None",
+    ) -> None:
+        self._processes, self._number, self.ring, self._samples = processes, number, ring, samples
+        ring.clear_counters()
+        self._cache, self._group_size = cache, max(1, min(MAX_GROUP_SIZE, spec.batch_size // processes.count))
+        self._fair_share = -(-len(ring.slots) * spec.batch_size // processes.count)
+        """Samples that a process has at most, so that the others have some."""
+        self.buffers = [
+            HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes, slot) for slot in ring.slots
+        ]
+        self._slot_numbers = {id(buffer): n for n, buffer in enumerate(self.buffers)}
+        self.stopped = True
+        self._has_failed = False
+        self._generation = self._workers = self._num_stopped = self._num_idle = 0
+        self._pending: dict[int, BatchTask] = {}
+        """Slot → the batch in it."""
+        self._backlog: deque[bytes] = deque()
+        """Groups for which the pipe has no room yet."""
+        self._lock = threading.Lock()
+        groups_read, self._groups_fd = os.pipe()
+        os.set_blocking(self._groups_fd, False)
+        self._reports, their_reports = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        cache_fd, cache_arguments = (None, None) if cache is None else cache.shared
+        payload_fd = save_payload(
+            {
+                "index": samples.index,
+                "image_indices": samples.image_indices,
+                "spec": dataclasses.replace(spec, device=None),  # type: ignore[arg-type]  # not used there
+                "cache": cache_arguments,
+            }
+        )
+        fds = [payload_fd, ring.fd, groups_read, their_reports.fileno(), *([] if cache_fd is None else [cache_fd])]
+        self._finalizer = weakref.finalize(self, _close_pool, self._groups_fd, self._reports)
+        try:
+            for process in range(processes.count):
+                processes.send(process, "open", number, ring.layout, len(fds), fds=fds)
+        finally:
+            os.close(payload_fd)
+            os.close(groups_read)
+            their_reports.close()
+
+    def start(self, workers: int) -> None:
+        """Takes batches from now on. The pool is stopped, and none of its batches is used any more. The processes try
+        an image again that is put into quarantine later; `BatchFinalizer` corrects the result."""
+        self.stopped = self._has_failed = False
+        self._num_stopped = self._num_idle = 0
+        self._workers = workers
+        self._pending.clear()
+        self._backlog.clear()
+        self._generation += 1
+        self.ring.clear_counters()
+        for process, count in enumerate(self._threads_per_process(workers)):
+            self._processes.send(
+                process, "start", self._number,
+                self._generation, count, self._group_size, self._fair_share, self._samples.quarantined,
+            )  # fmt: skip
+
+    def _threads_per_process(self, workers: int) -> list[int]:
+        count = self._processes.count
+        return [max(1, workers // count + (process < workers % count)) for process in range(count)]
+
+    def total(self) -> Counters:
+        """The sum over all workers of all processes."""
+        return self.ring.read_counters()
+
+    def resize(self, workers: int) -> None:
+        if workers == self._workers or self.stopped:
+            return
+        for process, count in enumerate(self._threads_per_process(workers)):
+            self._processes.send(process, "resize", self._number, count)
+        self._workers = workers
+
+    def submit_batch(self, batch_task: BatchTask) -> None:
+        """Gives the samples of a batch, whose buffer is one of the stream's, to the processes."""
+        slot, batch_size = self._slot_numbers[id(batch_task.buffer)], len(batch_task.results)
+        self._pending[slot] = batch_task
+        for first in range(0, batch_size, self._group_size):
+            count = min(self._group_size, batch_size - first)
+            self._backlog.append(GROUP.pack(self._generation, batch_task.start + first, slot, first, count, 0))
+        self._send_groups()
+
+    def _send_groups(self) -> None:
+        try:
+            while self._backlog:
+                os.write(self._groups_fd, self._backlog[0])
+                self._backlog.popleft()
+        except BlockingIOError:
+            pass  # the next report comes from a process that has taken one
+        except BrokenPipeError:
+            self._raise_death()
+
+    def collect(self) -> None:
+        """Applies what the processes have reported. Raises StokerError where one has died. Also for another thread than
+        the one that waits, which may then notice up to POLL_INTERVAL_MS later."""
+        self._apply(self._poll(0))
+
+    def _poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        """Waits for reports and for the end of a process."""
+        poller = select.poll()  # a new one, as no other thread can use it meanwhile
+        if (reports_fd := self._reports.fileno()) >= 0:  # not closed meanwhile
+            poller.register(reports_fd, select.POLLIN)
+        for fd in self._processes.control_fds():
+            poller.register(fd, 0)  # poll always reports a closed connection
+        return poller.poll(timeout_ms)
+
+    def wait(self, batch_task: BatchTask) -> None:
+        """Returns when a batch is loaded or the pool was stopped. Raises StokerError where a process has died."""
+        while batch_task.num_missing and not self.stopped:
+            self._apply(self._poll(POLL_INTERVAL_MS))
+
+    def _apply(self, events: list[tuple[int, int]]) -> None:
+        reports_fd = self._reports.fileno()
+        if any(fd == reports_fd for fd, _ in events):
+            with self._lock:
+                while True:
+                    try:
+                        data = self._reports.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
+                    except BlockingIOError:
+                        break
+                    if not data:
+                        break
+                    self._apply_report(*pickle.loads(data))
+                self._send_groups()
+        if not self.stopped and any(fd != reports_fd for fd, _ in events):
+            self._raise_death()
+
+    def _raise_death(self) -> NoReturn:
+        self._has_failed = True
+        control_fds = self._processes.control_fds()
+        dead = [control_fds.index(fd) for fd, _ in self._poll(1000) if fd in control_fds]
+        raise self._processes.death_error(dead[0] if dead else 0)
+
+    def _apply_report(self, kind: str, *report: Any) -> None:
+        if kind == "group loaded":
+            generation, slot, first, count, special = report
+            if generation == self._generation:
+                self._apply_group(slot, first, count, special)
+        elif kind == "stopped":
+            generation, is_idle = report
+            if generation == self._generation:
+                self._num_stopped += 1
+                self._num_idle += is_idle
+        elif kind == "cache full" and self._cache is not None:
+            self._cache.stop_filling(*report)
+        elif kind == "failed":
+            self._has_failed = True
+            raise report[0]
+
+    def _apply_group(self, slot: int, first: int, count: int, special: dict[int, Any]) -> None:
+        batch_task = self._pending[slot]
+        indices = batch_task.buffer.image_index[first : first + count].tolist()
+        batch_task.results[first : first + count] = [SampleResult(image_index, []) for image_index in indices]
+        for k, result in special.items():
+            batch_task.results[k] = result
+        batch_task.num_missing -= count
+        if not batch_task.num_missing:
+            del self._pending[slot]
+
+    def stop(self) -> None:
+        """Asks the processes to drop what they have not begun. Does not wait."""
+        if not self.stopped:
+            self.stopped = True
+            with contextlib.suppress(StokerError):  # one that has died has stopped, too
+                for process in range(self._processes.count):
+                    self._processes.send(process, "stop", self._number)
+
+    def join(self) -> None:
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        count = self._processes.count
+        while not self._has_failed and self._num_stopped < count and (left_s := deadline_s - time.monotonic()) > 0:
+            events = self._poll(1000 * left_s)
+            self._apply(events)
+            if any(fd != self._reports.fileno() for fd, _ in events):
+                break
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no process writes into the stream's memory any more. After `join`."""
+        return self._num_idle == self._processes.count
+
+    def close(self, *, is_idle: bool) -> None:
+        """Ends the stream in all processes. is_idle: none of them writes any more, so the memory may be used again."""
+        if self._finalizer.alive:
+            self._finalizer()
+            if is_idle:
+                self._processes.release(self.ring)
+
+
+def _close_pool(groups_fd: int, reports: socket.socket) -> None:
+    os.close(groups_fd)
+    reports.close()
+
+
+def save_payload(payload: dict[str, Any]) -> int:
+    """A pickled object in memory that processes can map, its arrays apart, so that they need no copies. The number of
+    parts but one and (start, end) of each come first."""
+    buffers: list[pickle.PickleBuffer] = []
+    parts: list[Any] = [pickle.dumps(payload, protocol=5, buffer_callback=buffers.append)]
+    parts += [buffer.raw() for buffer in buffers]
+    ends, end = [], 8 + 16 * len(parts)
+    for part in parts:
+        start = -(-end // 64) * 64
+        end = start + memoryview(part).nbytes
+        ends.append((start, end))
+    fd = create_memory("stoker-index", end)
+    os.pwrite(fd, np.array([len(buffers), *itertools.chain(*ends)], np.int64).tobytes(), 0)
+    for part, (start, end) in zip(parts, ends, strict=True):
+        view = memoryview(part).cast("B")
+        while start < end:  # a call writes 2 GiB at most
+            start += os.pwrite(fd, view[len(view) - (end - start) :], start)
+    return fd

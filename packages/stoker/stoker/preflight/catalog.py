@@ -1,0 +1,103 @@
+"""What probes of `stoker check` share: findings from the texts of `knowledge/check_machine.toml` and
+`check_files.toml`, and programs that run for a limited time.
+
+A probe is a function that returns findings, worst or not. What it could not find out is a finding of severity
+`unknown`, with the reason: never an exception, never silence. A row has the severity and the texts of one finding, with
+{names} for what the probe has measured or read. Where an id has several texts, its rows are called id/variant.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import IO, NamedTuple
+
+import msgspec
+from stoker_watch.findings.finding import Evidence, Finding, Severity
+
+from stoker.knowledge import read_toml
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The texts of a finding."""
+
+    title: str
+    evidence: str = ""
+    fix: str = ""
+    severity: Severity = "warning"
+
+
+@cache
+def rows() -> dict[str, Row]:
+    """All texts by name: id, or id/variant."""
+    return msgspec.convert(read_toml("check_machine.toml") | read_toml("check_files.toml"), dict[str, Row])
+
+
+def describe(name: str, place: str = "", /, *, severity: Severity | None = None, **values: object) -> Finding:
+    """The finding of a row. name: id, or id/variant; severity: where it is not the row's own."""
+    row = rows()[name]
+    title, evidence, fix = (text.format(**values) for text in (row.title, row.evidence, row.fix))
+    return make_finding(name.partition("/")[0], severity or row.severity, title, evidence, fix, place)
+
+
+def make_finding(id: str, severity: Severity, title: str, evidence: str, fix: str = "", place: str = "") -> Finding:
+    """A finding from its parts in their order. evidence: what was measured or read, and from where; may be empty."""
+    items = [Evidence(text=evidence)] if evidence else []
+    return Finding(id=id, severity=severity, title=title, evidence=items, fix=fix, place=place)
+
+
+def unknown(id: str, title: str, evidence: str, fix: str = "") -> Finding:
+    return make_finding(id, "unknown", title, evidence, fix)
+
+
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def last_line(self) -> str:
+        """Of the output, which is JSON if all went well."""
+        return next(iter(self.output.strip().splitlines()[-1:]), "")
+
+    @property
+    def reason(self) -> str:
+        """Of a failure: the exit code and the last line of the errors."""
+        return f"exit code {self.code}: {next(iter(self.errors.strip().splitlines()[-1:]), 'no output')}"
+
+
+def run_program(
+    command: Sequence[str],
+    timeout_s: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    watch: Callable[[str], bool] = lambda _: True,
+) -> Ended:
+    """Waits for the end, in a process group of its own. watch: called ten times a second with the errors so far; False
+    ends the program. Raises subprocess.TimeoutExpired, with the errors as `stderr`, after it has killed the group."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # pipes would wait for grandchildren
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=env, start_new_session=True
+        )
+        end_s = time.monotonic() + timeout_s
+        try:
+            while process.poll() is None:
+                if time.monotonic() >= end_s or not watch(_text(errors)):
+                    raise subprocess.TimeoutExpired(command, timeout_s, stderr=_text(errors).encode())
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(0.1, max(0.0, end_s - time.monotonic())))
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        return Ended(process.returncode, _text(output), _text(errors))
+
+
+def _text(file: IO[bytes]) -> str:
+    """All that was written; the process writes at its own position."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")

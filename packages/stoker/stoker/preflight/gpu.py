@@ -1,0 +1,285 @@
+"""Whether the GPU can be used, and whether anything about it would slow a training down.
+
+Three sources are compared: what shows that a GPU is there, what the driver says (`telemetry/gpu.py`), and a trial in a
+process of its own, which really multiplies and convolves (`hardware/cuda_trial.py`). `check_gpu` collects them as
+`GpuFacts`, from which each rule makes its findings; those about versions and about each GPU are in `gpu_rules.py`.
+Whether the model fits the memory is tried in `planning/check.py`.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from stoker_watch.diagnosis.endings import line_patterns
+from stoker_watch.findings.finding import Finding, Severity
+from stoker_watch.recording.telemetry.environment import detect_container
+from stoker_watch.recording.telemetry.gpu import VERSION_MISMATCH, DriverState, in_host_pid_namespace, read_driver
+from stoker_watch.recording.telemetry.machine import TimeoutWorker, list_process_tree, read_kernel_lines
+from stoker_watch.report import format as fmt
+
+from stoker.hardware import cuda_trial
+from stoker.hardware.cuda_trial import (
+    STAGE,
+    WSL_LIBRARY,
+    TorchDevice,
+    TorchFacts,
+    device_files,
+    gpu_evidence,
+    kernel_driver,
+    pci_gpus,
+    promised_by,
+)
+from stoker.hardware.device import Device
+from stoker.preflight.catalog import describe, run_program
+from stoker.preflight.gpu_rules import (
+    DRIVER_TIMEOUT_S,
+    GpuFacts,
+    Trial,
+    driver_fix,
+    driver_is_too_old,
+    gpu_findings,
+    version_findings,
+    xid_findings,
+)
+
+TRIAL_TIMEOUT_S = 30.0
+"""Importing torch takes 3 s, on a busy machine with a cold disk 20 s and more; CUDA's first start takes 5 s, with many
+GPUs that are not in persistence mode 20 s."""
+IMPORTING = "importing torch"
+TRIAL_SECONDS, DEEP_TRIAL_SECONDS = 0.3, 20.0
+"""Of timed matrix products on each GPU. A clock that heat lowers needs longer to show."""
+SHORT_DRIVER_TIMEOUT_S = 1.5
+TENSORFLOW_TIMEOUT_S = 20.0
+TENSORFLOW_PROGRAM = (
+    "import json, tensorflow as tf; info = tf.sysconfig.get_build_info(); "
+    "print(json.dumps([tf.__version__, bool(tf.test.is_built_with_cuda()), len(tf.config.list_physical_devices('GPU')),"
+    " str(info.get('cuda_version')), str(info.get('cudnn_version'))]))"
+)
+CONTAINER_FIXES = {
+    "kubernetes": "request one: resources.limits nvidia.com/gpu: 1, on a node with NVIDIA's device plugin",
+    "singularity": "start it with --nv",
+    "podman": "start it with --device nvidia.com/gpu=all",
+}
+"""Container → how it gets a GPU."""
+
+
+def check_gpu(
+    *,
+    device: str | None = None,
+    env: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+    deep: bool = False,
+    read_state: Callable[[Mapping[str, str]], DriverState] = read_driver,
+    trial_command: Sequence[str] = (sys.executable, "-m", "stoker.hardware.cuda_trial"),
+    timeout_s: float = TRIAL_TIMEOUT_S,
+    kernel_log: Path = Path("/dev/kmsg"),
+) -> list[Finding]:
+    """device: as `--device`; root: with /sys, /proc, /dev; the other arguments stand for the machine in tests."""
+    if device == "cpu":
+        text, evidence = "training on the CPU was asked for", "--device cpu: GPUs are not looked at"
+        return [describe("device", text=text, evidence=evidence)]
+    seconds = DEEP_TRIAL_SECONDS if deep else TRIAL_SECONDS
+    command = [*trial_command, str(seconds), *([device] if device else [])]
+    limit_s = timeout_s + (10 * DEEP_TRIAL_SECONDS if deep else 0.0)
+    driver, trial = _observe(command, limit_s, TimeoutWorker(lambda: read_state(env), name="driver"))
+    lines = None if driver is None or not driver.num_gpus else read_kernel_lines(log=kernel_log)
+    facts = GpuFacts(device=device, env=env, root=root, driver=driver, trial=trial, kernel_lines=lines)
+    rules = (device_findings, version_findings, gpu_findings, xid_findings)
+    return [finding for rule in rules for finding in rule(facts)]
+
+
+def _observe(
+    command: Sequence[str], timeout_s: float, worker: TimeoutWorker[DriverState]
+) -> tuple[DriverState | None, Trial]:
+    """The driver before the trial, with clocks and links as they were while the GPU was busiest, and the trial."""
+    state = worker.call(DRIVER_TIMEOUT_S)
+    busiest = state
+
+    def watch(_errors: str) -> bool:
+        nonlocal busiest
+        if state is not None and state.gpus and (now := worker.call(1.0)) is not None:
+            busiest = max(busiest or now, now, key=lambda driver: sum(g.sample.utilization or 0.0 for g in driver.gpus))
+        return True
+
+    trial = run_trial(command, timeout_s, watch)
+    worker.stop()
+    if state is None or busiest is None or len(busiest.gpus) != len(state.gpus):
+        return state, trial
+    gpus = []
+    for gpu, under_load in zip(state.gpus, busiest.gpus, strict=True):  # memory and processes: before the trial
+        under_load.sample.memory_used_bytes = gpu.sample.memory_used_bytes
+        gpus.append(msgspec.structs.replace(gpu, sample=under_load.sample))
+    return msgspec.structs.replace(state, gpus=gpus), trial
+
+
+def run_trial(command: Sequence[str], timeout_s: float, watch: Callable[[str], bool]) -> Trial:
+    """Runs the trial program, and kills it after a time. watch: as for `run_program`."""
+    try:
+        ended = run_program(command, timeout_s, watch=watch)
+    except subprocess.TimeoutExpired as expired:
+        stage = _last_stage((expired.stderr or b"").decode(errors="replace"))
+        return Trial(facts=None, stage=stage, error=f"was still {stage} after {timeout_s:.0f} s", timed_out=True)
+    stage = _last_stage(ended.errors)
+    try:
+        return Trial(facts=msgspec.json.decode(ended.last_line, type=TorchFacts), stage=stage)
+    except msgspec.DecodeError:
+        return Trial(facts=None, stage=stage, error=ended.reason)
+
+
+def _last_stage(errors: str) -> str:
+    return next((line.removeprefix(STAGE) for line in reversed(errors.splitlines()) if line.startswith(STAGE)), "")
+
+
+def fix_for(error: str) -> str | None:
+    """What the diagnosis of dead jobs advises for such a message."""
+    lowered = error.lower()
+    for pattern in line_patterns():
+        is_decisive = not pattern.harmless and pattern.traceback_end is None
+        if is_decisive and pattern.literal in lowered and pattern.regex.search(error):
+            return pattern.ending.fix
+    return None
+
+
+def device_findings(facts: GpuFacts) -> Iterator[Finding]:
+    """Training silently on the CPU, with the exact reason; or the GPUs that torch has used."""
+    trial, found = facts.trial, facts.trial.facts
+    is_early = trial.stage in ("", IMPORTING)
+    if trial.timed_out and not gpu_evidence(facts.env, facts.root):
+        yield describe("no_gpu", evidence=f"torch did not answer in time: a process {trial.error}")
+    elif trial.timed_out:
+        yield describe("torch_slow" if is_early else "gpu_hangs", stage=trial.stage, error=trial.error)
+    elif found is None:
+        fix = fix_for(trial.error) or f"{sys.executable} -m stoker.hardware.cuda_trial 0.3 shows the whole output"
+        id = "torch_fails" if is_early else "kernel_fails/process"
+        yield describe(id, stage=trial.stage, error=trial.error, fix=fix)
+    elif found.devices:
+        yield from map(_used_device, found.devices)
+    elif found.num_gpus:
+        gpus = fmt.plural(found.num_gpus, "GPU")
+        yield describe("gpu_index_invalid", device=facts.device, gpus=gpus, last=found.num_gpus - 1)
+    elif found.accelerator == (facts.device or "").partition(":")[0] != "":
+        yield describe("device", text=f"torch uses {found.accelerator}", evidence=f"torch {found.torch}")
+    else:
+        finding = silent_cpu(found, facts.driver, env=facts.env, root=facts.root)
+        if facts.device is not None:  # training would not fall back to the CPU, but end
+            title = finding.title.replace("training would run on the CPU", f"--device {facts.device} does not exist")
+            finding = msgspec.structs.replace(finding, title=title)
+        yield finding
+
+
+def _used_device(device: TorchDevice) -> Finding:
+    place = f"cuda:{device.index}"
+    if device.wrong:
+        return describe("gpu_wrong_results", place, name=device.name, error=device.error)
+    if device.error:
+        fix = fix_for(device.error) or "update the driver and torch together"
+        return describe("kernel_fails/device", place, name=device.name or "the GPU", error=device.error, fix=fix)
+    speed = "" if device.tflops is None else f"; {device.tflops:,.0f} TFLOP/s in 16-bit matrix products"
+    return describe("kernel", place, name=device.name, speed=speed)
+
+
+def silent_cpu(
+    found: TorchFacts, driver: DriverState | None, *, env: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> Finding:
+    """Why torch has no GPU to use, a blocker, with the exact fix. Also for the short form in `stoker train`."""
+    shown = gpu_evidence(env, root)
+    evidence = "; ".join([f"torch {found.torch} finds no GPU", *shown])
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    files, module, container = device_files(root), kernel_driver(root), detect_container(env, root)
+    if found.accelerator not in (None, "cuda"):
+        return describe("accelerator_untested", name=found.accelerator, evidence=evidence)
+    if not shown:
+        return describe("no_gpu", evidence=evidence)
+    if found.cuda is None and found.rocm is None:
+        return describe("cpu_only_build", evidence=evidence)
+    if visible is not None and driver is not None and driver.num_gpus and not driver.gpus:
+        evidence += f"; the driver has {fmt.plural(driver.num_gpus, 'GPU')}"
+        return describe("gpus_hidden", "CUDA_VISIBLE_DEVICES", visible=visible, evidence=evidence)
+    if visible is not None and visible.strip() in ("", "-1"):
+        return describe("gpus_hidden", "CUDA_VISIBLE_DEVICES", visible=visible, evidence=evidence)
+    if driver is not None and driver.error == VERSION_MISMATCH:
+        return describe("driver_mismatch", evidence=f"{evidence}; {driver.reason}")
+    if container is not None and not files and not (root / WSL_LIBRARY).exists():
+        fix = CONTAINER_FIXES.get(container, "start it with `docker run --gpus all` (NVIDIA Container Toolkit)")
+        return describe("container_without_gpu", container=container, evidence=evidence, fix=fix)
+    if module is None and pci_gpus(root):
+        return describe("driver_missing", evidence=evidence)
+    version = (None if driver is None else driver.version) or module
+    if old := driver_is_too_old(found, version):
+        evidence = "; ".join(filter(None, (evidence, found.error)))
+        return describe("driver_old/cpu", old=old, evidence=evidence, fix=driver_fix(found))
+    evidence = "; ".join(filter(None, (evidence, found.error or (driver.reason if driver else None))))
+    if module is None and not files and (promised := promised_by(env)):
+        return describe("gpu_not_usable/promised", promised=promised, evidence=evidence)
+    fix = fix_for(found.error) or "`nvidia-smi` says what the driver finds"
+    return describe("gpu_not_usable/torch", evidence=evidence, fix=fix)
+
+
+def check_tensorflow(
+    *,
+    needed: bool,
+    gpu_is_there: bool,
+    command: Sequence[str] = (sys.executable, "-c", TENSORFLOW_PROGRAM),
+    timeout_s: float = TENSORFLOW_TIMEOUT_S,
+) -> list[Finding]:
+    """Whether TensorFlow sees the GPU, for jobs that use it. needed: such a job is to run, so it is a blocker."""
+    try:
+        ended = run_program(command, timeout_s)
+        version, with_cuda, num_gpus, cuda, cudnn = msgspec.json.decode(
+            ended.last_line, type=tuple[str, bool, int, str, str]
+        )
+    except subprocess.TimeoutExpired:
+        return [describe("tensorflow/slow", seconds=timeout_s)]
+    except msgspec.DecodeError:
+        return [describe("tensorflow/fails", reason=ended.reason)]
+    if num_gpus or not gpu_is_there:
+        return [describe("tensorflow", version=version, gpus=fmt.plural(num_gpus, "GPU"), cuda=cuda)]
+    id = "tensorflow_no_gpu/cuda" if with_cuda else "tensorflow_no_gpu/cpu"
+    severity: Severity = "blocker" if needed else "warning"
+    return [describe(id, severity=severity, version=version, cuda=cuda, cudnn=cudnn)]
+
+
+# The part of the short form in `stoker train` (`short.py`): without a process, on the device that training has.
+
+
+def find_reason(env: Mapping[str, str], root: Path) -> Finding | None:
+    """Why torch does not use the GPU of this machine; None: it has another accelerator, which is used by name."""
+    found = msgspec.convert(cuda_trial.describe_torch() | {"error": cuda_trial.cuda_error()}, TorchFacts)
+    return None if found.accelerator not in (None, "cuda") else silent_cpu(found, ask_driver(env), env=env, root=root)
+
+
+def quick_gpu_findings(device: Device, env: Mapping[str, str], root: Path) -> list[Finding]:
+    """Versions, condition and other users of the GPU that training uses."""
+    present = cuda_trial.present_device(device.torch_device)
+    found = msgspec.convert(cuda_trial.describe_torch() | {"devices": [present]}, TorchFacts)
+    driver = ask_driver(env)
+    facts = GpuFacts(
+        device=str(device.torch_device),
+        env=env,
+        root=root,
+        driver=None if driver is None else without_own(driver, present.index),
+        trial=Trial(facts=found),
+        kernel_lines=read_kernel_lines(),
+    )
+    return [*version_findings(facts), *gpu_findings(facts), *xid_findings(facts)]
+
+
+def without_own(driver: DriverState, index: int) -> DriverState:
+    """Only the GPU of the training, with the processes of others; none in a container with PIDs of its own."""
+    own = set(list_process_tree(os.getpid())) if in_host_pid_namespace() else None
+    gpus = []
+    for state in driver.gpus[index : index + 1]:
+        others = [] if own is None else [process for process in state.processes or [] if process.pid not in own]
+        sample = state.sample if others else msgspec.structs.replace(state.sample, memory_used_bytes=None)
+        gpus.append(msgspec.structs.replace(state, processes=others, sample=sample))
+    return msgspec.structs.replace(driver, gpus=gpus)
+
+
+def ask_driver(env: Mapping[str, str]) -> DriverState | None:
+    worker = TimeoutWorker(lambda: read_driver(env), name="driver")
+    state = worker.call(SHORT_DRIVER_TIMEOUT_S)
+    worker.stop()
+    return state

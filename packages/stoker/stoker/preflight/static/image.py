@@ -1,0 +1,584 @@
+"""What a container image will have, read from its Dockerfile: base image, packages, CUDA, cuDNN, Python, variables.
+
+A Dockerfile is read into stages and the commands of their shells, each word with its line: continuations, comments
+between them, heredocs, the exec form and the values of ARG and ENV are understood, in linear time. Only the stage that
+is built last counts, and what it copies from others. The commands of RUN are recognized, not run: apt, pip, uv, conda,
+CUDA's installer. What is not recognized is unknown, and no rule speaks of it.
+"""
+
+import bisect
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from stoker_watch.findings.finding import Finding
+
+from stoker.preflight.catalog import describe
+from stoker.preflight.static import requirements
+from stoker.preflight.static.requirements import Options, Package, Requested, read_package, read_text
+from stoker.preflight.static.tables import IMAGES, PACKAGES, TENSORFLOW, UBUNTU, Minor, cuda_of_tag, minor
+
+MAX_BYTES = 1 << 18
+MAX_CONTEXT_LEVELS = 3
+"""How far above the Dockerfile the folder may be that `docker build` is given."""
+_INSTRUCTION = re.compile(r"\s*([A-Za-z]+)\s*")
+_FLAG = re.compile(r"--[a-z-]+(?:=\S*)?\s+")
+_HEREDOC = re.compile(r"(?<!<)<<(?!<)-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1")
+_SHELL_HEREDOC = re.compile(r"\s*(?:--\S+\s+)*(?:(?:/bin/)?(?:ba)?sh\b[^<]*)?<<")
+"""A heredoc that a shell runs; every other one is the input of another program."""
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_VARIABLE = re.compile(r"\\\$|\$(?:\{(\w+)(?::?-([^{}$]*))?\}|(\w+))")
+_QUOTED = r"""'[^']*+'?|"(?:\\.|[^"\\])*+"?|\\."""
+_WORD = re.compile(rf"(?P<word>(?:{_QUOTED}|[^\s'\"])++)", re.DOTALL)
+_SHELL_TOKEN = re.compile(
+    r"(?P<end>[;&|\n()])|(?P<redirection>\d*[<>][<>&-]*[ \t]*[^\s;&|()]*)|(?P<comment>\#[^\n]*)"
+    rf"|(?P<word>(?:{_QUOTED}|\$\(|[^\s'\";&|()<>])++)",
+    re.DOTALL,
+)
+"""Words, and what is between them: ends of commands, redirections with their target, comments."""
+_QUOTES = re.compile(r"""'([^']*)'?|"((?:\\.|[^"\\])*)"?|\\(.)""", re.DOTALL)
+_UBUNTU_TAG = re.compile(r"ubuntu[:-]?(\d\d\.\d\d|" + "|".join(row.name for row in UBUNTU.values()) + r")")
+_INDEX_OPTIONS = ("-i", "--index-url", "--default-index", "--extra-index-url", "-f", "--find-links", "--index")
+"""The first three ask no other index."""
+_INSTALLERS = re.compile(r"(?:\S*/)?(?:pip|python|uv|conda|mamba)[\d.]*")
+"""What `conda run` may run that installs."""
+_CONDA_VERBS = ("install", "create", "update", "env")
+
+
+class Word(NamedTuple):
+    text: str
+    line: int
+
+
+class Copy(NamedTuple):
+    """A COPY or ADD."""
+
+    origin: str | None
+    """Of `--from`."""
+    sources: tuple[str, ...]
+    target: str
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    """FROM, RUN, … in capitals."""
+    text: str
+    """Its arguments as one line, without continuations; heredocs follow it, line by line."""
+    starts: tuple[int, ...]
+    """Offsets in `text` at which a line of the file begins."""
+    lines: tuple[int, ...]
+
+    @property
+    def line(self) -> int:
+        return self.lines[0]
+
+    def words(self, *, shell: bool = False) -> list[Word]:
+        """The words of the first line, or of the exec form `["pip", "install"]`, without their quotes. shell: those
+        that a shell sees, also in its heredocs, without comments and redirections, with "\n" after each command."""
+        head, _, body = self.text.partition("\n")
+        end = len(self.text) if shell and body and _SHELL_HEREDOC.match(head) else len(head)
+        pattern = _SHELL_TOKEN if shell else _WORD
+        found = self.exec_form()
+        if found:
+            return found
+        for match in pattern.finditer(self.text, 0, end):
+            line = self.lines[max(0, bisect.bisect_right(self.starts, match.start()) - 1)]
+            if match.lastgroup == "word":
+                found.append(Word(_QUOTES.sub(lambda part: part[1] or part[2] or part[3] or "", match[0]), line))
+            elif match.lastgroup == "end":
+                found.append(Word("\n", line))
+        return found
+
+    def exec_form(self) -> list[Word]:
+        """Empty for every other form."""
+        try:
+            words = json.loads(self.text) if self.text.lstrip().startswith("[") else []
+        except (ValueError, RecursionError):
+            return []
+        return [Word(word, self.line) for word in words] if all(isinstance(word, str) for word in words) else []
+
+
+@dataclass
+class Stage:
+    """What one FROM begins."""
+
+    image: str
+    """As it is after substitution; it still has a `$` where a value is unknown."""
+    name: str
+    line: int
+    variables: dict[str, str] = field(default_factory=dict)
+    """ARG and ENV of the stage, as far as they are known at its end."""
+    environment: dict[str, Word] = field(default_factory=dict)
+    """ENV alone, with lines."""
+    commands: list[tuple[Word, ...]] = field(default_factory=list)
+    """The simple commands of RUN, in order: words without operators and redirections."""
+    copies: list[Copy] = field(default_factory=list)
+
+
+def read_instructions(text: str) -> Iterator[Instruction]:
+    """Raises nothing: what is no instruction is left out."""
+    lines = [line.rstrip() for line in text.removeprefix("\ufeff").split("\n")]
+    last_line_of = {line.strip(): index for index, line in enumerate(lines)}
+    index = 0
+    while index < len(lines):
+        head: list[str] = []
+        numbers: list[int] = []
+        continued = True
+        while continued and index < len(lines):
+            line = lines[index]
+            index += 1
+            if line and not line.lstrip().startswith("#"):
+                continued = line.endswith("\\")
+                head.append(line.removesuffix("\\"))
+                numbers.append(index)
+            elif not head:
+                break
+        match = _INSTRUCTION.match(head[0]) if head else None
+        if match is None:
+            continue
+        name, head[0] = match[1].upper(), head[0][match.end() :]
+        words = "".join(head)
+        body: list[str] = []
+        for heredoc in _HEREDOC.finditer(words) if name in ("RUN", "COPY", "ADD") else ():
+            while last_line_of.get(heredoc[2], -1) >= index:
+                index += 1
+                if lines[index - 1].strip() == heredoc[2]:
+                    break
+                body.append(lines[index - 1])
+                numbers.append(index)
+        lengths = [*map(len, head[:-1]), len(head[-1]) + 1, *(len(line) + 1 for line in body)]
+        starts = itertools.accumulate(lengths[:-1], initial=0)
+        yield Instruction(name, "\n".join([words, *body]), tuple(starts), tuple(numbers))
+
+
+def read_stages(text: str) -> list[Stage]:
+    """The stages of a Dockerfile. One that begins with another has that one's variables, commands and copies first."""
+    stages: list[Stage] = []
+    before: dict[str, str] = {}
+    for instruction in read_instructions(text):
+        name = instruction.name
+        if name == "FROM":
+            stages.append(_stage(instruction, before, stages))
+        elif not stages:
+            if name == "ARG":
+                before |= {key: word.text for key, word in _assignments(instruction, before)}
+        elif name == "ARG":
+            for key, word in _assignments(instruction, stages[-1].variables):
+                if word.text or key in before:
+                    stages[-1].variables.setdefault(key, word.text or before[key])
+        elif name == "ENV":
+            stages[-1].environment |= dict(_assignments(instruction, stages[-1].variables))
+            stages[-1].variables |= {key: word.text for key, word in stages[-1].environment.items()}
+        elif name == "RUN":
+            stages[-1].commands += run_commands(instruction, stages[-1].variables)
+        elif name in ("COPY", "ADD"):
+            words = [substitute(word.text, stages[-1].variables) for word in instruction.words()]
+            origin = next((word.removeprefix("--from=") for word in words if word.startswith("--from=")), None)
+            *sources, target = [word for word in words if not word.startswith("--")] or [""]
+            stages[-1].copies.append(Copy(origin, tuple(sources), target))
+    return stages
+
+
+def _stage(instruction: Instruction, before: dict[str, str], stages: list[Stage]) -> Stage:
+    words = substitute(_FLAG.sub("", instruction.text), before).split()
+    image = words[0] if words else ""
+    name = words[2] if len(words) > 2 and words[1].lower() == "as" else str(len(stages))
+    base = next((stage for stage in stages if stage.name.lower() == image.lower()), None)
+    return Stage(image, name, instruction.line) if base is None else dataclasses.replace(copy.deepcopy(base), name=name)
+
+
+def _assignments(instruction: Instruction, variables: dict[str, str]) -> list[tuple[str, Word]]:
+    """The names and values of ARG, empty where it has none, and of ENV, also in its old form `ENV NAME a value`."""
+    words = instruction.words()
+    if instruction.name == "ENV" and words and "=" not in words[0].text:
+        value = " ".join(instruction.text.split(maxsplit=1)[1:]).strip().strip("\"'")
+        return [(words[0].text, Word(substitute(value, variables), words[0].line))]
+    pairs = ((word.text.partition("="), word.line) for word in words)
+    return [(key, Word(substitute(value, variables), line)) for (key, _, value), line in pairs]
+
+
+MAX_EXPANDED_CHARS = 1 << 16
+
+
+def substitute(text: str, variables: dict[str, str]) -> str:
+    """The text with $NAME, ${NAME} and ${NAME:-default} replaced. What is unknown stays as it is, and what would make
+    the text longer than MAX_EXPANDED_CHARS: a few lines that double a value fill any memory."""
+    length = 0
+
+    def value(match: re.Match[str]) -> str:
+        nonlocal length
+        name = match[1] or match[3]
+        found = variables.get(name) or match[2] or variables.get(name, match[0])
+        length += len(found)
+        return found if length <= MAX_EXPANDED_CHARS else match[0]
+
+    return _VARIABLE.sub(value, text)
+
+
+def run_commands(instruction: Instruction, variables: dict[str, str]) -> list[tuple[Word, ...]]:
+    """The simple commands of a RUN, with the values of ARG, ENV and the shell's own variables. Words in quotes stay
+    whole, a variable alone is split into its words."""
+    if words := instruction.exec_form():
+        return [tuple(Word(substitute(word.text, variables), word.line) for word in words)]
+    commands: list[tuple[Word, ...]] = []
+    current: list[Word] = []
+    known = dict(variables)
+    for word in (*instruction.words(shell=True), Word("\n", 0)):
+        if word.text == "\n":
+            if current and all(_ASSIGNMENT.match(part.text) for part in current):
+                known |= dict(part.text.split("=", 1) for part in current)
+            commands.append(tuple(current))
+            current = []
+        elif current or not word.text.startswith(("--mount=", "--network=", "--security=")):
+            text = substitute(word.text, known)
+            whole = re.fullmatch(r"\$(?:\w+|\{\w+\})", word.text) and text != word.text
+            current += [Word(part, word.line) for part in (text.split() if whole else [text])]
+    return [command for command in commands if command]
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """A CUDA or cuDNN in the image."""
+
+    version: Minor
+    place: str
+    text: str
+    is_base: bool = False
+    exact: bool = True
+    """False: only the major version is known."""
+
+
+@dataclass
+class Image:
+    """What is known."""
+
+    base: str = ""
+    place: str = ""
+    """Of FROM."""
+    file: str = ""
+    without_cuda: bool = False
+    """The base image is known to have none."""
+    without_cudnn: bool = False
+    """The base image is known to have CUDA and no cuDNN, and nothing installs it."""
+    sets_library_path: bool = False
+    cpu_only: bool = False
+    """The base image has a framework without CUDA."""
+    is_unpinned: bool = False
+    python: Minor | None = None
+    ubuntu: str = ""
+    packages: list[Package] = field(default_factory=list)
+    cudas: list[Cuda] = field(default_factory=list)
+    cudnns: list[Cuda] = field(default_factory=list)
+    drivers: list[tuple[str, str]] = field(default_factory=list)
+    """apt packages with a driver: (name, place)."""
+    driver: str | None = None
+    """The machine's, as the user says."""
+    has_gl: bool = False
+    """An apt package brings libGL."""
+    extensions: list[tuple[str, str]] = field(default_factory=list)
+    """Packages that are compiled with the image's nvcc: (name, place)."""
+    environment: dict[str, Word] = field(default_factory=dict)
+    stubs: list[tuple[str, str]] = field(default_factory=list)
+    conda_forge: list[Package] = field(default_factory=list)
+    """Frameworks that conda installs during the build, from a channel that has builds with and without CUDA."""
+    findings: list[Finding] = field(default_factory=list)
+    read_files: set[Path] = field(default_factory=set)
+
+    def get(self, *names: str) -> Package | None:
+        """Of the first of these packages that is there, the last request that the version before it does not meet."""
+        for name in names:
+            current: Package | None = None
+            for package in self.packages:
+                if package.name == name and (current is None or not _keeps(current, package)):
+                    current = package
+            if current is not None:
+                return current
+        return None
+
+    def add(self, package: Package) -> None:
+        """A package, and the CUDA or cuDNN that it is."""
+        self.packages.append(package)
+        name, number = package.name, package.minor
+        if match := re.fullmatch(PACKAGES.pip_cuda, name):
+            cuda = Cuda(number or minor(match[1]), package.place, package.text, exact=number is not None)
+            self.cudas.append(cuda)
+            self.without_cuda = False
+        elif name in ("cudatoolkit", "cuda-toolkit", "cuda-version", "pytorch-cuda"):
+            self.without_cuda = False
+            if number is not None and name != "pytorch-cuda":
+                self.cudas.append(Cuda(number, package.place, package.text))
+        elif (package.source == "conda" and name == "cudnn") or re.fullmatch(PACKAGES.pip_cudnn, name):
+            self.without_cuda = self.without_cudnn = False
+            if number is not None:
+                self.cudnns.append(Cuda(number, package.place, package.text))
+
+    def add_requested(self, path: Path, *, name: str, options: Options) -> None:
+        """What a file of requirements asks for. Raises OSError, ValueError. name: how its places call it."""
+        self.read_files.add(path.resolve())
+        requested = Requested()
+        requested.read(path, name, options)
+        for package in requested.packages:
+            self.add(package)
+        self.python = self.python or requested.python
+        for missing in requested.missing:
+            self.add_missing(*missing)
+
+    def add_missing(self, name: str, place: str, reason: str) -> None:
+        """A file of requirements that could not be read."""
+        self.findings.append(describe("requirements_not_found", place, name=name, reason=reason))
+
+
+def _keeps(current: Package, later: Package) -> bool:
+    """Whether pip leaves what is installed."""
+    if later.options.upgrade:
+        return False
+    if current.version is not None:
+        version = current.version + (f"+{current.local}" if current.local else "")
+        return later.allows(version)
+    return not later.specifier or (current.source == "image" and later.minor is None)
+
+
+def read_image(path: Path, *, given: Path | None = None) -> Image:
+    """The image of a Dockerfile. given: a requirements file that `-r` of its name means. Raises OSError, ValueError."""
+    stages = read_stages(read_text(path, MAX_BYTES))
+    if not stages:
+        raise ValueError("has no FROM: is it a Dockerfile?")
+    return _Reader(path, stages, given).read()
+
+
+def _arguments(words: Sequence[Word], with_value: frozenset[str]) -> Iterator[tuple[str, Word]]:
+    """(option, value) of each option of a command, ("", argument) of the others. with_value: those that take a word."""
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.text.partition("=") if word.text.startswith("--") else (word.text, "", "")
+        if not word.text.startswith("-"):
+            yield "", word
+        elif equals or option not in with_value:
+            yield option, Word(value, word.line)
+        else:
+            yield option, next(rest, Word("", word.line))
+
+
+class _Reader:
+    """Reads the commands of the last stage into an Image."""
+
+    def __init__(self, path: Path, stages: list[Stage], given: Path | None) -> None:
+        self.path = path
+        self.stages = stages
+        self.stage = stages[-1]
+        self.given = given
+        self.image = Image(self.stage.image, f"{path}:{self.stage.line}", str(path), environment=self.stage.environment)
+        self.channels: set[str] = set()
+        """Of conda's configuration."""
+
+    def read(self) -> Image:
+        image = self.image
+        _read_base(image)
+        for origin, sources, _ in self.stage.copies:
+            other = next((stage for stage in self.stages if stage is not self.stage and stage.name == origin), None)
+            if other is None or not any(re.search(IMAGES.carried, source.rstrip("/") or "/") for source in sources):
+                continue
+            carried = _Reader(self.path, [*self.stages[: self.stages.index(other)], other], self.given).read()
+            image.packages += carried.packages
+            image.findings += carried.findings
+            image.without_cuda = image.without_cuda and not carried.cudas
+        depth = 0
+        for command in self.stage.commands:
+            depth += (command[0].text in ("if", "case")) - (command[0].text in ("fi", "esac"))
+            if not depth:  # what happens under a condition is not known
+                self.command(command)
+        words = [text for origin, sources, _ in self.stage.copies for text in (origin or "", *sources)]
+        words += [word.text for command in self.stage.commands if command[0].text != "rm" for word in command]
+        mentioned = " ".join(words).lower().replace("and-cuda", "")
+        image.without_cuda = image.without_cuda and "cuda" not in mentioned
+        image.without_cudnn = image.without_cudnn and "cudnn" not in mentioned
+        sets_path = re.search("ld_library_path|ldconfig", mentioned) is not None
+        image.sets_library_path = sets_path or "LD_LIBRARY_PATH" in image.environment
+        return image
+
+    def place(self, word: Word) -> str:
+        return f"{self.path}:{word.line}"
+
+    def command(self, words: tuple[Word, ...]) -> None:
+        texts = [word.text for word in words]
+        while texts and re.fullmatch(r"sudo|exec|time|then|do|if|-E|env|\w+=.*", texts[0], re.DOTALL):
+            texts, words = texts[1:], words[1:]
+        if not texts:
+            return
+        program = PurePosixPath(texts[0]).name
+        for word in words if program in ("sh", "bash") else words[:1]:
+            if match := re.search(PACKAGES.runfile, word.text):
+                self.add_cuda(minor(match[1]), word, match[0])
+        if "stubs/libcuda.so" in " ".join(texts[1:-1]) and texts[-1].endswith("libcuda.so.1"):
+            path = self.stage.environment.get("LD_LIBRARY_PATH")
+            if "/stubs/" not in texts[-1] or (path is not None and "/stubs" in path.text):
+                self.image.stubs.append((texts[-1], self.place(words[-1])))
+        if re.fullmatch(r"python[\d.]*|pypy\d*", program) and texts[1:3] in (["-m", "pip"], ["-m", "uv"]):
+            program, words = texts[2], words[2:]
+        if program in ("apt-get", "apt", "aptitude", "yum", "dnf", "microdnf") and "install" in texts:
+            self.apt(words[texts.index("install") + 1 :])
+        elif program in ("conda", "mamba", "micromamba") and texts[1:2] == ["run"]:
+            runs = (n for n, text in enumerate(texts[2:], 2) if _INSTALLERS.fullmatch(text))
+            self.command(words[next(runs, len(words)) :])
+        elif program in ("conda", "mamba", "micromamba"):
+            self.conda(words[1:])
+        elif program == "uv" and len(words) > 1 and words[1].text == "pip":
+            self.pip(words[2:])
+        elif re.fullmatch(r"pip[\d.]*", program):
+            self.pip(words[1:])
+
+    def add_cuda(self, version: Minor, word: Word, text: str) -> None:
+        self.image.cudas.append(Cuda(version, self.place(word), text))
+        self.image.without_cuda = False
+
+    def apt(self, words: tuple[Word, ...]) -> None:
+        image = self.image
+        ubuntu = UBUNTU.get(image.ubuntu)
+        for word in words:
+            text = word.text
+            if match := re.fullmatch(PACKAGES.apt_cuda, text):
+                self.add_cuda(minor(match[1]), word, text)
+            elif text == "nvidia-cuda-toolkit" and ubuntu and ubuntu.cuda_toolkit:
+                self.add_cuda(ubuntu.cuda_toolkit, word, text)
+            elif match := re.fullmatch(PACKAGES.apt_cudnn, text):
+                image.cudnns.append(Cuda(minor(match[2] or match[1]), self.place(word), text, exact=bool(match[2])))
+            image.has_gl = image.has_gl or re.search(PACKAGES.apt_gl, text) is not None
+            if re.fullmatch(PACKAGES.driver, text.partition("=")[0]):
+                image.drivers.append((text, self.place(word)))
+            if match := re.fullmatch(r"python(3\.\d+)(?:-\w+)?", text):
+                image.python = minor(match[1])
+            elif re.fullmatch(r"python3(?:-pip|-dev|-venv)?|python-is-python3", text) and ubuntu:
+                image.python = image.python or ubuntu.python
+
+    def conda(self, words: tuple[Word, ...]) -> None:
+        texts = [word.text for word in words]
+        if texts[:1] == ["config"] and texts[2:3] == ["channels"] and texts[1] in ("--add", "--append", "--prepend"):
+            self.channels.update(texts[3:])
+        if not any(word.text in _CONDA_VERBS for word in words):
+            return
+        arguments = list(_arguments(words, PACKAGES.conda_values))
+        channels = self.channels | {value.text for option, value in arguments if option in ("-c", "--channel")}
+        for option, word in arguments:
+            if option in ("-f", "--file") and word.text:
+                self.requirements_file(word, Options())
+            if option or word.text in _CONDA_VERBS:
+                continue
+            package = requirements.read_conda_package(word.text, place=self.place(word))
+            if package is None:
+                continue
+            if package.name == "python" and package.minor:
+                self.image.python = package.minor
+            self.image.add(package)
+            if package.name in ("torch", "tensorflow") and "pytorch" not in channels:
+                self.image.conda_forge.append(package)
+
+    def pip(self, words: tuple[Word, ...]) -> None:
+        verb = next((word for word in words if not word.text.startswith("-")), None)
+        rest = [word for word in words if word is not verb]
+        if verb is not None and verb.text == "uninstall":
+            gone = {word.text.lower().replace("_", "-") for word in rest}
+            self.image.packages = [package for package in self.image.packages if package.name not in gone]
+        if verb is None or verb.text != "install":
+            return
+        options, files, names = Options(), [], []
+        for option, word in _arguments(rest, PACKAGES.pip_values):
+            index = requirements.wheel_index(word.text) if option in _INDEX_OPTIONS else ""
+            if option == "--torch-backend" and word.text != "auto":
+                index = word.text
+            if option.startswith("-r") or option == "--requirement":
+                files.append(word if word.text else Word(option[2:], word.line))
+            elif index:
+                alone = option in (*_INDEX_OPTIONS[:3], "--torch-backend")
+                options = dataclasses.replace(options, index=index, index_alone=alone, index_place=self.place(word))
+            elif option in ("-U", "--upgrade", "--force-reinstall"):
+                options = dataclasses.replace(options, upgrade=True)
+            elif option == "--no-deps":
+                options = dataclasses.replace(options, no_deps=True)
+            elif option in ("", "-e", "--editable"):
+                names.append(word)
+        for word in files:
+            self.requirements_file(word, options)
+        for word in names:
+            if re.search(PACKAGES.extension, word.text.lower()) and ".whl" not in word.text:
+                self.image.extensions.append((word.text, self.place(word)))
+            if package := read_package(word.text, place=self.place(word), options=options):
+                self.image.add(package)
+        is_framework_named = files or any(word.text.startswith(("torch", "tensorflow")) for word in names)
+        if options.index == "cpu" and not is_framework_named:  # it is a dependency of what is installed
+            self.image.packages.append(Package("torch", "", options.index_place, "torch", options=options))
+
+    def requirements_file(self, word: Word, options: Options) -> None:
+        """Reads the file of `-r`, if COPY takes it from the folder of the Dockerfile or the two above."""
+        name = PurePosixPath(word.text)
+        found = self.find_file(name)
+        if found is None:
+            if self.given is None or self.given.name != name.name:
+                reason = "it is not in the folder of the Dockerfile, nor in the two above it"
+                self.image.add_missing(word.text, self.place(word), reason)
+        elif found.resolve() not in self.image.read_files:
+            shown = os.path.normpath(self.path.parent / os.path.relpath(found, self.path.resolve().parent))
+            try:
+                self.image.add_requested(found, name=shown, options=options)
+            except (OSError, ValueError) as error:
+                self.image.add_missing(word.text, self.place(word), requirements.reason_of(error))
+
+    def find_file(self, name: PurePosixPath) -> Path | None:
+        """The file, by its own path without the folders of the image, or by that of the COPY which makes it."""
+        parts = name.parts[1:] if name.is_absolute() else name.parts
+        names = [
+            source.lstrip("/")
+            for origin, sources, target in self.stage.copies
+            for source in (sources if origin is None else ())
+            if name.name in (PurePosixPath(source).name, PurePosixPath(target).name if len(sources) == 1 else "")
+        ]
+        names += ["/".join(parts[first:]) for first in range(len(parts))]
+        roots = list(self.path.resolve().parents)[:MAX_CONTEXT_LEVELS]
+        candidates = ((root / candidate).resolve() for root in roots for candidate in names)
+        found = (path for path in candidates if path.is_file() and any(path.is_relative_to(root) for root in roots))
+        return next(found, None)
+
+
+def _read_base(image: Image) -> None:
+    """What is known of the base image by its name."""
+    name = image.base.partition("@")[0]
+    image.without_cuda = bool(re.match(IMAGES.without_cuda, name))
+    if match := _UBUNTU_TAG.search(name):
+        image.ubuntu = next((release for release, row in UBUNTU.items() if row.name == match[1]), match[1])
+    if match := re.search(r"(?:^|/|uv:)python:?(3\.\d+)", name):
+        image.python = minor(match[1])
+    matches = ((row, match) for row in IMAGES.known if (match := re.search(row.pattern, name)))
+    row, match = next(matches, (None, None))
+    if row is None or match is None:
+        return
+    found = match.groupdict()
+    version, flavor = (found.get("version") or "").replace("-", "."), found.get("flavor") or ""
+    framework = (found.get("framework") or row.framework).replace("pytorch", "torch")
+    framework = "tensorflow" if framework == "tf" else framework
+    tag = name.rpartition(":")[2] if ":" in name.rpartition("/")[2] else ""
+    image.is_unpinned = bool(row.floating_tag and re.match(row.floating_tag, tag))
+    image.cpu_only = flavor == "cpu" or (row.plain_is_cpu and not flavor)
+    if python := found.get("python"):
+        image.python = Minor((int(python[0]), int(python[1:])))
+    cuda_text, cudnn = found.get("cuda") or "", found.get("cudnn")
+    cuda = cuda_of_tag(cuda_text) or (minor(cuda_text) if cuda_text else None)
+    image.without_cudnn = "cudnn" in found and cudnn is None
+    if row.plain_is_cpu and flavor and version and (build := TENSORFLOW.get(minor(version))):
+        cuda = build.cuda
+        image.cudnns.append(Cuda(build.cudnn, image.place, image.base, is_base=True))
+    if cuda is not None:
+        image.cudas.append(Cuda(cuda, image.place, name, is_base=True))
+    if cudnn is not None:
+        image.cudnns.append(Cuda(minor(cudnn or "9"), image.place, name, is_base=True, exact=False))
+    if framework:
+        specifier = f"=={version}" if version.count(".") > 1 else f"=={version}.*" if version else ""
+        options = Options(index=f"cu{cuda[0]}{cuda[1]}" if cuda and framework == "torch" else "")
+        package = Package(framework, specifier, image.place, image.base, source="image", options=options)
+        image.packages.append(package)

@@ -1,0 +1,1 @@
+"""What a training and the commands about data and models show: on a terminal, as pages, and in TensorBoard."""

@@ -1,0 +1,248 @@
+"""A training from its first line to its last: chooses or opens the run, builds it, trains (`loop.py`), records its end.
+
+What is chosen is in `run_selection.py`, what is built in `start.py`. Errors end the run with the exit codes of
+`errors.py`, each as an event; after a signal the state is saved, and the exit code is 75. `--dry-run` only says what a
+training would do (`print_plan`); its settings are derived as for a training, with the trials of the batch size.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from stoker_watch.durations import parse_duration
+from stoker_watch.errors import Preempted, StokerError
+from stoker_watch.monitor.monitor import monitoring
+from stoker_watch.monitor.options import MonitoringOptions
+from stoker_watch.report.format import count, duration, plural
+from stoker_watch.runs.records import WARNING_KINDS
+from stoker_watch.storage.uri import display_path, is_uri
+
+from stoker.config.settings import Config, settings_table
+from stoker.data.index import Index
+from stoker.hardware.device import Device
+from stoker.hardware.memory_errors import out_of_memory_as_error
+from stoker.models import get_architecture
+from stoker.models.weights.hub import find_weights
+from stoker.report.terminal import Screen
+from stoker.training import bucket_run, run_selection, start
+from stoker.training.bucket_run import VertexFolders, copying_results, vertex_folders
+from stoker.training.cluster import Devices, find_place
+from stoker.training.defaults.derive import total_steps
+from stoker.training.defaults.model_choice import STEP_OVERHEAD_S, estimate_images_per_second
+from stoker.training.local_ranks import Result
+from stoker.training.loop import Training
+from stoker.training.own_stacks import OwnStacks
+from stoker.training.ranks import Ranks, joined
+from stoker.training.recorder import open_folder
+from stoker.training.state import TrainSetup
+from stoker.training.stopper import NoticeWatcher, StopRequest, stop_on_signals
+
+IMPORTANT_SETTINGS = (
+    "data", "model", "weights", "image-size", "max-duration", "batch-size", "lr", "precision", "device", "workers",
+)  # fmt: skip
+"""Those that are always printed; others only if the user set them, or with `--verbose`."""
+
+
+def train(
+    user_config: Config,
+    *,
+    run_dir: str | None = None,
+    resume: str | None = None,
+    accept_changed_data: bool = False,
+    started_s: float | None = None,
+    trace: bool = False,
+    monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
+    log_format: Literal["text", "json"] = "text",
+    verbose: bool = False,
+    exit_when_hung: bool = False,
+    after_evaluation: Callable[[], str | None] | None = None,
+) -> Result:
+    """Trains until the requested length is reached.
+
+    run_dir: folder or URI of the run; resume: an unfinished run to continue, with its own settings;
+    accept_changed_data: continue a run also if its data set changed; started_s: the moment of `time.perf_counter` from
+    which the ledger counts, default now; trace: keep Chrome traces of some steps; monitor: alerts and metrics while it
+    runs; log_format: json writes JSON lines to stdout and text to stderr; verbose: print every setting; exit_when_hung:
+    end the process with code 7 if the training hangs, instead of only recording it; after_evaluation: called by a
+    thread when an evaluation is in the run's events, the reason that it returns stops the training as a signal does.
+    Raises StokerError; `Preempted` after a signal, when everything is saved.
+    """
+    started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
+    monitor.validate()
+    place = find_place()
+    vertex = vertex_folders()
+    if run_dir is None and resume is None:
+        run_dir = vertex.checkpoints
+    finished = None  # a machine that is started again after all have finished must not wait for the others
+    if place is not None and not place.is_one_machine:
+        finished = run_selection.find_finished(user_config, run_dir, resume)
+    with joined(place, finished) as ranks, stop_on_signals() as stop_request, contextlib.ExitStack() as stack:
+        stop_request.after_evaluation = after_evaluation
+        null = None if ranks.is_main else stack.enter_context(Path(os.devnull).open("w"))  # rank 0 has the terminal
+        screen = stack.enter_context(Screen(null or (sys.stderr if log_format == "json" else None)))
+        stacks = OwnStacks()
+        stacks.start()
+        stack.callback(stacks.stop)
+        remote: bucket_run.BucketRun | None = None
+
+        def choose_run() -> tuple[Path | None, Config, list[str]]:
+            nonlocal remote, run_dir, resume
+            given = run_selection.with_absolute_paths(user_config)
+            remote = bucket_run.join_bucket_run(
+                run_dir, resume, given, stop_request=stop_request, stack=stack, note=screen.note
+            )
+            if remote is not None:
+                run_dir, resume = (str(remote.local_dir), None) if resume is None else (None, str(remote.local_dir))
+            return run_selection.choose_run(given, run_dir, resume, stack)
+
+        path, user_config, messages = ranks.share(choose_run)
+        with out_of_memory_as_error("looking for the batch that fits"):
+            resolved = start.resolve_run(user_config, path, ranks)
+        check_stop(stop_request, ranks)
+        folder = open_folder(
+            ranks,
+            lambda: run_selection.open_run_folder(
+                resolved.config, resolved.reasons, path, run_dir, stack, messages, ranks.world_size
+            ),
+        )
+        stacks.folder = folder
+        if remote is not None:
+            messages += remote.messages
+            stack.push(remote.finish)
+        if ranks.is_main:
+            stack.callback(run_selection.write_diagnosis, folder, screen.warning)
+        setup: TrainSetup | None = None
+
+        def current_step() -> int | None:
+            return None if setup is None else setup.state.step
+
+        def log_event(kind: str, text: str, /, **data: Any) -> None:
+            """Prints a line and writes the same line into the run's events."""
+            (screen.warning if kind in WARNING_KINDS else screen.note)(text)
+            folder.event(kind, text, step=current_step(), **data)
+
+        try:
+            if ranks.is_main:
+                stop = functools.partial(stop_request.request, "an alert")
+                stack.enter_context(monitoring(folder, monitor, stop=stop, log=log_format))
+            with (
+                ranks.explaining(),
+                out_of_memory_as_error("training"),
+                contextlib.nullcontext() if remote is None else remote.uploading(stop_request, log_event),
+                copying_results(folder.path, vertex if ranks.is_main else VertexFolders(), log_event),
+            ):
+                _print_settings(screen, resolved, verbose=verbose)
+                for line in messages:
+                    log_event("info", line)
+                processes = start.start_worker_processes(resolved, log_event)
+                if processes is not None:
+                    stack.callback(processes.close)
+                    stacks.processes = processes
+                setup, loaded = start.build(
+                    resolved, folder, log_event, processes, accept_changed_data=accept_changed_data
+                )
+                stack.callback(setup.loader.close)
+                stack.callback(stacks.stop)
+                notices = NoticeWatcher(
+                    lambda notice: stop_request.request(notice.reason, grace_s=notice.grace_s), log_event
+                )
+                stack.callback(notices.stop)
+                notices.start()
+                check_stop(stop_request, ranks)
+                training = Training(
+                    setup, loaded, screen, stop_request, started_s, log_event,
+                    trace=trace, on_hang=os._exit if exit_when_hung else None, stop_stacks=stacks.stop,
+                    adapts_interval="checkpoint_every" in resolved.reasons,
+                )  # fmt: skip
+                loaded = None  # its memory is free from here on
+                metrics = training.run()
+        except BaseException as error:
+            kind = "preempted" if isinstance(error, Preempted) else "failed"
+            text = str(error) if isinstance(error, StokerError) else f"{type(error).__name__}: {error}"
+            exit_code = {"exit_code": error.exit_code} if isinstance(error, StokerError) else {}
+            folder.event(kind, text, step=current_step(), **exit_code)
+            raise
+        return Result(folder.path, setup.state.step, metrics)
+
+
+def check_stop(stop_request: StopRequest, ranks: Ranks) -> None:
+    """Raises Preempted, or the error, if this rank or another was asked to stop. Before the first step."""
+    if ranks.any(stop_request.requested_by is not None):
+        stop_request.request("a signal to another rank")
+        stop_request.check()
+
+
+def _print_settings(screen: Screen, resolved: start.ResolvedRun, *, verbose: bool) -> None:
+    """What the user set and what matters; the rest is in config.toml."""
+    rows = settings_table(resolved.config, resolved.reasons)
+    shown = [row for row in rows if verbose or row[2] is None or row[0] in IMPORTANT_SETTINGS]
+    screen.settings(shown)
+    if len(shown) < len(rows):
+        others = plural(len(rows) - len(shown), "other setting")
+        screen.note(f"{others} have their defaults: --verbose shows them, config.toml of the run keeps them")
+
+
+def print_plan(
+    user_config: Config, *, run_dir: str | None, resume: str | None, verbose: bool, num_devices: int
+) -> None:
+    """Derives everything that `train` would, and prints data warnings, the settings that matter, and the plan. Writes
+    nothing but caches. num_devices: of this machine, which train together. Raises StokerError where `train` would
+    before its first step."""
+    with contextlib.ExitStack() as stack, Screen() as screen:  # the stack holds the lock of a run to be continued
+        user_config = run_selection.with_absolute_paths(user_config)
+        path: Path | None = None
+        messages: list[str] = []
+        if not is_uri(run_dir or resume or ""):
+            path, user_config, messages = run_selection.choose_run(user_config, run_dir, resume, stack)
+        resolved = start.resolve_run(user_config, path, devices=Devices(num_devices, num_devices), fetch=None)
+        url = get_architecture(resolved.config.model.model).urls.get(resolved.config.model.weights)
+        if url is not None and find_weights(url) is None:
+            messages.append(f"downloads {url} first; without a network, --weights none or a file")
+        elif path is None:  # a file of another model is refused, as in a training
+            start.build_initial_model(resolved.config, resolved.index, resolved.device, lambda *_, **__: None)
+        data_messages = start.describe_data(resolved.index)
+        data_messages += [("warning", text) for text in start.warn_about_settings(resolved)]
+        for kind, text in sorted(data_messages, key=lambda message: message[0] != "warning"):
+            (screen.warning if kind == "warning" else screen.note)(text)
+        _print_settings(screen, resolved, verbose=verbose)
+        messages += _describe_training(resolved.config, resolved.index, resolved.device)
+        new = f"writes into {run_dir or 'a new folder below runs/'}"
+        messages.append(new if path is None else f"continues {display_path(path)}")
+        screen.note("plan:")
+        for line in messages:
+            screen.note(f"- {line}")
+        screen.note("nothing was trained or written (--dry-run)")
+
+
+def _describe_training(config: Config, index: Index, device: Device) -> list[str]:
+    run, lines = config.run, []
+    for split, verb in (("train", "trains on"), ("val", "is evaluated on")):
+        indices = index.image_indices(split)
+        num_boxes = int((index.offsets[indices + 1] - index.offsets[indices]).sum())
+        lines.append(f"{verb} {plural(len(indices), 'image')} with {plural(num_boxes, 'box', 'boxes')}")
+    lines[0] += f" of {plural(len(index.class_names), 'class', 'classes')}"
+    num_images, length = len(index.image_indices("train")), parse_duration(run.max_duration)
+    steps = total_steps(length, num_images, run.batch_size)
+    if steps is None:
+        lines.append(f"for {length.value:g} minutes, in batches of {run.batch_size}")
+    else:
+        epochs = steps * run.batch_size / num_images
+        lines.append(f"{count(steps)} steps of {run.batch_size} images: each image is seen {epochs:.3g} times")
+    intervals = ("evaluates", "eval-every", run.eval_every), ("saves", "checkpoint-every", run.checkpoint_every)
+    for verb, name, text in intervals:
+        interval = parse_duration(text, name)
+        when = f"every {interval.value:g} {interval.unit}" if interval.value else "at the end only"
+        lines.append(f"{verb} {when}")
+    if steps is not None and (predicted := start.find_prediction(config, device)) is not None:
+        error = f"± {100 * predicted.step_error:.0f} %, as `stoker plan` predicts a step"
+        lines.append(f"takes about {duration(steps * predicted.step_s)} ({error}), without evaluations")
+    elif steps is not None and device.is_cpu:
+        speed = estimate_images_per_second(get_architecture(config.model.model), config.data.image_size)
+        took_s = steps * (run.batch_size / speed + STEP_OVERHEAD_S)
+        lines.append(f"takes very roughly {duration(took_s)} on this CPU, without evaluations")
+    return lines

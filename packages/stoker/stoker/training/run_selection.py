@@ -1,0 +1,321 @@
+"""Which run a command trains: a new one, or the unfinished one that the same command started. Its folder and lock.
+
+Runs are compared by the settings that the user set, not by derived ones; config.toml tells which are which. The files
+of the folder are in `runs/records.py`; what is built from its settings is in `start.py`.
+"""
+
+import contextlib
+import json
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from stoker_watch.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
+from stoker_watch.recording.telemetry.environment import describe
+from stoker_watch.runs import records
+from stoker_watch.runs.records import CONFIG, EVENTS, RunFolder, is_finished, locked, read_lines, sign_lock
+from stoker_watch.runs.schemas import Event
+from stoker_watch.storage.local_files import write_atomic
+from stoker_watch.storage.uri import display_path, expand_variables, is_uri, parse_uri, to_run_uri
+
+from stoker.config.architectures import model_name
+from stoker.config.settings import PER_ATTEMPT, Config, flag_of, flag_words, from_toml, to_toml
+from stoker.data.formats.finder import data_file_suffixes, root_of_files
+from stoker.training.supervisor import read_restart
+
+RUNS_DIR = Path("runs")
+NO_LOCKS_NOTE = "this storage has no locks: a second process could train the same run"
+
+
+def choose_run(
+    user_config: Config, name: str | None, resume: str | None, stack: contextlib.ExitStack
+) -> tuple[Path | None, Config, list[str]]:
+    """(the unfinished run to continue or None, the user's settings when it was started, messages). name: --run-dir;
+    resume: --resume; local folders, for a run in a bucket its working copy. The lock is held in `stack`. Raises
+    RunFinished if the named run is finished, UsageError if it has other settings or is trained by another process."""
+    if resume is not None:
+        path = records.open_run(resume)
+        if user_config.set_fields().keys() - PER_ATTEMPT or name is not None:
+            given = sorted(user_config.set_fields().keys() - PER_ATTEMPT)
+            told = ["DATA" if field == "data" else f"--{flag_of(field)}" for field in given]
+            flags = ", ".join(f"--{flag_of(field)}" for field in sorted(PER_ATTEMPT))
+            raise UsageError(
+                "--resume takes its settings from the run.",
+                cause=f"given as well: {', '.join([*told, *(['--run-dir'] if name is not None else [])])}",
+                fix=f"stoker train --resume {resume}, which may have {flags}; or start a new run from its weights: "
+                f"--weights {resume}",
+            )
+        refuse_finished(path, None, display_path(path))
+        started = _read_user_config(path).replace(**{"stages": None, **user_config.of_attempt()})
+        return path, started, _lock_run(path, stack)
+    if "data" not in user_config.set_fields():
+        choices = ("a folder", "an annotation file", "demo")
+        raise UsageError("What should be trained on?", choices=choices, fix="stoker train demo")
+    if name is not None:
+        path = Path(expand_variables(name))
+        if not (path / EVENTS).exists():
+            if run := next(path.glob(f"*/{EVENTS}"), None):
+                fix = f"--run-dir {path / 'NAME'}, or none: that makes a new folder"
+                raise UsageError(
+                    "This folder holds runs, and is none itself.", location=path, cause=f"{run.parent} is one", fix=fix
+                )
+            return None, user_config, []
+        refuse_other_settings(path, user_config, "stoker train")
+        return path, user_config, _lock_run(path, stack)
+    messages, others = list[str](), list[str]()
+    for path in reversed(_find_runs(user_config)):
+        if not _has_settings(path, user_config):
+            if not others and (flags := _flags_of_other(path, user_config)):
+                others.append(
+                    f"{path} is unfinished and has other {flags}: starting a new run; --resume {path} continues it"
+                )
+            continue
+        if is_finished(path):
+            _refuse_run_of_this_command(path)
+            messages.append(f"{path} has the same settings and is finished: starting a new run")
+            continue
+        try:
+            acquired = stack.enter_context(locked(path))
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror})"
+            messages.append(f"{path} has the same settings and {reason}: starting a new run")
+            continue
+        if acquired is not False:
+            sign_lock(path)
+            return path, user_config, [] if acquired else [NO_LOCKS_NOTE]
+        messages.append(f"{path} has the same settings and is being trained: starting a new run")
+    return None, user_config, (messages + others)[:1]
+
+
+def refuse_other_settings(path: Path, user_config: Config, command: str) -> None:
+    """Raises RunFinished if the run `path` is finished, UsageError if it was started with other settings. user_config:
+    what the user set, with absolute paths; command: continues a run by its `--resume`."""
+    location = display_path(path)
+    refuse_finished(path, user_config, location)
+    if (difference := _difference(path, user_config)) is not None:
+        fix = f"`{command} --resume {location}`, or another --run-dir"
+        raise UsageError("The run was started with other settings.", location=location, cause=difference, fix=fix)
+
+
+def refuse_finished(path: Path, user_config: Config | None, location: object) -> None:
+    """Raises RunFinished if the run `path` is finished, UsageError if it is and had other settings. user_config: what
+    the user set, with absolute paths; None: --resume. location: what the error names."""
+    other_folder = "another --run-dir, or none: that makes a new folder"
+    if (path / EVENTS).exists() and not (path / CONFIG).exists():
+        fix = "start the job's own command again" if user_config is None else other_folder
+        raise UsageError(
+            "This run is of another program, which stoker watched or measured.", location=location, fix=fix
+        )
+    if not is_finished(path):
+        return
+    difference = None if user_config is None else _difference(path, user_config)
+    if difference is not None:
+        what = "The run is finished, with other settings."
+        raise UsageError(what, location=location, cause=difference, fix=other_folder)
+    fix = f"`stoker why {location}` shows it; to train again, another --run-dir"
+    raise RunFinished("The run is finished: nothing is left to do.", location=location, fix=fix)
+
+
+def find_finished(user_config: Config, name: str | None, resume: str | None) -> RunFinished | None:
+    """The end of the named run, where this machine sees it; None also for what all ranks are to say together. The
+    arguments are those of `choose_run`, also URIs."""
+    from stoker_watch.storage.store import fetch_files  # needed for runs in a bucket only
+
+    location = name if resume is None else resume
+    if location is None:
+        return None
+    try:
+        uri = to_run_uri(location)
+        path = Path(expand_variables(location)) if uri is None else fetch_files(uri, (CONFIG,), events_file=EVENTS)
+        refuse_finished(path, None if resume is not None else with_absolute_paths(user_config), uri or path)
+    except RunFinished as error:
+        return error
+    except StokerError:
+        return None
+    return None
+
+
+def _difference(path: Path, user_config: Config) -> str | None:
+    """Which settings the run `path` was started with, if they are not these; those of PER_ATTEMPT may be others."""
+    started, now = _read_user_config(path).set_fields(), user_config.set_fields()
+    names = [name for name in _changed(started, now) if name not in PER_ATTEMPT]
+    if not names:
+        return None
+    return f"it was started with {_format_flags(started, names)}; now it is {_format_flags(now, names)}"
+
+
+def _changed(started: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings that only one of the two has, or that differ."""
+    return [name for name in {**started, **now} if started.get(name) != now.get(name)]
+
+
+def _flags_of_other(path: Path, user_config: Config) -> str:
+    """The flags in which an unfinished run of the same data, which no process trains, differs from these settings;
+    empty: it is another run, or cannot be read."""
+    now = user_config.set_fields()
+    try:
+        started = _read_user_config(path).set_fields()
+        if started.get("data") != now.get("data") or is_finished(path):
+            return ""
+        with locked(path) as acquired:
+            if acquired is False:
+                return ""
+    except (OSError, ConfigError):
+        return ""
+    return ", ".join(f"--{flag_of(name)}" for name in _changed(started, now))
+
+
+def _refuse_run_of_this_command(path: Path) -> None:
+    """Raises RunFinished if an earlier attempt of this command, before a restart, finished the run `path`."""
+    restart = read_restart()
+    if restart is None:
+        return
+    if any(event.kind == "finished" and event.t >= restart.since for event in read_lines(path, EVENTS, Event)):
+        raise make_error(RunFinished, "run-is-finished", path, reason=restart.reason)
+
+
+def _lock_run(path: Path, stack: contextlib.ExitStack) -> list[str]:
+    """Holds the run's lock in `stack`; returns messages."""
+    fix = "check its permissions and that its disk is not read-only; or continue a copy of it"
+    with writing("The run's folder cannot be written.", display_path(path), fix=fix):
+        acquired = stack.enter_context(locked(path))
+    if acquired is False:
+        holder = records.holder_of_lock(path)
+        cause = None if holder is None else f"{holder} holds its lock"
+        fix = "wait for it, end it, or train into another --run-dir"
+        raise UsageError("Another process is training this run.", location=display_path(path), cause=cause, fix=fix)
+    sign_lock(path)
+    return [] if acquired else [NO_LOCKS_NOTE]
+
+
+def open_run_folder(
+    config: Config,
+    reasons: dict[str, str],
+    path: Path | None,
+    name: str | None,
+    stack: contextlib.ExitStack,
+    messages: list[str],
+    num_ranks: int = 1,
+) -> RunFolder:
+    """The run's folder, locked and ready to write: of the run `path`, or a new one, called `name` if given. Appends to
+    `messages`. num_ranks: processes that train together. Raises StorageError if it cannot be written."""
+    restart = read_restart()
+    try:
+        if path is None:
+            if name is None:
+                path = records.make_run(RUNS_DIR, f"{_dataset_name(config)}-{config.model.model}")
+            else:
+                path = Path(expand_variables(name))
+                path.mkdir(parents=True, exist_ok=True)
+            messages += _lock_run(path, stack)
+            write_atomic(path / CONFIG, to_toml(config, reasons).encode(), private=True)
+        folder = RunFolder(path, records.last_attempt(path) + 1)
+        stack.callback(folder.close)
+        environment = describe(dirs={"run": path, "data": config.data.data})
+        write_atomic(path / records.ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
+        text = f"attempt {folder.attempt}"
+        data: dict[str, Any] = {} if num_ranks == 1 else {"ranks": num_ranks}
+        first = from_toml(path / CONFIG)[0].of_attempt()
+        changed = {name: value for name, value in config.of_attempt().items() if value != first.get(name)}
+        changed.pop("stages", None)  # told below
+        if changed:
+            text = f"{text}, with {' '.join(f'--{flag_of(name)} {value}' for name, value in sorted(changed.items()))}"
+            data["settings"] = changed
+        if num_ranks > 1 and config.run.num_stages > 1:
+            data["stages"] = config.run.stages
+        if restart is not None:
+            text = f"{text}, restart {restart.number} of {restart.limit} after {restart.reason}"
+            data |= {"restart": msgspec.to_builtins(restart)}
+        folder.event("started" if folder.attempt == 1 else "resumed", text, **data)
+    except OSError as error:
+        location = path or name or RUNS_DIR
+        fix = "make room, or the folder writable, or name another one: --run-dir DIR"
+        raise StorageError(
+            "The run's folder cannot be written.", location=location, cause=str(error), fix=fix
+        ) from error
+    return folder
+
+
+def write_diagnosis(folder: RunFolder, warn: Callable[[str], None]) -> None:
+    """Writes findings.json, however the run ended."""
+    from stoker_watch.diagnosis.engine import (  # compiles patterns of logs; not needed at the start
+        diagnose,
+        write_findings,
+    )
+
+    try:
+        write_findings(folder.path, diagnose(folder.path))
+    except OSError as error:
+        warn(f"{records.FINDINGS} could not be written: {error}")
+
+
+def _read_user_config(path: Path) -> Config:
+    """The user's settings when the run was started: those without a reason."""
+    config, reasons = from_toml(path / CONFIG)
+    return config.replace(**dict.fromkeys(reasons))
+
+
+def _has_settings(path: Path, user_config: Config) -> bool:
+    """Whether the run was started with these settings, but for the number of stages; False if this version cannot read
+    them."""
+    try:
+        return (path / CONFIG).exists() and _read_user_config(path).replace(
+            stages=user_config.run.stages
+        ) == user_config
+    except ConfigError:
+        return False
+
+
+def with_absolute_paths(user_config: Config) -> Config:
+    """The settings with absolute paths of the data and the weights file, so that the run can continue from anywhere.
+    URIs stay. Environment variables are expanded here: the data of a run must not change with a variable, and two
+    commands that mean the same are the same run. Raises ConfigError if a variable is not set."""
+    changes = {}
+    fields = user_config.set_fields()
+    data, weights = fields.get("data"), fields.get("weights")
+    files: dict[str, str] = {name: fields[name] for name in ("train", "val", "splits") if name in fields}
+    if data is None and "train" in files:
+        data = changes["data"] = str(root_of_files([files[name] for name in ("train", "val") if name in files]))
+    for name, text in files.items():
+        inside = Path(data or "") / text
+        changes[name] = str(inside.absolute()) if inside.exists() and not Path(text).exists() else _to_absolute(text)
+    if data not in (None, "demo"):
+        changes["data"] = _to_absolute(data)
+    if weights not in (None, "coco", "imagenet", "none"):
+        changes["weights"] = _to_absolute(weights)
+    if "model" in fields:
+        changes["model"] = model_name(fields["model"])
+    return user_config.replace(**changes)
+
+
+def _to_absolute(text: str) -> str:
+    text = expand_variables(text)
+    if is_uri(text):
+        return str(parse_uri(text))
+    return str(Path(text).absolute()) if Path(text).exists() else text
+
+
+def _format_flags(fields: Mapping[str, Any], names: Iterable[str]) -> str:
+    """The settings `names` as they are typed, and which of them are not set."""
+    typed = shlex.join(word for name in names if name in fields for word in flag_words(name, fields[name]))
+    unset = ", ".join("DATA" if name == "data" else f"--{flag_of(name)}" for name in names if name not in fields)
+    return " ".join(filter(None, [typed, unset and f"without {unset}"]))
+
+
+def _dataset_name(config: Config) -> str:
+    if is_uri(config.data.data):
+        uri = parse_uri(config.data.data)
+        is_file = uri.name.lower().endswith(data_file_suffixes())
+        name = uri.parent.name if is_file else uri.name
+    else:
+        path = Path(config.data.data)
+        name = path.resolve().parent.name if path.is_file() else path.resolve().name
+    return "".join(c if c.isalnum() or c in "._" else "-" for c in name.lower()) or "data"
+
+
+def _find_runs(user_config: Config) -> list[Path]:
+    """Runs on the same data set, with any model, oldest first."""
+    paths = [p for p in RUNS_DIR.glob(f"{_dataset_name(user_config)}-*-*") if (p / EVENTS).exists()]
+    return sorted(paths, key=lambda p: (p / CONFIG).stat().st_mtime if (p / CONFIG).exists() else 0.0)

@@ -1,0 +1,103 @@
+"""Experiments that confirm a cause: change one thing of a run for a few dozen steps and measure the speed.
+
+A separate program, so that `stoker why RUN --probe` does not import torch:
+
+    python -m stoker.tuning.experiments runs/mine
+
+It prints a `schemas.Probe` as a JSON line for each experiment, and leaves the run as it is. `trials.py` measures.
+"""
+
+import contextlib
+import functools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from stoker_watch.errors import StokerError
+from stoker_watch.runs.records import CONFIG, last_attempt
+from stoker_watch.runs.schemas import PROBE_KINDS, Probe
+
+from stoker.config.settings import from_run
+from stoker.tuning.policy import summarize_speed
+from stoker.tuning.trials import NUM_IMAGES, TrialError, TrialProcess, Window, measure_in_turn, new_probe
+
+MAX_EXPERIMENT_S = 40.0
+"""After this time an experiment is judged by the pairs that it has."""
+
+
+def run_experiments(settings: dict[str, Any], attempt: int, log: Path) -> Iterator[Probe]:
+    """All experiments, in the order of PROBE_KINDS. settings: of the run; log: gets what the processes print."""
+    for kind in PROBE_KINDS:
+        values: dict[str, Any] = {}
+        try:
+            with contextlib.ExitStack() as stack:
+                values = _measure(kind, settings, functools.partial(_start, stack, log))
+        except TrialError as error:
+            values = {"reason": error.reason}
+        yield new_probe(kind, attempt=attempt, **values)
+
+
+def _start(stack: contextlib.ExitStack, log: Path, settings: dict[str, Any]) -> TrialProcess:
+    num_images = sys.maxsize if settings["cache"] == "none" else NUM_IMAGES  # a trial fills its cache first
+    process = TrialProcess(settings, log, num_images=num_images)
+    stack.callback(process.close)
+    return process
+
+
+def _measure(kind: str, settings: dict[str, Any], start: Callable[[dict[str, Any]], TrialProcess]) -> dict[str, Any]:
+    """Raises TrialError where the experiment does not apply."""
+    if kind == "no_allreduce":
+        raise TrialError("the run has one process: there is no all-reduce")
+    if kind == "compiled" and settings["device"] == "cpu":
+        raise TrialError("on a CPU compiling takes minutes")
+    base = start(settings)
+    if kind == "cached_batch":
+        return _measure_pairs(base.train_after_steps, base.step, base.batch_size)
+    if kind == "double_batch":
+        try:
+            double = start(settings | {"batch_size": 2 * base.batch_size})
+            return _measure_pairs(base.step, double.step, double.batch_size)
+        except TrialError as error:
+            raise TrialError(f"{error.reason}; a process with the run's batch size ran at the same time") from error
+    if kind == "compiled":
+        other = start(settings | {"compile": not settings["compile"]})
+        before, after = (other, base) if settings["compile"] else (base, other)
+        return _measure_pairs(before.step, after.step, base.batch_size)
+    base.warm_up()
+    used = base.ask("train", base.batch_size).workers
+    base.close()
+    workers = used + (1 if kind == "more_workers" else -1)
+    if workers < 1:
+        raise TrialError("the loader has one worker")
+    now, other = (start(settings | {"workers": count}) for count in (used, workers))
+    for process in (now, other):
+        process.warm_up()
+    return _measure_pairs(now.train, other.train, now.batch_size)
+
+
+def _measure_pairs(before: Window, after: Window, unit: int) -> dict[str, Any]:
+    """The fields of an experiment."""
+    found = measure_in_turn(before, after, unit=unit, until_s=time.monotonic() + MAX_EXPERIMENT_S)
+    return {"steps": found.steps, **summarize_speed(found.pairs)}
+
+
+def main(run: Path) -> None:
+    """Repeats steps of a run that is not live with one thing changed at a time; a JSON line for each experiment."""
+    with tempfile.TemporaryDirectory(prefix="stoker-") as folder:
+        # One process, and speed does not depend on the weights.
+        settings = from_run(run / CONFIG)[0].set_fields() | {"sync": "plain", "shard": False, "stages": 1}
+        settings["weights"] = "none"
+        for result in run_experiments(settings, last_attempt(run), Path(folder, "log")):
+            print(msgspec.json.encode(result).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except StokerError as error:
+        print(f"stoker: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,5 +1,0 @@
-"""`python -m stoker` is `stoker`."""
-
-from stoker.cli.app import main
-
-main()

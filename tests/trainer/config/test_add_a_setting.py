@@ -1,0 +1,51 @@
+"""docs/add-a-setting.md, done as it says, on a copy of the package."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+CHECK = """
+from stoker_watch.cli.app import app
+from stoker.config.settings import check, from_fields, from_toml, to_toml
+from stoker.training.defaults.derive import SETTINGS
+import pathlib
+config = from_fields({"label_smoothing": 0.1})
+check(config)
+pathlib.Path("c.toml").write_text(to_toml(config, {}))
+assert from_toml(pathlib.Path("c.toml"))[0].model.label_smoothing == 0.1
+_, bound, _ = app.parse_args(["train", "images", "--label-smoothing", "0.2"])
+assert bound.arguments["config"].model.label_smoothing == 0.2
+assert SETTINGS["label_smoothing"][0] == 0.0
+try:
+    check(from_fields({"label_smoothing": 0.9}))
+except Exception as error:
+    assert "--label-smoothing 0.9 is out of range" in str(error)
+else:
+    raise SystemExit("no error")
+"""
+
+
+@pytest.mark.slow
+def test_a_setting_is_added_as_the_page_says(tmp_path: Path) -> None:
+    field, row = re.findall(r"```(?:python|toml)\n(.*?)```", (ROOT / "docs/add-a-setting.md").read_text(), re.DOTALL)
+    for folder in ("stoker", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "docs").mkdir()
+    settings = tmp_path / "stoker/config/settings.py"
+    text = settings.read_text()
+    text = text.replace("    box_loss: Literal", field + "    box_loss: Literal", 1)
+    settings.write_text(text)
+    with (tmp_path / "stoker/knowledge/settings.toml").open("a") as file:
+        file.write(row)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = {"cwd": tmp_path, "env": environment, "check": True}
+    subprocess.run([sys.executable, "-c", CHECK], **run)
+    subprocess.run([sys.executable, "-m", "tests.trainer.config.test_surface"], **run)
+    assert "label_smoothing: float" in (tmp_path / "stoker/config/keywords.py").read_text()
+    assert "| `label_smoothing` | Label smoothing" in (tmp_path / "docs/settings.md").read_text()
