@@ -62,14 +62,14 @@ def run_timed(command: list[str], folder: Path, **variables: str) -> tuple[str, 
         return output.read(), usage.ru_utime + usage.ru_stime
 
 
-def source_paths(root: Path) -> list[str]:
+def python_path(root: Path) -> str:
     """What PYTHONPATH needs to import the packages and the benchmarks of a checkout."""
-    return [str(root), *(str(root / "packages" / name) for name in ("stoker-watch", "stoker"))]
+    return os.pathsep.join(map(str, (root, root / "packages/stoker-watch", root / "packages/stoker")))
 
 
 def child_environment() -> dict[str, str]:
     """The environment of this process, with this repository at the end of PYTHONPATH."""
-    paths = [path for path in (os.environ.get("PYTHONPATH"), *source_paths(ROOT)) if path]
+    paths = [path for path in (os.environ.get("PYTHONPATH"), python_path(ROOT)) if path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 

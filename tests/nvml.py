@@ -5,7 +5,7 @@
     scene.at(5.0).say("0", xid=79)
 
 The values are simulated and were never compared with a real GPU: published numbers from it must say so. The variables
-are for the watcher only, before it starts; CUDA_VISIBLE_DEVICES is not changed. The keys: `watch/recording/nvml_stub.c`.
+are for the watcher only, before it starts; CUDA_VISIBLE_DEVICES is not changed. The keys: `nvml_stub.c`.
 """
 
 import os

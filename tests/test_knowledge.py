@@ -62,6 +62,9 @@ def test_a_wheel_has_them(tmp_path: Path) -> None:
 
 def test_endings_are_read_when_a_job_has_ended() -> None:
     """Their file takes most of the time of all."""
-    code = "import stoker_watch.cli.app, stoker_watch.diagnosis.engine, stoker_watch.diagnosis.endings as e; print(e.endings.cache_info())"
+    code = (
+        "import stoker_watch.cli.app, stoker_watch.diagnosis.engine\n"
+        "from stoker_watch.diagnosis.endings import endings; print(endings.cache_info())"
+    )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "currsize=0" in printed

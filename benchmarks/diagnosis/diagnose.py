@@ -43,7 +43,7 @@ from benchmarks.diagnosis.diagnose_causes import CAUSES, KINDS, Cause
 from benchmarks.diagnosis.diagnose_data import data_set, draw_all
 from benchmarks.diagnosis.diagnose_plans import BATCH, Case, Machine, Plan
 from benchmarks.diagnosis.diagnose_score import NO_ANSWER, NONE, Outcome, cells, confusion, fraction_correct, wilson
-from benchmarks.processes import source_paths
+from benchmarks.processes import python_path
 from benchmarks.report import Bar, Report, options, publish
 
 HERE = Path(__file__).resolve().parent
@@ -161,7 +161,7 @@ class Bench:
         with plan.around() as around:
             command = self._command(kind, plan, max(cause.least_s, seconds), run, log)
             variables = {
-                **os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000", "PYTHONPATH": os.pathsep.join(source_paths(ROOT)),
+                **os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000", "PYTHONPATH": python_path(ROOT),
                 "STOKER_CACHE_DIR": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": "torch",
             }  # fmt: skip
             if around.variables.get("NVML_STUB"):
@@ -235,7 +235,7 @@ class Bench:
     def _why(self, run: Path) -> list[dict[str, Any]]:
         done = subprocess.run(
             [sys.executable, "-m", "stoker", "why", str(run), "--json"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(source_paths(ROOT))}, capture_output=True, text=True, timeout=30,
+            env={**os.environ, "PYTHONPATH": python_path(ROOT)}, capture_output=True, text=True, timeout=30,
         )  # fmt: skip
         if done.returncode:  # this is a wrong answer too
             return [{"cause": NO_ANSWER, "severity": "critical", "title": done.stderr.strip()[-300:]}]

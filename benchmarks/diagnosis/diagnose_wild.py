@@ -48,7 +48,7 @@ from benchmarks.diagnosis.diagnose_score import NO_ANSWER, NONE, wilson
 from benchmarks.diagnosis.wild.around import descendants, tree
 from benchmarks.diagnosis.wild.job import HEALTHY, Job, place
 from benchmarks.diagnosis.wild.jobs import JOBS
-from benchmarks.processes import source_paths
+from benchmarks.processes import python_path
 from benchmarks.report import Bar, Report, options, publish
 
 HERE = Path(__file__).resolve().parent
@@ -235,14 +235,12 @@ class Bench:
             command += self._words(job, folder, around.variables.get("FILE_SERVER", ""))
             variables = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(source_paths(self.stoker)),
+                "PYTHONPATH": python_path(self.stoker),
                 "CUDA_VISIBLE_DEVICES": "",
             }
             variables |= {"STOKER_CACHE_DIR": str(folder / "cache")} | job.variables | around.variables
             if "PYTHONPATH" in job.variables:  # of the job, after that of `stoker watch`
-                variables["PYTHONPATH"] = os.pathsep.join(
-                    (os.pathsep.join(source_paths(self.stoker)), job.variables["PYTHONPATH"])
-                )
+                variables["PYTHONPATH"] = os.pathsep.join((python_path(self.stoker), job.variables["PYTHONPATH"]))
             with (folder / "job.log").open("wb") as output:
                 process = subprocess.Popen(
                     [*around.before, *command], env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
@@ -281,7 +279,7 @@ class Bench:
     def _why(self, run: Path, folder: Path) -> tuple[NamedCause, ...]:
         done = subprocess.run(
             [sys.executable, "-m", "stoker", "why", str(run), "--json"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(source_paths(self.stoker))}, capture_output=True, text=True, timeout=60, cwd=folder,
+            env={**os.environ, "PYTHONPATH": python_path(self.stoker)}, capture_output=True, text=True, timeout=60, cwd=folder,
         )  # fmt: skip
         (folder / "why.json").write_text(done.stdout or done.stderr)
         if done.returncode:  # this is a wrong answer too
@@ -413,7 +411,7 @@ def catalog_of(stoker: Path) -> str:
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(source_paths(stoker))}, capture_output=True, text=True, check=True, cwd="/",
+        env={**os.environ, "PYTHONPATH": python_path(stoker)}, capture_output=True, text=True, check=True, cwd="/",
     )  # fmt: skip
     return done.stdout.strip()
 

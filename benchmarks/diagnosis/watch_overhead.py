@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.processes import source_paths
+from benchmarks.processes import python_path
 from benchmarks.report import Bar, Report, options, publish, spread
 
 RATIO, FIXED_S = 0.02, 1.5
@@ -173,7 +173,7 @@ def measure(job: Job, steps: int, *, watched: bool, core: int) -> tuple[float, f
         Path(folder, "job.py").write_text(job.code)
         watch = [sys.executable, "-m", "stoker", "watch", "--run-dir", f"{folder}/run", "--"] if watched else []
         words = [*watch, job.python, "job.py", str(steps)]
-        environment = {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(source_paths(ROOT))}
+        environment = {**os.environ, **QUIET, "PYTHONPATH": python_path(ROOT)}
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, check=False)
         wall_s = time.monotonic() - start_s
         if done.returncode:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.processes import ROOT, source_paths
+from benchmarks.processes import ROOT, python_path
 from benchmarks.report import Report, options, publish
 
 SPEC = {"model": "retinanet_resnet50_fpn", "batch": 32, "slots": 100, "image_size": (800, 800)}
@@ -383,7 +383,7 @@ MODES = {
 def in_child(name: str, spec: dict[str, Any]) -> dict[str, Part]:
     mode, kernels = MODES.get(name, ("outside", False))
     command = [sys.executable, str(Path(__file__).resolve()), "--child", mode, json.dumps({**spec, "kernels": kernels})]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(source_paths(ROOT)), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
     return {part: Part(**fields) for part, fields in json.loads(done.stdout.splitlines()[-1]).items()}
 

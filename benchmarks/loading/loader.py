@@ -30,7 +30,7 @@ import psutil
 
 from benchmarks import peers
 from benchmarks.loading.loader_peers import BATCH, INSTALL, LOADERS, NEEDS, SHARD, SIDE
-from benchmarks.processes import ROOT, run_child, serve_child, source_paths
+from benchmarks.processes import ROOT, python_path, run_child, serve_child
 from benchmarks.report import Bar, Report, describe, options, publish, spread
 
 CHILD = Path(__file__).with_name("loader_peers.py")
@@ -124,7 +124,7 @@ class LoaderProcess:
         environment = {**os.environ, "STOKER_CACHE_DIR": str(cache), "TF_CPP_MIN_LOG_LEVEL": "3"}
         environment.pop("GOMP_SPINCOUNT", None)  # set by importing stoker; each loader runs with its own default
         if name == "stoker":
-            environment["PYTHONPATH"] = os.pathsep.join([*source_paths(ROOT), os.environ.get("PYTHONPATH", "")])
+            environment["PYTHONPATH"] = os.pathsep.join([python_path(ROOT), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [python, CHILD, name, folder, str(workers), str(repeats)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,

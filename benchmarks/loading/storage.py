@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.loading.object_server import running_server
-from benchmarks.processes import source_paths
+from benchmarks.processes import python_path
 from benchmarks.report import Bar, Report, options, publish
 
 SIZE_BYTES = 110_000
@@ -47,7 +47,7 @@ def one_run(python: str, who: str, port: int, count: int, how: tuple[str, ...]) 
     command = [python, str(FOLDER / "storage_child.py"), who, str(port), str(count), str(SIZE_BYTES), *how]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(source_paths(FOLDER.parents[1])),
+        "PYTHONPATH": python_path(FOLDER.parents[1]),
         "OMP_NUM_THREADS": "1",
         "NO_PROXY": "127.0.0.1",
     }

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import ROOT, source_paths
+from benchmarks.processes import ROOT, python_path
 from benchmarks.report import Bar, Report, options, publish, spread
 
 BODIES = ("mobilenet_v2", "resnet50")
@@ -49,7 +49,7 @@ class Side:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**environment, "PYTHONPATH": os.pathsep.join(source_paths(ROOT))},
+            env={**environment, "PYTHONPATH": python_path(ROOT)},
         )
 
     def step(self) -> dict[str, float]:

@@ -60,7 +60,7 @@ def keywords() -> str:
     """The text of keywords.py."""
     lines = [
         '"""The settings as keyword arguments, for type checkers and editors. Generated from `settings.py` by',
-        "`python -m tests.trainer.config.test_surface`; do not edit. `epochs`, `steps` and `max_time` set `max_duration`.",
+        "`python -m tests.trainer.config.test_surface`; do not edit. `epochs`, `steps`, `max_time` set `max_duration`.",
         '"""',
         "",
         "# fmt: off",

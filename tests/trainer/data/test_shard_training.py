@@ -30,6 +30,7 @@ from tests.watch.storage.servers import Conditions, ServedBucket, Server, apply,
 
 NUM_IMAGES, BUFFER = 60, 48
 BATCH = 4
+RECORDED_RANK = "tests.trainer.training.recorded_rank"
 ROOT = Path(__file__).resolve().parents[3]
 BAD = {"503": 0.02, "500": 0.01, "reset": 0.02, "truncate": 0.02}
 USUAL = {"503": 0.004, "500": 0.002, "reset": 0.002, "truncate": 0.002}
@@ -134,7 +135,7 @@ def train_on_ranks(
     words = ["train", data, "--image-size", "64", "64", *(str(word) for pair in flags.items() for word in pair)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.training.recorded_rank", record, str(stop_after * rank), *words],
+            [sys.executable, "-m", RECORDED_RANK, record, str(stop_after * (rank == 1)), *words],
             cwd=folder,
             env={
                 **os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank), "WORLD_SIZE": str(ranks),

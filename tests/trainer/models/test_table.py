@@ -1,6 +1,7 @@
 """What the rows of MODELS say that a model costs: parameters, operations, memory.
 
-`python -m tests.trainer.models.test_table` prints the line `cost=…` of every row, or of those named, as it is computed anew."""
+`python -m tests.trainer.models.test_table` prints the line `cost=…` of every row, or of those
+named, as it is computed anew."""
 
 import sys
 from typing import Any, Literal

@@ -1,7 +1,7 @@
 """Predicted steps against training speeds that others published: the order of magnitude, on GPUs that were never here.
 
-`python -m tests.trainer.planning.test_published` prints the table of docs/plan.md. The published runs are other programs
-with older software, some of them limited by their loaders: they say what a GPU did at least.
+`python -m tests.trainer.planning.test_published` prints the table of docs/plan.md. The published runs are other
+programs with older software, some of them limited by their loaders: they say what a GPU did at least.
 """
 
 import dataclasses

@@ -221,8 +221,8 @@ def test_hedges_are_a_small_fraction(requests: int) -> None:
 
 def test_interpreter_exits_during_reads(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
-        "import sys\nfrom stoker_watch.storage.store import open_store\nfrom stoker_watch.storage.uri import parse_uri\n"
-        "from stoker_watch.storage.fetcher import Fetcher\n"
+        "import sys\nfrom stoker_watch.storage.store import open_store\n"
+        "from stoker_watch.storage.uri import parse_uri\nfrom stoker_watch.storage.fetcher import Fetcher\n"
         "store, fetcher = open_store(parse_uri(sys.argv[1])), Fetcher()\n"
         "futures = [fetcher.submit(store, f'k{n}') for n in range(40)]\n"
         "futures[0].result(); print('one came')\n"
