@@ -52,8 +52,8 @@ test-long: setup  ## tests/long.txt: what CI leaves out; before a release
 	$(PYTEST) --durations=40 --durations-min=15 -m "long and not gpu"
 
 test-wheel: $(foreach version,$(WHEEL_PYTHONS),.venv-wheel-$(version)/.ready)  ## those of stoker-watch, without torch and NumPy: its wheel
-	$(foreach version,$(WHEEL_PYTHONS),OMP_NUM_THREADS=1 .venv-wheel-$(version)/bin/python -m pytest -c tests/watch/pytest.ini \
-		--rootdir . -n 2 --dist worksteal -m "not slow and not gpu" tests/watch &&) true
+	$(foreach version,$(WHEEL_PYTHONS),OMP_NUM_THREADS=1 .venv-wheel-$(version)/bin/python -m pytest -o pythonpath=. \
+		-n 2 --dist worksteal -m "not slow and not gpu" tests/watch &&) true
 
 # The packages of the tests are those of the lock, but for Python 3.10, of which it knows nothing.
 .venv-wheel-%/.ready: packages/stoker-watch/pyproject.toml $(filter .uv/bin/uv,$(UV))

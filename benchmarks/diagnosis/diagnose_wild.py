@@ -279,7 +279,8 @@ class Bench:
     def _why(self, run: Path, folder: Path) -> tuple[NamedCause, ...]:
         done = subprocess.run(
             [sys.executable, "-m", "stoker", "why", str(run), "--json"],
-            env={**os.environ, "PYTHONPATH": python_path(self.stoker)}, capture_output=True, text=True, timeout=60, cwd=folder,
+            env={**os.environ, "PYTHONPATH": python_path(self.stoker)}, capture_output=True, text=True, timeout=60,
+            cwd=folder,
         )  # fmt: skip
         (folder / "why.json").write_text(done.stdout or done.stderr)
         if done.returncode:  # this is a wrong answer too
